@@ -17,6 +17,8 @@ COMMANDS = {
     "tune": "search a recipe's parameters",
     "embed": "embed a corpus with a recipe's teachers, or compare the teachers",
     "evaluate": "evaluate models side by side",
+    "pairs": "write a task's pairs for mutual distillation",
+    "rank": "store a model with references, to score pairs by cosine and ranks",
     "export": "export a model to ONNX",
     "push": "upload a model to the Hugging Face hub",
     "plan": "estimate a run's time, memory and network traffic",

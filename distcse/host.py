@@ -11,6 +11,8 @@ from pathlib import Path
 CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = ("max", "-1")
 _GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_WITHOUT_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Variable with which `torch.cuda.is_available` reads `CUDA_VISIBLE_DEVICES` at each call, and does not ask the CUDA driver."""
 
 _hides_gpus = False
 """Whether this process uses no GPU, also of a kind that the variable does not hide."""
@@ -59,18 +61,25 @@ def hide_gpus() -> None:
 
 @contextmanager
 def gpus_hidden() -> Iterator[None]:
-    """Context manager: hide the GPUs from this process for the block."""
+    """Context manager: hide the GPUs from this process for the block. Afterwards, the process can use them."""
+    import torch
+
     global _hides_gpus
-    was_hidden, variable = _hides_gpus, os.environ.get(_GPU_VARIABLE)
+    # The CUDA driver reads the variable once per process, and PyTorch counts its GPUs once, in the first backward pass at the
+    # latest. In the block, both would find none for good. Counting them here creates no CUDA context.
+    torch.accelerator.is_available()
+    was_hidden, variables = _hides_gpus, {name: os.environ.get(name) for name in (_GPU_VARIABLE, _WITHOUT_DRIVER)}
     hide_gpus()
+    os.environ[_WITHOUT_DRIVER] = "1"  # else libraries would find the GPUs that were counted
     try:
         yield
     finally:
         _hides_gpus = was_hidden
-        if variable is None:
-            os.environ.pop(_GPU_VARIABLE, None)
-        else:
-            os.environ[_GPU_VARIABLE] = variable
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _words(file: Path) -> list[str]:

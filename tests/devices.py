@@ -59,6 +59,13 @@ def describe_process(reporter: Reporter) -> tuple[str, str]:
     return os.environ.get("CUDA_VISIBLE_DEVICES", ""), str(ray.get_runtime_context().get_node_id())
 
 
+def count_threads(reporter: Reporter) -> int:
+    """Return the threads with which PyTorch computes in this process."""
+    import torch
+
+    return torch.get_num_threads()
+
+
 def fail_with_a_fix(reporter: Reporter) -> None:
     raise ModelOutputError("the model's output is NaN")
 

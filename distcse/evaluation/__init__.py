@@ -1,9 +1,17 @@
 """Evaluation of sentence encoders by the protocols of the papers, one protocol per module."""
 
 from distcse.evaluation.agreement import HeldOutVectors, agreement, agreement_result
-from distcse.evaluation.candidates import LoadOptions, make_candidate, make_pair_candidate, open_candidate, parse_models
-from distcse.evaluation.catalogue import STSB_DEV, SUITES, DatasetFolder, parse_suites
+from distcse.evaluation.candidates import (
+    LoadOptions,
+    make_candidate,
+    make_pair_candidate,
+    make_rank_candidate,
+    open_candidate,
+    parse_models,
+)
+from distcse.evaluation.catalogue import DEV_SETS, SUITES, DatasetFolder, parse_suites
 from distcse.evaluation.contamination import Contamination
+from distcse.evaluation.dev import LabelledDev, labelled_dev
 from distcse.evaluation.evaluation import (
     Candidate,
     Evaluation,
@@ -19,11 +27,11 @@ from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, Re
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
-from distcse.evaluation.suites import CustomSet, EvalConfig, Tasks, collect, labelled_dev
+from distcse.evaluation.suites import CustomSet, EvalConfig, Tasks, collect
 from distcse.evaluation.tables import read_table
 
 __all__ = [
-    "STSB_DEV",
+    "DEV_SETS",
     "SUITES",
     "Candidate",
     "Contamination",
@@ -33,6 +41,7 @@ __all__ = [
     "EvalConfig",
     "Evaluation",
     "HeldOutVectors",
+    "LabelledDev",
     "LoadOptions",
     "Model",
     "ModelInfo",
@@ -57,6 +66,7 @@ __all__ = [
     "labelled_dev",
     "make_candidate",
     "make_pair_candidate",
+    "make_rank_candidate",
     "measure_model",
     "open_candidate",
     "parse_models",

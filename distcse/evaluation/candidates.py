@@ -99,17 +99,11 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
         return pairs
     if is_rank_space(folder):
         ranker = _load_rank_space(folder, source, options)
-        info = ModelInfo(
-            name,
-            source,
-            f"rank space, λ = {ranker.weight:g}",
-            ranker.encoder.pooling,
-            ranker.encoder.max_length,
-            _count_parameters(ranker.encoder),
+        ranked = make_rank_candidate(
+            name, source, ranker, Contamination.read(folder), options.resolved_precision, on_progress
         )
         use_mkldnn_linear(ranker.encoder, options.resolved_precision)
-        model = RankSpaceModel(ranker, make_encode(ranker.encoder, options.resolved_precision, on_progress))
-        return Candidate(info, model, Contamination.read(folder))
+        return ranked
     load_kwargs: dict[str, Any] = {
         "is_fast": options.is_fast,
         "max_length": options.max_length,
@@ -134,6 +128,20 @@ def make_candidate(
     """Wrap a loaded bi-encoder as a candidate."""
     info = ModelInfo(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _count_parameters(encoder))
     return Candidate(info, VectorModel.of(encoder, precision, on_progress), contamination)
+
+
+def make_rank_candidate(
+    name: str,
+    source: str,
+    ranker: RankSpaceEncoder,
+    contamination: Contamination,
+    precision: str = "fp32",
+    on_progress: Progress | None = None,
+) -> Candidate:
+    """Wrap a loaded bi-encoder with references, whose pairs are scored by cosine and by rank, as a candidate."""
+    encoder, kind = ranker.encoder, f"rank space, λ = {ranker.weight:g}"
+    info = ModelInfo(name, source, kind, encoder.pooling, encoder.max_length, _count_parameters(encoder))
+    return Candidate(info, RankSpaceModel(ranker, make_encode(encoder, precision, on_progress)), contamination)
 
 
 def make_pair_candidate(

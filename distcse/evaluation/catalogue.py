@@ -39,6 +39,9 @@ STS = (
 )
 STSB = STS[5]
 STSB_DEV = KnownSet("STS-B dev", "sts/stsb", {"dev": 1500})
+SICKR_DEV = KnownSet("SICK-R trial", "sts/sickr", {"trial": 500})
+DEV_SETS = {"stsb": (STSB_DEV,), "sickr": (SICKR_DEV,), "stsb_sickr": (STSB_DEV, SICKR_DEV)}
+"""Published dev sets by their names in `evaluation.dev`."""
 TRANSFER = (
     KnownSet("MR", "transfer/mr", {"all": 10662}),
     KnownSet("CR", "transfer/cr", {"all": 3775}),
@@ -50,7 +53,7 @@ TRANSFER = (
 )
 PAIRS = (
     KnownSet("QQP", "pairs/qqp", {"test": 10000}),
-    KnownSet("QNLI", "pairs/qnli", {"test": 5463}),
+    KnownSet("QNLI", "pairs/qnli", {"test": 4463}),
     KnownSet("MRPC", "pairs/mrpc", {"test": 1725}),
 )
 

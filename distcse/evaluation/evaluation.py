@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.device import default_device
-from distcse.errors import EvaluationResultError
+from distcse.errors import EvaluationResultError, StoppedEarlyError
 from distcse.evaluation.catalogue import PUBLISHED
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
@@ -186,13 +186,22 @@ def evaluate(
     return compare_models(results, tasks, base=base, settings=settings, started_at=started_at)
 
 
-def measure_model(candidate: Candidate, tasks: Tasks, emit: Listener = ignore) -> ModelResults:
+def measure_model(
+    candidate: Candidate,
+    tasks: Tasks,
+    emit: Listener = ignore,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> ModelResults:
     """Evaluate one model on every task it supports.
 
     Args:
         candidate: The model.
         tasks: The tasks.
         emit: Receives the progress.
+        stop_requested: Called before each task. Default: never stops.
+
+    Raises:
+        StoppedEarlyError: `stop_requested` returned True; this model has no result.
     """
     name, model = candidate.info.name, candidate.model
     supported = [task for task in tasks.tasks if supports(task, model)]
@@ -200,6 +209,8 @@ def measure_model(candidate: Candidate, tasks: Tasks, emit: Listener = ignore) -
         model.prepare(text for task in supported for text in task.sentences())
     results = {}
     for done, task in enumerate(supported):
+        if stop_requested():
+            raise StoppedEarlyError(f"stopped after {done} of the {len(supported)} sets of {name}")
         emit(StageProgress(name, done, len(supported), f"sets, now {task.suite} {task.name}"))
         results[task.suite, task.name] = task.measure(model)
     info, vectors = _describe_model(candidate, tasks.tasks), NeighborComparison.of(tasks.tasks).vectors(model)

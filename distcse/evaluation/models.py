@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
@@ -173,23 +174,20 @@ class Ensemble:
         return np.asarray(np.mean([member.similarities(first, second) for member in self._members], axis=0))
 
 
+@dataclass(frozen=True)
 class RecordedScores:
-    """A model's similarities of the pairs that were asked of it; picklable, for an ensemble in another process.
+    """A model's similarities of the pairs that were asked of it; picklable, for an ensemble in another process."""
 
-    Args:
-        known: Similarities by pair. Default: none.
-    """
-
-    def __init__(self, known: Mapping[tuple[str, str], float] | None = None) -> None:
-        self._known = dict(known or {})
+    known: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Similarities by pair."""
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """Return the (n,) recorded similarities of n pairs."""
-        return np.array([self._known[pair] for pair in zip(first, second, strict=True)])
+        return np.array([self.known[pair] for pair in zip(first, second, strict=True)])
 
     def recording(self, model: PairModel) -> PairModel:
         """Return a view of a model whose similarities are recorded here."""
-        return _Recorder(model, self._known)
+        return _Recorder(model, self.known)
 
 
 class _Recorder:

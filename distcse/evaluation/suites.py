@@ -121,20 +121,6 @@ def collect(data: Path | None, suites: Iterable[Suite], custom: Iterable[CustomS
     return found
 
 
-def labelled_dev(data: Path) -> ScoredPairs:
-    """Read STS-B dev from a data folder.
-
-    Raises:
-        EvaluationDataError: The folder or the file does not exist.
-        EvaluationFormatError: The file is malformed.
-    """
-    folder = DatasetFolder.of(data)
-    tables = folder.load(STSB_DEV)
-    if tables is None:
-        raise EvaluationDataError(f"{folder.missing[0]}, which the dev score needs; add the file")
-    return ScoredPairs.of(STSB_DEV.name, tables["dev"])
-
-
 class _DatasetRegistry:
     """Creates tasks of the published sets; reads each file once for all suites."""
 

@@ -106,6 +106,16 @@ class Backend(Protocol):
         """
         ...
 
+    def share(self, value: T) -> Callable[[], T]:
+        """Return a function that returns the value, for the functions of `run_on_devices`.
+
+        However large the value and however many functions have it, a cluster stores it once, and each node fetches it once.
+
+        Args:
+            value: A picklable value.
+        """
+        ...
+
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
         """Call functions on the devices, one after the other on each, while nothing else of the run uses them.
 

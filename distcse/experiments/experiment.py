@@ -50,7 +50,7 @@ class Result(Protocol):
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """Scores on the test sets; None if the run was interrupted or evaluates nothing."""
+        """Scores on the test sets, without the models that a stop left out; None if nothing was measured."""
         ...
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -76,6 +76,9 @@ class LocalBackend:
             SerializedGroup(LocalGroup(context, reporter), lock, reporter.stop_requested)
             for context, reporter in zip(contexts, reporters, strict=True)
         ]
+
+    def share(self, value: T) -> Callable[[], T]:
+        return lambda: value
 
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
         results: list[T] = []

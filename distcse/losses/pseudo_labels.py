@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from distcse.losses.views import unit
 
 
 def mse_cosine(first: Tensor, second: Tensor, labels: Tensor) -> Tensor:
     """Compute the squared errors of a bi-encoder's cosines against a cross-encoder's scores (§2.3).
+
+    The cosine with a zero vector is 0, without gradient. torch's `cosine_similarity` would give a zero vector 10⁸ times the
+    others' gradient, which clipping would then reduce to nothing.
 
     Args:
         first: (B, d) vectors of the pairs' first sentences.
@@ -17,7 +22,8 @@ def mse_cosine(first: Tensor, second: Tensor, labels: Tensor) -> Tensor:
     Returns:
         (B,) losses.
     """
-    return (cosine_similarity(first.float(), second.float(), dim=1) - labels).square()
+    cosines = (unit(first.float()) * unit(second.float())).sum(dim=1)
+    return (cosines - labels).square()
 
 
 def bce_soft(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
+from distcse.losses.views import unit
 
 # A fixed table, because a class named by a model's file must not be imported.
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -135,8 +135,8 @@ class Normalize(nn.Module):
     """L2 normalization before a `Dense` module."""
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Normalize (B, d) vectors."""
-        return normalize(vectors, dim=1)
+        """Normalize (B, d) vectors; a zero vector stays zero, without gradient."""
+        return unit(vectors)
 
 
 def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], width: int) -> nn.Sequential:

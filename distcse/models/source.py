@@ -11,6 +11,7 @@ from distcse.errors import EncoderError, ModelNotFoundError, StorageError
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
 PACKAGE = "package:"
+CONFIG_FILE = "config.json"
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "1_Pooling/*", "2_Normalize/*"]
 _IGNORED_HUB_FILES = [
@@ -53,7 +54,7 @@ def resolve_model(
         return _from_storage(store)
     folder = store.path.expanduser()
     if os.path.isdir(folder):  # Path.is_dir raises for an overlong name
-        if (folder / "recipe.yaml").is_file() and not (folder / "config.json").is_file():
+        if (folder / "recipe.yaml").is_file() and not (folder / CONFIG_FILE).is_file():
             raise ModelNotFoundError(f"{folder} is a run's folder; write its model's folder, {folder / 'model'}")
         return folder.absolute()
     if os.path.isfile(folder):
@@ -63,13 +64,19 @@ def resolve_model(
     return _from_hub(name, [*(wanted or _HUB_FILES), *(["*.py"] if trust_remote_code else [])], only_local)
 
 
-def find_local_model(name: str, trust_remote_code: bool = False) -> Path | None:
-    """Return the local folder of a model with its config.json; None if it would have to be downloaded, or does not exist."""
+def find_local_model(name: str, trust_remote_code: bool = False, wanted: Sequence[str] | None = None) -> Path | None:
+    """Return the local folder of a model with its config.json; None if it would have to be downloaded, or does not exist.
+
+    Args:
+        name: As for `resolve_model`.
+        trust_remote_code: As for `resolve_model`.
+        wanted: Patterns of the files that must be in the hub's cache. Default: all that an encoder needs.
+    """
     try:
-        folder = resolve_model(name, trust_remote_code, only_local=True)
+        folder = resolve_model(name, trust_remote_code, wanted, only_local=True)
     except (EncoderError, StorageError):
         return None
-    return folder if (folder / "config.json").is_file() else None
+    return folder if (folder / CONFIG_FILE).is_file() else None
 
 
 def is_hub_id(name: str) -> bool:
@@ -82,7 +89,7 @@ def is_hub_id(name: str) -> bool:
 def model_fingerprint(folder: Path) -> str:
     """Return a hash of all files that can change the embeddings: weights, configuration, tokenizer, pooling, custom code."""
     digest = Digest()
-    config = folder / "config.json"
+    config = folder / CONFIG_FILE
     suffixes = (
         _FINGERPRINTED if not config.is_file() or b'"auto_map"' not in config.read_bytes() else (*_FINGERPRINTED, ".py")
     )

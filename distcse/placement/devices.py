@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from distcse.placement.cluster import Labels, Paths
-from distcse.placement.resources import Node, Resources, count_fitting, nodes_with
+from distcse.placement.resources import Node, Resources, count_fitting, no_node_error
 
 _HEARTBEAT_TIMEOUT_S = 60.0
+_MOST_OF_A_NODE = 0.75
+"""Part of a node's memory that a process reserves which needs more: no second one fits, and other jobs may hold a little."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,18 @@ class DevicePlan:
     number: int
     """Processes at the same time."""
     each: Resources
-    """Resources of one process: a full GPU where there is one, CPUs, and `memory` in bytes."""
+    """What one process reserves: a full GPU where there is one, else a CPU, and `memory` in bytes."""
     labels: Labels
     """Required labels of their nodes; None is any node."""
+
+    def threads_on(self, node: Resources) -> int:
+        """Return the threads of one process on a node: its share of the node's CPUs, which it does not reserve.
+
+        Args:
+            node: The node's resources.
+        """
+        processes = min(self.number, count_fitting([node], self.each)) if self.each.get("GPU") else 1
+        return max(1, int(node.get("CPU", 0.0) / max(1, processes)))
 
 
 class SelectedNodes(NamedTuple):
@@ -58,16 +69,18 @@ class SelectedNodes(NamedTuple):
 
 
 def select_nodes(options: DeviceOptions, nodes: Sequence[Node]) -> SelectedNodes:
-    """Select the first labels whose nodes have GPUs that the functions may use; without any, the first labels.
+    """Select the first labels whose nodes have GPUs that the functions may use; without any, the first that a node has.
 
     Raises:
-        NodeLabelError: No node has the labels of a key.
+        NodeLabelError: No node has the labels of any key.
     """
-    usable = {key: nodes_with(nodes, labels, key) for key, labels in options.labels.items()}
-    for key, found in usable.items():
-        if options.uses_gpu and any(node.get("GPU") for node in found):
-            return SelectedNodes(options.labels[key], True)
-    return SelectedNodes(next(iter(options.labels.values())), False)
+    usable = [labels for labels in options.labels.values() if any(node.has(labels) for node in nodes)]
+    if not usable:
+        raise no_node_error(options.labels)
+    for labels in usable:
+        if options.uses_gpu and any(node.has(labels) and node.resources.get("GPU") for node in nodes):
+            return SelectedNodes(labels, True)
+    return SelectedNodes(usable[0], False)
 
 
 def plan_devices(
@@ -78,41 +91,38 @@ def plan_devices(
     With GPUs, there is one process per GPU. Without, there is one per node, or no process at all: the run's process calls the
     functions itself if it is the only node, or if one node suffices and its own one has CPUs and the memory.
 
+    A process reserves little, because other jobs may hold CPUs of every node for as long as they run: its GPU, or without GPUs
+    one CPU, and its memory. It computes with the threads of `DevicePlan.threads_on`.
+
     Args:
         options: The nodes that can run them.
         nodes: The nodes of the cluster.
         own: The node of the run's process.
         calls: Number of functions.
-        memory_bytes: Estimated memory of a process. If no node has as much, a process gets all memory of a node.
+        memory_bytes: Estimated memory of a process. If no node has as much, a process reserves most of the largest node's.
 
     Returns:
         The processes to start; None if the run's process calls the functions.
 
     Raises:
-        NodeLabelError: No node has the labels of a key.
+        NodeLabelError: No node has the labels of any key.
     """
     selected = select_nodes(options, nodes)
     resources = [node.resources for node in nodes if node.has(selected.labels)]
     if selected.has_gpus:
         resources = [node for node in resources if node.get("GPU")]
-        gpus = min(1.0, max(node["GPU"] for node in resources))
-        number = min(calls, count_fitting(resources, {"GPU": gpus}))
-        amounts = {"GPU": gpus}
+        each = {"GPU": min(1.0, max(node["GPU"] for node in resources))}
     else:
-        number = min(calls, sum(node.get("CPU", 0.0) >= 1 for node in resources)) or 1
-        if len(nodes) == 1 or (number == 1 and _has_room(own, nodes, selected.labels, memory_bytes)):
-            return None
-        amounts = {}
-    memory = min(memory_bytes, max(node.get("memory", 0.0) for node in resources))
-    each = {"CPU": _even_cpus(resources, amounts, number), **amounts, "memory": float(int(memory))}
-    return DevicePlan(min(number, max(1, count_fitting(resources, each))), each, selected.labels)
-
-
-def _even_cpus(nodes: Sequence[Resources], each: Resources, number: int) -> float:
-    """Return the largest number of full CPUs per process with which `number` processes of these resources fit."""
-    shares = {float(int(node.get("CPU", 0.0) / count)) for node in nodes for count in range(1, number + 1)}
-    fitting = (share for share in shares if count_fitting(nodes, {**each, "CPU": share}) >= number)
-    return max(fitting, default=0.0)
+        each = {"CPU": 1.0 if any(node.get("CPU", 0.0) >= 1 for node in resources) else 0.0}
+    largest = max(node.get("memory", 0.0) for node in resources)
+    each["memory"] = float(int(memory_bytes if memory_bytes <= largest else _MOST_OF_A_NODE * largest))
+    fitting = [count_fitting([node], each) for node in resources]
+    number = max(1, min(calls, sum(fitting) if selected.has_gpus else sum(map(bool, fitting))))
+    if not selected.has_gpus and (
+        len(nodes) == 1 or (number == 1 and _has_room(own, nodes, selected.labels, memory_bytes))
+    ):
+        return None
+    return DevicePlan(number, each, selected.labels)
 
 
 def _has_room(own: OwnNode, nodes: Sequence[Node], labels: Labels, memory_bytes: float) -> bool:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from distcse.errors import GpuRequiredError
+from distcse.errors import ClusterTooSmallError, GpuRequiredError
 from distcse.events import Listener, LogMessage
-from distcse.placement.gpu_shares import GpuRole, count_gpus, fit_together, share_gpus
+from distcse.placement.gpu_shares import GpuRole, can_fit, count_gpus, fit_together, share_gpus, stranded_role
 from distcse.placement.resources import Node, describe_nodes, format_resources
 from distcse.recipe.resources import GpuMode
 
@@ -43,7 +43,7 @@ class GpuPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """A warning for each role that gets no GPU or less than the recipe sets, although its nodes have GPUs."""
+        """A warning for each role whose nodes have GPUs and that gets none or less than the recipe sets, or may wait forever."""
         if self.mode == "none":
             return []
         found = []
@@ -55,7 +55,41 @@ class GpuPlan:
                     f"{role.gpu_key} is {role.gpus:g}, which would leave no GPU to more important processes; the {role.name} "
                     f"gets {gpus:g}; write {role.gpu_key}={gpus:g}"
                 )
+        if (stranded := self.stranded) is not None and can_fit(self._decided, self.nodes):
+            found.append(self._explain_stranded(stranded))
         return found
+
+    @property
+    def stranded(self) -> int | None:
+        """The number of a role for which others may leave too few GPUs (see `stranded_role`); None if all fit anyhow."""
+        return stranded_role(self._decided, self.nodes)
+
+    def with_number(self, name: str, number: int) -> GpuPlan:
+        """Return the plan with another number of processes of the role with this name, each with the same GPUs."""
+        return replace(self, roles=[replace(r, number=number) if r.name == name else r for r in self.roles])
+
+    @property
+    def _decided(self) -> list[GpuRole]:
+        return [replace(role, gpus=gpus) for role, gpus in zip(self.roles, self.gpus, strict=True)]
+
+    def require_room(self) -> None:
+        """Raise `ClusterTooSmallError` if the processes with a GPU never fit at the same time, however they are placed."""
+        if not can_fit(self._decided, self.nodes):
+            keys = " or ".join(f"{role.gpu_key}=null" for role in self.roles if role.gpus)
+            raise ClusterTooSmallError(
+                f"the cluster's GPUs ({count_gpus(self.nodes, None):g}) never fit these processes at the same time: "
+                f"{self.describe()}; a process is on one node, and its part of a GPU on one GPU; write {keys} to share them out"
+            )
+
+    def _explain_stranded(self, number: int) -> str:
+        """Describe that earlier processes may take the GPUs that a role needs."""
+        role, earlier = self.roles[number], [other for other in self._decided[:number] if other.gpus]
+        takers = " and ".join(f"the {other.name}" for other in earlier)
+        null = [f"{other.gpu_key}=null" for other in self.roles[: number + 1] if other.gpus]
+        return (
+            f"the {role.name} may wait forever for a GPU: {takers} start first and may take those that it needs; "
+            f"write {' or '.join(null)} to share the GPUs out, or give each its own nodes by node_labels"
+        )
 
     def require_all(self) -> None:
         """Raise `GpuRequiredError` if a role gets no GPU."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from distcse.placement.resources import Node
 
 _SHARES = (1.0, 0.75, 0.6, 0.5, 0.4, 0.33, 0.25, 0.2, 0.1)
 """GPUs per process to try, largest first."""
-_HELPER_SHARES = (1.0, 0.75, 0.5, 0.33, 0.25, 0.2, 0.125, 0.1, 0.05)
-"""The same for helpers, of which several fit next to a worker of 0.75 or 0.6."""
+_HELPER_SHARES = (1.0, 0.75, 0.5, 0.33, 0.25, 0.2, 0.125, 0.1)
+"""The same for helpers, of which several fit next to a worker of 0.75 or 0.6. A smaller part has no memory for a model."""
 _MIN_HELPER_RATIO = 0.25
 """A helper's share of a worker's, below which the worker gets less instead: teachers can be larger than the student."""
 _ROUNDING = 1e-9
@@ -24,7 +25,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class GpuRole:
-    """Processes of one kind that can compute on GPUs. Roles are listed by importance: a later one gets no GPU first."""
+    """Processes of one kind that can compute on GPUs.
+
+    Roles are listed by importance, which is also the order in which they start: a later one gets no GPU first.
+    """
 
     name: str
     """Name in messages, such as `training workers`."""
@@ -40,6 +44,8 @@ class GpuRole:
     """Recipe key of `gpus`."""
     is_helper: bool = False
     """Whether the processes serve or score for others, which are more important."""
+    may_start_first: bool = False
+    """Whether the processes may start before more important ones if the cluster is a single node."""
     needs_own_gpu: bool = False
     """Whether two of the processes must not use one GPU, because NCCL refuses that."""
     max_share: float = 1.0
@@ -77,19 +83,44 @@ def process_group_backend(workers: int, gpus: float) -> str:
     return "nccl" if gpus and (workers == 1 or has_own_gpu(gpus)) else "gloo"
 
 
+class _Demand(NamedTuple):
+    """Processes that need GPUs."""
+
+    number: int
+    gpus: float
+    labels: Mapping[str, str] | None
+    may_start_first: bool = False
+
+
+_Fits = Callable[[Sequence[_Demand], Sequence[Node]], bool]
+"""Whether all processes fit on the nodes at the same time."""
+
+
 def share_gpus(roles: Sequence[GpuRole], nodes: Sequence[Node]) -> list[float]:
     """Return the GPUs of one process of each role, such that all processes fit on the nodes at the same time.
+
+    They fit wherever Ray starts them, so that none waits forever for GPUs that others took. Only if a role other than a helper
+    would get none, its share is one that fits if Ray places the processes well (see `stranded_role`).
 
     Args:
         roles: All roles that hold GPUs at the same time, the most important first.
         nodes: The nodes of the cluster.
     """
-    roles = [_startable(role, roles, nodes) for role in roles]
-    shares = _add_by_importance(roles, nodes)
+    shares = _share(roles, nodes, _fit_wherever_placed)
+    if lacking := _lacking(roles, shares, nodes):
+        well_placed = _share(roles, nodes, _fit_well_placed)
+        if len(_lacking(roles, well_placed, nodes)) < len(lacking):
+            return well_placed
+    return shares
+
+
+def _share(roles: Sequence[GpuRole], nodes: Sequence[Node], fits: _Fits) -> list[float]:
+    roles = [_startable(role, roles, nodes, fits) for role in roles]
+    shares = _add_by_importance(roles, nodes, fits)
     lacking = _lacking(roles, shares, nodes)
     attempts = [*_with_fewer_processes(roles, lacking), *_with_yielding(roles, lacking)]
     for changed in attempts:
-        attempt = _add_by_importance(changed, nodes)
+        attempt = _add_by_importance(changed, nodes, fits)
         if attempt[lacking[0]]:
             return attempt
     return shares
@@ -100,18 +131,42 @@ def count_gpus(nodes: Sequence[Node], labels: Mapping[str, str] | None) -> float
     return sum(node.resources.get("GPU", 0.0) for node in nodes if node.has(labels))
 
 
-def fit_together(roles: Iterable[GpuRole], nodes: Sequence[Node]) -> bool:
-    """Return whether all processes whose GPUs the recipe sets fit on the nodes at the same time."""
-    return _fits([(role.number, role.gpus, role.labels) for role in roles if role.gpus], nodes)
+def fit_together(roles: Sequence[GpuRole], nodes: Sequence[Node]) -> bool:
+    """Return whether all processes whose GPUs the recipe sets fit on the nodes at the same time, wherever Ray places them."""
+    return _fit_wherever_placed(_demands(roles), nodes)
 
 
-def _startable(role: GpuRole, roles: Sequence[GpuRole], nodes: Sequence[Node]) -> GpuRole:
+def can_fit(roles: Sequence[GpuRole], nodes: Sequence[Node]) -> bool:
+    """Return whether they fit if Ray places them well. An elastic role counts with its smallest number of processes."""
+    fewest = [replace(role, number=min([role.number, *role.counts])) if role.is_elastic else role for role in roles]
+    return _fit_well_placed(_demands(fewest), nodes)
+
+
+def stranded_role(roles: Sequence[GpuRole], nodes: Sequence[Node]) -> int | None:
+    """Return the index of a role for which others that start before may leave too few GPUs; None if all fit anyhow.
+
+    Args:
+        roles: The roles with their GPUs decided.
+        nodes: The nodes of the cluster.
+    """
+    roles = [_startable(role, roles, nodes, _fit_wherever_placed) for role in roles]
+    for number in range(len(roles)):
+        if not fit_together(roles[: number + 1], nodes):
+            return number
+    return None
+
+
+def _demands(roles: Iterable[GpuRole]) -> list[_Demand]:
+    return [_Demand(role.number, role.gpus, role.labels, role.may_start_first) for role in roles if role.gpus]
+
+
+def _startable(role: GpuRole, roles: Sequence[GpuRole], nodes: Sequence[Node], fits: _Fits) -> GpuRole:
     """Return an elastic role that sets its GPUs with the number of processes that will start."""
     if not role.is_elastic or not role.gpus:
         return role
     for count in (role.number, *reversed(role.counts)):
         fewer = replace(role, number=count)
-        if fit_together([fewer if other is role else other for other in roles], nodes):
+        if fits(_demands(fewer if other is role else other for other in roles), nodes):
             return fewer
     return role
 
@@ -140,24 +195,25 @@ def _with_yielding(roles: Sequence[GpuRole], lacking: Sequence[int]) -> Iterator
         ]
 
 
-def _add_by_importance(roles: Sequence[GpuRole], nodes: Sequence[Node]) -> list[float]:
+def _add_by_importance(roles: Sequence[GpuRole], nodes: Sequence[Node], fits: _Fits) -> list[float]:
     """Give GPUs to one undecided role after the other, as long as those before keep theirs."""
     found: dict[int, float] = {}
     for number, role in enumerate(roles):
         if role.is_undecided and count_gpus(nodes, role.labels):
-            found = _divide(roles, [*found, number], nodes) or found
+            found = _divide(roles, [*found, number], nodes, fits) or found
     return [found.get(number, 0.0) if role.gpus is None else role.gpus for number, role in enumerate(roles)]
 
 
-def _divide(roles: Sequence[GpuRole], undecided: Sequence[int], nodes: Sequence[Node]) -> dict[int, float] | None:
+def _divide(
+    roles: Sequence[GpuRole], undecided: Sequence[int], nodes: Sequence[Node], fits: _Fits
+) -> dict[int, float] | None:
     """Find the largest shares of undecided roles with which they fit next to the decided ones; None if there are none."""
     helpers = [number for number in undecided if roles[number].is_helper]
     others = [number for number in undecided if not roles[number].is_helper]
-    decided = [(role.number, role.gpus, role.labels) for role in roles if role.gpus]
 
-    def fits(shares: Mapping[int, float]) -> bool:
-        demands = [(roles[number].number, share, roles[number].labels) for number, share in shares.items()]
-        return _fits([*decided, *demands], nodes)
+    def fit(shares: Mapping[int, float]) -> bool:
+        decided = [replace(role, gpus=shares.get(number, role.gpus)) for number, role in enumerate(roles)]
+        return fits(_demands(decided), nodes)
 
     for min_ratio in (_MIN_HELPER_RATIO, 0.0) if helpers and others else (0.0,):
         for worker_shares in _descend([roles[number] for number in others]):
@@ -166,9 +222,9 @@ def _divide(roles: Sequence[GpuRole], undecided: Sequence[int], nodes: Sequence[
                     break
                 shares = dict(zip(others, worker_shares, strict=True))
                 shares |= {number: min(share, roles[number].max_share) for number in helpers}
-                if fits(shares):
+                if fit(shares):
                     for number in others:  # one entire GPU where there is one
-                        if fits({**shares, number: 1.0}):
+                        if fit({**shares, number: 1.0}):
                             shares[number] = 1.0
                     return shares
     return None
@@ -189,28 +245,44 @@ def _descend(roles: Sequence[GpuRole]) -> Iterator[list[float]]:
                 yield shares
 
 
-_Demand = tuple[int, float, Mapping[str, str] | None]
-"""Number of processes, GPUs of each, required labels."""
+def _fit_wherever_placed(demands: Sequence[_Demand], nodes: Sequence[Node]) -> bool:
+    """Return whether all processes fit in each order in which they may start, on whichever nodes the first ones are placed.
 
-
-def _fits(demands: Sequence[_Demand], nodes: Sequence[Node]) -> bool:
-    """Return whether all processes fit: a fraction on one GPU, several GPUs of a process on one node.
-
-    Processes are placed as Ray does, on the GPU where the least remains. On a single node servers can start before the
-    workers, so that the smallest processes must also fit first.
+    The worst nodes are those whose labels others require: Ray does not keep them free.
     """
-    largest_first = sorted(demands, key=lambda demand: (not demand[2], -demand[1]))
-    return _place(largest_first, nodes) and (
-        len(nodes) > 1 or _place(sorted(demands, key=lambda demand: demand[1]), nodes)
-    )
+    orders = [demands]
+    if len(nodes) == 1 and any(demand.may_start_first for demand in demands):
+        orders.append(sorted(demands, key=lambda demand: not demand.may_start_first))
+    contested = [demand.labels for demand in demands if demand.labels]
+    different = [labels for number, labels in enumerate(contested) if labels not in contested[:number]]
+    return all(_place(order, nodes, labels) for order in orders for labels in (None, *different))
 
 
-def _place(demands: Sequence[_Demand], nodes: Sequence[Node]) -> bool:
+def _fit_well_placed(demands: Sequence[_Demand], nodes: Sequence[Node]) -> bool:
+    """Return whether all processes fit if those with labels are placed first, and then those with most GPUs."""
+    largest_first = sorted(demands, key=lambda demand: (not demand.labels, -demand.gpus))
+    return _place(largest_first, nodes, None) or _place(demands, nodes, None)
+
+
+def _place(demands: Sequence[_Demand], nodes: Sequence[Node], first: Mapping[str, str] | None) -> bool:
+    """Return whether all processes find GPUs, one demand after the other: a fraction on one GPU, several GPUs on one node.
+
+    Processes are placed as Ray does, on the GPU where the least remains.
+
+    Args:
+        demands: In the order in which they start.
+        nodes: The nodes of the cluster.
+        first: Labels of the nodes that are filled before others.
+    """
     free = [(node, _split_gpus(node)) for node in nodes if node.resources.get("GPU")]
-    for number, gpus, labels in demands:
-        candidates = [counts for node, counts in free if node.has(labels)]
-        placed = _place_fractions(candidates, number, gpus) if gpus <= 1 else _place_several(candidates, number, gpus)
-        if not placed:
+    for demand in demands:
+        usable = [(node, counts) for node, counts in free if node.has(demand.labels)]
+        left = demand.number
+        for is_first in (True, False):
+            candidates = [counts for node, counts in usable if node.has(first) == is_first]
+            place = _place_fractions if demand.gpus <= 1 else _place_several
+            left = place(candidates, left, demand.gpus)
+        if left:
             return False
     return True
 
@@ -224,8 +296,8 @@ def _split_gpus(node: Node) -> Counter[float]:
     return counts
 
 
-def _place_fractions(nodes: Sequence[Counter[float]], number: int, gpus: float) -> bool:
-    """Reserve a part of a GPU for each process, best fit first; update the free shares."""
+def _place_fractions(nodes: Sequence[Counter[float]], number: int, gpus: float) -> int:
+    """Reserve a part of a GPU for each process, best fit first; update the free shares, and return how many find none."""
     parts = [(free, counts) for counts in nodes for free in counts]
     for free, counts in sorted(parts, key=lambda part: part[0]):
         per_gpu = int(free / gpus + _ROUNDING)
@@ -234,14 +306,14 @@ def _place_fractions(nodes: Sequence[Counter[float]], number: int, gpus: float) 
             number -= taken
             counts[free] -= 1
             counts[max(0.0, round(free - taken * gpus, 6))] += 1
-    return not number
+    return number
 
 
-def _place_several(nodes: Sequence[Counter[float]], number: int, gpus: float) -> bool:
-    """Reserve several unused GPUs of one node for each process, on the node with the fewest that suffice."""
+def _place_several(nodes: Sequence[Counter[float]], number: int, gpus: float) -> int:
+    """The same with several unused GPUs of one node for each process, on the node with the fewest that suffice."""
     required = math.ceil(gpus - _ROUNDING)
     for node in sorted(nodes, key=lambda node: node[1.0]):
         taken = min(number, node[1.0] // required)
         number -= taken
         node[1.0] -= taken * required
-    return not number
+    return number

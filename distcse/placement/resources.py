@@ -66,11 +66,22 @@ def nodes_with(nodes: Sequence[Node], labels: Mapping[str, str] | None, key: str
     """
     chosen = [node.resources for node in nodes if node.has(labels)]
     if labels and not chosen:
-        required = _format_labels(labels)
-        raise NodeLabelError(
-            f'no node has the labels {required} of {key}; start nodes with ray start --labels "{required}", or write null'
-        )
+        raise no_node_error({key: labels})
     return chosen
+
+
+def no_node_error(labels: Mapping[str, Mapping[str, str] | None]) -> NodeLabelError:
+    """Return the error that no node has the labels of any recipe key.
+
+    Args:
+        labels: Labels by the recipe key that sets them, those to start nodes with first.
+    """
+    required = {key: _format_labels(each or {}) for key, each in labels.items()}
+    described = " or ".join(f"{each} of {key}" for key, each in required.items())
+    first = next(iter(required.values()))
+    return NodeLabelError(
+        f'no node has the labels {described}; start nodes with ray start --labels "{first}", or write null'
+    )
 
 
 def refuse_impossible(requests: Sequence[ResourceRequest], nodes: Sequence[Node]) -> None:
@@ -100,24 +111,28 @@ def refuse_impossible(requests: Sequence[ResourceRequest], nodes: Sequence[Node]
             )
 
 
-def find_shortfall(requests: Sequence[ResourceRequest], nodes: Sequence[Node]) -> str | None:
+def find_shortfall(
+    requests: Sequence[ResourceRequest], nodes: Sequence[Node], in_start_order: bool = False
+) -> str | None:
     """Describe actors that the nodes cannot run at the same time; return None if they can run all.
 
     A greedy placement: the actors with the fewest options first, each on the node where the others need the resources
     least. In rare cases it finds a shortfall although a placement exists.
 
     Args:
-        requests: Everything that must run at the same time.
+        requests: Everything that must run at the same time, in the order in which it starts.
         nodes: The nodes of the cluster.
+        in_start_order: Whether to place the actors in their order, each on the node where the others need the resources most.
+            Ray may do so, because it keeps no resources free for labels. Default: False.
     """
     free = [(node, dict(node.resources)) for node in nodes]
-    fewest_options_first = sorted(
-        requests, key=lambda r: (not r.labels, -r.each.get("GPU", 0.0), -r.each.get("CPU", 0.0))
-    )
-    for request in fewest_options_first:
+    order = list(requests)
+    if not in_start_order:
+        order.sort(key=lambda r: (not r.labels, -r.each.get("GPU", 0.0), -r.each.get("CPU", 0.0)))
+    for request in order:
         for num_placed in range(request.number):
             fits = [
-                (_cost_to_others(node, resources, request, requests), index)
+                (_cost_to_others(node, resources, request, requests, in_start_order), index)
                 for index, (node, resources) in enumerate(free)
                 if node.has(request.labels) and count_fitting([resources], request.each)
             ]
@@ -191,11 +206,12 @@ def _refuse_total(requests: Sequence[ResourceRequest], nodes: Sequence[Resources
 
 
 def _cost_to_others(
-    node: Node, free: Resources, request: ResourceRequest, requests: Sequence[ResourceRequest]
+    node: Node, free: Resources, request: ResourceRequest, requests: Sequence[ResourceRequest], prefers_contested: bool
 ) -> tuple[int, float, float]:
     """Rank a node for a request: requests that need its labels, free GPUs that this request does not use, free CPUs."""
     competing = sum(bool(other.labels) and node.has(other.labels) for other in requests if other is not request)
-    return competing, 0.0 if request.each.get("GPU") else free.get("GPU", 0.0), free.get("CPU", 0.0)
+    unused_gpus = 0.0 if request.each.get("GPU") else free.get("GPU", 0.0)
+    return -competing if prefers_contested else competing, unused_gpus, free.get("CPU", 0.0)
 
 
 def describe_nodes(labels: Mapping[str, str] | None) -> str:

@@ -35,12 +35,17 @@ class GroupRun:
     cross: Shape
 
     @classmethod
-    def of(cls, section: GroupSection) -> GroupRun:
-        """Read both shapes, each from its model's config.json."""
+    def of(cls, section: GroupSection, cross_start: str) -> GroupRun:
+        """Read both shapes, each from its model's config.json.
+
+        Args:
+            section: The group.
+            cross_start: The model from which its first cross-encoder starts.
+        """
         bi = read_shape(section)
-        if section.cross_backbone is None:
+        if cross_start == section.backbone:
             return cls(section, bi, bi)
-        cross = EncoderSection(backbone=section.cross_backbone, trust_remote_code=section.trust_remote_code)
+        cross = EncoderSection(backbone=cross_start, trust_remote_code=section.trust_remote_code)
         shape = read_shape(cross.with_switch(section.is_fast))
         return cls(section, bi, shape.with_depth(len(section.named_layers)) if section.named_layers else shape)
 
@@ -94,7 +99,9 @@ class MutualPlan:
             why = "pairs in files are not tokenised for a plan"
             why += "" if rows or counted else f"; {pairs:,} pairs assumed: give --corpus-rows"
             lengths = assumed_lengths(2 * pairs, why)
-        return cls(recipe, cluster, [GroupRun.of(group) for group in recipe.groups], lengths, pairs)
+        return cls(
+            recipe, cluster, [GroupRun.of(group, recipe.cross_start(group)) for group in recipe.groups], lengths, pairs
+        )
 
     @property
     def side_by_side(self) -> bool:

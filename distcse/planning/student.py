@@ -27,9 +27,10 @@ from distcse.teachers.kinds import Serving, TeacherKind, kind_of
 from distcse.trainer.engines.torch_engine import MIN_TABLE_ROWS
 from distcse.trainer.schedule import total_steps
 
-STSB_SENTENCES = 3000
+DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
+"""Sentences of the labelled dev sets, by `evaluation.dev`."""
 STSB_TOKENS = 15.1
-"""Sentences of STS-B dev, and their measured mean length in BERT's WordPiece tokens."""
+"""Measured mean length of STS-B dev's sentences in BERT's WordPiece tokens."""
 _ADAMW_BYTES = 40.0
 """Bytes read and written per parameter: weight, gradient, two moments, and before that the gradient's norm and clipping."""
 _MAX_UTILIZATION = 0.5
@@ -396,8 +397,8 @@ class StudentRun:
         score = self.recipe.dev_score
         if score == "none":
             texts, length = 0.0, 1.0
-        elif score == "stsb":
-            texts, length = float(STSB_SENTENCES), STSB_TOKENS
+        elif score in DEV_SENTENCES:
+            texts, length = float(DEV_SENTENCES[score]), STSB_TOKENS
         else:
             texts, length = float(self.recipe.evaluation.num_heldout), self.lengths.mean(self.recipe.student.max_length)
         work = Pass(self.student, texts, length, False, self.recipe.evaluation.precision, False)
@@ -405,8 +406,9 @@ class StudentRun:
 
     def dev_flops(self) -> float:
         """Return the FLOPs of one dev score."""
-        texts = {"none": 0, "stsb": STSB_SENTENCES}.get(self.recipe.dev_score, self.recipe.evaluation.num_heldout)
-        length = STSB_TOKENS if self.recipe.dev_score == "stsb" else self.lengths.mean(self.recipe.student.max_length)
+        is_labelled = self.recipe.dev_score in DEV_SENTENCES
+        texts = DEV_SENTENCES[self.recipe.dev_score] if is_labelled else self.recipe.evaluation.num_heldout
+        length = STSB_TOKENS if is_labelled else self.lengths.mean(self.recipe.student.max_length)
         return texts * length * self.student.forward_flops(length)
 
     @property

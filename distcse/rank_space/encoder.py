@@ -50,10 +50,7 @@ class RankSpaceEncoder:
         normalize: bool = True,
         rank_method: str = "sort",
     ) -> None:
-        if not 0 <= weight <= 1:
-            raise EncoderSettingError(f"weight is {weight}; allowed: 0 to 1")
-        if rank_method not in RANK_METHODS:
-            raise EncoderSettingError(f"rank_method is {rank_method!r}; allowed: {', '.join(RANK_METHODS)}")
+        _check_settings(weight, rank_method)
         self.encoder = encoder
         self.weight = weight
         self.normalize = normalize
@@ -80,7 +77,11 @@ class RankSpaceEncoder:
             normalize: See `RankSpaceEncoder`.
             rank_method: See `RankSpaceEncoder`.
             on_progress: Called with the number of distinct sentences encoded so far.
+
+        Raises:
+            EncoderSettingError: `weight` or `rank_method` is not allowed.
         """
+        _check_settings(weight, rank_method)
         references = encoder.encode(sentences, normalize=False, on_progress=on_progress)
         return cls(encoder, references, weight, normalize, rank_method)
 
@@ -156,6 +157,13 @@ class RankSpaceEncoder:
         cosines = np.einsum("pd,pd->p", vectors[first], vectors[second], dtype=np.float64)
         spearman = pair_similarities(self.space, vectors, first, second) if self.weight else np.zeros(len(cosines))
         return np.asarray(self.weight * spearman + (1 - self.weight) * cosines)
+
+
+def _check_settings(weight: float, rank_method: str) -> None:
+    if not 0 <= weight <= 1:
+        raise EncoderSettingError(f"weight is {weight}; allowed: 0 to 1")
+    if rank_method not in RANK_METHODS:
+        raise EncoderSettingError(f"rank_method is {rank_method!r}; allowed: {', '.join(RANK_METHODS)}")
 
 
 def index_pairs(first: Sequence[str], second: Sequence[str]) -> tuple[list[str], NDArray[np.int64], NDArray[np.int64]]:

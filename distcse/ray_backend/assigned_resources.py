@@ -33,5 +33,10 @@ def use_gpus(gpus: float) -> None:
 
 def use_assigned_threads() -> None:
     """Limit PyTorch's threads to the actor's CPUs, if PyTorch is imported."""
+    use_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+
+
+def use_threads(number: int) -> None:
+    """Limit PyTorch's threads, if PyTorch is imported."""
     if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+        torch.set_num_threads(number)

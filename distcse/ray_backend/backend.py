@@ -6,9 +6,10 @@ in the methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from distcse.data import Corpus
@@ -112,7 +113,7 @@ class RayBackend:
     def open_groups(
         self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
     ) -> Iterator[list[Group]]:
-        from distcse.ray_backend.group_actors import RayGroup
+        from distcse.ray_backend.ray_group import RayGroup
 
         groups: list[Group] = []
         try:
@@ -122,6 +123,13 @@ class RayBackend:
         finally:
             for group in groups:
                 group.close()
+
+    def share(self, value: T) -> Callable[[], T]:
+        if self.cluster.is_one_cpu():
+            return LocalBackend().share(value)
+        import ray
+
+        return partial(ray.get, ray.put(value))
 
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
         if self.cluster.is_one_cpu():

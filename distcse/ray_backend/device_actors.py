@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from distcse.experiments.backend import DeviceCall
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.placement.resources import ResourceRequest, format_resources
-from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_threads
 from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, unique_name
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import ResourceWatchdog, alive
@@ -34,12 +35,15 @@ _WAIT_WARNING_S = 30.0
 class DeviceActor(HeartbeatActor):
     """Ray actor that calls functions on its device, one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: DevicePlan) -> None:
         use_assigned_gpus()
+        node_id = ray.get_runtime_context().get_node_id()
+        self._threads = next(plan.threads_on(node.resources) for node in alive() if node.id == node_id)
+        os.environ["OMP_NUM_THREADS"] = str(self._threads)  # for faiss: Ray's value is that of the reserved CPUs
 
     def call(self, function: Callable[[Reporter], T], channel: Any) -> T:
         """Call a function, and return its result once the event channel's actor has its events."""
-        use_assigned_threads()
+        use_threads(self._threads)
         try:
             return function(reporter_of(channel))
         finally:
@@ -53,7 +57,7 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     See `Backend.run_on_devices`. An actor that is killed, hangs or loses its node repeats its function.
 
     Raises:
-        NodeLabelError: No node has the labels of a key.
+        NodeLabelError: No node has the labels of any key.
         SharedStorageError: A node does not see a folder.
         ClusterTooSmallError: The cluster lost a node and got no other.
     """
@@ -89,11 +93,12 @@ def _start_actors(plan: DevicePlan) -> list[Any]:
     return [
         actor_class.options(
             name=f"{suffix}-{number}",
-            num_cpus=plan.each["CPU"],
+            num_cpus=plan.each.get("CPU", 0.0),
             num_gpus=plan.each.get("GPU", 0.0),
             memory=plan.each["memory"],
             label_selector=plan.labels,
-        ).remote()
+            scheduling_strategy="SPREAD",
+        ).remote(plan)
         for number in range(plan.number)
     ]
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util import ActorPool
 
 from distcse.data import Corpus
 from distcse.errors import StoppedEarlyError, TeacherServerError
 from distcse.events import LogMessage
 from distcse.experiments.backend import EmbeddingRequest
-from distcse.placement.resources import count_fitting, nodes_with, refuse_impossible
+from distcse.placement.resources import count_fitting, format_resources, nodes_with, refuse_impossible
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
 from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive
@@ -28,6 +29,8 @@ from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder
 
 _POLL_S = 1.0
+_WAIT_WARNING_S = 30.0
+"""Seconds of waiting for resources after which the run warns."""
 _MAX_TASK_SHARDS, _MIN_TASKS = 8, 4
 """Most shards of a GPU actor's task, and fewest tasks per actor, so that all actors end at about the same time."""
 
@@ -85,9 +88,13 @@ def embed_shards(request: EmbeddingRequest) -> None:
     teacher, section, table, reporter = request.teacher, request.section, request.table, request.reporter
     nodes = alive()
     usable = nodes_with(nodes, section.node_labels, "teachers.node_labels")
-    each = {"CPU": 1.0, "GPU": plan_embedding(section, nodes, request.gpu_mode, [teacher]).of(EMBEDDING)}
-    count = min(len(request.missing), section.embedding_workers or max(1, count_fitting(usable, each)))
+    most = len(request.missing)
+    each = {"CPU": 1.0, "GPU": plan_embedding(section, nodes, request.gpu_mode, [teacher], most).of(EMBEDDING)}
+    count = min(most, section.embedding_workers or most, max(1, count_fitting(usable, each)))
     refuse_impossible([request_embedding_actors(section, count, each)], nodes)
+    if count < min(most, section.embedding_workers or 1):
+        text = f"teacher {teacher.backbone}: {count} of {section.embedding_workers} embedding actors, as many as fit"
+        reporter.emit(LogMessage(text, warning=True))
     actor_class = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **RESTARTABLE)(EmbeddingActor)
     corpus = open_store(request.corpus.directory)
     actors = [
@@ -99,29 +106,37 @@ def embed_shards(request: EmbeddingRequest) -> None:
     watchdog = ResourceWatchdog(
         [request_embedding_actors(section, 1, each)], lambda text: reporter.emit(LogMessage(text, warning=True))
     )
-    heartbeats, stop_after = [actor.beat.remote() for actor in actors], time.monotonic() + STOPPED_WAIT_S
-    pool, done = ActorPool(actors), 0
-    for shards in embedding_tasks(request.missing, count, is_on_gpu=each["GPU"] > 0):
-        pool.submit(lambda actor, shards: actor.embed.options(name=_task_name(shards)).remote(shards), shards)
+    starting, began, has_warned = {actor.beat.remote(): actor for actor in actors}, time.monotonic(), False
+    waiting = deque(embedding_tasks(request.missing, count, is_on_gpu=each["GPU"] > 0))
+    running: dict[Any, Any] = {}
+    done = 0
     try:
         with monitor_heartbeats(section, reporter) as monitor:
             for number, actor in enumerate(actors):
                 monitor.add(f"embedding actor {number} of teacher {teacher.backbone}", actor)
-            while pool.has_next():
-                if (
-                    reporter.stop_requested()
-                    and time.monotonic() > stop_after
-                    and not ray.wait(heartbeats, timeout=0)[0]
-                ):
-                    raise StoppedEarlyError(
-                        f"stopped while teacher {teacher.backbone} waited for resources; start the run again"
-                    )
+            while waiting or running:
+                waited_s = time.monotonic() - began
+                if len(starting) == count:
+                    if reporter.stop_requested() and waited_s > STOPPED_WAIT_S:
+                        raise StoppedEarlyError(
+                            f"stopped while teacher {teacher.backbone} waited for resources; start the run again"
+                        )
+                    if waited_s > _WAIT_WARNING_S and not has_warned:
+                        has_warned = True
+                        text = f"teacher {teacher.backbone} waits for a node with {format_resources(each)} free"
+                        reporter.emit(LogMessage(text, warning=True))
                 watchdog.check()
-                try:
-                    done += pool.get_next_unordered(timeout=_POLL_S)
-                except TimeoutError:
-                    continue
-                request.on_rows(done)
+                for answer in ray.wait([*starting, *running], timeout=_POLL_S)[0]:
+                    if answer in running:
+                        actor = running.pop(answer)
+                        done += ray.get(answer)
+                        request.on_rows(done)
+                    else:
+                        actor = starting.pop(answer)
+                    # An actor that waits for resources gets no task: the task would wait with it, maybe forever.
+                    if waiting:
+                        shards = waiting.popleft()
+                        running[actor.embed.options(name=_task_name(shards)).remote(shards)] = actor
     except RayTaskError as failed:
         raise cause_of(teacher, failed) from failed
     except RayActorError as lost:

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.errors import DistcseError
 from distcse.events import Event, Reporter
-from distcse.ray_backend.versions import ping
+from distcse.ray_backend.versions import call_in, ping
 
 _RESTARTED = {"max_restarts": 20, "max_task_retries": -1}
 """Ray's options for an actor that restarts after its process ended, and then receives the unanswered calls again."""
@@ -135,6 +135,18 @@ class EventChannel:
         error: DistcseError = ray.cloudpickle.loads(self._failure)
         return error
 
+    def writes_checkpoint(self) -> bool:
+        """Return whether a worker's process writes a checkpoint; one that does not answer counts as not writing."""
+        answers = [
+            call_in(worker, _is_writing) for worker in ray.get(self.actor.workers.remote(), timeout=_ANSWER_TIMEOUT_S)
+        ]
+        ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_TIMEOUT_S)
+        found = False
+        for answer in ready:
+            with suppress(RayActorError):  # the worker that failed may have ended
+                found |= ray.get(answer)
+        return found
+
     def kill_workers(self) -> None:
         """Kill the processes of all workers."""
         for worker in ray.get(self.actor.workers.remote(), timeout=_ANSWER_TIMEOUT_S):
@@ -151,6 +163,13 @@ class EventChannel:
     def close(self) -> None:
         """Kill the actor."""
         ray.kill(self.actor)
+
+
+def _is_writing(actor: Any) -> bool:
+    """In a worker: return whether its process writes a checkpoint."""
+    from distcse.trainer.checkpoint_writer import is_writing
+
+    return is_writing()
 
 
 def _is_alive(actor: Any) -> bool:

@@ -39,6 +39,7 @@ class HeartbeatMonitor:
         timeout_s: Seconds without an answer after which an actor hangs.
         warn: Called on the monitor's thread with a message about each actor that hangs.
         find_actors: Returns names and handles of all current actors, for actors that other processes start. Default: none.
+        key: Recipe key of the timeout, for messages. Default: that of teachers.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class HeartbeatMonitor:
         timeout_s: float,
         warn: Callable[[str], None],
         find_actors: Callable[[], Mapping[str, Any]] | None = None,
+        key: str = "teachers.heartbeat_timeout_s",
     ) -> None:
-        self._timeout_s = timeout_s
+        self._timeout_s, self._key = timeout_s, key
         self._warn = warn
         self._find_actors = find_actors
         self._monitored: list[_ActorHeartbeat] = []
@@ -57,6 +59,11 @@ class HeartbeatMonitor:
     def add(self, name: str, actor: Any) -> None:
         """Monitor another actor; messages name it `name`."""
         self._monitored.append(_ActorHeartbeat(name, actor))
+
+    def remove(self, actor: Any) -> None:
+        """Stop monitoring an actor, before it is ended or replaced."""
+        for heartbeat in [heartbeat for heartbeat in self._monitored if heartbeat.actor is actor]:
+            self._monitored.remove(heartbeat)
 
     def __enter__(self) -> HeartbeatMonitor:
         self._thread.start()
@@ -73,7 +80,7 @@ class HeartbeatMonitor:
                 if (process := heartbeat.find_hung_process(self._timeout_s)) is not None:
                     self._warn(
                         f"{heartbeat.name}, {process}, has not answered for {self._timeout_s:g} s "
-                        "(teachers.heartbeat_timeout_s): it hangs, and is killed and restarted"
+                        f"({self._key}): it hangs, and is killed and restarted"
                     )
                     ray.kill(heartbeat.actor, no_restart=False)
 

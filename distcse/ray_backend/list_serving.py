@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from distcse.planning.machines import GPUS, Cluster, Machine, builtin_cpu
 from distcse.planning.student import StudentRun, falls_behind
 from distcse.planning.terms import ListSizes, served_seconds
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory
 from distcse.teachers.serving import cosine_tables
 from distcse.teachers.table import EmbeddingTable
 
@@ -34,6 +37,9 @@ _ACCELERATOR = "accelerator_type:"
 """Prefix of Ray's resource that names a node's type of GPU."""
 _SAMPLE = 2000
 """Sentences whose lengths are read."""
+_UNKNOWN_SIZES = (EncoderError, AttributeError, TypeError, ValueError, RuntimeError)
+"""Errors of a model that can be trained, but whose sizes cannot be read: its config lacks a number of heads or layers (FNet,
+Perceiver), its layers are not linear maps (GPT-2), or its own code does not run on PyTorch's meta device."""
 
 
 def choose_serving(
@@ -46,7 +52,8 @@ def choose_serving(
     """Return the run with the tables that its workers read themselves, as `teachers.serve` says.
 
     `auto` compares the seconds that the servers need for a step's lists with those of the step, both as `distcse.plan`
-    estimates them.
+    estimates them. The run's stored recipe gets the result, so that a resumed run keeps it: lists of workers and of servers
+    differ by 1e-6.
 
     Args:
         spec: The run.
@@ -74,17 +81,29 @@ def choose_serving(
     chosen, reason = spec, f"they need {bound} {_ms(served)} per step"
     if served > _SMALL_S:
         cluster = Cluster("", len(nodes), math.ceil(workers / len(nodes)), machine, _NETWORK)
+        lengths = _lengths(spec)
         try:
-            busy = StudentRun.of(recipe, _lengths(spec)).busy_seconds(cluster, workers, batch)
-        except EncoderError as error:  # of a model that can be trained, but whose sizes cannot be read from its config
-            reason += f", of a step whose time cannot be estimated ({error})"
+            run = StudentRun.of(recipe, lengths)
+        except _UNKNOWN_SIZES as error:
+            reason += f", of a step whose time cannot be estimated ({type(error).__name__}: {error})"
         else:
+            busy = run.busy_seconds(cluster, workers, batch)
             reason += f", and a worker is busy for about {_ms(busy)}"
             chosen = with_worker_tables(spec, tables) if falls_behind(served, busy) else spec
     by = "the workers compute the lists of teachers with tables; servers would not keep ahead"
     by = by if chosen.worker_tables else "servers compute the teachers' lists"
     reporter.emit(LogMessage(f"teachers.serve auto: {by}: {reason}"))
-    return chosen
+    decided = _with_serving(recipe, chosen)
+    RunDirectory(spec.run.path).decide(decided)
+    return replace(chosen, recipe=decided)
+
+
+def _with_serving(recipe: Recipe, chosen: TrainSpec) -> Recipe:
+    """Return the recipe with the choice of `auto`; with one server per teacher where no teacher has any."""
+    changes: dict[str, Any] = {"serve": "worker" if chosen.worker_tables else "actor"}
+    if len(chosen.worker_tables) == len(recipe.teachers.encoders):
+        changes["num_servers"] = 1
+    return recipe.model_copy(update={"teachers": recipe.teachers.model_copy(update=changes)})
 
 
 def _list_sizes(recipe: Recipe) -> ListSizes:

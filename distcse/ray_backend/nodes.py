@@ -55,6 +55,7 @@ class ResourceWatchdog:
         self._initial_ids = {node.id for node in (alive() if nodes is None else nodes)}
         self._checked_at = 0.0
         self._missing_since: float | None = None
+        self._has_warned_of_order = False
 
     def check(self) -> None:
         """Check for lost nodes. Call it often: it does nothing for 2 s after a check.
@@ -67,9 +68,11 @@ class ResourceWatchdog:
             return
         self._checked_at = now
         nodes = alive()
-        shortfall = find_shortfall(self._requests, nodes) if self._initial_ids - {node.id for node in nodes} else None
+        has_lost = bool(self._initial_ids - {node.id for node in nodes})
+        shortfall = find_shortfall(self._requests, nodes) if has_lost else None
         if shortfall is None:
             self._missing_since = None
+            self._warn_of_order(nodes if has_lost else [])
         elif self._missing_since is None:
             self._missing_since = now
             self._warn(
@@ -79,6 +82,17 @@ class ResourceWatchdog:
             raise ClusterTooSmallError(
                 f"the cluster lost a node and lacked resources for {shortfall} for {MAX_WAIT_S:g} s; add a node or lower the "
                 "request, then continue with --resume"
+            )
+
+    def _warn_of_order(self, nodes: Sequence[Node]) -> None:
+        """Warn once if the nodes suffice, but not for all orders in which the actors may start again."""
+        if self._has_warned_of_order or not nodes:
+            return
+        if shortfall := find_shortfall(self._requests, nodes, in_start_order=True):
+            self._has_warned_of_order = True
+            self._warn(
+                f"the cluster lost a node; {shortfall} may wait forever, because others may start first on the nodes that it "
+                "needs. If the run stands still, add a node, or stop it and continue with --resume"
             )
 
 

@@ -122,7 +122,8 @@ def _placement_options(node: str, labels: dict[str, str] | None, needs_resources
     node_labels = next(info["Labels"] for info in ray.nodes() if info["NodeID"] == node)
     if labels and not labels.items() <= node_labels.items():
         return {"label_selector": labels}
-    return {"scheduling_strategy": prefer_node(node, spills_if_full=needs_resources)}
+    # The labels also hold where a server starts on another node because this one is full.
+    return {"label_selector": labels, "scheduling_strategy": prefer_node(node, spills_if_full=needs_resources)}
 
 
 class RemoteTeacherClient:

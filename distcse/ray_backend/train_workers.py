@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _WAIT_WARNING_S = 60.0
 """Seconds without a started worker after which the run warns."""
 _FAILURE_WAIT_S = 10.0
-"""Seconds after a worker's error for the others to return theirs, before they are killed."""
+"""Seconds after a worker's error for the others to return theirs, before they are killed unless one writes a checkpoint."""
 
 
 def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:
@@ -140,7 +140,8 @@ def _run_trainer(
                 raise StoppedEarlyError(
                     f"stopped while no worker trained. Resume from the last checkpoint: --resume {spec.run}"
                 )
-            if (failure := channel.failure(_FAILURE_WAIT_S)) is not None and not running.done():
+            failure = channel.failure(_FAILURE_WAIT_S)
+            if failure is not None and not running.done() and not channel.writes_checkpoint():
                 # The other workers wait for the failed one in a collective operation.
                 channel.kill_workers()
                 raise failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -85,6 +85,9 @@ class TrialBackend:
     ) -> AbstractContextManager[list[Group]]:
         """Raise an error: the groups of a mutual distillation's trial run in the trial's process, with `LocalBackend`."""
         raise NotImplementedError
+
+    def share(self, value: T) -> Callable[[], T]:
+        return LocalBackend().share(value)
 
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
         """Call the functions in the trial's process, which has the trial's device."""

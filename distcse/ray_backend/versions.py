@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,15 @@ def ping(actor: Any) -> Any:
     reports a lost actor only after seconds.
     """
     return actor.__ray_ready__.remote()
+
+
+def call_in(actor: Any, function: Callable[[Any], object]) -> Any:
+    """Call a function in an actor's process, with the actor as its argument, and return the reference of its answer.
+
+    Private: `__ray_call__`, which every actor has, and Ray's guides use. The actors of Ray Train's workers answer while they
+    train, because training runs in a thread.
+    """
+    return actor.__ray_call__.remote(function)
 
 
 def current_cluster_file() -> Path:

@@ -37,7 +37,7 @@ from distcse.recipe.losses.regression import RegressionSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.resources import GpuMode, ResourcesSection
-from distcse.recipe.schema import CorpusSection, EvaluationSection, Recipe, StorageSection
+from distcse.recipe.schema import CorpusSection, EvaluationSection, RankInferenceSection, Recipe, StorageSection
 from distcse.recipe.section import decided
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
 from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSection
@@ -73,6 +73,7 @@ __all__ = [
     "Pooling",
     "Projection",
     "QueueSection",
+    "RankInferenceSection",
     "RankRegressionSection",
     "RankSection",
     "Recipe",

@@ -74,15 +74,28 @@ class AsyncEvalSection(Section):
     A larger number is lowered to that, with a warning, if the workers would otherwise get no GPU."""
 
 
+class RankInferenceSection(Section):
+    """Ranks at inference: λ · ρ + (1 - λ) · cosine (RankEncoder Eq. 7)."""
+
+    weight: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """λ, from 0 (cosine only) to 1 (ranks only)."""
+    num_references: Annotated[int, Field(ge=2)] = 100_000
+    """Corpus sentences that are ranked: the same as those of a rank-space teacher, and all of a smaller corpus."""
+    normalize: bool = True
+    """Rank the references by cosine; false ranks them by inner product, as the public code does at inference."""
+    rank_method: Literal["sort", "histogram"] = "sort"
+    """How references are ranked, as for teachers: `sort` is exact, `histogram` faster with tens of thousands."""
+
+
 class EvaluationSection(Section):
     """Evaluation during training and at its end."""
 
     data: str | None = None
     """Folder of labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
-    dev: Literal["auto", "stsb", "agreement", "none"] = "auto"
-    """Score that selects the best checkpoint: Spearman correlation on STS-B dev, agreement with the teachers on held-out
-    rows, or `none`, which takes the last checkpoint. `auto` is `stsb` where `data` is set, else `agreement` where there are
-    teachers, else `none`."""
+    dev: Literal["auto", "stsb", "sickr", "stsb_sickr", "agreement", "none"] = "auto"
+    """Score that selects the best checkpoint: Spearman correlation on STS-B dev (`stsb`), on SICK-R trial (`sickr`) or the
+    mean of both (`stsb_sickr`, RankEncoder's), agreement with the teachers on held-out rows, or `none`, which takes the last
+    checkpoint. `auto` is `stsb` where `data` is set, else `agreement` where there are teachers, else `none`."""
     dev_is_test: bool = False
     """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512
@@ -102,6 +115,9 @@ class EvaluationSection(Section):
     """Suites for the final evaluation of the initial model, the student and the teachers. null runs `sts`, `ranking`,
     `geometry` and `retrieval` where `data` is set, else `agreement`. `with_transfer` adds `transfer` where `data` is set,
     which takes minutes per model ([how many](../how-to/evaluate.md#in-a-training-run))."""
+    rank_inference: RankInferenceSection | None = None
+    """Also measure the student with ranks at inference, on the suites of pairs, and store it with its references as `ranker`
+    in the run's folder; `{}` has RankEncoder's settings. null does not."""
     transfer: Literal["strict", "fast"] = "strict"
     """Classifier of the transfer tasks: `strict` fits it as SentEval does, `fast` with scikit-learn."""
 
@@ -168,6 +184,7 @@ class Recipe(BaseRecipe):
         "teachers.tokens_per_batch",
         "teachers.heartbeat_timeout_s",
         "evaluation.final_suites",
+        "evaluation.rank_inference",
         "resources",
         "storage.cache",
         "loggers",
@@ -207,7 +224,7 @@ class Recipe(BaseRecipe):
     """Experiment trackers."""
 
     @property
-    def dev_score(self) -> Literal["stsb", "agreement", "none"]:
+    def dev_score(self) -> Literal["stsb", "sickr", "stsb_sickr", "agreement", "none"]:
         """`evaluation.dev` with `auto` resolved."""
         if self.evaluation.dev != "auto":
             return self.evaluation.dev
@@ -350,10 +367,15 @@ class Recipe(BaseRecipe):
         final = self.evaluation.final_suites
         final = final if isinstance(final, list) else []
         labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)
-        if self.evaluation.data is None and (self.dev_score == "stsb" or labelled):
+        if self.evaluation.data is None and (self.dev_score not in ("agreement", "none") or labelled):
+            key = (
+                f"evaluation.dev is {self.dev_score}" if labelled is None else f"evaluation.final_suites has {labelled}"
+            )
+            raise ValueError(f"{key}, but evaluation.data is not set; write evaluation.data: FOLDER")
+        if self.evaluation.rank_inference is not None and self.evaluation.data is None:
             raise ValueError(
-                f"{'evaluation.dev is stsb' if labelled is None else f'evaluation.final_suites has {labelled}'}, "
-                "but evaluation.data is not set; write evaluation.data: FOLDER"
+                "evaluation.rank_inference is measured on labelled pairs, but evaluation.data is not set; write evaluation.data: "
+                "FOLDER"
             )
         can_agree = self.teachers.encoders and self.evaluation.num_heldout >= 3
         if (self.dev_score == "agreement" or "agreement" in final) and not can_agree:

@@ -120,7 +120,8 @@ class TeachersSection(Section):
     Ray, a thread of this process. `worker`: every training worker reads the vectors of its rows a block ahead, gathers
     those of the others and computes the cosines on its device, which scales to large batches on many workers. Lists are
     equal to 1e-6. `auto` is `worker` where servers would slow the training down (only with Ray, and not in sweeps), else
-    `actor`; the log names the choice. Live, cross-encoder and rank-space teachers always have servers."""
+    `actor`; the log names the choice, and a resumed run keeps it. Live, cross-encoder and rank-space teachers always have
+    servers."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster."""
     gpus_per_actor: Gpus | None = None

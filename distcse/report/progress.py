@@ -79,9 +79,10 @@ class PlainView:
 
     def _show(self, event: Event, group: str) -> None:
         if isinstance(event, StageProgress):
-            self._last.setdefault(event.name, time.monotonic())  # a stage of a few seconds gets one line, at its end
-            if event.finished or self._due(event.name):
-                self._line(_stage_line(event))
+            name = f"{group} {event.name}"
+            self._last.setdefault(name, time.monotonic())  # a stage of a few seconds gets one line, at its end
+            if event.finished or self._due(name):
+                self._line(_stage_line(event, group))
         elif isinstance(event, StepReport):
             if event.step == event.total or self._due(f"steps {group}"):
                 rest = f"{_losses(event)}  {_pace(event)}{_waited(event)}  {_left(event)} left"
@@ -130,7 +131,7 @@ class LiveView:
         self._console = console
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
-        self._begun: dict[str, float] = {}
+        self._begun: dict[str, tuple[float, int]] = {}
         self._states: dict[str, _State] = {}
 
     def show(self, event: Event) -> None:
@@ -156,6 +157,7 @@ class LiveView:
         state = self._state(group)
         if isinstance(event, GroupActivity):
             state.phase, state.note, state.scores = event.phase, _activity_line(event), []
+            self._begun.pop(group, None)
             if event.activity in ("finished", "dropped"):
                 self._end(group)
                 self._print(f"{group:<9} {_activity_line(event)}")
@@ -164,6 +166,8 @@ class LiveView:
         elif isinstance(event, StepReport):
             note = f"{state.note}{state.dev}  {_pace(event)}  {_losses(event)}"
             self._advance(group, event.step, event.total, note, _left(event))
+        elif isinstance(event, StageProgress):
+            self._advance(group, event.done, event.total, state.note, self._time_left(group, event))
         elif isinstance(event, DevScore):
             state.scores.append(event.score)
             self._print(f"{group:<9} {state.phase}  {_dev_line(event)}")
@@ -189,11 +193,14 @@ class LiveView:
             self._end(event.name)
             self._print(_stage_line(event))
             return
-        begun = self._begun.setdefault(event.name, time.monotonic())
-        left = ""
-        if event.total and event.done:
-            left = _clock((event.total - event.done) * (time.monotonic() - begun) / event.done)
-        self._advance(event.name, event.done, event.total, event.unit, left)
+        self._advance(event.name, event.done, event.total, event.unit, self._time_left(event.name, event))
+
+    def _time_left(self, name: str, event: StageProgress) -> str:
+        """Estimate the remaining time from what was done since the stage's first event: a resumed one begins in its middle."""
+        now = time.monotonic()
+        began_at, done_before = self._begun.setdefault(name, (now, event.done))
+        done = event.done - done_before
+        return _clock((event.total - event.done) * (now - began_at) / done) if event.total and done > 0 else ""
 
     def _advance(self, name: str, done: int, total: int | None, note: str, left: str = "") -> None:
         count = f"{done:,}/{total:,}" if total else f"{done:,}" if done else ""
@@ -264,11 +271,12 @@ def sparkline(scores: Sequence[float]) -> str:
     return "".join(_SPARKS[int((score - low) / spread * (len(_SPARKS) - 1)) if spread else 0] for score in shown)
 
 
-def _stage_line(event: StageProgress) -> str:
+def _stage_line(event: StageProgress, group: str = "") -> str:
+    title = f"{group:<9} {event.name}" if group else f"{event.name:<9}"
     if event.finished:
-        return f"{event.name:<9} {event.note or f'{event.done:,} {event.unit}'}"
+        return f"{title} {event.note or f'{event.done:,} {event.unit}'}"
     of = f"/{event.total:,}" if event.total else ""
-    return f"{event.name:<9} {event.done:,}{of} {event.unit}"
+    return f"{title} {event.done:,}{of} {event.unit}"
 
 
 def _losses(event: StepReport) -> str:

@@ -34,12 +34,13 @@ def rows_of(result: SweepResult) -> list[SummaryRow]:
 
 
 def unfinished(result: SweepResult) -> list[str]:
-    """Return the final runs that did not finish, and why; means leave them out."""
-    return [
+    """Return what the means leave out: final runs that did not finish, with the reason, and what was not measured."""
+    runs = [
         f"{variant_of(run)}, seed {run.values['seed']}: {run.status}{f', {run.reason}' if run.reason else ''}"
         for run in result.final_results
         if run.status != "finished"
     ]
+    return [*runs, *(result.evaluation.missing if result.evaluation else [])]
 
 
 def _content(result: SweepResult, space: Space) -> dict[str, Any]:

@@ -10,6 +10,7 @@
                      projection.safetensors  from the joined teachers' vectors to the student's width, if a term needs it
                      neighbors.checksum      of the k-nearest-neighbor graph, where batches are grouped
                      evaluation.json start, student and teachers at the end
+                     evaluation/     results of each model, until all are measured
                      report.html     the run as a page; report.md, the same as text
 """
 

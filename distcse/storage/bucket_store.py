@@ -17,7 +17,7 @@ import fcntl
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -91,7 +91,7 @@ class BucketStore(ArtifactStore):
             _run_parallel(sources, lambda name: self._store(name, sources[name], new, old))
             objects.write(f"{self.uri}/{_RECORD}", dump_checked_json(asdict(new)).encode())
             if old is not None and old.content != new.content:
-                self._delete_files(old)
+                _delete_all(self._file_uri(old, name) for name in old.files)
         self._write_note(new)
 
     def fetch_folder(self, into: Path | None = None) -> bool:
@@ -125,7 +125,11 @@ class BucketStore(ArtifactStore):
         if record is not None and dropped:
             kept = replace(record, files={name: entry for name, entry in record.files.items() if name in names})
             objects.write(f"{self.uri}/{_RECORD}", dump_checked_json(asdict(kept)).encode())
-            self._delete_files(replace(record, files=dropped))
+        if record is not None:
+            content = f"{self.uri}/{record.content}"
+            kept_uris = {self._file_uri(record, name) for name in record.files if name in names}
+            listed = set(objects.list_uris(content)) - kept_uris  # also of an earlier call that was killed
+            _delete_all({*listed, *(self._file_uri(record, name) for name in dropped)})
         for file in self._local_files():
             if file.relative_to(self.path).as_posix() not in names:
                 file.unlink(missing_ok=True)
@@ -133,7 +137,8 @@ class BucketStore(ArtifactStore):
     def delete_folder(self) -> None:
         if (record := self._stored_record()) is not None:
             objects.delete(f"{self.uri}/{_RECORD}")
-            self._delete_files(record)
+        known = [] if record is None else [self._file_uri(record, name) for name in record.files]
+        _delete_all({*known, *objects.list_uris(self.uri)})  # also what a killed process left
         shutil.rmtree(self.path, ignore_errors=True)
 
     def delete_all(self) -> None:
@@ -188,9 +193,6 @@ class BucketStore(ArtifactStore):
         can_copy = same and new.files[name][0] <= _MAX_COPY_BYTES
         if not (old and can_copy and objects.copy(self._file_uri(old, name), self._file_uri(new, name))):
             objects.write(self._file_uri(new, name), file)
-
-    def _delete_files(self, record: _Record) -> None:
-        _run_parallel(record.files, lambda name: objects.delete(self._file_uri(record, name)))
 
     def _download_missing(self, into: Path, record: _Record) -> None:
         with storage_errors(into):
@@ -253,6 +255,10 @@ def _read_chunks(stored: str) -> Iterator[bytes]:
         raise _ObjectGoneError from None
 
 
-def _run_parallel(names: Mapping[str, object], work: Callable[[str], None]) -> None:
+def _delete_all(uris: Iterable[str]) -> None:
+    _run_parallel(uris, objects.delete)
+
+
+def _run_parallel(names: Iterable[str], work: Callable[[str], None]) -> None:
     with ThreadPoolExecutor(max_workers=_MAX_PARALLEL) as pool:
         list(pool.map(work, names))

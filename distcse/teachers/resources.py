@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from distcse.placement.gpu_plan import GpuPlan, plan_gpus
-from distcse.placement.gpu_shares import GpuRole, count_gpus
-from distcse.placement.resources import Node, ResourceRequest, Resources
+from distcse.placement.gpu_shares import GpuRole
+from distcse.placement.resources import Node, ResourceRequest, Resources, count_fitting
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
+
+if TYPE_CHECKING:
+    from distcse.teachers.kinds import TeacherKind
 
 EMBEDDING, SERVERS = "embedding actors", "teacher servers"
 """Names of the GPU roles of teachers."""
@@ -22,32 +27,47 @@ _ALTERNATIVES = {"live": "use teachers.mode=table", "rank space": ""}
 
 
 def plan_embedding(
-    section: TeachersSection, nodes: Sequence[Node], mode: GpuMode, teachers: Sequence[TeacherSection] | None = None
+    section: TeachersSection,
+    nodes: Sequence[Node],
+    mode: GpuMode,
+    teachers: Sequence[TeacherSection] | None = None,
+    most: int | None = None,
 ) -> GpuPlan:
     """Decide the GPUs of an embedding actor. Embedding actors run before anything else holds a GPU.
+
+    A required GPU that is missing is not refused, because a run whose tables are complete starts no embedding actor: call
+    `GpuPlan.require_all` where one starts.
 
     Args:
         section: The recipe's teachers.
         nodes: The nodes of the cluster.
         mode: The recipe's `resources.gpu`.
         teachers: Those of the teachers that embed. Default: all.
+        most: Actors that have work. Default: any number.
 
     Returns:
         The plan; without a role if no embedding actor computes with a model.
-
-    Raises:
-        GpuRequiredError: `mode` is `required`, and embedding actors get no GPU.
     """
     from distcse.teachers.kinds import kind_of
 
     kinds = [kind_of(teacher) for teacher in (section.encoders if teachers is None else teachers)]
     if not any(kind.uses_gpu and kind.uses_table(section.mode) for kind in kinds):
         return plan_gpus([], nodes, mode)
-    number = section.embedding_workers or max(1, int(count_gpus(nodes, section.node_labels)))
-    key = "teachers.embedding_workers"
-    counts = range(1, number)
-    role = GpuRole(EMBEDDING, number, section.node_labels, section.gpus_per_actor, key, _GPU_KEY, counts=counts)
-    return plan_gpus([role], nodes, mode)
+    usable = [node.resources for node in nodes if node.has(section.node_labels)]
+    gpus = min(section.gpus_per_actor or 1.0, max((node.get("GPU", 0.0) for node in usable), default=0.0))
+    number = section.embedding_workers or (max(1, count_fitting(usable, {"GPU": gpus})) if gpus else 1)
+    number = number if most is None else min(number, most)
+    role = GpuRole(
+        EMBEDDING,
+        number,
+        section.node_labels,
+        section.gpus_per_actor,
+        "teachers.embedding_workers",
+        _GPU_KEY,
+        counts=range(1, number),
+        is_elastic=section.embedding_workers is not None,
+    )
+    return replace(plan_gpus([role], nodes, "none" if mode == "none" else "auto"), mode=mode)
 
 
 def request_embedding_actors(section: TeachersSection, count: int, each: Resources) -> ResourceRequest:
@@ -71,11 +91,21 @@ def server_roles(section: TeachersSection, reads_tables_itself: bool = False) ->
 
     computing = {"live"} if reads_tables_itself else {"live", "rank space"}
     served = [kind for kind in map(kind_of, section.encoders) if kind.serving(section.mode) in computing]
-    number = section.num_servers * sum(kind.uses_gpu for kind in served)
+    number = section.num_servers * sum(_computes(kind, section.mode) for kind in served)
     if not number:
         return []
-    key = "teachers.num_servers"
-    return [GpuRole(SERVERS, number, section.node_labels, section.gpus_per_actor, key, _GPU_KEY, is_helper=True)]
+    return [
+        GpuRole(
+            SERVERS,
+            number,
+            section.node_labels,
+            section.gpus_per_actor,
+            "teachers.num_servers",
+            _GPU_KEY,
+            is_helper=True,
+            may_start_first=section.num_servers == 1,  # as `served` starts them on a single node
+        )
+    ]
 
 
 def server_demands(section: TeachersSection, gpus: float) -> list[ResourceRequest]:
@@ -105,6 +135,18 @@ def server_demands(section: TeachersSection, gpus: float) -> list[ResourceReques
     return requests
 
 
+def starts_servers(section: TeachersSection) -> bool:
+    """Return whether a run may start teacher servers: all but those with `serve: worker` whose teachers all have tables.
+
+    Args:
+        section: The teachers.
+    """
+    from distcse.teachers.kinds import kind_of
+
+    servings = {kind_of(teacher).serving(section.mode) for teacher in section.encoders}
+    return bool(servings - {"table"}) or (bool(servings) and section.serve != "worker")
+
+
 def server_resources(section: TeachersSection, teacher: TeacherSection, gpus: float) -> dict[str, float]:
     """Return the CPUs (`num_cpus`) and GPUs (`num_gpus`) of one server of a teacher.
 
@@ -116,6 +158,11 @@ def server_resources(section: TeachersSection, teacher: TeacherSection, gpus: fl
     from distcse.teachers.kinds import kind_of
 
     kind = kind_of(teacher)
-    serving = kind.serving(section.mode)
-    computes = serving != "table" and kind.uses_gpu
-    return {"num_cpus": 1.0 if serving == "live" else 0.0, "num_gpus": gpus if computes else 0.0}
+    num_cpus = 1.0 if kind.serving(section.mode) == "live" else 0.0
+    return {"num_cpus": num_cpus, "num_gpus": gpus if _computes(kind, section.mode) else 0.0}
+
+
+def _computes(kind: TeacherKind, mode: str) -> bool:
+    """Whether a teacher's servers compute on a GPU: its model in live teachers, the ranks of any teacher in a rank space."""
+    serving = kind.serving(mode)
+    return serving == "rank space" or (serving == "live" and kind.uses_gpu)

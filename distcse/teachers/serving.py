@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import TableTeacher, Teacher
-
-_REFERENCES_SEED = 2**32 - 5
-"""Seed that draws a rank space's references."""
 
 
 def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
@@ -22,10 +17,11 @@ def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
     if teacher.similarity == "cosine":
         return TableTeacher(table)
     from distcse.device import default_device
+    from distcse.rank_space import draw_references
     from distcse.teachers.rank_space import RankSpaceTeacher
 
-    drawn = np.random.default_rng(_REFERENCES_SEED).permutation(table.identity.rows)[: teacher.num_references]
-    return RankSpaceTeacher(table, np.sort(drawn), teacher.rank_method, default_device(), teacher.is_fast)
+    references = draw_references(table.identity.rows, teacher.num_references)
+    return RankSpaceTeacher(table, references, teacher.rank_method, default_device(), teacher.is_fast)
 
 
 def cosine_tables(section: TeachersSection, tables: Sequence[EmbeddingTable | None]) -> dict[int, EmbeddingTable]:

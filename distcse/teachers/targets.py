@@ -65,12 +65,13 @@ class Targets:
         self._projection = projection
 
     def vectors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the (n, d) float32 unit vectors of n row ids."""
+        """Return the (n, d) float32 unit vectors of n row ids; a vector that the projection maps to zero stays zero."""
         joined = joined_vectors(self._tables, self._alphas, rows)
         if self._projection is None:
             return joined
         projected = joined @ self._projection
-        return np.asarray(projected / np.linalg.norm(projected, axis=1, keepdims=True), dtype=np.float32)
+        norms = np.linalg.norm(projected, axis=1, keepdims=True)
+        return np.asarray(projected / np.where(norms > 0, norms, 1), dtype=np.float32)
 
 
 def fit_projection(

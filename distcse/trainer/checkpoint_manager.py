@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
 from distcse.device import is_gpu
-from distcse.distributed import broadcast, on_rank_zero
-from distcse.errors import DivergedError
+from distcse.distributed import broadcast, on_all_ranks, on_rank_zero
+from distcse.errors import DivergedError, OutOfMemoryError
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_writer import CheckpointWriter
@@ -61,7 +63,7 @@ class CheckpointManager:
         self._pending: int | None = None
         self._blocked_s = 0.0
         self._in_background = is_gpu(engine.device)
-        self._writer = CheckpointWriter[CheckpointSaved](self._in_background)
+        self._writer = CheckpointWriter[list[Event]](self._in_background)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -88,6 +90,7 @@ class CheckpointManager:
 
         Raises:
             DivergedError: A dev score, weight or optimizer moment is not finite.
+            OutOfMemoryError: A rank has no memory for a copy of the state.
             StorageWriteError: The previous checkpoint or, on a CPU, this one cannot be written.
         """
         self._finish_write()
@@ -97,7 +100,7 @@ class CheckpointManager:
         elif should_evaluate:
             state = self._evaluate_here(state)
         state = self._stop_early(state) if should_evaluate else state
-        snapshot = self._engine.snapshot()
+        snapshot = on_all_ranks(partial(self._take_snapshot, state.step))
         if evaluator is not None:
             self._pending = state.step
         if evaluator is not None and (state.finished or not self._in_background):
@@ -110,6 +113,17 @@ class CheckpointManager:
         if not self._in_background:
             self._finish_write()
         return state
+
+    def _take_snapshot(self, step: int) -> Snapshot | None:
+        """Take a snapshot; rank 0's memory can be exhausted, since it alone copies the state."""
+        try:
+            return self._engine.snapshot()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise OutOfMemoryError(
+                f"there is no memory for a copy of weights and moments at step {step}, which the checkpoint is written from "
+                f"({' '.join(str(error).split())}). The last checkpoint is kept; resume with --resume on a machine with more "
+                "memory, or with fewer processes on it"
+            ) from error
 
     def resume(self, state: TrainerState, restored: ModelState, should_evaluate: bool) -> None:
         """Request the restored checkpoint's own score again if it was pending when the run ended."""
@@ -195,12 +209,14 @@ class CheckpointManager:
         self._emit(LogMessage(f"stopped early at step {state.step}: {scores_since_best} dev scores without a new best"))
         return TrainerState(state.step, state.scores, finished=True)
 
-    def _write(self, snapshot: Snapshot, state: TrainerState, evaluator: AsyncEvaluator | None) -> CheckpointSaved:
-        """Write a checkpoint, and begin its score if there is an evaluator. Runs in the writer's thread."""
+    def _write(self, snapshot: Snapshot, state: TrainerState, evaluator: AsyncEvaluator | None) -> list[Event]:
+        """Write a checkpoint, and begin its score if there is an evaluator; return its events. Runs in the writer's thread."""
         model_state = self._finite_state(snapshot, state.step)
         if evaluator is not None:
             evaluator.begin(model_state)
-        return CheckpointSaved(state.step, str(self._checkpoints.save(model_state, state)))
+        warnings: list[Event] = []
+        folder = self._checkpoints.save(model_state, state, warnings.append)
+        return [CheckpointSaved(state.step, str(folder)), *warnings]
 
     def _finite_state(self, snapshot: Snapshot | None, step: int) -> ModelState:
         """Return rank 0's weights and moments, and raise `DivergedError` if one is not finite."""
@@ -218,6 +234,6 @@ class CheckpointManager:
         on_rank_zero(self._take_written)
 
     def _take_written(self) -> None:
-        """Wait for the writer, and emit the event of its checkpoint, on this thread: listeners may end the run."""
-        if (saved := self._writer.take()) is not None:
-            self._emit(saved)
+        """Wait for the writer, and emit the events of its checkpoint, on this thread: listeners may end the run."""
+        for event in self._writer.take() or []:
+            self._emit(event)

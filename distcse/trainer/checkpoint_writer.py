@@ -5,9 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_running: set[Future[Any]] = set()
+"""The writes that run in this process."""
+
+
+def is_writing() -> bool:
+    """Return whether this process writes a checkpoint now."""
+    return bool(_running)
 
 
 class CheckpointWriter(Generic[T]):
@@ -27,10 +35,13 @@ class CheckpointWriter(Generic[T]):
         self._write = future = Future[T]()
 
         def run() -> None:
+            _running.add(future)
             try:
                 future.set_result(write())
             except BaseException as error:  # raised by `take`
                 future.set_exception(error)
+            finally:
+                _running.discard(future)
 
         if self._in_background:
             # A daemon, so that a process can end without it: storage shows a complete checkpoint or none.

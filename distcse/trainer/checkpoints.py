@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distcse.errors import CheckpointError, RunError, StorageError
+from distcse.errors import CheckpointError, RunError, RunRecordError, StorageError
 from distcse.events import Event, LogMessage, ignore
 from distcse.runs.lease import Lease
 from distcse.storage import (
@@ -120,12 +120,13 @@ class CheckpointStore:
         self._store = open_store(run / "checkpoints")
         self._lease = lease
 
-    def save(self, state: ModelState, trainer_state: TrainerState) -> Path:
+    def save(self, state: ModelState, trainer_state: TrainerState, emit: Callable[[Event], None] = ignore) -> Path:
         """Write a checkpoint atomically, update `latest` and `best`, and delete checkpoints that are no longer needed.
 
         Args:
             state: Weights and moments.
             trainer_state: Step and dev scores. The checkpoint becomes the best if its step has the best score.
+            emit: Receives a warning if earlier checkpoints cannot be deleted: this one is complete. Default: discards it.
 
         Returns:
             The checkpoint's folder.
@@ -147,7 +148,11 @@ class CheckpointStore:
             if trainer_state.best is not None and trainer_state.best[0] == trainer_state.step:
                 self._point("best", target.name)
             self._point("latest", target.name)
-        self._remove_unneeded({target.path, previous})
+        try:
+            self._remove_unneeded({target.path, previous})
+        except (StorageError, RunRecordError) as error:
+            text = f"checkpoint {target.name} is complete, but earlier ones cannot be deleted: {error}. The next one tries again"
+            emit(LogMessage(text, warning=True))
         return target.path
 
     def _publish(self, target: ArtifactStore) -> None:

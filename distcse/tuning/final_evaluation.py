@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from distcse.device import default_device
 from distcse.evaluation import (
-    Evaluation,
     LoadOptions,
     ModelResults,
     Tasks,
@@ -21,6 +20,7 @@ from distcse.evaluation import (
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
+from distcse.experiments.stoppable_evaluation import FinalScores, measure_models, with_missing
 from distcse.experiments.trials import Trials
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import TrainedSection
@@ -32,8 +32,10 @@ from distcse.tuning.summary import BEST, variant_of
 
 def measure(
     trials: Trials, runs: Sequence[Trial], folder: Path, gpu_mode: GpuMode, backend: Backend, reporter: Reporter
-) -> Evaluation | None:
+) -> FinalScores:
     """Evaluate the models of the final runs on the test sets, and write each model's overlap with its training text.
+
+    A stop request leaves models out, and a resumed sweep measures them.
 
     Args:
         trials: What the experiment knows of its trials.
@@ -44,15 +46,12 @@ def measure(
         reporter: Receives progress.
 
     Returns:
-        The evaluation; None without test sets or models.
-
-    Raises:
-        StoppedEarlyError: A stop was requested before all models were evaluated.
+        The scores of the models that were measured; none without test sets or models.
     """
     started_at = time.perf_counter()
     tasks = trials.labelled_tasks()
     if not tasks.tasks:
-        return None
+        return FinalScores(None)
     precision = trials.evaluation_precision
     found: list[tuple[str, Path, TrainedSection]] = []
     for run in sorted(runs, key=lambda run: (variant_of(run) == BEST, run.values["seed"])):
@@ -67,20 +66,27 @@ def measure(
             contamination.write(model)
             found.append((f"{title}, {name}" if name else title, model, section))
     if not found:
-        return None
+        return FinalScores(None)
+    shared = backend.share(tasks)
     calls = [
         DeviceCall(
             f"evaluation of {name}",
-            partial(_measure, name, open_store(model), str(model), section, precision, tasks),
+            partial(_measure, name, open_store(model), str(model), section, precision, shared),
             model_memory(str(model)),
         )
         for name, model, section in found
     ]
     options = DeviceOptions(written={"storage.runs": folder}, uses_gpu=gpu_mode != "none")
-    results = backend.run_on_devices(calls, options, reporter)
+    determined_by = [precision, *(str(model) for _, model, _ in found)]
+    returned = measure_models(calls, tasks, determined_by, open_store(folder), backend, options, reporter)
+    results: list[ModelResults] = [model for model in returned if model is not None]
+    stopped = len(results) < len(calls)
+    if not results:
+        return FinalScores(None, stopped)
     devices = ", ".join(sorted({model.device for model in results}))
     settings = {"STS": "all", "device": devices, "precision": precision}
-    return compare_models(results, tasks, settings=settings, started_at=started_at)
+    tasks = with_missing(tasks, calls, returned)
+    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), stopped)
 
 
 def _measure(
@@ -89,7 +95,7 @@ def _measure(
     source: str,
     section: TrainedSection,
     precision: str,
-    tasks: Tasks,
+    shared: Callable[[], Tasks],
     reporter: Reporter,
 ) -> ModelResults:
     model.fetch_folder()
@@ -101,4 +107,4 @@ def _measure(
     )
     candidate = open_candidate(name, str(model.path), options)
     candidate = replace(candidate, info=replace(candidate.info, source=source))
-    return measure_model(candidate, tasks, reporter.emit)
+    return measure_model(candidate, shared(), reporter.emit, reporter.stop_requested)

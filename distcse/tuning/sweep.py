@@ -24,6 +24,7 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.registry import experiment_of
 from distcse.experiments.run_scope import joined_for_devices
+from distcse.experiments.stoppable_evaluation import FinalScores, delete_results
 from distcse.experiments.trials import TrialGpus, Trials
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import report_plans
@@ -58,7 +59,7 @@ class SweepResult:
     final_results: list[Trial]
     """The final runs: the best trial's values and the original recipe, each with every seed."""
     evaluation: Evaluation | None
-    """The final runs' models on the test sets; None if the sweep was stopped before."""
+    """The final runs' models on the test sets, without those that a stop left out; None if nothing was measured."""
     interrupted: bool
     """Whether the sweep was stopped before its end."""
 
@@ -151,8 +152,6 @@ def _run(
     reporter: Reporter,
 ) -> SweepResult:
     reporter.emit(LogMessage(f"sweep directory {to_uri(directory)}"))
-    final_results: list[Trial] = []
-    evaluation = None
     interrupted = False
     with backend.cluster.joined():
         require_trial_loggers(sweep.loggers)  # fail before the teachers embed the corpus
@@ -180,14 +179,17 @@ def _run(
                 interrupted = True
     trials, best_trial = read_trials(directory / _TRIALS), _write_best_recipe(recipe, directory)
     write_tables(trials, directory)
+    final_results, folder = read_trials(directory / _FINAL_RUNS), directory / _FINAL_RUNS
+    final = FinalScores(None, stopped=interrupted)
     if best_trial is not None and not interrupted:
-        final_results = read_trials(directory / _FINAL_RUNS)
-        folder = directory / _FINAL_RUNS
-        trials_of_recipe = experiment_of(recipe).trials
-        evaluation = measure(trials_of_recipe, final_results, folder, recipe.gpu_mode, backend.run_backend, reporter)
-        if evaluation is not None:
-            evaluation.write(directory / "evaluation.json")
-    return SweepResult(recipe, sweep, directory, trials, best_trial, final_results, evaluation, interrupted)
+        final = measure(shared, final_results, folder, recipe.gpu_mode, backend.run_backend, reporter)
+        if final.evaluation is not None:
+            final.evaluation.write(directory / "evaluation.json")
+            if not final.stopped:
+                delete_results(open_store(folder))
+    return SweepResult(
+        recipe, sweep, directory, trials, best_trial, final_results, final.evaluation, interrupted=final.stopped
+    )
 
 
 def _with_precisions(

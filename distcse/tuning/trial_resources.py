@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distcse.errors import ClusterTooSmallError
 from distcse.experiments.registry import experiment_of
@@ -77,18 +77,19 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
         nodes: The nodes of the cluster.
 
     Raises:
-        ClusterTooSmallError: `search.concurrent` trials do not fit.
+        ClusterTooSmallError: `search.concurrent` trials, or the GPUs of trials and servers, do not fit.
         GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
     """
     request = experiment_of(recipe).trials.request
     plan = _plan_training(request, sweep, nodes, recipe.gpu_mode)
+    plan.require_room()
     gpu, server_gpus = plan.of(_TRIALS), plan.of(SERVERS)
     left = _without_servers(request, server_gpus, [node.resources for node in nodes])
     workers, cpu = request.workers, request.cpus_per_worker
     each, trainer_cpus = max(1, workers), _TRAINER_CPUS if workers > 1 else 0.0
     left = [node for node in left if count_fitting([node], {"GPU": gpu})]
     fits = count_fitting(left, {"CPU": (cpu or 1) + trainer_cpus / each, "GPU": gpu}) // each
-    concurrent = sweep.search.concurrent or max(1, fits)
+    concurrent = sweep.search.concurrent or _safe_number(plan, each, max(1, fits))
     total_workers = each * concurrent
     left = _without(left, concurrent, {"CPU": trainer_cpus})
     cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], total_workers))))
@@ -114,9 +115,7 @@ def plans_of_trials(
     embedding = [] if request.teachers is None else [plan_embedding(request.teachers, nodes, mode)]
     plan = _plan_training(request, sweep, nodes, mode)
     if resources.gpus:  # more trials may fit than had to
-        trials, *servers = plan.roles
-        workers = replace(trials, number=max(1, request.workers) * resources.concurrent)
-        plan = replace(plan, roles=[workers, *servers])
+        plan = plan.with_number(_TRIALS, max(1, request.workers) * resources.concurrent)
     return [*embedding, plan]
 
 
@@ -133,6 +132,18 @@ def _plan_training(request: TrialRequest, sweep: Sweep, nodes: Sequence[Node], m
     )
     servers = [] if request.teachers is None else server_roles(request.teachers, request.workers <= 1)
     return plan_gpus([trials, *servers], nodes, mode)
+
+
+def _safe_number(plan: GpuPlan, workers: int, most: int) -> int:
+    """Return the largest number of trials that leave the servers their GPUs on whichever nodes the trials start.
+
+    Args:
+        plan: GPUs of the trials and servers.
+        workers: Training workers of a trial.
+        most: Number of trials for which the cluster has room.
+    """
+    safe = (count for count in range(most, 0, -1) if plan.with_number(_TRIALS, count * workers).stranded is None)
+    return next(safe, most)
 
 
 def _without_servers(request: TrialRequest, gpus: float, nodes: Sequence[Resources]) -> list[Resources]:

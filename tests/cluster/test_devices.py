@@ -18,6 +18,7 @@ from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.pairs import load_pairs
+from distcse.experiments.stoppable_evaluation import delete_results
 from distcse.models import Encoder, EncoderHandle
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import cluster
@@ -51,7 +52,9 @@ def _work(file: str, mutual_file: str) -> None:
         directory.model.mkdir()
         start, corpus, chosen = prepared.initial_encoder, prepared.corpus, prepared.recipe
         student = EncoderHandle(partial(Encoder.from_section, chosen.student))
-        remote = final_scores(chosen, corpus, labelled, start, student, directory, on_gpus, reporter)
+        remote = final_scores(chosen, corpus, labelled, start, student, directory, on_gpus, reporter).evaluation
+        assert remote is not None
+        delete_results(directory.store)
         mutual = read_recipe(mutual_file, [])
         assert isinstance(mutual, MutualRecipe)
         mined = load_pairs(mutual, RunDirectory.create(mutual).path, on_gpus, reporter)
@@ -60,7 +63,8 @@ def _work(file: str, mutual_file: str) -> None:
     other_cache.mkdir()
     fresh = with_values(recipe, {"storage.cache": str(other_cache)})
     layers = with_chosen_layers(fresh, Corpus.open(corpus.directory), here, Reporter()).student.layers
-    local = final_scores(chosen, corpus, labelled, start, student, directory, here, Reporter())
+    local = final_scores(chosen, corpus, labelled, start, student, directory, here, Reporter()).evaluation
+    assert local is not None
     found = {
         "loaded": loaded_before,
         "layers": [chosen.student.layers, layers],
@@ -77,7 +81,8 @@ def test_models_are_evaluated_searched_and_mined_on_gpus_with_the_results_of_one
 ) -> None:
     scorer = make_cross_encoder(tmp_path / "scorer", tiny("bert"))
     suites = "evaluation.final_suites=[sts, ranking, geometry, retrieval, agreement]"
-    auto = ("student.layers=auto", "student.num_layers=2", f"evaluation.data={labelled}", suites)
+    ranks = "evaluation.rank_inference={num_references: 100}"
+    auto = ("student.layers=auto", "student.num_layers=2", f"evaluation.data={labelled}", suites, ranks)
     make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), scorer], sentences)
     file = tmp_path / "recipe.yaml"
     write_recipe(file, load_recipe(str(file), auto))
@@ -93,4 +98,5 @@ def test_models_are_evaluated_searched_and_mined_on_gpus_with_the_results_of_one
     assert found["loaded"] == []
     assert found["evaluations are equal"] and found["pairs are equal"]
     assert np.array_equal(*found["layers"]) and found["searched"] == 4  # three combinations, and the choice
-    assert {"layers", "start", "student", "teacher 0", "teacher 1", "mining"} <= set(found["stages"])
+    stages = {"layers", "start", "student", "student + ranks", "teacher 0", "teacher 1", "mining"}
+    assert stages <= set(found["stages"])

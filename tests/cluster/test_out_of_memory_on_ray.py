@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from distcse.distributed import rank
 from distcse.errors import OutOfMemoryError
-from distcse.events import Event, LogMessage, Reporter, StepReport
+from distcse.events import Event, Listener, LogMessage, Reporter, StepReport
 from distcse.losses import TeacherOutputs, Views
+from distcse.ray_backend import train_workers
 from distcse.runs.directory import RunDirectory
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer import checkpoint_manager
+from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_two_worker_recipe
@@ -37,6 +39,41 @@ class FailsOnOneRank(nn.Module):
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
             )
         return views.similarities.sum() * 0.0
+
+
+class FailsDuringAWrite(FailsOnOneRank):
+    """Also writes checkpoints in a thread, as on a GPU: that of step 4 until after the others would be killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        save = CheckpointStore.save
+
+        def save_slowly(store: CheckpointStore, state: ModelState, trainer_state: TrainerState, emit: Listener) -> Path:
+            if trainer_state.step == 4:
+                time.sleep(1.5 * train_workers._FAILURE_WAIT_S)
+            return save(store, state, trainer_state, emit)
+
+        CheckpointStore.save = save_slowly  # type: ignore[method-assign,assignment]
+        checkpoint_manager.is_gpu = lambda device: True  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_is_being_written_is_completed(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
+) -> None:
+    recipe = make_two_worker_recipe(
+        tmp_path,
+        tiny,
+        sentences,
+        "training.workers=2",
+        "training.log_every=2",
+        "evaluation.eval_steps=4",
+        "objective.custom={failing: {class_path: 'tests.cluster.test_out_of_memory_on_ray:FailsDuringAWrite'}}",
+    )
+    with fails_with(OutOfMemoryError, "8 of 16 rows"):
+        run(recipe, Reporter())
+    (folder,) = (tmp_path / "runs").iterdir()
+    latest = CheckpointStore(folder).latest()
+    assert latest is not None and latest.name == "step-000004"
 
 
 def test_one_worker_without_memory_ends_the_run(

@@ -1,4 +1,4 @@
-"""Functions on other nodes' GPUs: killed, hung and failing processes, a stop request, and a driver that has no room itself."""
+"""Functions on other nodes' GPUs: killed, hung and failing processes, a stop request, held CPUs, a driver that has no room."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ import pytest
 
 from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, WorkFailedError
 from distcse.evaluation import Evaluation
-from distcse.events import Event, LogMessage, Reporter
+from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import DeviceCall
+from distcse.experiments.distillation.preparation import embed_corpus
 from distcse.placement.devices import DeviceOptions
 from distcse.ray_backend.backend import RayBackend
 from distcse.recipe import load_recipe, recipe_yaml
 from tests.backends import run
 from tests.devices import (
     comparable,
+    count_threads,
     describe_process,
     fail_unexpectedly,
     fail_with_a_fix,
@@ -31,7 +33,7 @@ from tests.devices import (
     wait_or_return,
 )
 from tests.jobs import make_recipe
-from tests.kills import Nodes
+from tests.kills import CpuHolder, Nodes
 from tests.weights import assert_equal_weights, weights_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -117,6 +119,31 @@ def lose_a_node(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps({"returned": returned, "attempts": attempts}))
 
 
+def share_nodes(folder: Path) -> None:
+    """A driver: call functions and embed a corpus while another job holds a CPU of each node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    recipe, backend, events = load_recipe(str(folder / "recipe.yaml"), []), RayBackend(), list[Event]()
+    with backend.cluster.joined():
+        holders = [
+            ray.remote(CpuHolder).options(num_cpus=1, scheduling_strategy=On(node.id, soft=False)).remote()
+            for node in backend.cluster.nodes()
+            if node.resources.get("CPU")
+        ]
+        ray.get([holder.is_ready.remote() for holder in holders])
+        looks, counts = [DeviceCall("look", describe_process)] * 2, [DeviceCall("count", count_threads)] * 2
+        found = {
+            "holders": len(holders),
+            "gpus": backend.run_on_devices(looks, DeviceOptions(), Reporter()),
+            "cpus": backend.run_on_devices(looks, DeviceOptions(uses_gpu=False), Reporter()),
+            "threads": backend.run_on_devices(counts, DeviceOptions(), Reporter()),
+            "tables": sum(table is not None for table in embed_corpus(recipe, backend, Reporter(events.append))),
+            "notes": [event.note for event in events if isinstance(event, StageProgress) and event.finished],
+        }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
 def _error_of(function: Callable[[Reporter], Any]) -> list[str]:
     try:
         RayBackend().run_on_devices([DeviceCall("evaluation of x", function)], OPTIONS, Reporter())
@@ -149,6 +176,21 @@ def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_c
     assert found["errors"][0] == [ModelOutputError.__name__, "the model's output is NaN"]
     assert found["errors"][1][0] == WorkFailedError.__name__ and "evaluation of x" in found["errors"][1][1]
     assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
+
+
+def test_functions_and_embedding_end_although_another_job_holds_a_cpu_of_each_node(
+    nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    """Functions reserve no CPU of a GPU's node and use its threads; two of four embedding actors never start."""
+    overrides = ("teachers.shard_rows=20", "resources.gpu=none", "training.workers=1")
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *overrides)
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
+    found = drive(nodes, "share_nodes", tmp_path)
+    assert found["holders"] == 2
+    assert [gpus for gpus, _ in found["gpus"]] == ["0", "0"] and len({node for _, node in found["gpus"]}) == 2
+    assert [gpus for gpus, _ in found["cpus"]] == ["", ""] and len({node for _, node in found["cpus"]}) == 2
+    assert found["threads"] == [2, 2]
+    assert found["tables"] == 1 and any("embedded, 0 reused" in note for note in found["notes"])
 
 
 def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(nodes: Nodes, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import WorkersLostError
+from distcse.errors import OutOfMemoryError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.recipe import MutualRecipe
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.phases import Kind
+from distcse.experiments.mutual.result import MutualResult
+from distcse.recipe import LoopSection, MutualRecipe
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
 from tests.backends import run_mutual
@@ -37,34 +41,48 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *overrides)
 
 
-def test_parallel_groups_with_killed_actors_have_the_labels_of_an_uninterrupted_run(
+def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
     recipe_with: MakeRecipe, cluster: None
 ) -> None:
-    """Ray restarts a killed event channel, without a restart of the group."""
+    """Ray restarts a killed event channel, without a restart of the group. `max_failures` counts each phase anew."""
     uninterrupted = run_mutual(recipe_with(), Reporter())
-    killed: list[str] = []
-    lost: list[str] = []
+    disturbed_actors: list[str] = []
+    warnings: list[str] = []
 
-    def kill(event: Event) -> None:
-        if not isinstance(event, GroupEvent):
+    def strike(event: Event) -> None:
+        """Kill and stop actors of one group: in each phase its trainer, then its scorer."""
+        if not isinstance(event, GroupEvent) or event.group != "bert":
             return
-        if isinstance(event.event, LogMessage) and event.event.text.startswith("lost a worker"):
-            lost.append(event.event.text)
-        if isinstance(event.event, StepReport) and not killed and kill_actor("EventActor"):
-            killed.append("event channel")
-        elif isinstance(event.event, StepReport) and event.event.step >= 30 and killed == ["event channel"]:
-            assert not lost and kill_actor("TrainingActor")
-            killed.append("trainer")
-        is_scoring = (
-            isinstance(event.event, GroupActivity)
-            and event.event.activity == "scoring"
-            and event.event.phase != "start"
-        )
-        if is_scoring and killed == ["event channel", "trainer"] and kill_actor("ScoringActor"):
-            killed.append("scorer")
+        inner = event.event
+        if isinstance(inner, LogMessage) and inner.warning:
+            warnings.append(inner.text)
+        number = len(disturbed_actors)
+        is_training = isinstance(inner, StepReport)
+        is_scoring = isinstance(inner, GroupActivity) and inner.activity == "scoring" and inner.phase != "start"
+        if number == 0 and is_training and kill_actor("EventActor"):
+            disturbed_actors.append("event channel")
+        elif number == 1 and isinstance(inner, StepReport) and inner.step >= 30:
+            assert not warnings and kill_actor("TrainingActor", named="-bert-")
+            disturbed_actors.append("trainer")
+        elif number == 2 and is_scoring and kill_actor("ScoringActor", named="-bert-"):
+            disturbed_actors.append("scorer")
+        elif number == 3 and is_training and kill_actor("TrainingActor", signal.SIGSTOP, "-bert-"):
+            disturbed_actors.append("hanging trainer")
+        elif number == 4 and is_scoring and kill_actor("ScoringActor", signal.SIGSTOP, "-bert-"):
+            disturbed_actors.append("hanging scorer")
 
-    disturbed = run_mutual(recipe_with(*ON_RAY), Reporter(kill))
-    assert killed == ["event channel", "trainer", "scorer"] and len(lost) == 2
+    overrides = (*ON_RAY, "mutual.max_failures=1", "mutual.heartbeat_timeout_s=5")
+    disturbed = run_mutual(recipe_with(*overrides), Reporter(strike))
+    assert len(disturbed_actors) == 5
+    assert [text.partition(",")[0].partition(";")[0] for text in warnings] == [
+        "lost a worker in cycle-1-cross",
+        "lost a scorer in cycle-1-cross",
+        "trainer 0 of group bert",
+        "lost a worker in cycle-1-bi",
+        "scorer 0 of group bert",
+        "lost a scorer in cycle-1-bi",
+    ]
+    assert all("5 s (mutual.heartbeat_timeout_s)" in text for text in warnings if "of group" in text)
     assert_same_labels(uninterrupted.directory.path, disturbed.directory.path)
     cycles = read_run(disturbed.directory.path).cycles
     assert cycles is not None
@@ -133,13 +151,17 @@ def _wait_for_steps(run: Path, phase: str) -> None:
     raise AssertionError(f"no step of {phase}")
 
 
-@pytest.mark.parametrize("other", ["waits for resources", "has a hanging scorer"])
+@pytest.mark.parametrize("other", ["waits for resources", "has a hanging scorer", "prepares without an end"])
 def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
     recipe_with: MakeRecipe, cluster: None, other: str
 ) -> None:
     """The other group would never finish: no CPU becomes free, and no worker is restarted in time."""
     import ray
 
+    hangs = {
+        "has a hanging scorer": ("scoring", "ScoringActor"),
+        "prepares without an end": ("preparing", "TrainingActor"),
+    }
     waiting: list[str] = []
     lost: list[str] = []
     holder = ray.remote(CpuHolder).options(num_cpus=5 if other == "waits for resources" else 0).remote()
@@ -150,10 +172,11 @@ def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
             lost.append(event.event.text)
         if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
             return
-        activity, hangs = event.event, other == "has a hanging scorer"
-        if hangs and (event.group, activity.phase, activity.activity) == ("roberta", "cycle-1-cross", "scoring"):
-            assert kill_actor("ScoringActor", signal.SIGSTOP, "roberta")
-        if activity.activity == "waiting" and activity.phase_index == (2 if hangs else 1):
+        activity = event.event
+        if other in hangs and (event.group, activity.phase) == ("roberta", "cycle-1-cross"):
+            during, actor = hangs[other]
+            assert activity.activity != during or kill_actor(actor, signal.SIGSTOP, "-roberta-")
+        if activity.activity == "waiting" and activity.phase_index == (2 if other in hangs else 1):
             waiting.append(event.group)
 
     try:
@@ -186,27 +209,61 @@ def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
     return once
 
 
-def test_two_workers_of_a_group_equal_one_even_if_one_is_killed(recipe_with: MakeRecipe, cluster: None) -> None:
-    """A killed worker makes the other fail in its next collective operation, which must not count as the user's error."""
-    events: list[Event] = []
+class OutOfMemoryOnce(GroupContext):
+    """Lets the first training of the group roberta run out of memory once."""
+
+    def section(self, kind: Kind) -> LoopSection:
+        flag = self.run.path / "was-out-of-memory"
+        if self.group.name == "roberta" and not flag.exists():
+            flag.touch()
+            raise OutOfMemoryError("a training step ran out of memory")
+        return super().section(kind)
+
+
+def test_two_workers_of_a_group_equal_one_even_if_one_is_killed(
+    recipe_with: MakeRecipe, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed worker makes the other fail in its next collective operation, which must not count as the user's error. A killed
+    scorer repeats its part alone: the other one keeps its process and its result. A group without memory continues."""
+    killed: list[str] = []
+    lost: list[str] = []
+    out_of_memory: list[str] = []
 
     def kill(event: Event) -> None:
-        events.append(event)
-        if (
-            isinstance(event, GroupEvent)
-            and event.group == "bert"
-            and isinstance(event.event, StepReport)
-            and not killed
-        ):
-            killed.append(kill_actor("TrainingActor", named=r"^trainer-.*bert.*-1$"))
+        if not isinstance(event, GroupEvent):
+            return
+        inner = event.event
+        if isinstance(inner, LogMessage) and event.group == "roberta":
+            out_of_memory.append(inner.text)
+        if event.group != "bert":
+            return
+        if isinstance(inner, LogMessage):
+            lost.append(inner.text)
+        if isinstance(inner, StepReport) and not killed:
+            assert kill_actor("TrainingActor", named=r"^trainer-.*-bert-.*-1$")
+            killed.append("trainer")
+        if isinstance(inner, GroupActivity) and inner.activity == "scoring" and killed == ["trainer"]:
+            assert kill_actor("ScoringActor", named=r"^scorer-.*-bert-.*-1$")
+            killed.append("scorer")
 
-    killed: list[bool] = []
     no_dropout = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
     one = run_mutual(recipe_with(*no_dropout), Reporter())
     deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
+    monkeypatch.setattr("distcse.experiments.mutual.experiment.GroupContext", OutOfMemoryOnce)
     two = run_mutual(recipe_with(*no_dropout, *ON_RAY, *deepspeed), Reporter(kill))
-    lost = [
-        event.event.text for event in events if isinstance(event, GroupEvent) and isinstance(event.event, LogMessage)
-    ]
-    assert killed == [True] and len(lost) == 1 and "lost a worker in cycle-1-cross" in lost[0]
+    assert killed == ["trainer", "scorer"] and len(lost) == 2
+    assert "lost a worker in cycle-1-cross" in lost[0] and "lost a scorer in cycle-1-cross" in lost[1]
+    assert len(out_of_memory) == 1 and "out of memory in cycle-1-cross" in out_of_memory[0]
+    assert _count_actors(two, r"^scorer-.*-bert-.*-0$") == 2, (
+        "the surviving scorer was restarted, not only by the lost trainer"
+    )
+    assert _count_actors(two, r"^scorer-.*-bert-.*-1$") == 3
     assert_same_labels(one.directory.path, two.directory.path, tolerance=5e-3)
+
+
+def _count_actors(result: MutualResult, name: str) -> int:
+    """Count the actors with such a name that a run has started, ended ones included."""
+    from ray.util.state import list_actors
+
+    run = result.directory.path.name
+    return sum(run in actor.name and bool(re.search(name, actor.name)) for actor in list_actors(limit=1000))

@@ -37,7 +37,7 @@ from distcse.recipe import MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.reference_run import ReferenceRun
-from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
+from distcse.storage import ArtifactStore, objects, open_store, resolve_path, text_checksum, to_uri
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state
 from distcse.tuning.trial import TrialContext
@@ -364,6 +364,53 @@ def test_a_reader_sees_a_folder_with_all_files_or_with_those_that_are_kept(
     machine("other")
     assert open_store(f"{bucket}/{number}/x").fetch_folder()
     assert content_of(open_store(f"{bucket}/{number}/x")) == content
+
+
+def refuse_to_delete(gate: Gate) -> None:
+    gate.refuses = lambda method, path: (
+        (403, "AccessDenied") if method == "DELETE" and "record.json" not in path else None
+    )
+
+
+def test_files_that_a_killed_process_did_not_delete_are_deleted_later(
+    bucket: str, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    machine("writer")
+    folder = fill(open_store(f"{bucket}/x"), a="1", b="2", c="3")
+    folder.publish()
+    refuse_to_delete(gate)  # the record is replaced or deleted first
+    with fails_with(ObjectStorageError, "deleted"):
+        folder.keep_only({"a"})
+    gate.open()
+    assert content_of(folder) == {"a": "1", "b": "2", "c": "3"} and len(objects.list_uris(folder.uri)) == 4
+    folder.keep_only({"a"})
+    assert content_of(folder) == {"a": "1"} and len(objects.list_uris(folder.uri)) == 2
+    refuse_to_delete(gate)
+    with fails_with(ObjectStorageError, "deleted"):
+        folder.delete_folder()
+    gate.open()
+    assert not folder.has_folder() and len(objects.list_uris(folder.uri)) == 1
+    folder.delete_folder()
+    assert not objects.list_uris(folder.uri)
+
+
+def test_a_checkpoint_is_complete_if_the_storage_refuses_to_delete_earlier_ones(
+    bucket: str, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    machine("writer")
+    checkpoints, events = CheckpointStore(resolve_path(f"{bucket}/run")), list[Event]()
+    for step in (0, 10, 20, 30):
+        checkpoints.save(make_state(step), make_position(step), events.append)
+        if step == 10:
+            refuse_to_delete(gate)
+    gate.open()
+    texts = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
+    assert len(texts) == 2 and "step-000020 is complete" in texts[0]
+    checkpoints.save(make_state(40), make_position(40), events.append)
+    assert len(events) == 2
+    names = {uri.partition("/checkpoints/")[2] for uri in objects.list_uris(f"{bucket}/run/checkpoints")}
+    steps = sorted(name.partition("/")[0] for name in names if name.endswith(".safetensors"))
+    assert steps == ["step-000000", *["step-000030"] * 2, *["step-000040"] * 2]  # the best keeps its weights only
 
 
 def test_a_reader_sees_all_of_a_new_or_deleted_folder_or_none(

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from distcse import tune
+from distcse.command import INTERRUPTED
 from distcse.errors import DivergedError
-from distcse.events import Event, Reporter, TrialUpdate
+from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpdate
 from distcse.ray_backend.sweep_backend import RaySweepBackend
 from distcse.recipe import Recipe
+from distcse.report.sweep_page import rows_of, write_sweep_pages
 from distcse.tuning.records import read_trials
 from distcse.tuning.sweep import begin, run_sweep
 from tests.backends import run
@@ -77,6 +79,42 @@ def test_trials_that_are_killed_diverge_or_are_stopped(recipe: Recipe, tmp_path:
     events = (directory / "trials" / killed[0] / "events.jsonl").read_text().splitlines()
     scored = [event["step"] for event in map(json.loads, events) if event["event"] == "DevScore"]
     assert scored.count(0) == 1  # resumed from its checkpoint twice
+
+
+def test_a_stop_in_the_final_evaluation_keeps_what_is_measured(recipe: Recipe, tmp_path: Path, labelled: Path) -> None:
+    evaluation = recipe.evaluation.model_copy(
+        update={"data": str(labelled), "dev": "agreement", "final_suites": ["sts"]}
+    )
+    recipe = recipe.model_copy(update={"evaluation": evaluation})
+    sweep = make_sweep(
+        tmp_path,
+        {LR: {"values": [1e-3]}},
+        search={"algorithm": "grid", "concurrent": 1},
+        final_runs={"seeds": [1, 2]},
+    )
+    directory, events = begin(recipe, sweep), list[Event]()
+
+    def measured() -> list[str]:
+        named = (event.name for event in events if isinstance(event, StageProgress) and ", seed " in event.name)
+        return list(dict.fromkeys(named))
+
+    reporter = Reporter(events.append, lambda: len(measured()) > 2)
+    stopped = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
+    names = ["recipe, seed 1", "recipe, seed 2", "best, seed 1", "best, seed 2"]
+    assert stopped.interrupted and len(stopped.final_results) == 4 and tune._status(stopped) == INTERRUPTED
+    assert stopped.evaluation is not None and [model.name for model in stopped.evaluation.models] == names[:2]
+    pages = write_sweep_pages(stopped)
+    assert {(row.suite, *sorted(row.spreads)) for row in rows_of(stopped)} >= {
+        ("dev", "best", "recipe"),
+        ("sts", "recipe"),
+    }
+    assert "evaluation of best, seed 1: stopped" in pages[1].read_text()
+    (line,) = (event.text for event in events if isinstance(event, LogMessage) and "stopped before" in event.text)
+    assert "evaluation of best, seed 1, evaluation of best, seed 2; continue with --resume" in line
+    events.clear()
+    done = run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter(events.append))
+    assert not done.interrupted and measured() == names[2:]
+    assert done.evaluation is not None and [model.name for model in done.evaluation.models] == names
 
 
 def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -> None:

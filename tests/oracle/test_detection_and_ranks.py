@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from scipy.stats import spearmanr
 
 from distcse.losses import Objective, TeacherOutputs, Views, build_objective, detection, gather_views
 from distcse.models.detection import Vocabulary, replaced
 from distcse.rank_space import RankSpace, rank_vectors
-from distcse.recipe import ObjectiveSection, RankRegressionSection
+from distcse.recipe import ObjectiveSection, RankRegressionSection, load_recipe
 from tests.workers import run_workers
 
 EXACT = {"abs": 2e-6}
@@ -95,6 +96,25 @@ def test_rank_regression(oracles: dict[str, Any]) -> None:
         loss, parts = rank_objective(case, kind, bounds)(gather_views(z1, z2), TeacherOutputs(lists))
         assert parts["rank_regression"].item() == pytest.approx(expected["l_r"], **EXACT), (kind, bounds)
         assert loss.item() == pytest.approx(expected["total"], **EXACT), (kind, bounds)
+
+
+def test_the_papers_recipe_regresses_cosines_of_one_view() -> None:
+    """RankEncoder Eq. 4 and 6 in float64: both sentences of a pair are encoded once, by the teacher and by the student."""
+    random = np.random.default_rng(3)
+    teacher, references = unit(random.normal(size=(24, 5))), unit(random.normal(size=(60, 5)))
+    correlations = np.asarray(spearmanr(teacher @ references.T, axis=1).statistic)
+    kept = torch.from_numpy((correlations >= 0.5) & (correlations <= 0.8))
+    assert 5 < kept.sum() < 200
+    z1, z2 = (torch.from_numpy(random.normal(size=(24, 6))).requires_grad_() for _ in range(2))
+    cosines = torch.cosine_similarity(z1[:, None], z1[None], dim=2)
+    expected = (cosines - torch.from_numpy(correlations)).square()[kept].mean()
+    lists = torch.from_numpy(RankSpace(references.astype(np.float32)).similarities(teacher))
+    objective = build_objective(load_recipe("rankencoder-bert-base").objective)
+    term = objective.terms["rank_regression"](gather_views(z1, z2), TeacherOutputs(lists))
+    torch.testing.assert_close(term, expected, atol=1e-6, rtol=0)
+    found, of_second = torch.autograd.grad(term, [z1, z2], allow_unused=True)
+    assert of_second is None
+    torch.testing.assert_close(found, torch.autograd.grad(expected, z1)[0], atol=1e-6, rtol=0)
 
 
 def test_hinge_has_the_gradient_of_the_larger_loss(oracles: dict[str, Any]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,15 @@ from distcse.errors import (
     RunTakenOverError,
     StorageWriteError,
 )
-from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport
+from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport, ignore
 from distcse.recipe import Recipe, TrainingSection
-from distcse.storage import checksum, dump_checked_json, open_store
+from distcse.storage import checksum, dump_checked_json, open_store, storage_errors
+from distcse.storage.folder_store import FolderStore
 from distcse.trainer import checkpoint_manager
 from distcse.trainer.checkpoint_manager import CheckpointManager
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_weights
 from distcse.trainer.engines import TorchEngine
+from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
 from distcse.trainer.snapshot import WEIGHTS, Entry, SnapshotTaker
 from distcse.trainer.task import StepInputs
 from distcse.trainer.tensor_file import write_tensors
@@ -87,12 +91,12 @@ class SlowStore(CheckpointStore):
         super().__init__(run)
         self.go, self._step, self._failure = threading.Event(), step, failure
 
-    def save(self, state: ModelState, trainer_state: TrainerState) -> Path:
+    def save(self, state: ModelState, trainer_state: TrainerState, emit: Callable[[Event], None] = ignore) -> Path:
         if trainer_state.step == self._step:
             assert self.go.wait(TIMEOUT_S), "training waited for the checkpoint"
             if self._failure is not None:
                 raise self._failure
-        return super().save(state, trainer_state)
+        return super().save(state, trainer_state, emit)
 
 
 def section() -> TrainingSection:
@@ -367,6 +371,59 @@ def test_all_workers_raise_the_error_of_the_writer(tmp_path: Path) -> None:
     assert run_workers(fail_in_a_group, 2, tmp_path) == ["StorageWriteError"] * 2
 
 
+def snapshot_without_memory(folder: Path) -> str:
+    """Save on two workers, the first of which has no memory for the snapshot, and return the error's class."""
+    task = LineTask()
+    engine = TorchEngine(task.model, section(), None)
+
+    def refuse() -> None:
+        if rank() == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    engine.snapshot = refuse  # type: ignore[method-assign,assignment]
+    try:
+        with CheckpointManager(task, engine, CheckpointStore(folder), lambda _: None, None, None) as manager:
+            manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
+    except DistcseError as error:
+        return type(error).__name__
+    return "none"
+
+
+def test_all_workers_hear_that_one_has_no_memory_for_a_snapshot(tmp_path: Path) -> None:
+    assert run_workers(snapshot_without_memory, 2, tmp_path) == ["OutOfMemoryError"] * 2
+    assert CheckpointStore(tmp_path).latest() is None
+
+
+def zero_without_memory(stage: int) -> tuple[str, int]:
+    """With ZeRO, let the first worker's copy of the first tensor fail; return the error's class, and what it gathers then."""
+    task = LineTask()
+    engine = DeepSpeedEngine(
+        task.model, section().model_copy(update={"engine": "deepspeed", "zero_stage": stage}), 4, None
+    )
+    engine.backward(task.compute_loss(None, engine.forward(torch.ones(4, 3)))[0])
+    engine.step(0.1)
+    take_each, failed = engine._snapshots.take_each, "none"
+
+    def refuse(entries: Iterable[Entry], updates: Tensor) -> None:
+        next(iter(entries))
+        raise torch.OutOfMemoryError
+
+    engine._snapshots.take_each = refuse  # type: ignore[method-assign,assignment]
+    try:
+        engine.snapshot()
+    except torch.OutOfMemoryError as error:
+        failed = type(error).__name__
+    engine._snapshots.take_each = take_each  # type: ignore[method-assign]
+    snapshot = engine.snapshot()
+    return failed, 0 if snapshot is None else len(snapshot.state().moments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_workers_gather_partitions_to_the_end(stage: int) -> None:
+    assert run_workers(zero_without_memory, 2, stage) == [("OutOfMemoryError", 2), ("none", 0)]
+
+
 def test_on_a_cpu_training_waits_and_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = LineTask()
     engine = TorchEngine(task.model, section(), None)
@@ -440,6 +497,27 @@ def test_the_best_checkpoint_keeps_its_weights_only(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name / "exp_avg.safetensors").unlink()
     with fails_with(CheckpointError, "step-000004"):
         store.restore()
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_checkpoint_is_complete_if_earlier_ones_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    """Of the best one, the initial model, moments are to be deleted."""
+
+    def refuse(store: FolderStore, names: object) -> None:
+        with storage_errors(store.path):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(FolderStore, "keep_only", refuse)
+    events: list[Event] = []
+    with simulated() if in_background else nullcontext():
+        assert fit(CheckpointStore(tmp_path), emit=events.append).state.finished
+    saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
+    warnings = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
+    assert saved == [0, 3, 6, 9, 12] and len(warnings) == 3
+    assert "step-000006 is complete, but earlier ones cannot be deleted" in warnings[0]
+    assert "Operation not permitted" in warnings[0]
 
 
 def test_a_folder_keeps_only_some_files(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import InvalidValueError
+from distcse.errors import ClusterTooSmallError, InvalidValueError
 from distcse.experiments.distillation.gpus import plans_of_run
 from distcse.experiments.distillation.resources import plan_run
 from distcse.experiments.mutual.resources import plan_groups
@@ -287,7 +287,6 @@ def warnings_of_sweep(recipe: Recipe, sweep: Sweep, nodes: list[Node]) -> list[s
     [
         ((), [node(2), node(0)], None, ()),
         (("training.gpus_per_worker=0",), [node(2)], None, ()),
-        ((LIVE, "teachers.gpus_per_actor=0.25"), [node(0)], None, ()),
         ((LIVE, "teachers.gpus_per_actor=0.25"), [node(1)], None, ()),
         ((LIVE,), [node(2)], None, ()),
         (
@@ -317,6 +316,13 @@ def test_a_sweep_warns_about_processes_that_get_no_gpu(
             changed = recipe_with("training.workers=1", *overrides, *changes)
             remaining = warnings_of_sweep(changed, sweep, nodes)
             assert about(warning) not in [about(other) for other in remaining], changes
+
+
+def test_a_sweep_whose_servers_cannot_start_is_refused(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.workers=1", LIVE, "teachers.gpus_per_actor=0.25")
+    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
+    with fails_with(ClusterTooSmallError, "teacher servers 2 x 0.25", "teachers.gpus_per_actor=null"):
+        trial_resources(recipe, sweep, [node(0)])
 
 
 def test_gpus_that_ray_cannot_give_are_refused(

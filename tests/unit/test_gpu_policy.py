@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,14 +15,17 @@ import torch
 
 from distcse import host
 from distcse.device import default_device, gpu_count, has_gpu, limit_memory, usable_memory
-from distcse.errors import GpuRequiredError
+from distcse.errors import GpuRequiredError, RayConnectionError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.recipe import Recipe
+from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.gpusim import Simulation
+from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -42,6 +49,43 @@ def test_the_variable_is_removed_where_there_was_none(monkeypatch: pytest.Monkey
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
+def test_gpus_are_counted_before_they_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA driver and PyTorch keep their first count for the life of the process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    counted: list[tuple[str | None, ...]] = []
+    count = torch.accelerator.is_available
+
+    def record() -> bool:
+        counted.append(tuple(map(os.environ.get, ("CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"))))
+        return count()
+
+    monkeypatch.setattr("torch.accelerator.is_available", record)
+    with host.gpus_hidden():
+        assert counted == [("3", None)]
+        assert not torch.cuda.is_available()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3" and "PYTORCH_NVML_BASED_CUDA_CHECK" not in os.environ
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_gpus_compute_after_a_run_that_hid_them() -> None:
+    """In a new process, in which nothing has counted the GPUs before."""
+    code = """
+import torch
+from distcse import host
+from distcse.device import default_device, gpu_count
+with host.gpus_hidden():
+    torch.ones(2, requires_grad=True).sum().backward()
+    assert not torch.cuda.is_available() and default_device() == "cpu"
+assert default_device() == "cuda" and gpu_count() > 0
+weight = torch.ones(2, device="cuda", requires_grad=True)
+weight.sum().backward()
+assert weight.grad.sum().item() == 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_required_gpu_is_there(simulated_gpu: Simulation) -> None:
     with gpu_policy("required", computes_here=True):
         assert has_gpu()
@@ -53,6 +97,44 @@ def test_a_run_in_this_process_refuses_to_train_without_a_required_gpu(recipe_wi
         with fails_with(GpuRequiredError, "this process, in which the run trains, sees no GPU", "resources.gpu=auto"):
             start(LocalBackend(), Reporter())
     assert not list((tmp_path / "runs").iterdir())
+
+
+@dataclass
+class JoinedCluster(FixedCluster):
+    """A cluster that notes whether the process which joins, and may start it, sees GPUs; the run ends there."""
+
+    saw_gpus: list[bool] = field(default_factory=list)
+
+    def joined(self) -> AbstractContextManager[None]:
+        self.saw_gpus.append(has_gpu())
+        raise RayConnectionError("joined")
+
+
+class ClusterBackend(LocalBackend):
+    """A backend with a cluster."""
+
+    def __init__(self, cluster: FixedCluster) -> None:
+        self.cluster = cluster  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("mode", "sees_gpus"), [("none", False), ("auto", True)])
+def test_the_policy_holds_before_a_run_joins_a_cluster(
+    mode: str,
+    sees_gpus: bool,
+    recipe_with: MakeRecipe,
+    simulated_gpu: Simulation,
+    tiny: Callable[..., Path],
+    sentences: list[str],
+    tmp_path: Path,
+) -> None:
+    """A local cluster counts the GPUs that this process sees."""
+    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, f"resources.gpu={mode}")
+    recipe = recipe_with(f"resources.gpu={mode}")
+    for experiment in (MutualDistillation(mutual), Distillation(recipe)):
+        cluster = JoinedCluster([])
+        with fails_with(RayConnectionError, "joined"):
+            experiment.run(ClusterBackend(cluster), Reporter())
+        assert cluster.saw_gpus == [sees_gpus]
 
 
 def test_a_run_without_gpus_trains_on_the_cpu(recipe_with: MakeRecipe, simulated_gpu: Simulation) -> None:

@@ -26,6 +26,7 @@ from distcse.errors import (
 from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.models.detection import build_detector
+from distcse.models.head import Normalize
 from distcse.planning.shapes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
 from tests.backends import run
@@ -99,6 +100,19 @@ def test_vectors_equal_those_of_sentence_transformers(
     shape = read_shape(EncoderSection(backbone=str(folder)))
     assert shape.dimension == dimension
     assert shape.parameters + shape.frozen_parameters == sum(weight.numel() for weight in encoder.parameters())
+
+
+def test_a_normalized_zero_vector_stays_zero_without_gradient() -> None:
+    vectors = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    vectors[1] = 0.0
+    weights = torch.arange(8.0)
+    found, expected = vectors.clone().requires_grad_(), vectors.double().requires_grad_()
+    normalized = Normalize()(found)
+    (normalized @ weights).sum().backward()
+    (nn.functional.normalize(expected[[0, 2]], dim=1) @ weights.double()).sum().backward()
+    assert found.grad is not None and expected.grad is not None
+    assert not normalized[1].any() and not found.grad[1].any()
+    torch.testing.assert_close(found.grad[[0, 2]].double(), expected.grad[[0, 2]], atol=1e-5, rtol=0)
 
 
 def test_the_encoder_of_t5_is_loaded(with_head: Make) -> None:

@@ -34,7 +34,7 @@ from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.labels import combine
 from distcse.experiments.mutual.pair_task import BiPairs, BiTokens, CrossPairs, CrossTokens
-from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.pairs import Pairs, read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
@@ -320,6 +320,24 @@ def test_sequential_phases_start_from_the_previous_phases_model(alone: MakeRecip
     assert not torch.equal(bi[name], start.backbone.state_dict()[name])
 
 
+def test_a_sequential_runs_first_cross_encoder_starts_from_the_labelling_bi_encoder(
+    alone: MakeRecipe, tmp_path: Path, sentences: list[str]
+) -> None:
+    language_model = make_encoder(tmp_path / "language-model", "bert", sentences, seed=5)
+    overrides = (f"groups.0.cross_backbone={language_model}", "mutual.cycles=1", "cross.lr=1e-12", "bi.lr=1e-12")
+    starts = {"refresh": language_model, "sequential": Path(alone().groups[0].backbone)}
+    assert starts["refresh"] != starts["sequential"]
+    for initialization, start in starts.items():
+        recipe = alone(*overrides, f"mutual.initialization={initialization}")
+        result = run_mutual(recipe, Reporter())
+        assert recipe.cross_start(recipe.groups[0]) == str(start)
+        trained = CrossEncoder.load(result.directory.path / "models" / "bert" / "cross").model.base_model.state_dict()
+        for name, tensor in Encoder.load(start, pooling="mean").backbone.state_dict().items():
+            torch.testing.assert_close(trained[name], tensor, atol=1e-6, rtol=0)
+        (card,) = (card for card in result.cards if card.title.endswith("cross-encoder"))
+        assert f"initialized from `{start}`" in card.sections[0]
+
+
 def test_a_failed_group_is_dropped_or_ends_the_run(both: MakeRecipe, tmp_path: Path, sentences: list[str]) -> None:
     broken = make_encoder(tmp_path / "broken", "bert", sentences)
     (tmp_path / "broken" / "model.safetensors").unlink()
@@ -458,8 +476,17 @@ def test_pairs_of_a_task_are_transductive_by_name(alone: MakeRecipe, labelled: P
     assert (
         "**Transductive**: its pairs are those of the task `mrpc`" in (result.best[0].model / "README.md").read_text()
     )
-    with fails_with(CorpusNotFoundError, "pairs.task", "mrcp", "mrpc"):
+    with fails_with(CorpusNotFoundError, "pairs.task", "mrcp", "mrpc, sts12, stsb"):
         run_mutual(alone(*overrides, "pairs={task: mrcp}"), Reporter())
+
+
+def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labelled: Path) -> None:
+    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"))
+    tables = [read_table(labelled / "sts" / "stsb" / f"{split}.tsv.gz") for split in ("dev", "test")]
+    expected = {
+        pair for table in tables for pair in zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)
+    }
+    assert set(pairs.both()) == expected and len(pairs) == len(expected)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distcse.errors import WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import LocalGroup, SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
 from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import GroupContext, PairScorer
+from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.run import run_groups
+from distcse.experiments.mutual.scoring import PairScorer
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -105,6 +107,27 @@ def test_a_group_that_ends_wakes_a_group_that_waits_for_it(both: MakeRecipe, tmp
         raise RunEnded
 
     assert run_in_thread(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Reporter()) == [True]
+
+
+def test_an_error_of_a_group_wakes_a_group_that_waits_for_it(both: MakeRecipe, tmp_path: Path) -> None:
+    stop, raised = Stop(), list[WorkersLostError]()
+    store, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
+
+    def fail() -> None:
+        assert stop.requested.wait(TIMEOUT_S), "the other group does not wait"
+        raise WorkersLostError("group roberta lost a worker")
+
+    def run() -> None:
+        groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", fail)]
+        try:
+            run_groups(both(), groups, store, LabelExchange(both(), store, ending), Reporter(stop.on_event))
+        except WorkersLostError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(2 * TIMEOUT_S)
+    assert not thread.is_alive() and len(raised) == 1
 
 
 def test_a_stop_request_wakes_a_waiting_group_though_the_other_does_not_react(both: MakeRecipe, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from distcse.placement.resources import (
     refuse_impossible,
 )
 from distcse.ray_backend.network import interface_of
+from distcse.ray_backend.nodes import ResourceWatchdog
+from distcse.ray_backend.teacher_servers import _placement_options
 from distcse.recipe import load_recipe
 from tests.failures import fails_with
 
@@ -127,3 +129,39 @@ def test_requests_with_the_fewest_options_are_placed_first(first: int) -> None:
     assert find_shortfall([students, servers], nodes) is None
     assert find_shortfall([workers(2, 8), workers(1, 1, 1)], [node(8, 1), *[node(8)] * 2]) is None
     assert find_shortfall([workers(3, 1, 1), servers], nodes) is not None
+
+
+def test_a_server_that_spills_to_another_node_keeps_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels, other, one, two = {"role": "teachers"}, {"role": "students"}, "1" * 56, "2" * 56
+    nodes = [{"NodeID": one, "Labels": labels}, {"NodeID": two, "Labels": other}]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    own = _placement_options(one, labels, needs_resources=True)
+    assert own["label_selector"] == labels and own["scheduling_strategy"].node_id == one
+    assert _placement_options(two, labels, needs_resources=True) == {"label_selector": labels}
+    free = _placement_options(two, None, needs_resources=True)
+    assert free["label_selector"] is None and free["scheduling_strategy"].node_id == two
+
+
+def test_a_lost_node_warns_once_of_what_the_start_order_may_leave_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The remaining nodes suffice, but the restarted worker may take the GPU that the labelled server needs."""
+    left, warnings = [node(8, 1, role="teachers"), node(8, 1)], list[str]()
+    monkeypatch.setattr("distcse.ray_backend.nodes.alive", lambda: left)
+    monkeypatch.setattr("distcse.ray_backend.nodes._CHECK_INTERVAL_S", 0.0)
+    requests = [workers(1, 1, 1), workers(1, 1, 1, {"role": "teachers"})]
+    for before, expected in ((left, 0), ([*left, Node("gone", {"CPU": 8.0, "GPU": 1.0}, {})], 1)):
+        watchdog = ResourceWatchdog(requests, warnings.append, before)
+        watchdog.check()
+        watchdog.check()
+        assert len(warnings) == expected
+    assert "role=teachers may wait forever" in warnings[0] and "--resume" in warnings[0]
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_the_start_order_fills_nodes_that_later_requests_need(first: int) -> None:
+    nodes = [node(8, 1, role="teachers"), node(8, 1), node(8, 1)]
+    nodes = nodes[first:] + nodes[:first]
+    students, servers = workers(2, 1, 1), workers(1, 1, 1, {"role": "teachers"})
+    found = find_shortfall([students, servers], nodes, in_start_order=True)
+    assert found is not None and "1 of workers=1" in found and "role=teachers" in found
+    assert find_shortfall([servers, students], nodes, in_start_order=True) is None
+    assert find_shortfall([workers(2, 1), workers(1, 1, 1, {"role": "teachers"})], nodes, in_start_order=True) is None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from distcse.errors import ClusterTooSmallError, GpuRequiredError, InvalidValueError
+from distcse.errors import ClusterTooSmallError, GpuRequiredError, InvalidValueError, NodeLabelError
 from distcse.experiments.distillation.gpus import plans_of_run
 from distcse.experiments.distillation.resources import plan_run
 from distcse.experiments.mutual.resources import plan_groups
@@ -16,6 +17,7 @@ from distcse.placement.gpu_plan import GpuPlan, describe_plans
 from distcse.placement.gpu_shares import GpuRole, process_group_backend, share_gpus
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe, Sweep
+from distcse.teachers.resources import server_resources
 from distcse.tuning.trial_resources import plans_of_trials, trial_resources
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
@@ -99,6 +101,28 @@ RUNS = [
     row("8", "training.workers=8", ASYNC, gets="training workers 8 x 0.75, dev-score evaluator 1 x 0.25"),
     row("4 4", "training.workers=8", LIVE, gets="training workers 8 x 0.75, teacher servers 2 x 0.25"),
     row("8", "training.workers=8", LIVE, gets="training workers 8 x 0.6, teacher servers 2 x 0.2"),
+    row(  # servers may start before the workers, on one GPU, the evaluator not
+        "4",
+        "training.workers=4",
+        LIVE,
+        ASYNC,
+        gets="training workers 4 x 0.6, teacher servers 2 x 0.2, dev-score evaluator 1 x 0.2",
+    ),
+    row(  # several servers per teacher start after the workers
+        "8",
+        "training.workers=8",
+        RANK,
+        "teachers.num_servers=3",
+        gets="training workers 8 x 0.75, teacher servers 3 x 0.25",
+    ),
+    row(  # a smaller part than 0.1 has no memory for a model
+        "1",
+        "training.workers=1",
+        RANK,
+        "teachers.num_servers=12",
+        gets="training workers 1 x 1, teacher servers none",
+        warns=1,
+    ),
     row(
         "8",
         "training.workers=8",
@@ -129,6 +153,48 @@ RUNS = [
         TEACHERS,
         LIVE,
         gets="training workers 2 x 1, teacher servers 2 x 0.5",
+    ),
+    # Ray keeps no GPU free for labels: workers without labels may start on the nodes that labelled servers need.
+    row(
+        "1:teachers 1",
+        "training.workers=1",
+        TEACHERS,
+        LIVE,
+        gets="training workers 1 x 0.6, teacher servers 2 x 0.2",
+    ),
+    row(
+        "2:teachers 2",
+        "training.workers=2",
+        TEACHERS,
+        LIVE,
+        gets="training workers 2 x 0.75, teacher servers 2 x 0.25",
+    ),
+    row(
+        "1:teachers 1",
+        "training.workers=1",
+        "training.gpus_per_worker=1",
+        TEACHERS,
+        RANK,
+        gets="training workers 1 x 1, teacher servers none",
+        warns=1,
+    ),
+    row(  # servers start on the node of their worker if they fit there, before the evaluator
+        "1:students 8",
+        "training.workers=1",
+        STUDENTS,
+        LIVE,
+        ASYNC,
+        gets="training workers 1 x 0.75, teacher servers 2 x 1, dev-score evaluator 1 x 0.25",
+    ),
+    # What the recipe sets may fit, or not: a warning, and the workers keep their GPUs.
+    row(
+        "1:teachers 1",
+        "training.workers=1",
+        TEACHERS,
+        RANK,
+        "teachers.gpus_per_actor=1",
+        gets="training workers 1 x 1, teacher servers 1 x 1",
+        warns=1,
     ),
     # No GPU for anything.
     row("8", "training.workers=8", LIVE, "resources.gpu=none", gets="training workers none, teacher servers none"),
@@ -170,6 +236,7 @@ GROUPS = [
     ("1", 2, ("groups.0.workers=2", "groups.1.gpus_per_worker=0"), [0, 0]),
     ("2", 2, ("groups.0.workers=2",), [0.6, 0.4]),
     ("1:a 1:b", 2, ("groups.0.node_labels={role: a}", "groups.1.node_labels={role: a}"), [0.5, 0.5]),
+    ("1:b 1", 2, ("groups.1.node_labels={role: b}",), [0.5, 0.5]),  # the first group may start on the second one's node
     ("2:a 0:b", 2, ("groups.0.node_labels={role: a}", "groups.1.node_labels={role: b}"), [1, 0]),
 ]
 
@@ -281,6 +348,82 @@ def test_a_large_cluster_is_planned_quickly() -> None:
         GpuRole("teacher servers", 40, None, None, "", "", is_helper=True),
     ]
     assert share_gpus(roles, nodes) == [0.75, 0.25]
+
+
+def test_a_helper_gets_more_rather_than_a_worker_nearly_all() -> None:
+    """Three servers that may start first, all on one GPU, leave the eighth worker no 0.75 of it."""
+    workers = GpuRole("training workers", 8, None, None, "", "", needs_own_gpu=True)
+    servers = GpuRole("teacher servers", 3, None, None, "", "", is_helper=True)
+    nodes = nodes_of("8")
+    assert share_gpus([workers, replace(servers, may_start_first=True)], nodes) == [0.6, 0.125]
+    assert share_gpus([workers, servers], nodes) == [0.75, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        # 1.8 GPUs of 2, but each of the two has 0.4 left.
+        (("training.workers=2", "training.gpus_per_worker=0.6", RANK, "teachers.gpus_per_actor=0.6"), "2"),
+        (("training.workers=1", "training.gpus_per_worker=2", RANK, "teachers.gpus_per_actor=2"), "3 1"),
+    ],
+)
+def test_gpus_that_never_fit_together_are_refused(
+    overrides: tuple[str, ...], gpus: str, recipe_with: MakeRecipe
+) -> None:
+    keys = "write training.gpus_per_worker=null or teachers.gpus_per_actor=null"
+    with fails_with(ClusterTooSmallError, "never fit these processes", "teacher servers 1 x", keys):
+        plan_run(recipe_with(*overrides), nodes_of(gpus))
+
+
+def test_groups_that_never_fit_together_are_refused(
+    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    overrides = [f"groups.{number}.gpus_per_worker=0.6" for number in range(3)]
+    models = {f"group{number}": tiny("bert") for number in range(3)}
+    recipe = make_mutual_recipe(tmp_path, models, sentences, "ray=true", *overrides)
+    assert plan_groups(recipe, recipe.groups, nodes_of("3")).gpus.gpus == [0.6] * 3
+    with fails_with(ClusterTooSmallError, "never fit these processes", "groups.2.gpus_per_worker=null"):
+        plan_groups(recipe, recipe.groups, nodes_of("2"))
+
+
+def test_processes_that_may_wait_forever_are_named(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.workers=1", TEACHERS, RANK, "teachers.gpus_per_actor=1")
+    (warning,) = plan_of(recipe, nodes_of("1:teachers 1")).warnings
+    assert "the teacher servers may wait forever for a GPU: the training workers start first" in warning
+    assert "write teachers.gpus_per_actor=null" in warning and "node_labels" in warning
+    labelled = recipe_with("training.workers=1", STUDENTS, TEACHERS, RANK, "teachers.gpus_per_actor=1")
+    assert not plan_of(labelled, nodes_of("1:teachers 1:students")).warnings
+
+
+def test_cpus_of_labelled_servers_are_left_free(recipe_with: MakeRecipe) -> None:
+    """Both workers may start on the servers' node, with 4 CPUs, of which the two servers need one each."""
+    nodes = [Node("teachers", {"CPU": 4.0}, {"role": "teachers"}), Node("other", {"CPU": 4.0}, {})]
+    live = ("training.workers=2", TEACHERS, LIVE)
+    resources = plan_run(recipe_with(*live), nodes)
+    assert resources.per_worker == {"CPU": 1.0} and not resources.warning
+    resources = plan_run(recipe_with(*live, "training.cpus_per_worker=2"), nodes)
+    assert "live teacher servers" in resources.warning and "training.node_labels" in resources.warning
+    nodes = [nodes[0], Node("students", {"CPU": 4.0}, {"role": "students"})]
+    resources = plan_run(recipe_with(*live, STUDENTS), nodes)
+    assert resources.per_worker == {"CPU": 2.0} and not resources.warning
+
+
+def test_teachers_whose_lists_workers_compute_need_no_nodes(recipe_with: MakeRecipe) -> None:
+    """Those that embedded the corpus may be gone."""
+    nodes = [Node("students", {"CPU": 4.0}, {"role": "students"})]
+    assert plan_run(recipe_with("training.workers=1", TEACHERS, "teachers.serve=worker"), nodes)
+    for serve in ("teachers.serve=auto", "teachers.serve=actor"):
+        with fails_with(NodeLabelError, "teachers.node_labels"):
+            plan_run(recipe_with("training.workers=1", TEACHERS, serve), nodes)
+
+
+def test_ranks_of_an_endpoints_vectors_are_computed_on_a_gpu(recipe_with: MakeRecipe) -> None:
+    endpoint = "teachers.encoders.1.endpoint={url: 'http://127.0.0.1:1/v1'}", "teachers.encoders.1.max_length=null"
+    recipe = recipe_with("training.workers=1", RANK, *endpoint, "teachers.gpus_per_actor=0.5")
+    resources = plan_run(recipe, nodes_of("2"))
+    assert resources.gpus.describe() == "training workers 1 x 1, teacher servers 1 x 0.5"
+    section = recipe.teachers
+    assert server_resources(section, section.encoders[1], resources.server_gpus) == {"num_cpus": 0.0, "num_gpus": 0.5}
 
 
 def test_decided_shares_that_do_not_fit_are_refused(recipe_with: MakeRecipe) -> None:

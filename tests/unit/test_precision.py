@@ -27,6 +27,7 @@ from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_valu
 from tests.clusters import FixedCluster
 from tests.conftest import ROOT
 from tests.failures import fails_with
+from tests.hub import run_hub
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -174,6 +175,48 @@ def test_bf16_is_selected_on_a_fast_device(recipe_with: MakeRecipe, monkeypatch:
     monkeypatch.setattr("distcse.experiments.distillation.roles.local_speed", lambda: FAST)
     recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), None, Reporter())
     assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # the recipe's value
+
+
+FIRST_AND_LATER = """
+import sys
+import distcse.experiments.distillation.roles as roles
+from distcse.device import DeviceSpeed
+from distcse.events import Reporter
+from distcse.models import resolve_model
+from distcse.recipe import load_recipe
+roles.local_speed = lambda: DeviceSpeed("NVIDIA A100", "gpu", frozenset({"bf16", "fp16"}), {})
+recipe = load_recipe(sys.argv[1], ["teachers.encoders=[{backbone: me/teacher, precision: auto}]"])
+for decide in (roles.with_precisions, roles.with_teacher_precisions):
+    print(decide(recipe, None, Reporter()).teachers.encoders[0].precision)
+resolve_model("me/teacher")
+print(roles.with_precisions(recipe, None, Reporter()).teachers.encoders[0].precision)
+"""
+
+
+@pytest.mark.parametrize(("family", "precision"), [("t5", "bf16"), ("bert", "fp16")])
+def test_the_family_of_a_hub_teacher_is_read_before_its_download(
+    recipe_with: MakeRecipe, tmp_path: Path, tiny: Callable[..., Path], family: str, precision: str
+) -> None:
+    recipe_with()
+    with run_hub() as hub:
+        hub.models["me/teacher"] = {file.name: file.read_bytes() for file in tiny(family).iterdir() if file.is_file()}
+        hub.private["me/teacher"] = False
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_AND_LATER, str(tmp_path / "recipe.yaml")],
+            env={
+                **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+                "HF_HOME": str(tmp_path / "hub"),
+                "HF_ENDPOINT": hub.url,
+                "PYTHONPATH": str(ROOT),
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [precision] * 3
+    fetched = [path.rpartition("/")[2] for path in hub.requested_paths if "/resolve/" in path]
+    assert fetched[0] == "config.json" and fetched.count("model.safetensors") > 0
 
 
 def test_an_embedding_pass_checks_only_its_teachers_devices(recipe_with: MakeRecipe) -> None:

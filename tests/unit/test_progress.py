@@ -77,6 +77,24 @@ def test_each_group_and_each_trial_has_a_bar() -> None:
     assert "waiting for full" in bars[1] and "40/100" in bars[2] and "dev 70.10 (best 71.20)" in bars[2]
 
 
+def test_a_groups_scoring_is_shown_in_its_bar_and_in_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("distcse.report.progress.time.monotonic", lambda: clock[0])
+    events = [GroupEvent("full", StageProgress("scoring", done, 4_000, "pairs")) for done in (1_000, 2_000)]
+    console = Console(file=io.StringIO(), force_terminal=True, width=110, no_color=True, color_system=None)
+    bars = LiveView(console, progress := live_progress(console))
+    lines = PlainView(Console(file=(log := io.StringIO()), width=110))
+    for event in (GroupEvent("full", GroupActivity("start", "scoring")), *events):
+        bars.show(event)
+        lines.show(event)
+        clock[0] += 60.0
+    console.print(progress.get_renderable())
+    bar = console.file.getvalue()  # type: ignore[attr-defined]
+    # The first 1,000 pairs were scored before the run was resumed: 2,000 are left at 1,000 a minute.
+    assert "full" in bar and "2,000/4,000" in bar and "2:00" in bar and "start scoring" in bar
+    assert "full      scoring 2,000/4,000 pairs" in log.getvalue()
+
+
 def test_sparklines() -> None:
     assert sparkline([3.0]) == "▁" and sparkline([1.0, 1.0]) == "▁▁" and sparkline([0.0, 7.0, 3.5]) == "▁█▄"
     assert len(sparkline(list(range(100)))) == 16

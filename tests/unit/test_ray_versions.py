@@ -88,6 +88,7 @@ def test_the_warning_about_sigterm_is_silenced() -> None:
 
 def test_every_actor_answers() -> None:
     assert "def __ray_ready__" in inspect.getsource(ray.actor)
+    assert "def __ray_call__" in inspect.getsource(ray.actor)
 
 
 def test_the_file_of_the_current_cluster() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
-from distcse.recipe import load_recipe, packaged_recipes, read_recipe, recipe_yaml
+from distcse.recipe import MutualRecipe, load_recipe, packaged_recipes, read_recipe, recipe_yaml
 from tests.failures import fails_with
 
 TABLE_9 = {
@@ -34,17 +34,16 @@ DIFFCSE = {
     "diffcse-roberta-base-transfer": (128, 3e-6, 0.15, 0.05),
 }
 RANK_ENCODER = {
-    "rankencoder-bert-base": (64, 3e-5, "hinge", 0.8, 100_000),
-    "rankencoder-simcse-bert-base": (64, 3e-5, "sum", 0.9999, 100_000),
-    "rankencoder-promptbert-bert-base": (256, 1e-5, "hinge", 0.8, 10_000),
-    "rankencoder-sncse-bert-base": (128, 1e-5, "sum", 0.9999, 10_000),
+    "rankencoder-bert-base": (64, 3e-5, "hinge", 0.8, "same_view"),
+    "rankencoder-simcse-bert-base": (64, 3e-5, "sum", 0.9999, "cross_view"),
+    "rankencoder-promptbert-bert-base": (256, 1e-5, "hinge", 0.8, "cross_view"),
+    "rankencoder-sncse-bert-base": (128, 1e-5, "sum", 0.9999, "cross_view"),
 }
 
 
-TRANS_ENCODER = {
-    *(f"trans-encoder-{kind}-{size}" for kind in ("bert", "roberta", "mutual") for size in ("base", "large")),
-    *(f"trans-encoder-mutual-base-{task}" for task in ("qqp", "qnli", "mrpc")),
-}
+_MODELS = [f"trans-encoder-{kind}-{size}" for kind in ("bert", "roberta", "mutual") for size in ("base", "large")]
+BINARY = {f"{model}-{task}" for model in _MODELS for task in ("qqp", "qnli", "mrpc")}
+TRANS_ENCODER = {*_MODELS, *BINARY, "trans-encoder-bert-base-sickr", "trans-encoder-mutual-base-sickr"}
 
 
 def test_all_packaged_recipes_load() -> None:
@@ -98,8 +97,21 @@ def test_rank_encoder(name: str) -> None:
     training, terms, teacher = recipe.training, recipe.objective, recipe.teachers.encoders[0]
     term = terms.rank_regression
     assert term is not None and (term.weight, term.lower) == (0.05, 0.5) and teacher.similarity == "rank"
-    found = (training.batch_size, training.lr, terms.combine, term.upper, teacher.num_references)
-    assert found == RANK_ENCODER[name] and recipe.seed == 61507
+    found = (training.batch_size, training.lr, terms.combine, term.upper, term.student_similarity)
+    assert found == RANK_ENCODER[name] and recipe.seed == 61507 and teacher.num_references == 100_000
+
+
+@pytest.mark.parametrize("name", sorted(BINARY))
+def test_trans_encoders_binary_tasks(name: str) -> None:
+    recipe = read_recipe(name, ["evaluation.data=x"])
+    assert isinstance(recipe, MutualRecipe)
+    kind, size, task = name.removeprefix("trans-encoder-").split("-")
+    assert [group.name for group in recipe.groups] == (["bert", "roberta"] if kind == "mutual" else [kind])
+    assert all(size in group.backbone and size in str(group.cross_backbone) for group in recipe.groups)
+    bi, cross = recipe.bi, recipe.cross
+    assert (bi.batch_size, bi.epochs, cross.epochs, recipe.mutual.cycles) == (128 if size == "base" else 64, 15, 3, 5)
+    assert cross.both_orders == (task != "qnli")
+    assert (recipe.pairs.task, recipe.evaluation.dev, recipe.evaluation.final_suites) == (task, task, ["pairs"])
 
 
 def test_resolved_recipe_reads_back_unchanged(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_cards
 from distcse.storage import open_store
-from distcse.teachers.targets import TargetSpec, fit_projection, read_projection
+from distcse.teachers.targets import Targets, TargetSpec, fit_projection, read_projection
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train_with_and_without_interruption
@@ -87,6 +87,13 @@ def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRec
     mixed = (units[0] @ units[0].T + 2 * units[1] @ units[1].T) / 3
     upper = np.triu_indices(100, 1)
     assert np.corrcoef((targets @ targets.T)[upper], mixed[upper])[0, 1] > 0.99
+
+
+def test_a_target_that_the_projection_maps_to_zero_is_zero(recipe_with: MakeRecipe) -> None:
+    spec, tables = make_spec(recipe_with(*ONTO_ALL))
+    assert spec.targets is not None
+    dimension = sum(table.dimension for table in tables)
+    assert not Targets(tables, spec.targets.alphas, np.zeros((dimension, 4), np.float32)).vectors(np.arange(3)).any()
 
 
 @pytest.mark.parametrize("form", ["cosine", "mse"])

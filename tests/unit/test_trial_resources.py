@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
-from distcse.errors import ClusterTooSmallError
+from distcse.errors import ClusterTooSmallError, GpuRequiredError
+from distcse.events import Event, Reporter
+from distcse.experiments.distillation.gpus import report_gpus, require_embedding_gpus
+from distcse.experiments.distillation.preparation import prepare_tables, read_corpus
+from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.resources import Node, Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.teachers.resources import EMBEDDING, plan_embedding
 from distcse.tuning.trial_resources import TrialResources, trial_resources
+from tests.clusters import FixedCluster
 from tests.failures import fails_with
 
 MakeRecipe = Callable[..., Recipe]
@@ -68,6 +73,14 @@ def test_the_default_number_of_trials_is_what_fits(
     assert trial_resources(recipe_with(*overrides), sweep(**search), nodes_of(nodes)) == expected
 
 
+def test_trials_leave_labelled_servers_their_gpus(recipe_with: MakeRecipe) -> None:
+    """Trials start before the servers, and on any node."""
+    recipe = recipe_with("training.workers=1", "teachers.mode=live", "teachers.node_labels={role: teachers}")
+    nodes = [Node("teachers", {"CPU": 8.0, "GPU": 2.0}, {"role": "teachers"}), Node("", {"CPU": 8.0, "GPU": 2.0}, {})]
+    resources = trial_resources(recipe, sweep(), nodes)
+    assert (resources.concurrent, resources.gpus, resources.server_gpus) == (1, 1.0, 0.5)
+
+
 def test_a_trial_across_nodes_is_refused(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.workers=1", "training.cpus_per_worker=2")
     with fails_with(ClusterTooSmallError, "3 training workers of 2 CPUs each", "2 x 3 CPUs", "search.concurrent"):
@@ -80,6 +93,8 @@ def test_a_trial_across_nodes_is_refused(recipe_with: MakeRecipe) -> None:
         ({}, [{"CPU": 8.0}], 0.0),
         ({}, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}], 1.0),
         ({"embedding_workers": 8}, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
+        ({"embedding_workers": 100}, [{"CPU": 8.0, "GPU": 4.0}], 0.1),  # as many start as fit
+        ({"embedding_workers": 8, "gpus_per_actor": 1}, [{"CPU": 8.0, "GPU": 4.0}], 1.0),
         ({"gpus_per_actor": 0}, [{"CPU": 8.0, "GPU": 4.0}], 0.0),
         ({"gpus_per_actor": 0.5}, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
     ],
@@ -89,3 +104,28 @@ def test_embedding_actors_use_the_nodes_gpus(
 ) -> None:
     teachers = TeachersSection.model_validate({"encoders": [{"backbone": str(tiny())}], **section})
     assert plan_embedding(teachers, nodes_of(nodes), "auto").of(EMBEDDING) == expected
+
+
+def test_few_shards_need_few_embedding_actors(tiny: Callable[..., Path]) -> None:
+    teachers = TeachersSection.model_validate({"encoders": [{"backbone": str(tiny())}], "embedding_workers": 100})
+    nodes = nodes_of([{"CPU": 8.0, "GPU": 4.0}])
+    assert plan_embedding(teachers, nodes, "auto", most=3).of(EMBEDDING) == 1.0
+    plan = plan_embedding(teachers, nodes, "required")
+    plan.require_all()
+    assert plan.describe() == "embedding actors up to 100 x 0.1" and not plan.warnings
+
+
+def test_a_required_gpu_is_asked_for_where_rows_are_missing(recipe_with: MakeRecipe) -> None:
+    """The teachers' nodes have no GPU, which matters only while a table is incomplete."""
+    labels = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}")
+    recipe = recipe_with("resources.gpu=required", "training.workers=1", *labels)
+    nodes = [
+        Node(role, {"CPU": 4.0, "GPU": gpus}, {"role": role}) for role, gpus in (("students", 1.0), ("teachers", 0.0))
+    ]
+    cluster, messages = FixedCluster(nodes), list[Event]()
+    report_gpus(recipe, cluster, Reporter(messages.append))
+    corpus = read_corpus(recipe, Reporter())
+    with fails_with(GpuRequiredError, "the nodes with role=teachers have no GPU for the embedding actors"):
+        require_embedding_gpus(recipe, corpus, cluster)
+    prepare_tables(recipe, corpus, LocalBackend(), Reporter())
+    require_embedding_gpus(recipe, corpus, cluster)

@@ -22,6 +22,7 @@ from distcse.losses import TeacherOutputs
 from distcse.placement.resources import Node, Resources
 from distcse.ray_backend.list_serving import choose_serving
 from distcse.recipe import Recipe
+from distcse.runs.directory import RunDirectory
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
@@ -256,6 +257,45 @@ def test_auto_chooses_workers_where_servers_would_fall_behind(
         assert len(events) == lines
         for event in events:
             assert event.text.startswith(f"teachers.serve auto: {'the workers' if by_workers else 'servers'} compute")
+
+
+@pytest.mark.parametrize("by_workers", [True, False])
+def test_a_resumed_run_keeps_the_choice_of_auto(recipe_with: MakeRecipe, by_workers: bool) -> None:
+    """On nodes of the other kind: lists of workers and servers differ by 1e-6."""
+    spec, tables = make_spec(
+        recipe_with("training.batch_size=4096", "training.workers=8", "teachers.num_servers=2", "teachers.serve=auto")
+    )
+    gpu, cpu = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}
+    node = Node("a", {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0}, {})
+    first, later = (gpu, cpu) if by_workers else (cpu, gpu)
+    chosen = choose_serving(spec, tables, first, [node], Reporter())
+    assert bool(chosen.worker_tables) == by_workers
+    _, recipe = RunDirectory.reopen(spec.run.path, [])
+    assert isinstance(recipe, Recipe) and recipe == chosen.recipe
+    require_vectors(recipe, 10_000)
+    events: list[Any] = []
+    resumed = choose_serving(replace(spec, recipe=recipe), tables, later, [node], Reporter(events.append))
+    assert resumed.worker_tables == chosen.worker_tables and not events
+    _, undecided = RunDirectory.reopen(spec.run.path, ["teachers.serve=auto"])
+    assert isinstance(undecided, Recipe)
+    again = choose_serving(replace(spec, recipe=undecided), tables, later, [node], Reporter(events.append))
+    assert bool(again.worker_tables) != by_workers and len(events) == 1
+
+
+@pytest.mark.parametrize("family", ["fnet", "gpt2"])
+def test_servers_serve_a_student_whose_sizes_are_unknown(recipe_with: MakeRecipe, tmp_path: Path, family: str) -> None:
+    """FNet has no attention heads, and GPT-2 no linear layers: `distcse.plan` cannot count them."""
+    recipe = recipe_with("training.batch_size=4096", "training.workers=8")
+    spec, tables = make_spec(recipe)
+    folder, events = tmp_path / family, []  # type: ignore[var-annotated]
+    folder.mkdir()
+    (folder / "config.json").write_text(f'{{"model_type": "{family}", "n_head": 2, "n_embd": 8, "vocab_size": 50}}')
+    student = recipe.student.model_copy(update={"backbone": str(folder), "layers": None})
+    spec = replace(spec, recipe=recipe.model_copy(update={"student": student}))
+    node = Node("a", {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0}, {})
+    chosen = choose_serving(spec, tables, {"CPU": 1.0, "GPU": 1.0}, [node], Reporter(events.append))
+    assert not chosen.worker_tables and chosen.recipe.teachers.serve == "actor"
+    assert "a step whose time cannot be estimated" in events[0].text
 
 
 def test_settings_without_effect_are_refused(recipe_with: MakeRecipe, tiny: Callable[..., Path]) -> None:

@@ -1,4 +1,4 @@
-"""The dev score of a student: STS-B dev with labelled data, otherwise agreement with the teachers on held-out rows."""
+"""The dev score of a student: on labelled dev sets, otherwise agreement with the teachers on held-out rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data import Corpus
-from distcse.evaluation import STSB_DEV, VectorModel, agreement, labelled_dev, sts_score
+from distcse.evaluation import DEV_SETS, LabelledDev, VectorModel, agreement
 from distcse.experiments.distillation.sharded_encoding import make_dev_encode
 from distcse.losses import mix_lists
 from distcse.models import Encoder
@@ -41,18 +41,16 @@ class DevMetric:
             clients: One per teacher.
 
         Raises:
-            EvaluationDataError: The recipe scores on STS-B dev, and the file does not exist.
+            EvaluationDataError: The recipe scores on labelled dev sets, and a file does not exist.
         """
         if recipe.dev_score == "none":
             return None
         precision, is_sharded = decided(recipe.evaluation.precision), recipe.training.zero_stage == 3
-        if recipe.dev_score == "stsb":
-            pairs = labelled_dev(Path(str(recipe.evaluation.data)))
-
-            def score(encoder: Encoder) -> float:
-                return sts_score(VectorModel(make_dev_encode(encoder, precision, None, is_sharded)), pairs)
-
-            return cls(STSB_DEV.name, score)
+        if (dev := read_labelled_dev(recipe)) is not None:
+            return cls(
+                dev.name,
+                lambda encoder: dev.score(VectorModel(make_dev_encode(encoder, precision, None, is_sharded))),
+            )
         texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
         return cls(
             "agreement",
@@ -60,15 +58,16 @@ class DevMetric:
         )
 
 
-def check_labelled_data(recipe: Recipe) -> None:
-    """Read the labelled dev set of a recipe that has one, so that a malformed file fails before the teachers embed.
+def read_labelled_dev(recipe: Recipe) -> LabelledDev | None:
+    """Read the labelled dev sets of a recipe; None if it has none.
 
     Raises:
-        EvaluationDataError: The file does not exist.
-        EvaluationFormatError: The file is malformed.
+        EvaluationDataError: A file does not exist.
+        EvaluationFormatError: A file is malformed.
     """
-    if recipe.dev_score == "stsb":
-        labelled_dev(Path(str(recipe.evaluation.data)))
+    return (
+        LabelledDev.read(Path(str(recipe.evaluation.data)), recipe.dev_score) if recipe.dev_score in DEV_SETS else None
+    )
 
 
 def teacher_similarities(

@@ -25,6 +25,7 @@ from distcse.experiments.distillation.weight_interpolation import WeightInterpol
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.stoppable_evaluation import FinalScores, delete_results
 from distcse.models import Encoder, EncoderHandle
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
@@ -75,16 +76,19 @@ class Distillation(Experiment[Recipe]):
                     tables = prepared.tables(backend, reporter)
                     spec = prepared.spec(directory.path, tables, backend, reporter, lease)
                     train_result = backend.train(spec, corpus, tables, reporter)
-                student, evaluation = EncoderHandle(partial(_load_trained, recipe, directory.store)), None
+                student = EncoderHandle(partial(_load_trained, recipe, directory.store))
+                final = FinalScores(None, stopped=train_result.interrupted)
                 _export(recipe, student, directory, backend, reporter)
                 if not train_result.interrupted:
                     initial = prepared.initial_encoder
-                    evaluation = final_scores(recipe, corpus, labelled, initial, student, directory, backend, reporter)
-                tracked.end(train_result.interrupted, evaluation)
-            if evaluation is not None:
-                evaluation.write(directory.evaluation)
+                    final = final_scores(recipe, corpus, labelled, initial, student, directory, backend, reporter)
+                tracked.end(final.stopped, final.evaluation)
+            if final.evaluation is not None:
+                final.evaluation.write(directory.evaluation)
+                if not final.stopped:
+                    delete_results(directory.store)
             directory.store_events()
-            return DistillationResult(recipe, directory, train_result, evaluation, len(corpus))
+            return DistillationResult(recipe, directory, train_result, final.evaluation, len(corpus), final.stopped)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, list(devices))

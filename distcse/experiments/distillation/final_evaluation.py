@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from distcse.evaluation import (
     Candidate,
     Contamination,
     EvalConfig,
-    Evaluation,
     HeldOutVectors,
     LoadOptions,
     Model,
@@ -34,7 +33,6 @@ from distcse.evaluation import (
     agreement_result,
     collect,
     compare_models,
-    labelled_dev,
     make_candidate,
     measure_model,
     open_candidate,
@@ -43,7 +41,10 @@ from distcse.evaluation import (
 from distcse.events import Listener, Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
+from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.distillation.rank_inference import rank_inference_call
+from distcse.experiments.stoppable_evaluation import FinalScores, measure_models, with_missing
 from distcse.losses import mix_lists
 from distcse.models import Encoder, EncoderHandle, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
@@ -87,8 +88,7 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
             _read_contamination(model)
     data = Path(str(recipe.evaluation.data))
     tasks = collect(data, suites, [], EvalConfig("all", recipe.evaluation.transfer))
-    if recipe.dev_score == "stsb":
-        dev = labelled_dev(data)
+    if (dev := read_labelled_dev(recipe)) is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
     return tasks
 
@@ -102,10 +102,11 @@ def final_scores(
     run: RunDirectory,
     backend: Backend,
     reporter: Reporter,
-) -> Evaluation | None:
+) -> FinalScores:
     """Evaluate the initial student, the trained student and the teachers, each on one of the backend's devices.
 
-    Records in the student's folder which test sentences it was trained on.
+    Records in the student's folder which test sentences it was trained on. A stop request leaves models out, and a resumed run
+    measures them. The agreement with the teachers needs all teachers.
 
     Args:
         recipe: The run's recipe.
@@ -118,14 +119,11 @@ def final_scores(
         reporter: Receives progress.
 
     Returns:
-        The evaluation; None if the recipe selects no suite.
-
-    Raises:
-        StoppedEarlyError: A stop was requested before all models were evaluated.
+        The scores of the models that were measured; none if the recipe selects no suite.
     """
     selected = selected_suites(recipe)
     if not selected:
-        return None
+        return FinalScores(None)
     started_at = time.perf_counter()
     contamination = contamination_of(recipe, corpus, labelled, reporter.emit)
     contamination.write(run.model)
@@ -137,38 +135,52 @@ def final_scores(
     if texts:
         tasks.tasks.append(HeldOutVectors(texts))
     backbone, precision = recipe.student.backbone, decided(recipe.evaluation.precision)
+    shared = backend.share((tasks, texts))
     memory = model_memory(backbone)
     students = (
         ("start", backbone, initial, _read_contamination(backbone)),
         ("student", str(run.model), student, contamination),
     )
-    calls = [
+    calls: list[DeviceCall[Any]] = [
         DeviceCall(
             f"evaluation of the {name}",
-            partial(_measure_student, name, source, encoder, overlap, precision, tasks),
+            partial(_measure_student, name, source, encoder, overlap, precision, shared),
             memory,
         )
         for name, source, encoder, overlap in students
     ]
-    teachers = recipe.teachers.encoders
+    if (ranks := recipe.evaluation.rank_inference) is not None:
+        ranker = run.store / "ranker"
+        calls.append(
+            rank_inference_call(recipe, ranks, corpus, student, ranker, contamination, precision, tasks, backend)
+        )
+    teachers, first_teacher = recipe.teachers.encoders, len(calls)
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
-        call = partial(_measure_teacher, name, section, precision, tasks, texts)
+        call = partial(_measure_teacher, name, section, precision, shared)
         calls.append(DeviceCall(f"evaluation of {name}", call, model_memory(section.backbone)))
-    measured = backend.run_on_devices(calls, device_options(recipe, run.path), reporter)
+    options, protocol = device_options(recipe, run.path), [precision, recipe.evaluation.transfer, repr(ranks)]
+    returned = measure_models(calls, tasks, protocol, run.store, backend, options, reporter)
+    measured = [_Measured(*model) for model in returned if model is not None]
+    stopped = len(measured) < len(calls)
     results = [model.results for model in measured]
-    if held_out is not None:
+    if held_out is not None and None in returned[first_teacher:]:
+        results = [scored for model in results if (scored := _without_vectors(model)).results]
+    elif held_out is not None:
         similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
         alphas = TeacherWeights(teachers, corpus).of(held_out)
         mixed = mix_lists(torch.from_numpy(similarities), alphas).numpy()
         results = [_with_agreement(model, mixed) for model in results]
+    if not results:
+        return FinalScores(None, stopped)
     settings = {
         "STS": "all",
         "transfer": recipe.evaluation.transfer,
         "device": ", ".join(sorted({model.device for model in results})),
         "precision": precision,
     }
-    return compare_models(results, tasks, base="start", settings=settings, started_at=started_at)
+    tasks = with_missing(tasks, calls, returned)
+    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), stopped)
 
 
 class _Measured(NamedTuple):
@@ -185,21 +197,25 @@ def _measure_student(
     encoder: EncoderHandle,
     contamination: Contamination,
     precision: str,
-    tasks: Tasks,
+    shared: Callable[[], tuple[Tasks, list[str]]],
     reporter: Reporter,
 ) -> _Measured:
-    loaded = encoder.take().to(default_device())
-    return _Measured(
-        measure_model(make_candidate(name, source, loaded, contamination, precision), tasks, reporter.emit)
-    )
+    tasks, _ = shared()
+    candidate = make_candidate(name, source, encoder.take().to(default_device()), contamination, precision)
+    return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested))
 
 
 def _measure_teacher(
-    name: str, section: TeacherSection, precision: str, tasks: Tasks, texts: list[str], reporter: Reporter
+    name: str,
+    section: TeacherSection,
+    precision: str,
+    shared: Callable[[], tuple[Tasks, list[str]]],
+    reporter: Reporter,
 ) -> _Measured:
+    tasks, texts = shared()
     candidate = _teacher_candidate(name, section, precision)
     similarities = _similarity_matrix(candidate.model, texts) if texts else None
-    return _Measured(measure_model(candidate, tasks, reporter.emit), similarities)
+    return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), similarities)
 
 
 def _held_out_rows(recipe: Recipe, corpus: Corpus) -> NDArray[np.int64]:
@@ -213,6 +229,11 @@ def _with_agreement(model: ModelResults, similarities: NDArray[np.floating]) -> 
         for key, result in model.results.items()
     }
     return replace(model, results=results)
+
+
+def _without_vectors(model: ModelResults) -> ModelResults:
+    """Leave out a model's vectors of the held-out sentences, which have no score without all teachers."""
+    return replace(model, results={key: r for key, r in model.results.items() if "vectors" not in r.details})
 
 
 def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:

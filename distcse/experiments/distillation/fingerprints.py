@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from distcse.data import Corpus
-from distcse.evaluation import Tasks, labelled_dev
+from distcse.evaluation import Tasks
 from distcse.events import Reporter
+from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.preparation import read_corpus
 from distcse.models import model_fingerprint, resolve_model
@@ -32,8 +31,8 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
     for loss in recipe.objective.active_terms.values():
         for key, model in loss.models.items():
             fingerprints[key] = model_fingerprint(resolve_model(model))
-    if recipe.dev_score == "stsb":
-        fingerprints["dev set"] = labelled_dev(Path(str(recipe.evaluation.data))).fingerprint
+    if (dev := read_labelled_dev(recipe)) is not None:
+        fingerprints["dev set"] = dev.fingerprint
     return {**fingerprints, **labelled.fingerprints()}
 
 

@@ -11,9 +11,9 @@ from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.batch_loader import split_rows
-from distcse.experiments.distillation.dev_metric import check_labelled_data
+from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
-from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus
+from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus, require_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
 from distcse.experiments.distillation.model import build_student
 from distcse.experiments.distillation.preparation import read_corpus, require_vectors
@@ -60,7 +60,7 @@ def check_recipe(recipe: Recipe) -> None:
     if recipe.training.neighbor_batching is not None:
         require_faiss("training.neighbor_batching")
     check_storage(recipe.storage)
-    check_labelled_data(recipe)
+    read_labelled_dev(recipe)
 
 
 def check_run(
@@ -113,6 +113,9 @@ def check_run(
         nodes = cluster.nodes()
         plans = plans_of_run(recipe, resources, nodes) if plans_of_trials is None else plans_of_trials(nodes)
         report_plans(plans, reporter.emit)
+        if resources.warning and plans_of_trials is None:
+            reporter.emit(LogMessage(resources.warning, warning=True))
+        require_embedding_gpus(recipe, corpus, cluster)
         _report(reporter, "cluster", describe_resources(recipe, resources, nodes))
 
 
@@ -142,8 +145,8 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
                 rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
                 note += f", {rows:,} of {len(corpus):,} rows to embed"
             _report(reporter, f"teacher {number}", note)
-        with joined_for_embedding(recipe, backend.cluster):
-            pass  # joining checks that the nodes see the cache
+        with joined_for_embedding(recipe, backend.cluster):  # checks that the nodes see the cache
+            require_embedding_gpus(recipe, corpus, backend.cluster)
 
 
 def check_comparison(recipe: Recipe, reporter: Reporter) -> None:

@@ -17,8 +17,9 @@ from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall, EmbeddingRequest
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.devices import device_options
-from distcse.experiments.distillation.gpus import report_embedding_gpus
+from distcse.experiments.distillation.gpus import report_embedding_gpus, require_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.roles import with_teacher_precisions
@@ -311,7 +312,9 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     """
     require_lasting(recipe.storage, ["cache"])
     cache = resolve_path(recipe.storage.cache)
-    excluded = evaluation_sentences(recipe.corpus, recipe.evaluation.data)
+    dev = read_labelled_dev(recipe) if recipe.corpus.exclude_evaluation else None
+    dev_sentences = [] if dev is None else [*dev.first, *dev.second]
+    excluded = evaluation_sentences(recipe.corpus, recipe.evaluation.data, dev_sentences)
     corpus = Corpus.prepare(recipe.corpus, cache, _progress_callback(reporter, "corpus", recipe.corpus.limit), excluded)
     skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
@@ -339,8 +342,12 @@ def prepare_tables(
 
     Returns:
         One complete table per teacher; None for a live teacher.
+
+    Raises:
+        GpuRequiredError: `resources.gpu` is `required`, and embedding actors that must start get no GPU.
     """
     section = recipe.teachers
+    require_embedding_gpus(recipe, corpus, backend.cluster)
     tables: list[EmbeddingTable | None] = []
     for number, teacher in enumerate(section.encoders):
         if not kind_of(teacher).uses_table(section.mode):

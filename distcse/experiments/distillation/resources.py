@@ -6,8 +6,9 @@ Ray Train's controller imports this module, so it imports neither PyTorch nor tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from distcse.placement.cluster import Labels
 from distcse.placement.gpu_plan import GpuPlan, plan_gpus
 from distcse.placement.gpu_shares import GpuRole
 from distcse.placement.resources import (
@@ -16,11 +17,12 @@ from distcse.placement.resources import (
     Resources,
     count_fitting,
     even_share,
+    find_shortfall,
     nodes_with,
     refuse_impossible,
 )
 from distcse.recipe import Recipe
-from distcse.teachers.resources import SERVERS, server_demands, server_roles
+from distcse.teachers.resources import SERVERS, server_demands, server_roles, starts_servers
 
 EVALUATOR_ALTERNATIVE = "evaluation.async_eval=null scores in the workers"
 """Fix of problems with the dev-score evaluator."""
@@ -43,6 +45,8 @@ class RunResources:
     """The dev-score evaluator; None if the workers compute the dev scores."""
     gpus: GpuPlan
     """The GPUs of all roles, for messages."""
+    warning: str = ""
+    """A warning that servers or evaluator may wait forever for resources of nodes that the workers fill."""
 
     def requests(self, recipe: Recipe, workers: int) -> list[ResourceRequest]:
         """List what must run at the same time: the given number of workers, the teachers' servers and the evaluator."""
@@ -69,21 +73,23 @@ def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
     """
     training, teachers = recipe.training, recipe.teachers
     usable = nodes_with(nodes, training.node_labels, "training.node_labels")
-    nodes_with(nodes, teachers.node_labels, "teachers.node_labels")
+    if starts_servers(teachers):
+        nodes_with(nodes, teachers.node_labels, "teachers.node_labels")
     plan = plan_gpus(_gpu_roles(recipe), nodes, recipe.gpu_mode)
     gpu, evaluator = plan.of(WORKERS), evaluator_request(recipe, plan.of(EVALUATOR))
-    others = [
-        request
-        for request in _other_requests(recipe, plan.of(SERVERS), evaluator)
-        if (training.node_labels or {}).items() <= (request.labels or training.node_labels or {}).items()
-    ]
-    cpus = _remaining_cpus(usable, others)
+    cpus = _remaining_cpus(nodes, training.node_labels, _other_requests(recipe, plan.of(SERVERS), evaluator))
     most = [count_fitting([node], {"GPU": gpu}) for node in usable]
     cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, min(training.workers, sum(most)), most))))
-    per_worker = {"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu}
-    resources = RunResources(per_worker, plan.of(SERVERS), evaluator, plan)
+    gpus = {"GPU": gpu} if gpu else {}
+    resources = RunResources({"CPU": cpu, **gpus}, plan.of(SERVERS), evaluator, plan)
+    stranded = _find_stranded(recipe, resources, nodes)
+    while stranded is not None and training.cpus_per_worker is None and cpu > 1:
+        cpu -= 1.0
+        resources = replace(resources, per_worker={"CPU": cpu, **gpus})
+        stranded = _find_stranded(recipe, resources, nodes)
     refuse_impossible(resources.requests(recipe, min(training.worker_counts)), nodes)
-    return resources
+    plan.require_room()
+    return resources if stranded is None else replace(resources, warning=_describe_stranded(stranded))
 
 
 def evaluator_request(recipe: Recipe, gpus: float) -> ResourceRequest | None:
@@ -140,11 +146,29 @@ def _other_requests(recipe: Recipe, server_gpus: float, evaluator: ResourceReque
     return [*server_demands(recipe.teachers, server_gpus), *([evaluator] if evaluator is not None else [])]
 
 
-def _remaining_cpus(nodes: Sequence[Resources], requests: Sequence[ResourceRequest]) -> list[float]:
-    """Return each node's free CPUs after the requests, each placed where most are free."""
-    free = [node.get("CPU", 0.0) for node in nodes]
+def _remaining_cpus(nodes: Sequence[Node], labels: Labels, requests: Sequence[ResourceRequest]) -> list[float]:
+    """Return the CPUs of each node with the labels after the requests, each placed where most are free.
+
+    Requests without labels count on these nodes: servers start where their workers run.
+    """
+    free = [node.resources.get("CPU", 0.0) for node in nodes]
     for request in requests:
+        usable = [index for index, node in enumerate(nodes) if node.has(request.labels or labels)]
         for _ in range(request.number):
-            freest = max(range(len(free)), key=free.__getitem__)
-            free[freest] -= request.each.get("CPU", 0.0)
-    return free
+            free[max(usable, key=free.__getitem__)] -= request.each.get("CPU", 0.0)
+    return [cpus for node, cpus in zip(nodes, free, strict=True) if node.has(labels)]
+
+
+def _find_stranded(recipe: Recipe, resources: RunResources, nodes: Sequence[Node]) -> str | None:
+    """Describe processes that may never start, because workers without their labels may fill the nodes that they need."""
+    requests = resources.requests(recipe, recipe.training.workers)
+    if all(request.labels == requests[0].labels for request in requests):
+        return None
+    return find_shortfall(requests, nodes, in_start_order=True)
+
+
+def _describe_stranded(shortfall: str) -> str:
+    return (
+        f"{shortfall} may wait forever: processes that start before may fill the nodes that it needs; lower "
+        "training.cpus_per_worker, or keep the workers off them with training.node_labels"
+    )

@@ -27,13 +27,11 @@ class DistillationResult:
     directory: RunDirectory
     train_result: TrainResult
     evaluation: Evaluation | None
-    """Evaluation of initial student, student and teachers; None if the run was interrupted or selects no suite."""
+    """Evaluation of initial student, student and teachers, without those that a stop left out; None if nothing was measured."""
     rows: int
     """Number of sentences in the corpus."""
-
-    @property
-    def interrupted(self) -> bool:
-        return self.train_result.interrupted
+    interrupted: bool
+    """Whether the run was asked to stop before its end, in training or in the final evaluation."""
 
     @property
     def models(self) -> dict[str, Path]:

@@ -10,6 +10,8 @@ from distcse.experiments.devices import usable_devices
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.resources import EVALUATOR, WORKERS, plan_run
 from distcse.experiments.trials import TrialGpus
+from distcse.models import resolve_model
+from distcse.models.source import CONFIG_FILE, find_local_model
 from distcse.placement.cluster import Cluster, ClusterSpeeds
 from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node, nodes_with
@@ -39,6 +41,7 @@ def with_precisions(
     }
     if precisions == {"fp32"}:
         return recipe
+    _fetch_families(recipe)
     return decide_precisions(recipe, _roles_of(recipe, cluster, trial), reporter.emit)
 
 
@@ -53,6 +56,7 @@ def with_teacher_precisions(recipe: Recipe, cluster: Cluster | None, reporter: R
     models = _models(recipe)
     if all(teacher.precision == "fp32" for teacher in models.values()):
         return recipe
+    _fetch_families(recipe)
     if cluster is None:
         devices = {number: [local_speed()] for number in models}
     elif cluster.is_one_cpu():
@@ -97,7 +101,8 @@ def _teacher_devices(
 ) -> dict[int, list[DeviceSpeed]]:
     """Return the devices of each teacher's embedding actors, or of its servers for a live teacher."""
     section = recipe.teachers
-    nodes_with(nodes, section.node_labels, "teachers.node_labels")
+    if any(teacher.precision == "auto" for teacher in _models(recipe).values()):  # others need no device
+        nodes_with(nodes, section.node_labels, "teachers.node_labels")
     embedding_gpus = plan_embedding(section, nodes, recipe.gpu_mode).of(EMBEDDING)
     return {
         number: speeds.of(
@@ -129,6 +134,19 @@ def _teacher_roles(recipe: Recipe, devices: dict[int, list[DeviceSpeed]]) -> lis
         )
         for number, teacher in _models(recipe).items()
     ]
+
+
+def _fetch_families(recipe: Recipe) -> None:
+    """Download the config.json of hub teachers that are not in the hub's cache, since T5 and Gemma overflow in fp16.
+
+    Without it, the first run would choose another precision, and therefore another table, than later ones.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or the hub cannot be reached.
+    """
+    for teacher in _models(recipe).values():
+        if teacher.precision == "auto" and find_local_model(teacher.backbone, wanted=[CONFIG_FILE]) is None:
+            resolve_model(teacher.backbone, wanted=[CONFIG_FILE])
 
 
 def _models(recipe: Recipe) -> dict[int, TeacherSection]:

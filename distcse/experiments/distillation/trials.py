@@ -10,7 +10,7 @@ from distcse.errors import SearchSpaceError
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.backend import Backend
-from distcse.experiments.distillation.dev_metric import check_labelled_data
+from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
 from distcse.experiments.distillation.joining import read_by_workers
 from distcse.experiments.distillation.preparation import PreparedCorpus, read_corpus
@@ -85,7 +85,7 @@ class DistillationTrials(Trials):
                 )
 
     def check_labels(self) -> None:
-        check_labelled_data(self._recipe)
+        read_labelled_dev(self._recipe)
         labelled_tasks(self._recipe)
 
     def prepare(self, backend: Backend, reporter: Reporter) -> SharedTables:

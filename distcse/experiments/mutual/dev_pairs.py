@@ -9,11 +9,11 @@ from pathlib import Path
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluation import (
-    STSB_DEV,
+    DEV_SETS,
+    LabelledDev,
     PairClassificationTask,
     PairModel,
     ScoredPairs,
-    labelled_dev,
     read_table,
     sts_score,
 )
@@ -50,14 +50,16 @@ class DevPairs:
         dev = recipe.evaluation.dev
         if dev == "none":
             return None
-        if dev == "stsb":
-            pairs = labelled_dev(Path(str(recipe.evaluation.data)))
-            return cls._scored(STSB_DEV.name, pairs)
+        if dev in DEV_SETS:
+            labelled = LabelledDev.read(Path(str(recipe.evaluation.data)), dev)
+            return cls(labelled.name, labelled.score, labelled.first, labelled.second, labelled.gold)
         file = Path(dev) if Path(dev).is_absolute() else _find_file(recipe, dev)
         table = read_table(file)
         name = f"{file.parent.name} {file.name.split('.')[0]}"
         if "score" in table.columns:
-            return cls._scored(f"{name}, Spearman", ScoredPairs.of(name, table))
+            pairs = ScoredPairs.of(name, table)
+            gold = pairs.gold.tolist()
+            return cls(f"{name}, Spearman", lambda model: sts_score(model, pairs), pairs.first, pairs.second, gold)
         if "label" in table.columns:
             task = PairClassificationTask.of(name, table)
             gold = task.labels.tolist()
@@ -65,10 +67,6 @@ class DevPairs:
                 f"{name}, AUC", lambda model: task.measure(model).scores["auc"].value, task.first, task.second, gold
             )
         raise EvaluationFormatError(f"{file}: no column 'score' or 'label'; its columns: {', '.join(table.columns)}")
-
-    @classmethod
-    def _scored(cls, name: str, pairs: ScoredPairs) -> DevPairs:
-        return cls(name, lambda model: sts_score(model, pairs), pairs.first, pairs.second, pairs.gold.tolist())
 
 
 def _find_file(recipe: MutualRecipe, name: str) -> Path:

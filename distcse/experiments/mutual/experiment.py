@@ -28,6 +28,7 @@ from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.stoppable_evaluation import FinalScores, delete_results
 from distcse.models import Encoder, resolve_model
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
@@ -69,37 +70,47 @@ class MutualDistillation(Experiment[MutualRecipe]):
         dropped = PhaseStore(directory.path).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
         with ExitStack() as joined:
+            computes_here = backend.cluster is None and not backend.is_for_trials
+            joined.enter_context(
+                gpu_policy(self.recipe.gpu_mode, computes_here)
+            )  # before a local cluster counts its GPUs
             joined.enter_context(joined_for_devices(backend.cluster))
-            _check_models(self.recipe, [self.recipe.groups[number] for number in active], backend, reporter)
+            groups = [self.recipe.groups[number] for number in active]
+            _check_models(self.recipe, groups, backend, reporter)
             directory, lease, reporter = joined.enter_context(open_run(self.recipe, backend, reporter, directory))
             ending, stop_requested = threading.Event(), reporter.stop_requested
             caller, reporter = reporter, replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
             if lease.has_local_changes:
                 for phase in (directory.path / "groups").glob("*/*"):
                     CheckpointStore(phase).rescue(reporter.emit)
-            recipe = with_precisions(self.recipe, backend.cluster, reporter)
-            report_gpus(recipe, [recipe.groups[number] for number in active], backend.cluster, reporter)
+            recipe = with_precisions(self.recipe, backend.cluster, reporter, groups=groups)
+            groups = [recipe.groups[number] for number in active]
+            report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
             pairs = load_pairs(recipe, directory.path, backend, reporter)
-            groups = [recipe.groups[number] for number in active]
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
             store = PhaseStore(directory.path, lease)
             store.record_pairs(pairs.fingerprint)
             contexts = [GroupContext(recipe, number, directory.store, lease) for number in active]
-            best, evaluation = [], None
+            best = []
             with track_run(recipe, directory.path, reporter.emit) as tracked:
                 with open_groups(recipe, contexts, backend, tracked.relay(reporter)) as (opened, groups_reporter):
                     exchange = LabelExchange(recipe, store, ending, stop_requested)
                     interrupted = run_groups(recipe, opened, store, exchange, groups_reporter)
+                final = FinalScores(None, stopped=interrupted)
                 if not interrupted:
                     best = save_best(recipe, contexts, store)
-                    evaluation = final_scores(recipe, tasks, pairs, best, directory.path, backend, caller)
-                tracked.end(interrupted, evaluation)
-            if evaluation is not None:
-                evaluation.write(directory.evaluation)
+                    final = final_scores(recipe, tasks, pairs, best, directory, backend, caller)
+                tracked.end(final.stopped, final.evaluation)
+            if final.evaluation is not None:
+                final.evaluation.write(directory.evaluation)
+                if not final.stopped:
+                    delete_results(directory.store)
             directory.store_events()
-            return MutualResult(recipe, directory, best, dict(store.dropped), len(pairs), interrupted, evaluation)
+            return MutualResult(
+                recipe, directory, best, dict(store.dropped), len(pairs), final.stopped, final.evaluation
+            )
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, list(devices), list(devices))
@@ -116,11 +127,11 @@ def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend:
         EncoderError: A model cannot be loaded.
     """
     memory = max(model_memory(group.backbone) for group in groups)
-    call = DeviceCall("check of the groups' models", partial(_load_models, groups), memory)
-    backend.run_on_devices([call], device_options(recipe, {}, uses_gpu=False), reporter)
+    call = DeviceCall("check of the groups' models", partial(_load_models, recipe, groups), memory)
+    backend.run_on_devices([call], device_options(recipe, groups, {}, uses_gpu=False), reporter)
 
 
-def _load_models(groups: Sequence[GroupSection], reporter: Reporter) -> None:
+def _load_models(recipe: MutualRecipe, groups: Sequence[GroupSection], reporter: Reporter) -> None:
     for group in groups:
         Encoder.from_section(group)
-        resolve_model(group.cross_backbone or group.backbone)
+        resolve_model(recipe.cross_start(group))

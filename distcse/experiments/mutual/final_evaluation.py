@@ -6,7 +6,7 @@ The test sets may overlap with the training pairs; such scores are marked.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from distcse.evaluation import (
     Contamination,
     Ensemble,
     EvalConfig,
-    Evaluation,
     ModelInfo,
     ModelResults,
     RecordedScores,
@@ -38,8 +37,10 @@ from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phases import Kind
 from distcse.experiments.mutual.result import Best
+from distcse.experiments.stoppable_evaluation import FinalScores, measure_models, with_missing
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import GroupSection, MutualRecipe, decided
+from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
 
 
@@ -77,14 +78,15 @@ def final_scores(
     tasks: Tasks,
     pairs: Pairs,
     best: Sequence[Best],
-    run: Path,
+    run: RunDirectory,
     backend: Backend,
     reporter: Reporter,
-) -> Evaluation | None:
+) -> FinalScores:
     """Evaluate each group's initial and best models, and the ensemble of all groups for each formulation.
 
     Each model is evaluated on one of the backend's devices. Test sentences that were among the training pairs are recorded in
-    the models' folders. Scores on such sets are transductive, and marked so in tables and model cards.
+    the models' folders. Scores on such sets are transductive, and marked so in tables and model cards. A stop request leaves
+    models out, with the ensembles that need them, and a resumed run measures them.
 
     Args:
         recipe: The run's recipe.
@@ -96,25 +98,23 @@ def final_scores(
         reporter: Receives progress.
 
     Returns:
-        The evaluation; None without labelled sets.
-
-    Raises:
-        StoppedEarlyError: A stop was requested before all models were evaluated.
+        The scores of the models that were measured; none without labelled sets.
     """
     started_at = time.perf_counter()
     contamination = Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
     for model in best:
         contamination.write(model.model)
     if not tasks.tasks:
-        return None
+        return FinalScores(None)
     note = f"compared with {len(tasks.tasks)} sets: {contamination.describe}"
     reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     precision, finished = decided(recipe.evaluation.precision), {model.group for model in best}
     groups = {group.name: group for group in recipe.groups if group.name in finished}
+    shared = backend.share((tasks, contamination))
     calls = [
         DeviceCall(
             f"evaluation of {name} start",
-            partial(_measure_start, group, precision, tasks),
+            partial(_measure_start, group, precision, shared),
             model_memory(group.backbone),
         )
         for name, group in groups.items()
@@ -129,27 +129,33 @@ def final_scores(
                 model.kind,
                 open_store(model.model),
                 str(model.model),
-                contamination,
                 precision,
-                tasks,
+                shared,
             ),
             model_memory(str(model.model)),
         )
         for model in by_kind
     ]
-    measured = backend.run_on_devices(calls, device_options(recipe, {"storage.runs": run}), reporter)
-    results = [model.results for model in measured[: len(groups)]]
+    options = device_options(recipe, list(groups.values()), {"storage.runs": run.path})
+    returned = measure_models(calls, tasks, [precision], run.store, backend, options, reporter)
+    measured = [None if model is None else _Measured(*model) for model in returned]
+    stopped = None in measured
+    results = [model.results for model in measured[: len(groups)] if model is not None]
     trained = measured[len(groups) :]
     for kind in ("bi", "cross"):
-        members = [scored for model, scored in zip(by_kind, trained, strict=True) if model.kind == kind]
+        of_kind = [scored for model, scored in zip(by_kind, trained, strict=True) if model.kind == kind]
+        members = [scored for scored in of_kind if scored is not None]
         results += [member.results for member in members]
-        if len(members) > 1:
+        if len(members) == len(of_kind) > 1:
             info = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
             ensemble = Ensemble([member.scores for member in members])
             results.append(measure_model(Candidate(info, ensemble, contamination), tasks, reporter.emit))
-    devices = ", ".join(sorted({model.results.device for model in measured}))
+    if not results:
+        return FinalScores(None, stopped)
+    devices = ", ".join(sorted({model.results.device for model in measured if model is not None}))
     settings = {"STS": "all", "device": devices, "precision": precision}
-    return compare_models(results, tasks, settings=settings, started_at=started_at)
+    tasks = with_missing(tasks, calls, returned)
+    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), stopped)
 
 
 class _Measured(NamedTuple):
@@ -160,11 +166,14 @@ class _Measured(NamedTuple):
     """Similarities of the tasks' pairs, for the ensemble; none for an initial model."""
 
 
-def _measure_start(group: GroupSection, precision: str, tasks: Tasks, reporter: Reporter) -> _Measured:
+def _measure_start(
+    group: GroupSection, precision: str, shared: Callable[[], tuple[Tasks, Contamination]], reporter: Reporter
+) -> _Measured:
+    tasks, _ = shared()
     encoder = Encoder.from_section(group).to(default_device())
     known = Contamination.read(resolve_model(group.backbone))
     candidate = make_candidate(f"{group.name} start", group.backbone, encoder, known, precision)
-    return _Measured(measure_model(candidate, tasks, reporter.emit), RecordedScores())
+    return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), RecordedScores())
 
 
 def _measure_best(
@@ -172,12 +181,12 @@ def _measure_best(
     kind: Kind,
     model: ArtifactStore,
     source: str,
-    contamination: Contamination,
     precision: str,
-    tasks: Tasks,
+    shared: Callable[[], tuple[Tasks, Contamination]],
     reporter: Reporter,
 ) -> _Measured:
     model.fetch_folder()
+    tasks, contamination = shared()
     title, device = f"{group.name} {kind}", default_device()
     if kind == "bi":
         encoder = Encoder.load(model.path, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
@@ -185,7 +194,7 @@ def _measure_best(
     else:
         scorer = CrossEncoder.load(model.path, None, group.trust_remote_code, group.is_fast)
         candidate = make_pair_candidate(title, source, scorer.to(device), contamination, precision)
-    results, scores = measure_model(candidate, tasks, reporter.emit), RecordedScores()
+    results, scores = measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), RecordedScores()
     for task in tasks.tasks:
         if task.pairs_only:
             task.measure(scores.recording(candidate.model))

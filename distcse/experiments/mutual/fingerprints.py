@@ -29,8 +29,8 @@ def data_fingerprints(
     for group in groups:
         model = resolve_model(group.backbone, group.trust_remote_code)
         fingerprints[f"model of {group.name}"] = model_fingerprint(model)
-        if group.cross_backbone is not None:
-            cross_model = resolve_model(group.cross_backbone, group.trust_remote_code)
+        if (cross_start := recipe.cross_start(group)) != group.backbone:
+            cross_model = resolve_model(cross_start, group.trust_remote_code)
             fingerprints[f"cross model of {group.name}"] = model_fingerprint(cross_model)
     return {**fingerprints, **tasks.fingerprints()}
 

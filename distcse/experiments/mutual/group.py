@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from distcse.errors import DistcseError, WorkFailedError
+from distcse.errors import DistcseError, OutOfMemoryError, WorkFailedError
 from distcse.events import Reporter
 from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_store import Scores
-from distcse.experiments.mutual.phase_trainer import GroupContext, PairScorer, PhaseResult, PhaseTrainer
+from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.scoring import PairScorer, ScoringProgress
+from distcse.experiments.mutual.step_passes import StepPasses
+from distcse.trainer import allocator
 
 
 class Group(Protocol):
@@ -32,7 +35,7 @@ class Group(Protocol):
         """Score all n pairs with the best model of a phase.
 
         Raises:
-            RunEnded: The run was asked to stop. A resumed run scores again.
+            RunEnded: The run was asked to stop. A resumed run scores the shards that are not stored.
         """
         ...
 
@@ -53,19 +56,29 @@ class LocalGroup:
         self.name = context.group.name
         self._reporter = reporter
         self._trainer, self._scorer = PhaseTrainer(context), PairScorer(context)
+        self._passes = StepPasses(context, workers=1)
 
     def prepare(self, phase: Phase) -> None:
         self._trainer.prepare(phase)
 
     def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
-        return self._trainer.train(phase, labels, self._reporter)
+        while True:
+            try:
+                return self._trainer.train(phase, labels, self._reporter, self._passes.of(phase.kind))
+            except OutOfMemoryError as problem:
+                self._passes.double(phase, problem, self._reporter)
+            allocator.release_memory()  # after the handler: the error's traceback refers to the training
 
     def score(self, phase: Phase) -> Scores:
-        return self._scorer.score(phase, on_progress=self._raise_if_stopped)
+        progress = ScoringProgress(self._reporter)
 
-    def _raise_if_stopped(self, done: int, total: int) -> None:
-        if done < total and self._reporter.stop_requested():
-            raise RunEnded
+        def on_progress(done: int, total: int) -> None:
+            if done == total or progress.is_due:
+                progress.report(done, total)
+            if done < total and self._reporter.stop_requested():
+                raise RunEnded
+
+        return self._scorer.score(phase, on_progress=on_progress)
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""

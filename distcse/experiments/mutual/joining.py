@@ -46,14 +46,20 @@ def joined_for_groups(
     with cluster.joined():
         resources = plan_groups(recipe, groups, cluster.nodes())
         labels = [None] if in_sweep else [group.node_labels for group in groups]
-        cluster.require_shared({"storage.runs": run}, read_by_groups(recipe), labels)
+        cluster.require_shared({"storage.runs": run}, read_by_groups(recipe, groups), labels)
         yield [*resources.per_worker]
 
 
-def read_by_groups(recipe: MutualRecipe) -> dict[str, Path]:
-    """Map recipe keys to the paths that actors read. Names of hub models are included, as paths that do not exist."""
-    backbones = {f"groups.{number}.backbone": Path(group.backbone) for number, group in enumerate(recipe.groups)}
-    cross = {n: group.cross_backbone for n, group in enumerate(recipe.groups) if group.cross_backbone is not None}
+def read_by_groups(recipe: MutualRecipe, groups: Sequence[GroupSection]) -> dict[str, Path]:
+    """Map recipe keys to the paths that actors read. Names of hub models are included, as paths that do not exist.
+
+    Args:
+        recipe: The recipe.
+        groups: Its groups that are not dropped.
+    """
+    numbered = {recipe.groups.index(group): group for group in groups}
+    backbones = {f"groups.{number}.backbone": Path(group.backbone) for number, group in numbered.items()}
+    cross = {n: group.cross_backbone for n, group in numbered.items() if group.cross_backbone is not None}
     data = {"evaluation.data": Path(recipe.evaluation.data)} if recipe.evaluation.data is not None else {}
     dev = {"evaluation.dev": Path(recipe.evaluation.dev)}
     return {**backbones, **{f"groups.{n}.cross_backbone": Path(name) for n, name in cross.items()}, **data, **dev}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distcse.data import BatchSampler, collate
 from distcse.device import to_device
@@ -60,12 +61,29 @@ class PairBatch(NamedTuple):
     """Index in the batch of each text, part after part."""
     seed: int
     """Dropout seed."""
+    recomputes: bool = False
+    """Recompute each part's activations in the backward pass (GradCache, Gao et al. 2021), so that only one part's are in memory.
+    Each part then has its own dropout seed."""
 
     def encode(self, encoder: nn.Module) -> Tensor:
         """Return the encoder's outputs for all texts, in the batch's order."""
-        with dropout_rng(self.seed, self.order.device):
-            outputs = torch.cat([part.encode(encoder) for part in self.parts])
+        if self.recomputes:
+            outputs = torch.cat([self._encode_part(encoder, number) for number in range(len(self.parts))])
+        else:
+            with dropout_rng(self.seed, self.order.device):
+                outputs = torch.cat([part.encode(encoder) for part in self.parts])
         return outputs[self.order.argsort()]
+
+    def _encode_part(self, encoder: nn.Module, number: int) -> Tensor:
+        def forward(part: Texts) -> Tensor:
+            with dropout_rng(dropout_seed(self.seed, 0, number), self.order.device):
+                return part.encode(encoder)
+
+        part = self.parts[number]
+        if number == len(self.parts) - 1:  # its backward pass comes first
+            return forward(part)
+        outputs: Tensor = checkpoint(forward, part, use_reentrant=False, preserve_rng_state=False)
+        return outputs
 
 
 class BiPairs(nn.Module):
@@ -101,10 +119,14 @@ def _batch(
     seed: int,
     device: torch.device,
     length_ratio: float,
+    passes: int,
 ) -> PairBatch:
     # On a GPU, one padded pass is faster than several small ones, and than one that skips padding.
     on_cpu = device.type == "cpu"
     parts = group_similar_lengths([len(row) for row in rows], length_ratio if on_cpu else 0.0)
+    if passes > 1:
+        size = -(-len(rows) // passes)
+        parts = [part[begin : begin + size] for part in parts for begin in range(0, len(part), size)]
     texts = []
     for part in parts:
         width = defaults_of(device).width_multiple, max_length
@@ -112,7 +134,8 @@ def _batch(
         part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0, False, *width)
         kind_ids = None if part_kinds is None else part_kinds.to(device).ids
         texts.append(Texts(tokens.ids, tokens.mask, tokens.token_index, kind_ids))
-    return PairBatch(texts, to_device(torch.tensor([index for part in parts for index in part]), device), seed)
+    order = to_device(torch.tensor([index for part in parts for index in part]), device)
+    return PairBatch(texts, order, seed, recomputes=passes > 1)
 
 
 class BiTokens:
@@ -132,7 +155,12 @@ class BiTokens:
         return len(self._first)
 
     def batch(
-        self, rows: NDArray[np.int64], seed: int, device: torch.device, length_ratio: float = MIN_LENGTH_RATIO
+        self,
+        rows: NDArray[np.int64],
+        seed: int,
+        device: torch.device,
+        length_ratio: float = MIN_LENGTH_RATIO,
+        passes: int = 1,
     ) -> PairBatch:
         """Collate the pairs at these rows.
 
@@ -141,9 +169,10 @@ class BiTokens:
             seed: Dropout seed.
             device: Device of the batch.
             length_ratio: Smallest ratio of the shortest to the longest text in a padded tensor; used on CPUs only.
+            passes: Number of forward passes into which the texts are split, with recomputed activations. Default: 1, none split.
         """
         sentences = [self._rows[sentence] for sentence in (*self._first[rows], *self._second[rows])]
-        return _batch(sentences, None, self._pad_id, self._max_length, seed, device, length_ratio)
+        return _batch(sentences, None, self._pad_id, self._max_length, seed, device, length_ratio, passes)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the labels of all rows, given the (n,) labels of the pairs."""
@@ -175,12 +204,17 @@ class CrossTokens:
         return len(self._rows)
 
     def batch(
-        self, rows: NDArray[np.int64], seed: int, device: torch.device, length_ratio: float = MIN_LENGTH_RATIO
+        self,
+        rows: NDArray[np.int64],
+        seed: int,
+        device: torch.device,
+        length_ratio: float = MIN_LENGTH_RATIO,
+        passes: int = 1,
     ) -> PairBatch:
         """Collate the pairs at these rows; see `BiTokens.batch`."""
         kinds = None if self._kinds is None else [self._kinds[row] for row in rows]
         texts = [self._rows[row] for row in rows]
-        return _batch(texts, kinds, self._pad_id, self._max_length, seed, device, length_ratio)
+        return _batch(texts, kinds, self._pad_id, self._max_length, seed, device, length_ratio, passes)
 
     def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the labels of all rows, given the (n,) labels of the pairs."""
@@ -208,6 +242,9 @@ class PairTask:
         rank: Rank of this worker.
         workers: Number of workers.
         dev_precision: Precision of the dev scores' forward passes.
+        passes: Number of forward passes of a step, each with a part of this worker's pairs. From two on, the backward pass
+            recomputes activations, so that memory shrinks with the number. The gradient differs from that of one pass by
+            rounding, and by its dropout masks. Default: 1.
     """
 
     evaluates_initial_model = False
@@ -226,12 +263,13 @@ class PairTask:
         rank: int = 0,
         workers: int = 1,
         dev_precision: str = "fp32",
+        passes: int = 1,
     ) -> None:
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
         self._labels = torch.from_numpy(tokens.labels(labels))
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
-        self._dev_precision = dev_precision
+        self._dev_precision, self._passes = dev_precision, passes
         self._dev, self._eval_steps, self._seed, self._rank = dev, eval_steps, seed, rank
         self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
@@ -245,7 +283,8 @@ class PairTask:
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs[PairBatch, Tensor]:
         rows, seed = self._rank_rows(step), dropout_seed(self._seed, step, self._rank)
         labels = self._labels[torch.from_numpy(rows)]
-        return StepInputs(self._tokens.batch(rows, seed, device, self._length_ratio), to_device(labels, device))
+        batch = self._tokens.batch(rows, seed, device, self._length_ratio, self._passes)
+        return StepInputs(batch, to_device(labels, device))
 
     def compute_loss(self, inputs: Tensor, output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(output, Tensor):

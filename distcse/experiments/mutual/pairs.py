@@ -123,7 +123,7 @@ def _mine(recipe: MutualRecipe, file: ArtifactStore, backend: Backend, reporter:
         mining_memory(recipe, corpus),
     )
     written = {"storage.runs": file.path.parent, "storage.cache": resolve_path(recipe.storage.cache)}
-    backend.run_on_devices([call], device_options(recipe, written), reporter)
+    backend.run_on_devices([call], device_options(recipe, recipe.groups, written), reporter)
 
 
 def sample_pairs(pairs: list[tuple[str, str]], recipe: MutualRecipe) -> Pairs:
@@ -149,12 +149,13 @@ def _files(recipe: MutualRecipe) -> list[Path]:
     if section.task is None:
         paths = [section.path] if isinstance(section.path, str) else section.path or []
         return [Path(path) for path in paths]
-    root = Path(str(recipe.evaluation.data)) / "pairs"
-    folder = root / section.task
-    files = sorted(file for file in folder.glob("*") if file.name.endswith(ENDINGS)) if folder.is_dir() else []
+    roots = [Path(str(recipe.evaluation.data)) / suite for suite in ("pairs", "sts")]
+    folder = next((root / section.task for root in roots if (root / section.task).is_dir()), roots[0] / section.task)
+    files = sorted(file for file in folder.glob("*") if file.name.endswith(ENDINGS))
     if not files:
-        available = ", ".join(sorted(entry.name for entry in root.glob("*") if entry.is_dir())) or "nothing"
+        available = {entry.name for root in roots for entry in root.glob("*") if entry.is_dir()}
         raise CorpusNotFoundError(
-            f"pairs.task is {section.task!r}, but {folder} has no table; choose another ({root} has {available})"
+            f"pairs.task is {section.task!r}, but {folder} has no table; choose another "
+            f"({roots[0].parent} has {', '.join(sorted(available)) or 'nothing'}), or make it (docs/how-to/task-pairs.md)"
         )
     return files

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from distcse.errors import ResumeMismatchError, RunRecordError
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.score_shards import ScoreShards
 from distcse.runs.lease import Lease
 from distcse.storage import open_store, sha256, storage_errors
 
@@ -77,7 +78,7 @@ class PhaseStore:
             self._write()
 
     def post(self, group: str, phase: Phase, scores: Scores, trained: PhaseResult | None) -> None:
-        """Record that a group has finished a phase, with its scores.
+        """Record that a group has finished a phase, with its scores, and delete their shards.
 
         Args:
             group: The group's name.
@@ -90,6 +91,7 @@ class PhaseStore:
             entry = {"sha256": self._write_scores(f"{phase.name}-{group}", scores), **training}
             self._state["posted"].setdefault(str(phase.number), {})[group] = entry
             self._write()
+        ScoreShards(self._store, group, phase).delete()
 
     def posted(self, phase: Phase) -> Mapping[str, Mapping[str, Any]]:
         """Return the groups that have finished a phase, with `dev`, `step` and `steps` of their training."""

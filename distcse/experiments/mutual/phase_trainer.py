@@ -1,4 +1,4 @@
-"""The work of one group in one phase: train a bi- or cross-encoder, and score the pairs with it."""
+"""Training of one group's bi- or cross-encoder in one phase."""
 
 from __future__ import annotations
 
@@ -10,26 +10,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.device import default_device
 from distcse.distributed import barrier, rank, world_size
-from distcse.errors import CheckpointError, NotFiniteError, OutOfMemoryError
-from distcse.evaluation.models import Progress
+from distcse.errors import CheckpointError, OutOfMemoryError
 from distcse.events import Reporter
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask, pair_model
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state, load_weights
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.trainer import train
-
-_PAIRS_PER_SLICE = 200_000
-"""Pairs that are scored together, which limits the vectors in memory. A repeated sentence is encoded once per slice."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,9 @@ class PhaseTrainer:
             )
         _ = self._dev
 
-    def train(self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter) -> PhaseResult | None:
+    def train(
+        self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter, passes: int = 1
+    ) -> PhaseResult | None:
         """Train the model of a phase, from its latest checkpoint if there is one.
 
         The folder of the phase then has the best model and `result.json`; its checkpoints are deleted.
@@ -107,6 +103,7 @@ class PhaseTrainer:
             phase: The phase; one that has already finished returns its result at once.
             labels: (n,) labels of the pairs.
             reporter: Receives the training's events.
+            passes: Forward passes per step; see `PairTask`. Default: one.
 
         Returns:
             The result; None if the run was asked to stop.
@@ -133,12 +130,15 @@ class PhaseTrainer:
             rank(),
             world_size(),
             decided(context.recipe.evaluation.precision),
+            passes,
         )
         checkpoints = CheckpointStore(folder, context.lease)
         try:
             result = train(task, context.section(kind), checkpoints, reporter, key=kind)
         except OutOfMemoryError as error:
-            raise OutOfMemoryError(f"group {context.group.name}, {phase.name}: {error}") from None
+            pairs = -(-task.rows // passes)
+            place = f"group {context.group.name}, {phase.name}, {pairs} pairs per forward pass"
+            raise OutOfMemoryError(f"{place}: {error}") from None
         if result.interrupted:
             return None
         if rank() == 0:
@@ -158,9 +158,9 @@ class PhaseTrainer:
     def _initial_model(self, phase: Phase) -> Encoder | CrossEncoder:
         """Load the model with which a phase starts: the previous phase's, or the group's. New weights use the phase's seed."""
         torch.manual_seed(self._context.seed(phase))
-        group, cross = self._context.group, self._context.recipe.cross
+        recipe, group = self._context.recipe, self._context.group
         previous = Phase(phase.number - 1)
-        is_sequential = self._context.recipe.mutual.initialization == "sequential" and previous.number > 0
+        is_sequential = recipe.mutual.initialization == "sequential" and previous.number > 0
         model = str(self._context.folder(previous) / "model")
         layers = None if is_sequential else group.named_layers
         if phase.kind == "bi":
@@ -172,62 +172,9 @@ class PhaseTrainer:
             converted = Encoder.from_section(group.model_copy(update={"backbone": model, "layers": None, **settings}))
             converted.head, converted.normalize = encoder.head, encoder.normalize
             return converted
-        source = model if is_sequential else group.cross_backbone or group.backbone
-        return CrossEncoder.fresh(
-            source, cross.max_length, layers, group.dropout, group.trust_remote_code, group.is_fast
-        )
-
-
-class PairScorer:
-    """Scores the run's pairs with the best model of a phase."""
-
-    def __init__(self, context: GroupContext) -> None:
-        self._context = context
-        self._pairs = Pairs.read(context.pairs_file)
-
-    def score(
-        self, phase: Phase, part: int = 0, parts: int = 1, on_progress: Progress | None = None
-    ) -> NDArray[np.float32]:
-        """Score one part of the pairs, in their order.
-
-        Args:
-            phase: The phase whose best model scores.
-            part: Index of the part.
-            parts: Number of parts.
-            on_progress: Called after each forward pass; an exception from it ends the scoring.
-
-        Returns:
-            One score per pair: raw cosines of a bi-encoder, or sigmoid outputs of a cross-encoder.
-
-        Raises:
-            NotFiniteError: A score is NaN or infinite.
-        """
-        model = self._model(phase).to(default_device())
-        precision = decided(self._context.recipe.mutual.precision)
-        use_mkldnn_linear(model, precision)
-        begin, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
-        scores = np.empty(end - begin, dtype=np.float32)
-        for offset in range(begin, end, _PAIRS_PER_SLICE):
-            pairs = self._pairs[offset : min(end, offset + _PAIRS_PER_SLICE)]
-            scorer = pair_model(model, precision, on_progress)
-            similarities = scorer.similarities(pairs.first, pairs.second)
-            scores[offset - begin : offset - begin + len(pairs)] = similarities
-        if not_finite := int((~np.isfinite(scores)).sum()):
-            group = self._context.group.name
-            raise NotFiniteError(
-                f"group {group}, {phase.name}: {not_finite:,} of {len(scores):,} scores are NaN or infinite; write "
-                "mutual.precision: fp32, or lower the learning rate"
-            )
-        return scores
-
-    def _model(self, phase: Phase) -> Encoder | CrossEncoder:
-        group = self._context.group
-        if not phase.number:
-            return Encoder.from_section(group)
-        folder = self._context.folder(phase) / "model"
-        if phase.kind == "cross":
-            return CrossEncoder.load(folder, None, group.trust_remote_code, group.is_fast)
-        return Encoder.load(folder, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
+        source = model if is_sequential else recipe.cross_start(group)
+        length, trusts_code = recipe.cross.max_length, group.trust_remote_code
+        return CrossEncoder.fresh(source, length, layers, group.dropout, trusts_code, group.is_fast)
 
 
 def _save_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int) -> None:

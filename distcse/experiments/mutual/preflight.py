@@ -61,7 +61,7 @@ def check_groups(
         _report(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
         Encoder.from_section(group)
-        source = group.cross_backbone or group.backbone
+        source = recipe.cross_start(group)
         length, layers = recipe.cross.max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
         _report(reporter, group.name, "both of its models load")

@@ -60,6 +60,7 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
             )
         )
     refuse_impossible(requests, nodes)
+    plan.require_room()
     return GroupResources(per_worker, plan)
 
 

@@ -43,7 +43,7 @@ class MutualResult:
     recipe: MutualRecipe
     directory: RunDirectory
     best: list[Best]
-    """The best models; empty if the run was interrupted."""
+    """The best models; empty if the run was interrupted before the last phase ended."""
     dropped: dict[str, str]
     """Groups that failed and were dropped, with the reason."""
     pairs: int
@@ -51,7 +51,7 @@ class MutualResult:
     interrupted: bool
     """Whether the run was asked to stop before its end."""
     evaluation: Evaluation | None
-    """Evaluation of initial and best models; None if the run was interrupted or has no labelled sets."""
+    """Evaluation of initial and best models, without those that a stop left out; None if nothing was measured."""
 
     @property
     def models(self) -> dict[str, Path]:
@@ -73,7 +73,7 @@ class MutualResult:
         group = next(group for group in self.recipe.groups if group.name == best.group)
         is_cross = best.kind == "cross"
         kind = "cross-encoder" if is_cross else "bi-encoder"
-        start = (group.cross_backbone or group.backbone) if is_cross else group.backbone
+        start = self.recipe.cross_start(group) if is_cross else group.backbone
         dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."
         return ModelCard(
             model=best.model,

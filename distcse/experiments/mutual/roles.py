@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
 from distcse.events import Reporter
 from distcse.experiments.devices import usable_devices
@@ -10,11 +12,15 @@ from distcse.experiments.mutual.resources import plan_groups
 from distcse.placement.cluster import Cluster
 from distcse.placement.devices import DeviceOptions
 from distcse.precision import Role, decide_precisions
-from distcse.recipe import MutualRecipe
+from distcse.recipe import GroupSection, MutualRecipe
 
 
 def with_precisions(
-    recipe: MutualRecipe, cluster: Cluster | None, reporter: Reporter, trial_gpus: float | None = None
+    recipe: MutualRecipe,
+    cluster: Cluster | None,
+    reporter: Reporter,
+    trial_gpus: float | None = None,
+    groups: Sequence[GroupSection] | None = None,
 ) -> MutualRecipe:
     """Return the recipe with every `precision: auto` decided, and report the choice.
 
@@ -25,14 +31,19 @@ def with_precisions(
         cluster: Its cluster; None if everything runs in this process.
         reporter: Receives the choice, and warnings of half precisions that are slow on a device.
         trial_gpus: GPUs of a sweep's trial, whose process runs all groups one after the other; None for a single run.
+        groups: The groups that are not dropped. Default: all.
     """
     sections = (recipe.bi, recipe.cross, recipe.mutual, recipe.evaluation)
     if all(section.precision == "fp32" for section in sections):
         return recipe
-    return decide_precisions(recipe, _roles_of(recipe, cluster, trial_gpus), reporter.emit)
+    return decide_precisions(
+        recipe, _roles_of(recipe, recipe.groups if groups is None else groups, cluster, trial_gpus), reporter.emit
+    )
 
 
-def _roles_of(recipe: MutualRecipe, cluster: Cluster | None, trial_gpus: float | None) -> list[Role]:
+def _roles_of(
+    recipe: MutualRecipe, groups: Sequence[GroupSection], cluster: Cluster | None, trial_gpus: float | None
+) -> list[Role]:
     """List both formulations, labels and evaluation with their devices. Waits for the cluster only if its devices matter."""
     if cluster is None:
         return roles_on(recipe, [local_speed()], [local_speed()])
@@ -42,16 +53,14 @@ def _roles_of(recipe: MutualRecipe, cluster: Cluster | None, trial_gpus: float |
         return roles_on(recipe, trials, [*trials, *usable_devices(options, speeds, cluster.nodes())])
     if cluster.is_one_cpu():
         return roles_on(recipe, [cpu_speed()], [cpu_speed()])
-    speeds = cluster.speeds()
-    groups = [
+    speeds, nodes = cluster.speeds(), cluster.nodes()
+    devices = [
         device
-        for group, gpus in zip(
-            recipe.groups, plan_groups(recipe, recipe.groups, cluster.nodes()).gpus.gpus, strict=True
-        )
+        for group, gpus in zip(groups, plan_groups(recipe, groups, nodes).gpus.gpus, strict=True)
         for device in speeds.of(group.node_labels, gpus)
     ]
-    final = usable_devices(device_options(recipe, {}), speeds, cluster.nodes())
-    return roles_on(recipe, groups, [*groups, *final])
+    final = usable_devices(device_options(recipe, groups, {}), speeds, nodes)
+    return roles_on(recipe, devices, [*devices, *final])
 
 
 def roles_on(recipe: MutualRecipe, groups: list[DeviceSpeed], evaluation: list[DeviceSpeed]) -> list[Role]:

@@ -34,7 +34,7 @@ class MutualTrials(Trials):
 
     @property
     def paths(self) -> SharedPaths:
-        return SharedPaths(read_by_groups(self._recipe))
+        return SharedPaths(read_by_groups(self._recipe, self._recipe.groups))
 
     @property
     def evaluation_precision(self) -> str:

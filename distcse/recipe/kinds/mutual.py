@@ -76,8 +76,8 @@ class PairsSection(Section):
     )
     """Names of the two columns."""
     task: Name | None = None
-    """Task whose pairs are used, test pairs included: all files of `pairs/TASK` in `evaluation.data`. This is transductive,
-    and reports mark it."""
+    """Task whose pairs are used, test pairs included: all files of `pairs/TASK` in `evaluation.data`, or of `sts/TASK` if there
+    is no such folder. This is transductive, and reports mark it."""
     mine: MiningSection | None = None
     """Mine pairs from raw text."""
     limit: Annotated[int, Field(ge=2)] | None = None
@@ -97,8 +97,8 @@ class GroupSection(TrainedSection):
     name: Name
     """Name of the group in folders, tables and messages."""
     cross_backbone: str | None = None
-    """Initial model of the cross-encoder; null is `backbone`. The paper uses the language model that the bi-encoder came
-    from."""
+    """Initial model of the cross-encoder with `mutual.initialization: refresh`; null is `backbone`. The paper uses the language
+    model that the bi-encoder came from."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this group's scores in the labels (with `combine: mean`)."""
     workers: Annotated[int, Field(ge=1)] = 1
@@ -171,7 +171,8 @@ class MutualSection(Section):
     cycles: Annotated[int, Field(ge=1)] = 3
     """Cycles of bi → cross → bi: 3 for STS, 5 for binary tasks."""
     initialization: Literal["refresh", "sequential"] = "refresh"
-    """Initial weights of each phase: `refresh` starts from the backbones, `sequential` from the previous phase."""
+    """Initial weights of each phase: `refresh` starts from the backbones, `sequential` from the previous phase's model, the
+    first cross-encoder from the bi-encoder `backbone` that computed the first labels."""
     combine: Literal["mean", "median", "trimmed_mean"] = "mean"
     """How the groups' scores of a pair become its label. Scores are raw cosines or sigmoid outputs, never logits."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
@@ -186,7 +187,11 @@ class MutualSection(Section):
     on_failure: Literal["stop", "drop"] = "stop"
     """What happens when a group cannot continue: `stop` ends the run, `drop` continues without the group and reports it."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Restarts of a group from its last checkpoint after losing a worker or a scorer."""
+    """Restarts within one phase: of a group's training from its last checkpoint after losing a worker, and of each part of its
+    scoring after losing a scorer."""
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
+    """Seconds without a heartbeat before a training worker or scorer counts as hung and is killed and restarted. Heartbeats are
+    sent during work, however long a step takes."""
 
 
 class MutualEvaluationSection(Section):
@@ -195,9 +200,10 @@ class MutualEvaluationSection(Section):
     data: str | None = None
     """Folder of labelled sets, in the layout of all recipes."""
     dev: str = "stsb"
-    """Score that selects the best checkpoint of a phase and the best cycle: `stsb` (STS-B dev in `data`); the name of a set
-    in `data` (`pairs/NAME/dev`); a file of labelled pairs (Spearman correlation with its column `score`, or area under the
-    ROC curve with its column `label`); or `none`, which takes the last one."""
+    """Score that selects the best checkpoint of a phase and the best cycle: `stsb` (STS-B dev in `data`), `sickr` (SICK-R
+    trial) or `stsb_sickr` (the mean of both); the name of another set in `data` (`pairs/NAME/dev`); a file of labelled pairs
+    (Spearman correlation with its column `score`, or area under the ROC curve with its column `label`); or `none`, which
+    takes the last one."""
     dev_is_test: bool = False
     """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     eval_steps: Annotated[int, Field(ge=1)] = 200
@@ -237,6 +243,7 @@ class MutualRecipe(BaseRecipe):
         "cross.log_every",
         "mutual.on_failure",
         "mutual.max_failures",
+        "mutual.heartbeat_timeout_s",
         "evaluation.final_suites",
         "resources",
         "storage.cache",
@@ -284,12 +291,16 @@ class MutualRecipe(BaseRecipe):
         backbones = [
             (name, group.trust_remote_code)
             for group in self.groups
-            for name in (group.backbone, group.cross_backbone)
-            if name
+            for name in dict.fromkeys((group.backbone, self.cross_start(group)))
         ]
         mine = self.pairs.mine
         corpus = None if mine is None else mine.corpus
         return RecipeInputs(backbones, corpus=corpus, pairs=self.pairs.path, labelled=self.evaluation.data)
+
+    def cross_start(self, group: GroupSection) -> str:
+        """Return the model from which a group's first cross-encoder starts (Trans-Encoder §5.2)."""
+        is_sequential = self.mutual.initialization == "sequential"
+        return group.backbone if is_sequential or group.cross_backbone is None else group.cross_backbone
 
     @property
     def model_folders(self) -> list[str]:

@@ -74,11 +74,11 @@ class DeepSpeedEngine:
         updates = torch.full((), float(self._updates), device=self.device)
         if self._stage:
             entries = self._gather_entries()
-            if rank() == 0:
-                return self._snapshots.take_each(entries, updates)
-            for _ in entries:  # take part in gathering
-                pass
-            return None
+            try:
+                return self._snapshots.take_each(entries, updates) if rank() == 0 else None
+            finally:
+                for _ in entries:  # take part in gathering, also after an error
+                    pass
         if rank() > 0:  # all ranks have the same state
             return None
         state, trained = self._optimizer.state, self._parameters.items() if self._updates else ()

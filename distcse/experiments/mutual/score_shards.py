@@ -1,0 +1,65 @@
+"""Scores of a phase that are complete before the phase is, kept so that a lost scorer or a resumed run computes only the rest.
+
+<run>/groups/bert/start/scores/0-10000.json    scores of the pairs 0 to 9,999
+"""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.errors import RunRecordError
+from distcse.experiments.mutual.phases import Phase
+from distcse.runs.lease import Lease
+from distcse.storage import ArtifactStore
+
+
+class ScoreShards:
+    """The stored shards of one group in one phase.
+
+    Args:
+        run: The run's directory.
+        group: The group's name.
+        phase: The phase.
+        lease: Lease on the directory, checked before each write; None only reads and deletes.
+    """
+
+    def __init__(self, run: ArtifactStore, group: str, phase: Phase, lease: Lease | None = None) -> None:
+        self._run, self._lease = run, lease
+        self._folder = f"groups/{group}/{phase.name}/scores"
+
+    def read(self, begin: int, end: int) -> NDArray[np.float32] | None:
+        """Read the scores of the pairs from `begin` to before `end`; None if they are not stored.
+
+        Raises:
+            RunRecordError: The file is damaged.
+        """
+        file = self._file(begin, end)
+        try:
+            content = self._run.read_json(file)
+        except (OSError, ValueError) as broken:
+            raise RunRecordError(
+                f"{self._run}/{file} cannot be read: {broken}; delete it and --resume to score its pairs again"
+            ) from None
+        return None if content is None else np.frombuffer(base64.b64decode(content["float32"]), dtype="<f4")
+
+    def write(self, begin: int, scores: NDArray[np.float32]) -> None:
+        """Store the (n,) scores of the pairs from `begin` on, unless a later start has taken over the run.
+
+        Raises:
+            RunTakenOverError: A later start has taken over the run.
+            StorageError: The file cannot be written.
+        """
+        if self._lease is not None:
+            self._lease.check()
+        content = base64.b64encode(scores.astype("<f4").tobytes()).decode()
+        self._run.write_json(self._file(begin, begin + len(scores)), {"float32": content})
+
+    def delete(self) -> None:
+        """Delete all shards of the phase."""
+        (self._run / self._folder).delete_all()
+
+    def _file(self, begin: int, end: int) -> str:
+        return f"{self._folder}/{begin}-{end}.json"

@@ -1,0 +1,138 @@
+"""Scoring of a run's pairs with the best model of a phase, in shards that are stored as they are completed."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.device import default_device, is_gpu
+from distcse.errors import NotFiniteError
+from distcse.evaluation.models import Progress
+from distcse.events import Reporter, StageProgress
+from distcse.experiments.mutual.pair_task import pair_model
+from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.score_shards import ScoreShards
+from distcse.models import CrossEncoder, Encoder
+from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.recipe import decided
+
+_PAIRS_PER_SHARD = {"cpu": 10_000, "gpu": 100_000}
+"""Pairs that are scored and stored together: seconds to minutes of work, next to milliseconds for a file or an upload. They also
+limit the vectors in memory. A repeated sentence is encoded once per shard."""
+_REPORT_S = 5.0
+"""Seconds between two reports of progress."""
+
+
+class PairScorer:
+    """Scores the run's pairs with the best model of a phase."""
+
+    def __init__(self, context: GroupContext) -> None:
+        self._context = context
+
+    def score(
+        self, phase: Phase, part: int = 0, parts: int = 1, on_progress: Progress | None = None
+    ) -> NDArray[np.float32]:
+        """Score one part of the pairs, in their order, except shards that are stored already.
+
+        Args:
+            phase: The phase whose best model scores.
+            part: Index of the part.
+            parts: Number of parts.
+            on_progress: Called after each forward pass and each stored shard with the number of scored pairs and that of the
+                part's pairs; an exception from it ends the scoring. Stored shards remain.
+
+        Returns:
+            One score per pair: raw cosines of a bi-encoder, or sigmoid outputs of a cross-encoder.
+
+        Raises:
+            NotFiniteError: A score is NaN or infinite.
+            RunRecordError: A stored shard is damaged.
+            RunTakenOverError: A later start has taken over the run.
+            StorageError: A shard cannot be written.
+        """
+        first, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
+        scores = np.empty(end - first, dtype=np.float32)
+        report = on_progress or (lambda done, total: None)
+        report(0, len(scores))
+        context = self._context
+        shards = ScoreShards(context.run, context.group.name, phase, context.lease)
+        size = _PAIRS_PER_SHARD["gpu" if is_gpu(default_device()) else "cpu"]
+        model: Encoder | CrossEncoder | None = None
+        for begin in range(first, end, size):
+            stop = min(end, begin + size)
+            shard = shards.read(begin, stop)
+            if shard is None:
+                model = model or self._model(phase)
+                shard = self._score(model, phase, self._pairs[begin:stop], _in_part(report, begin - first, len(scores)))
+                shards.write(begin, shard)
+            scores[begin - first : stop - first] = shard
+            report(stop - first, len(scores))
+        return scores
+
+    def _score(
+        self, model: Encoder | CrossEncoder, phase: Phase, pairs: Pairs, on_progress: Progress
+    ) -> NDArray[np.float32]:
+        def before_the_last(done: int, total: int) -> None:  # the shard is stored first
+            if done < total:
+                on_progress(len(pairs) * done // total, len(pairs))
+
+        scorer = pair_model(model, decided(self._context.recipe.mutual.precision), before_the_last)
+        scores = scorer.similarities(pairs.first, pairs.second).astype(np.float32)
+        if not_finite := int((~np.isfinite(scores)).sum()):
+            group = self._context.group.name
+            raise NotFiniteError(
+                f"group {group}, {phase.name}: {not_finite:,} of {len(scores):,} scores are NaN or infinite; write "
+                "mutual.precision: fp32, or lower the learning rate"
+            )
+        return scores
+
+    @cached_property
+    def _pairs(self) -> Pairs:
+        # Not in the constructor: reading can hang, and an actor has no heartbeat before its constructor returns.
+        return Pairs.read(self._context.pairs_file)
+
+    def _model(self, phase: Phase) -> Encoder | CrossEncoder:
+        group = self._context.group
+        folder = self._context.folder(phase) / "model"
+        model: Encoder | CrossEncoder
+        if not phase.number:
+            model = Encoder.from_section(group)
+        elif phase.kind == "cross":
+            model = CrossEncoder.load(folder, None, group.trust_remote_code, group.is_fast)
+        else:
+            model = Encoder.load(folder, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
+        model = model.to(default_device())
+        use_mkldnn_linear(model, decided(self._context.recipe.mutual.precision))
+        return model
+
+
+class ScoringProgress:
+    """Reports the number of scored pairs, at most every five seconds.
+
+    Args:
+        reporter: Receives a `StageProgress`.
+    """
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._due_at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a report is due."""
+        return time.monotonic() >= self._due_at
+
+    def report(self, done: int, total: int | None) -> None:
+        """Report `done` of `total` pairs; None if the total is unknown."""
+        self._due_at = time.monotonic() + _REPORT_S
+        self._reporter.emit(StageProgress("scoring", done, total, "pairs"))
+
+
+def _in_part(report: Progress, before: int, total: int) -> Progress:
+    """Return a progress function of a shard's pairs that reports the part's: `before` are those of earlier shards."""
+    return lambda done, _: report(before + done, total)

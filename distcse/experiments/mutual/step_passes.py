@@ -1,0 +1,60 @@
+"""The number of forward passes into which a group's training steps are split where the device has too little memory for one."""
+
+from __future__ import annotations
+
+from distcse.errors import OutOfMemoryError, RunRecordError
+from distcse.events import LogMessage, Reporter
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.phases import Kind, Phase
+
+
+class StepPasses:
+    """Passes per step for each formulation, kept in the run's folder, so that a resumed run does not run out of memory again.
+
+    Args:
+        context: The group's part of the run.
+        workers: Number of training workers.
+
+    Raises:
+        RunRecordError: The stored numbers are damaged.
+    """
+
+    def __init__(self, context: GroupContext, workers: int) -> None:
+        self._context, self._workers = context, workers
+        self._run, self._file = context.run, f"memory/{context.group.name}.json"
+        try:
+            self._passes: dict[str, int] = self._run.read_json(self._file) or {}
+        except (OSError, ValueError) as broken:
+            raise RunRecordError(
+                f"{self._run}/{self._file} cannot be read: {broken}; delete it, and --resume"
+            ) from None
+
+    def of(self, kind: Kind) -> int:
+        """Return the number of passes per training step of a formulation."""
+        return self._passes.get(kind, 1)
+
+    def double(self, phase: Phase, problem: OutOfMemoryError, reporter: Reporter) -> None:
+        """Halve the pairs per pass after a phase ran out of memory, and report it.
+
+        Args:
+            phase: The phase.
+            problem: Its error.
+            reporter: Receives a warning.
+
+        Raises:
+            OutOfMemoryError: A pass had one pair only.
+        """
+        passes = 2 * self.of(phase.kind)
+        pairs = self._context.section(phase.kind).batch_size // self._workers
+        if passes > pairs:
+            raise problem
+        self._passes[phase.kind] = passes
+        self._context.lease.check()
+        self._run.write_json(self._file, self._passes)
+        reporter.emit(
+            LogMessage(
+                f"out of memory in {phase.name}; continuing from the last checkpoint with at most {-(-pairs // passes)} of a "
+                f"worker's {pairs} pairs per forward pass: the same batches, one more forward pass",
+                warning=True,
+            )
+        )

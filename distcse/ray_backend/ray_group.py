@@ -1,0 +1,295 @@
+"""A group on Ray: a placement group of training workers, each with a scorer that shares its resources."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from distcse.errors import DistcseError, OutOfMemoryError, ProcessLostError, RunError, WorkersLostError, WorkFailedError
+from distcse.events import LogMessage, Reporter
+from distcse.experiments.mutual.label_exchange import RunEnded
+from distcse.experiments.mutual.phase_store import Scores
+from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.scoring import ScoringProgress
+from distcse.experiments.mutual.step_passes import StepPasses
+from distcse.placement.resources import format_resources
+from distcse.ray_backend.cluster import worker_environment
+from distcse.ray_backend.event_channel import EventChannel, unique_name
+from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
+from distcse.ray_backend.heartbeat import CONCURRENCY, HeartbeatMonitor
+from distcse.recipe import GroupSection
+
+_POLL_S = 0.2
+_LOSS_DETECTION_S = 15
+"""Seconds within which Ray reports the loss of an actor."""
+_WAIT_WARNING_S = 30
+"""Seconds of waiting for resources after which a group warns."""
+
+
+class RayGroup:
+    """A group of Ray actors (see `Group`). Lost and hanging actors are replaced.
+
+    Args:
+        context: The group's part of the run.
+        reporter: Receives the group's events.
+        resources: CPUs and GPUs of one worker, which its scorer uses while it does not train.
+    """
+
+    def __init__(self, context: GroupContext, reporter: Reporter, resources: Mapping[str, float]) -> None:
+        self.name = context.group.name
+        self._context, self._reporter, self._resources = context, reporter, dict(resources)
+        self._losses: Counter[tuple[Phase, str]] = Counter()
+        self._closed = False
+        self._passes = StepPasses(context, context.group.workers)
+        self._placement_group: PlacementGroup = _reserve(context.group, self._resources)
+        self._trainers: list[Any] = []
+        self._scorers: list[Any] = []
+        self._monitor = HeartbeatMonitor(
+            context.recipe.mutual.heartbeat_timeout_s,
+            lambda text: reporter.emit(LogMessage(text, warning=True)),
+            key="mutual.heartbeat_timeout_s",
+        )
+        self._monitor.__enter__()
+
+    def prepare(self, phase: Phase) -> None:
+        # Not awaited, so its errors are lost: training prepares again, and raises them.
+        self._retry(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
+
+    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
+        reference = ray.put(labels)
+        while True:
+            try:
+                trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, reference))
+                return trained
+            except OutOfMemoryError as problem:
+                self._passes.double(phase, problem, self._reporter)
+            self._trainers = self._end(self._trainers)  # the others wait for the one that failed
+
+    def score(self, phase: Phase) -> Scores:
+        scores: Scores = self._retry(phase, lambda: self._score(phase))
+        return scores
+
+    def close(self) -> None:
+        self._closed = True
+        self._monitor.__exit__()
+        self._end_all()
+        remove_placement_group(self._placement_group)
+
+    def _train(self, phase: Phase, labels: Any) -> PhaseResult | None:
+        # Preparing takes minutes with many pairs, and hears no stop request: this waits for it, and does.
+        self._get([trainer.prepare.remote(phase) for trainer in self._trainers])
+        channel = EventChannel(f"{self._context.run.name}-{self.name}")
+        try:
+            options, passes = {"name": f"train {self.name} {phase.name}"}, self._passes.of(phase.kind)
+            tasks = [
+                trainer.train.options(**options).remote(phase, labels, channel.actor, passes)
+                for trainer in self._trainers
+            ]
+            waiting = tasks
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
+                channel.relay(self._reporter)
+                try:
+                    ray.get(done)  # raises early: when a worker is lost, the others wait for it or fail
+                except RayTaskError as failed:
+                    raise _find_lost_actor(tasks, failed) or failed from None
+            trained: PhaseResult | None = ray.get(tasks[0])
+            return trained
+        finally:
+            channel.close()
+
+    def _score(self, phase: Phase) -> Scores:
+        """Score the parts of the pairs, one per scorer. A lost scorer is replaced and repeats its part alone."""
+        parts = len(self._scorers)
+        running = {self._begin_part(phase, part): part for part in range(parts)}
+        scores: dict[int, Scores] = {}
+        progress, counter = ScoringProgress(self._reporter), PairsCounter(self._scorers)
+        while running:
+            ready, _ = ray.wait([*running], num_returns=1, timeout=_POLL_S)
+            for task in ready:
+                part = running.pop(task)
+                try:
+                    scores[part] = ray.get(task)
+                except RayTaskError:
+                    raise
+                except RayError as lost:
+                    self._count_loss(phase, f"scorer {part}", lost)
+                    self._reporter.emit(
+                        LogMessage(f"lost a scorer in {phase.name}; another one repeats its part of the pairs", True)
+                    )
+                    self._replace_scorer(part)
+                    running[self._begin_part(phase, part)] = part
+            if running and (self._closed or self._reporter.stop_requested()):
+                raise RunEnded
+            if progress.is_due:
+                progress.report(*counter.count({part: len(part_scores) for part, part_scores in scores.items()}))
+        all_scores = np.concatenate([scores[part] for part in range(parts)])
+        progress.report(len(all_scores), len(all_scores))
+        return all_scores
+
+    def _begin_part(self, phase: Phase, part: int) -> Any:
+        options = {"name": f"score {self.name} {phase.name}"}
+        return self._scorers[part].score.options(**options).remote(phase, part, len(self._scorers))
+
+    def _get(self, tasks: Sequence[Any]) -> list[Any]:
+        """Wait for the results of actor tasks.
+
+        Raises:
+            RunEnded: The run was asked to stop. Closing the group ends the tasks.
+        """
+        waiting = list(tasks)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
+            ray.get(done)  # raise the first failure now: the other actors may wait for the one that failed
+            if waiting and (self._closed or self._reporter.stop_requested()):
+                raise RunEnded
+        return list(ray.get(list(tasks)))
+
+    def _retry(self, phase: Phase, work: Any) -> Any:
+        """Call `work`, and repeat it with new actors when one is lost.
+
+        Raises:
+            RunEnded: The run was asked to stop before or during `work`.
+            DistcseError: An error of the user's, from an actor.
+            WorkFailedError: An unexpected exception in an actor.
+            WorkersLostError: Actors were lost more often than mutual.max_failures allows.
+            ProcessLostError: The group was closed during `work`.
+        """
+        while True:
+            if self._reporter.stop_requested():
+                raise RunEnded
+            try:
+                self._start_actors()
+                return work()
+            except RayTaskError as failed:
+                cause = failed.cause
+                raise cause if isinstance(cause, DistcseError) else _work_failed(self.name, phase, failed) from failed
+            except RayError as lost:  # an actor was killed or out of memory, or its node or a result was lost
+                self._count_loss(phase, "a worker", lost)
+                self._end_all()
+                self._reporter.emit(
+                    LogMessage(f"lost a worker in {phase.name}; restarting from the last checkpoint", True)
+                )
+
+    def _count_loss(self, phase: Phase, actor: str, lost: RayError) -> None:
+        """Count a loss.
+
+        Args:
+            phase: The phase in which it happened.
+            actor: What was lost: `a worker`, or a scorer by its part.
+            lost: Ray's error.
+
+        Raises:
+            WorkersLostError: It was lost more often in this phase than mutual.max_failures allows.
+            ProcessLostError: The group was closed.
+        """
+        if self._closed:
+            raise ProcessLostError(f"group {self.name} was closed in {phase.name}") from lost
+        self._losses[phase, actor] += 1
+        if (times := self._losses[phase, actor]) > self._context.recipe.mutual.max_failures:
+            raise WorkersLostError(
+                f"group {self.name} lost {actor} {times} times in {phase.name}, the last time because of: "
+                f"{str(lost).splitlines()[0]}; resume from the last checkpoint with --resume"
+            ) from lost
+
+    def _start_actors(self) -> None:
+        """Start the trainers and scorers that are not running, and join the trainers into a process group."""
+        if self._trainers and self._scorers:
+            return
+        number = self._context.group.workers
+        self._wait_for_resources(number)
+        if not self._scorers:
+            self._scorers = [self._start(ScoringActor, part, self._context) for part in range(number)]
+        if not self._trainers:
+            self._trainers = [self._start(TrainingActor, rank, self._context, rank, number) for rank in range(number)]
+            (address,) = self._get([self._trainers[0].address.remote()])
+            self._get([trainer.join.remote(address) for trainer in self._trainers])
+
+    def _start(self, kind: type[GroupActor], bundle: int, *arguments: Any) -> Any:
+        """Start an actor in a bundle of the placement group, and monitor it."""
+        cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0.0)
+        role = "trainer" if kind is TrainingActor else "scorer"
+        # A loss must be noticed, because the others of a process group fail with it: Ray restarts no actor.
+        actor = (
+            ray.remote(**CONCURRENCY)(kind)
+            .options(
+                name=f"{role}-{unique_name(f'{self._context.run.name}-{self.name}')}-{bundle}",
+                num_cpus=cpus if kind is TrainingActor else 0,
+                num_gpus=gpus / 2,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement_group, placement_group_bundle_index=bundle
+                ),
+                runtime_env={"env_vars": worker_environment(gpus)},
+            )
+            .remote(*arguments, cpus, gpus)
+        )
+        self._monitor.add(f"{role} {bundle} of group {self.name}", actor)
+        return actor
+
+    def _replace_scorer(self, part: int) -> None:
+        self._end([self._scorers[part]])
+        self._wait_for_resources(1)  # its node may be lost, and the bundle waits for another
+        self._scorers[part] = self._start(ScoringActor, part, self._context)
+
+    def _wait_for_resources(self, workers: int) -> None:
+        """Wait for the placement group without a timeout, because a cluster may grow; warn after a while.
+
+        Raises:
+            RunEnded: The run was asked to stop.
+        """
+        ready, waited = self._placement_group.ready(), 0.0
+        while not ray.wait([ready], timeout=1)[0]:
+            if self._closed or self._reporter.stop_requested():
+                raise RunEnded
+            waited += 1
+            if waited == _WAIT_WARNING_S:
+                needed = format_resources(self._resources)
+                warning = (
+                    f"waiting for nodes with room for {workers} workers of {needed} each; "
+                    "ray: false runs the groups one after the other"
+                )
+                self._reporter.emit(LogMessage(warning, warning=True))
+        ray.get(ready)
+
+    def _end(self, actors: Sequence[Any]) -> list[Any]:
+        """Kill actors; return the empty list of those that remain."""
+        for actor in actors:
+            self._monitor.remove(actor)
+            ray.kill(actor)
+        return []
+
+    def _end_all(self) -> None:
+        self._trainers, self._scorers = self._end(self._trainers), self._end(self._scorers)
+
+
+def _reserve(group: GroupSection, resources: Mapping[str, float]) -> PlacementGroup:
+    """Request a placement group with one bundle per worker."""
+    labels = [group.node_labels] * group.workers if group.node_labels else None
+    return placement_group([dict(resources)] * group.workers, strategy="PACK", bundle_label_selector=labels)
+
+
+def _find_lost_actor(tasks: Sequence[Any], failed: RayTaskError) -> RayActorError | None:
+    """Return the loss of another worker that made a collective operation fail; None if no worker was lost."""
+    if len(tasks) == 1 or isinstance(failed.cause, DistcseError):
+        return None
+    ray.wait(list(tasks), num_returns=len(tasks), timeout=_LOSS_DETECTION_S)
+    for task in tasks:
+        try:
+            ray.get(task, timeout=0)
+        except RayActorError as lost:
+            return lost
+        except (RayError, TimeoutError):
+            continue
+    return None
+
+
+def _work_failed(group: str, phase: Phase, failed: RayTaskError) -> RunError:
+    return WorkFailedError(f"group {group} failed in {phase.name}: {str(failed).strip().splitlines()[-1]}")

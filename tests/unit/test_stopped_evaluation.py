@@ -1,0 +1,219 @@
+"""A stop request in a final evaluation: measured models are stored and summarized, and a resumed run measures the others."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+import distcse
+from distcse.command import INTERRUPTED
+from distcse.evaluation import Evaluation, ModelInfo, ModelResults, RecordedScores
+from distcse.evaluation.encoding import decode_result, encode_result
+from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, ReportedEstimate, SpearmanOf
+from distcse.evaluation.tasks import TaskResult
+from distcse.events import Event, LogMessage, Reporter, StageProgress
+from distcse.experiments.backend import DeviceCall
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.mutual.experiment import MutualDistillation
+from distcse.placement.devices import DeviceOptions
+from distcse.recipe import MutualRecipe, Recipe
+from distcse.train import main
+from tests.backends import run_mutual
+from tests.pairs import make_mutual_recipe
+
+MakeRecipe = Callable[..., Recipe]
+T = TypeVar("T")
+
+SHORT = ("training.max_steps=2", "evaluation.eval_steps=2")
+
+
+class StopAt:
+    """Listener that requests a stop when the evaluation of a model starts."""
+
+    def __init__(self, model: str) -> None:
+        self.events: list[Event] = []
+        self._model = model
+
+    def listen(self, event: Event) -> None:
+        self.events.append(event)
+
+    def stop_requested(self) -> bool:
+        return self._model in measured_in(self.events)
+
+    @property
+    def left_out(self) -> list[str]:
+        return [e.text for e in self.events if isinstance(e, LogMessage) and e.warning and "stopped before" in e.text]
+
+
+def measured_in(events: list[Event]) -> list[str]:
+    """Return the names of the models whose evaluation began."""
+    of_sets = (e.name for e in events if isinstance(e, StageProgress) and e.unit.startswith("sets"))
+    return list(dict.fromkeys(of_sets))
+
+
+def values_of(evaluation: Evaluation) -> list[object]:
+    return [(score.suite, score.set, score.measure, score.values, score.comparisons) for score in evaluation.scores]
+
+
+@pytest.mark.slow
+def test_a_students_evaluation_continues_after_a_stop(recipe_with: MakeRecipe, labelled: Path) -> None:
+    recipe = recipe_with(
+        *SHORT, f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts, agreement]"
+    )
+    undisturbed = distcse.run(recipe, listen=lambda event: None).result.evaluation
+    stop = StopAt("student")
+    stopped = distcse.run(recipe, listen=stop.listen, stop_requested=stop.stop_requested)
+    assert stopped.interrupted and stopped.model.is_dir() and (stopped.model / "README.md").is_file()
+    assert stopped.scores is not None and undisturbed is not None
+    stored = Evaluation.read(stopped.directory / "evaluation.json")
+    assert [model.name for model in stored.models] == ["start"] and {score.suite for score in stored.scores} == {"sts"}
+    assert [line.partition(": ")[0] for line in stored.missing[-3:]] == [
+        "evaluation of the student",
+        "evaluation of teacher 0",
+        "evaluation of teacher 1",
+    ]
+    (line,) = stop.left_out
+    assert "evaluation of the student, evaluation of teacher 0, evaluation of teacher 1; continue with --resume" in line
+    assert "evaluation of teacher 1: stopped" in (stopped.directory / "report.md").read_text()
+
+    later: list[Event] = []
+    done = distcse.resume(stopped.directory, listen=later.append)
+    assert not done.interrupted and measured_in(later) == ["student", "teacher 0", "teacher 1"]
+    assert done.result.evaluation is not None
+    assert values_of(done.result.evaluation) == values_of(undisturbed)
+    assert not (done.directory / "evaluation").exists()
+
+
+@pytest.mark.parametrize("model", ["start", "student"])
+def test_a_stop_before_there_is_a_score_leaves_all_out(recipe_with: MakeRecipe, labelled: Path, model: str) -> None:
+    """In the first of several sets, and where the only score, the agreement, needs all teachers."""
+    with_sets = [f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts]"]
+    recipe, stop = recipe_with(*SHORT, *(with_sets if model == "start" else [])), StopAt(model)
+    stopped = distcse.run(recipe, listen=stop.listen, stop_requested=stop.stop_requested)
+    assert stopped.interrupted and stopped.scores is None and len(stop.left_out) == 1
+    done = distcse.resume(stopped.directory, listen=lambda event: None)
+    assert not done.interrupted and done.scores is not None
+
+
+def test_damaged_results_are_measured_again(recipe_with: MakeRecipe) -> None:
+    stop = StopAt("teacher 0")
+    stopped = distcse.run(recipe_with(*SHORT), listen=stop.listen, stop_requested=stop.stop_requested)
+    files = sorted((stopped.directory / "evaluation").iterdir())
+    assert len(files) == 3
+    content = json.loads(files[0].read_text())
+    content["result"]["tuple"][1] = 1.5
+    files[0].write_text(json.dumps(content))
+    later: list[Event] = []
+    done = distcse.resume(stopped.directory, listen=later.append)
+    assert not done.interrupted and len(measured_in(later)) == 2
+    (warning,) = (event for event in later if isinstance(event, LogMessage) and event.warning)
+    assert "checksum" in warning.text and "measured again" in warning.text
+
+
+def test_the_command_prints_what_was_measured_and_exits_as_stopped(
+    recipe_with: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_with(*SHORT)
+    stop = StopAt("teacher 0")
+    monkeypatch.setattr("distcse.train.StopOnSignal.stop_requested", lambda self: stop.stop_requested())
+    monkeypatch.setattr("distcse.report.progress.QuietView.show", lambda self, event: stop.listen(event))
+    assert main([str(tmp_path / "recipe.yaml"), "--quiet"]) == INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "model   " in printed and "resume  python -m distcse.train --resume" in printed
+
+
+@pytest.fixture
+def groups(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path) -> MutualRecipe:
+    return make_mutual_recipe(
+        tmp_path,
+        {"bert": tiny("bert"), "roberta": tiny("roberta")},
+        sentences,
+        f"evaluation.data={labelled}",
+        "evaluation.final_suites=[sts]",
+        "mutual.cycles=1",
+    )
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_groups_continues_after_a_stop(groups: MutualRecipe) -> None:
+    undisturbed = run_mutual(groups, Reporter())
+    stop = StopAt("roberta cross")
+    stopped = run_mutual(groups, Reporter(stop.listen, stop.stop_requested))
+    assert stopped.interrupted and len(stopped.best) == 4 and len(stop.left_out) == 1
+    assert stopped.evaluation is not None
+    names = [model.name for model in stopped.evaluation.models]
+    assert "bi ensemble" in names and "bert cross" in names and "cross ensemble" not in names
+    later: list[Event] = []
+    done = run_mutual(groups, Reporter(later.append), stopped.directory)
+    assert not done.interrupted and done.evaluation is not None and undisturbed.evaluation is not None
+    assert measured_in(later)[0] == "roberta cross" and "bert bi" not in measured_in(later)
+    assert values_of(done.evaluation) == values_of(undisturbed.evaluation)
+
+
+def results() -> Iterator[object]:
+    scores = {
+        "mean": MeanOf(np.array([0.1, 1 / 3]), "pairs"),
+        "spearman": SpearmanOf(np.array([0.1, 0.7], np.float32), np.array([1.0, 2.0]), "pairs"),
+        "area": AucOf(np.array([0.1, 0.7]), np.array([0, 1]), "pairs"),
+        "fixed": Fixed(-1.25),
+        "average": AverageOf([Fixed(1.0), ReportedEstimate(2.0, MeanOf(np.array([True, False]), "hits", 1.0))]),
+    }
+    info = ModelInfo("student", "here", "bi-encoder", "mean", 32, 5, 0.1, {"sts/STS-B": 0.5})
+    details = {"vectors": np.eye(3, dtype=np.float32), "bins": [1, 2.5, None], "count": np.int64(3)}
+    yield ModelResults(info, "cpu", {("sts", "STS-B"): TaskResult(scores, details)}, None)
+    yield RecordedScores({("one", "other"): 0.1})
+
+
+def test_results_are_stored_exactly() -> None:
+    for result in results():
+        stored = json.loads(json.dumps(encode_result(result)))
+        assert encode_result(decode_result(stored)) == stored
+        assert type(decode_result(stored)) is type(result)
+    stored = decode_result(json.loads(json.dumps(encode_result(next(iter(results()))))))
+    found = stored.results["sts", "STS-B"]
+    assert found.scores["mean"].value == next(iter(results())).results["sts", "STS-B"].scores["mean"].value  # type: ignore[attr-defined]
+    assert found.scores["average"].parts[1].exact.values.dtype == bool
+    assert np.array_equal(found.details["vectors"], np.eye(3)) and found.details["vectors"].dtype == np.float32
+    with pytest.raises(TypeError, match="Reporter"):
+        encode_result({"reporter": Reporter()})
+
+
+_SHARED: list[object] = []
+
+
+def shared_value(number: int) -> object:
+    return _SHARED[number]
+
+
+class MeasuringBackend(LocalBackend):
+    """Pickles functions as a cluster would, with references to shared values, and records their sizes in bytes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def share(self, value: T) -> Callable[[], T]:
+        _SHARED.append(value)
+        return partial(shared_value, len(_SHARED) - 1)  # type: ignore[return-value]
+
+    def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
+        if calls[0].name.startswith("evaluation"):
+            self.sizes += [len(pickle.dumps(call.function)) for call in calls]
+        return super().run_on_devices(calls, options, reporter)
+
+
+@pytest.mark.slow
+def test_test_sets_are_sent_once(recipe_with: MakeRecipe, groups: MutualRecipe, labelled: Path) -> None:
+    recipe = recipe_with(*SHORT, f"evaluation.data={labelled}", "evaluation.dev=agreement")
+    for experiment, count in ((Distillation(recipe), 4), (MutualDistillation(groups), 6)):
+        backend = MeasuringBackend()
+        result = experiment.run(backend, Reporter())
+        assert not result.interrupted and len(backend.sizes) == count
+        assert max(backend.sizes) < len(pickle.dumps(_SHARED.pop())) / 5
