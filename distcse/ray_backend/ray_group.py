@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -52,12 +53,13 @@ class RayGroup:
         self._placement_group: PlacementGroup = _reserve(context.group, self._resources)
         self._trainers: list[Any] = []
         self._scorers: list[Any] = []
-        self._monitor = HeartbeatMonitor(
+        monitor = HeartbeatMonitor(
             context.recipe.mutual.heartbeat_timeout_s,
             lambda text: reporter.emit(LogMessage(text, warning=True)),
             key="mutual.heartbeat_timeout_s",
         )
-        self._monitor.__enter__()
+        self._monitoring = ExitStack()
+        self._monitor = self._monitoring.enter_context(monitor)
 
     def prepare(self, phase: Phase) -> None:
         # Not awaited, so its errors are lost: training prepares again, and raises them.
@@ -79,7 +81,7 @@ class RayGroup:
 
     def close(self) -> None:
         self._closed = True
-        self._monitor.__exit__()
+        self._monitoring.close()
         self._end_all()
         remove_placement_group(self._placement_group)
 
