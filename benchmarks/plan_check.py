@@ -130,8 +130,8 @@ def planned(recipe: Recipe) -> dict[str, Any]:
     """This machine measured, and what a plan makes of it."""
     from distcse.planning.lengths import read_lengths
     from distcse.planning.machines import parse_cluster
-    from distcse.planning.opening import calibrate_for, open_cluster
     from distcse.planning.plan import StudentPlan
+    from distcse.planning.planner import calibrate_for, open_cluster
     from distcse.planning.student import StudentRun
 
     here = parse_cluster("local")
@@ -153,7 +153,7 @@ def trained(recipe: Recipe) -> dict[str, Any]:
 
     from distcse.experiments.distillation.preparation import PreparedCorpus
     from distcse.experiments.local_backend import LocalBackend
-    from distcse.planning.probe import anonymous_bytes
+    from distcse.planning.calibration import anonymous_bytes
     from distcse.runs.directory import RunDirectory
 
     torch.set_num_threads(1)

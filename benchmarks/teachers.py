@@ -41,7 +41,7 @@ from distcse.losses import list_mle
 from distcse.models import Encoder, resolve_model
 from distcse.models.batching import by_length
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
-from distcse.planning.probe import anonymous_bytes
+from distcse.planning.calibration import anonymous_bytes
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity

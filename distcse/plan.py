@@ -29,8 +29,7 @@ def _main(options: argparse.Namespace) -> int:
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
     # Torch and transformers take seconds to import; report a mistake in recipe or cluster first.
-    from distcse.planning.opening import calibrate_for, open_cluster, with_precisions
-    from distcse.planning.registry import planner_of
+    from distcse.planning.planner import calibrate_for, open_cluster, planner_of, with_precisions
     from distcse.report.terminal import print_lines
     from distcse.runs.directory import require_lasting
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -111,14 +110,14 @@ def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
     if corpus.path is None and corpus.docstrings is None:
         why = "the recipe names no text" if corpus.dataset is None else f"data set {corpus.dataset} is not opened"
         return [], corpus.limit if corpus.dataset is not None else None, why
+    sampled, count, thin = [], 0, 1
+    limit = min(corpus.limit or _READ_AT_MOST, _READ_AT_MOST)
     try:
-        sampled, count, thin = [], 0, 1
-        limit = min(corpus.limit or _READ_AT_MOST, _READ_AT_MOST)
-        for text in islice(_sentences(corpus), limit):
+        for text in islice((row for row in source_rows(corpus) if row is not None), limit):
             if count % thin == 0:
                 sampled.append(text)
-                if len(sampled) == _THIN:
-                    sampled, thin = sampled[::2], 2 * thin
+            if len(sampled) == _THIN:
+                sampled, thin = sampled[::2], 2 * thin
             count += 1
     except DistcseError as error:
         return [], None, f"the text cannot be read ({error})"
@@ -126,10 +125,6 @@ def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
     more = count == _READ_AT_MOST and corpus.limit != _READ_AT_MOST
     why = f"read up to row {count:,}: give --corpus-rows if there are more" if more else ""
     return [sampled[index] for index in chosen], count, why
-
-
-def _sentences(corpus: CorpusSection) -> Iterator[str]:
-    return (row for row in source_rows(corpus) if row is not None)
 
 
 def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, str]:

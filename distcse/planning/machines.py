@@ -20,7 +20,7 @@ GPU_LAUNCH = 9e-6
 STEP_HOST = 1.9e-3
 """Seconds of a step for which the host is busy besides its launches: collation, noise, mixing of lists; measured on a CPU.
 A step that is recorded as a graph takes the host only this long."""
-FORWARD_HOST_SHARE = 0.3
+_FORWARD_HOST_SHARE = 0.3
 """Operator calls of a forward pass without gradient, as a fraction of a training step's."""
 
 
@@ -28,14 +28,12 @@ FORWARD_HOST_SHARE = 0.3
 class Factors:
     """Measured time of a pass over the time that the machine's rates predict; 1 is an exact prediction."""
 
-    linear: float
-    """For the layers' linear maps and the elementwise operations around them."""
-    attention: float
-    """For attention's matrix products and softmax, which grow with the length."""
-    embedding: float
-    """For the embeddings."""
+    first: float
+    """For the first layer, with embeddings and pooling."""
+    further: float
+    """For further layers."""
     host: float
-    """Seconds for the host to launch one layer, whatever the batch."""
+    """Seconds for a CPU to launch one layer, whatever the batch."""
 
 
 @dataclass(frozen=True)
@@ -53,52 +51,42 @@ class Machine:
     """Bytes on the device."""
     link: float
     """Bytes per second to another device of its node, one way."""
-    layer_host: float
-    """Seconds for a CPU to launch one layer's training step; 0 on a GPU, whose launches are counted."""
     source: str
     """Where the rates come from, for the plan's assumptions."""
     launch: float = 0.0
     """Seconds for the host to launch one operation on a GPU."""
     host_memory: float = 128 * GIB
     """Host memory in bytes per worker."""
+    optimizer: float = 0.0
+    """Bytes per second of AdamW and gradient clipping; 0 means `bandwidth`."""
+    process: float = 0.45 * GIB
+    """Bytes of a process after its imports."""
+    factors: Mapping[str, Factors] = field(default_factory=dict)
+    """By `factor_key`; empty without a calibration."""
     host_matmul: float = 1.4e11
     """FLOP/s of the host thread that serves similarity lists."""
     table_read: float = 8e8
     """Bytes per second at which rows of an embedding table are gathered, converted to fp32 and normalized."""
     sort: float = 7e7
     """Numbers per second that one thread ranks."""
-    optimizer: float = 0.0
-    """Bytes per second of AdamW and gradient clipping; 0 means `bandwidth`."""
     tokenise: float = 12_000.0
     """Sentences per second that one thread tokenizes."""
     disk: float = 2e8
     """Bytes per second written and synced."""
-    process: float = 0.45 * GIB
-    """Bytes of a process after its imports."""
-    activation_share: float = 1.0
-    """Measured over estimated activation memory of a training step."""
-    factors: Mapping[str, Factors] = field(default_factory=dict)
-    """By `factor_key`; empty without a calibration."""
-    threads: int = 1
 
     def rate(self, precision: str) -> float:
         """Return the FLOP/s in a precision; fp16 counts as bf16, and a precision without hardware units as fp32."""
-        return self.matmul.get(precision) or self.matmul.get(
-            "bf16" if precision == "fp16" else "fp32", self.matmul["fp32"]
-        )
+        others = {"fp16": self.matmul.get("bf16")}
+        return self.matmul.get(precision) or others.get(precision) or self.matmul["fp32"]
 
     def factors_of(self, training: bool, precision: str, dropout: bool, width: int) -> tuple[Factors, bool]:
         """Return the factors of a pass, and whether they were measured for this width rather than the nearest one or assumed."""
-        key = factor_key(training, precision, dropout, width)
-        if key in self.factors:
-            return self.factors[key], True
-        kind = key.rsplit("/", 1)[0]
-        by_width = {
-            int(other.rsplit("/", 1)[1]): found for other, found in self.factors.items() if other.startswith(f"{kind}/")
-        }
-        if by_width:
-            return by_width[min(by_width, key=lambda other: abs(other - width))], False
-        return Factors(1.0, 1.0, 1.0, self.layer_host * (1.0 if training else FORWARD_HOST_SHARE)), False
+        kind, _, _ = factor_key(training, precision, dropout, width).rpartition("/")
+        widths = [int(key.rpartition("/")[2]) for key in self.factors if key.startswith(f"{kind}/")]
+        if widths:
+            nearest = min(widths, key=lambda other: abs(other - width))
+            return self.factors[f"{kind}/{nearest}"], nearest == width
+        return Factors(1.0, 1.0, _CPU_LAYER_HOST * (1.0 if training else _FORWARD_HOST_SHARE)), False
 
 
 def factor_key(training: bool, precision: str, dropout: bool, width: int) -> str:
@@ -115,17 +103,8 @@ def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, lin
         f"{NOT_MEASURED}; assumed: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s, "
         f"{GPU_LAUNCH * 1e6:g} µs of the host per launch"
     )
-    return Machine(
-        name,
-        "gpu",
-        matmul,
-        bandwidth * 1e9 * BANDWIDTH_SHARE,
-        memory * GIB,
-        link * 1e9 * BANDWIDTH_SHARE,
-        0.0,
-        source,
-        GPU_LAUNCH,
-    )
+    share = 1e9 * BANDWIDTH_SHARE
+    return Machine(name, "gpu", matmul, bandwidth * share, memory * GIB, link * share, source, GPU_LAUNCH)
 
 
 GPUS = {
@@ -184,10 +163,8 @@ def builtin_cpu(threads: int, memory: float, bf16_speedup: float | None = None) 
         bandwidth=_CPU_BANDWIDTH * min(threads, 2),
         memory=memory,
         link=2e9,
-        layer_host=_CPU_LAYER_HOST,
         source="built-in constants of another CPU, not of this one: run with --calibrate on the machine itself",
         host_memory=memory,
-        threads=threads,
     )
 
 
@@ -210,10 +187,12 @@ class Cluster:
         return self.nodes * self.per_node
 
 
+Form = tuple[int, int, str]
+"""(nodes, devices per node, kind of device), from `parse_cluster`."""
 _FORM = re.compile(r"^(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][A-Za-z0-9-]*)$")
 
 
-def parse_cluster(text: str) -> tuple[int, int, str]:
+def parse_cluster(text: str) -> Form:
     """Parse the value of `--cluster` into (nodes, devices per node, kind of device).
 
     `2x8xH100-80G` is (2, 8, "H100-80G"), `8xL4-24G` one node, `3xcpu` three machines like this one, `local` this machine.

@@ -1,4 +1,4 @@
-"""Estimates the bytes that workers exchange in a step, and how long the transfer takes."""
+"""Estimates the bytes that workers exchange in a step, and how long training waits for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distcse.planning.machines import Cluster
 from distcse.recipe import LoopSection
 from distcse.trainer.engines.gradient_buckets import BUCKET_BYTES
 
-BACKWARD_SHARE = 2 / 3
+_BACKWARD_SHARE = 2 / 3
 """Share of a step that its backward pass takes: two of three FLOPs."""
 _LATENCY = 2e-5
 """Seconds per hop of a collective; assumed for NCCL between nodes."""
@@ -22,9 +22,9 @@ class Traffic:
 
     gradients: float
     """See `gradient_bytes`."""
-    views: float
+    views: float = 0.0
     """Both views of the global batch: all-gathered, and their gradients all-reduced."""
-    lists: float
+    lists: float = 0.0
     """The teachers' similarity lists that it receives from servers."""
     vectors: float = 0.0
     """The teachers' vectors of the global batch: all-gathered in fp16, where workers compute the lists."""
@@ -52,26 +52,6 @@ def gradient_bytes(numbers: float, workers: int, training: LoopSection) -> float
     return passes * (workers - 1) / workers * 4.0 * numbers
 
 
-def step_traffic(
-    gradients: float, width: int, rows: float, columns: float, workers: int, teachers: int, gathered: float = 0.0
-) -> Traffic:
-    """Return the bytes that a worker moves in a step. Views are fp32, exchanged with ring collectives.
-
-    Args:
-        gradients: Bytes of the gradients, from `gradient_bytes`.
-        width: d, dimension of a sentence vector.
-        rows: R, sentences of this worker.
-        columns: L, length of its similarity lists.
-        workers: W.
-        teachers: Teachers whose servers send lists over the network.
-        gathered: Sum of the dimensions of the teachers whose vectors workers gather. Default: none.
-    """
-    ring = (workers - 1) / workers
-    both_views = 2 * rows * workers * width * 4.0
-    lists = teachers * rows * columns * 4.0 if workers > 1 else 0.0
-    return Traffic(gradients, (ring + 2 * ring) * both_views, lists, ring * rows * workers * gathered * 2.0)
-
-
 def transfer_seconds(traffic: Traffic, workers: int, cluster: Cluster) -> float:
     """Return the seconds of a step's collectives and lists, one after the other and after the backward pass.
 
@@ -80,27 +60,34 @@ def transfer_seconds(traffic: Traffic, workers: int, cluster: Cluster) -> float:
     """
     if workers == 1:
         return 0.0
-    slowest = _slowest(workers, cluster)
     hops = 3 * 2 * math.ceil(math.log2(workers)) * _LATENCY
     served = traffic.lists * min(workers, cluster.per_node) / cluster.network
-    return (traffic.gradients + traffic.views + traffic.vectors) / slowest + served + hops
+    return (traffic.total - traffic.lists) / _slowest(workers, cluster) + served + hops
 
 
 def hidden_seconds(traffic: Traffic, workers: int, cluster: Cluster, backward: float) -> float:
-    """Return the seconds of `transfer_seconds` during which the backward pass still computes.
+    """Return the seconds of `transfer_seconds` during which the backward pass, of `backward` seconds, still computes.
 
     On GPUs, gradients are sent in buckets as the backward pass completes them. The last bucket is sent after it.
-
-    Args:
-        traffic: Bytes that a worker moves in a step.
-        workers: Number of workers.
-        cluster: Where they run.
-        backward: Seconds of the backward pass.
     """
     if workers == 1 or cluster.machine.kind != "gpu" or not GPU.overlaps_reduction:
         return 0.0
     early = traffic.gradients - 2 * (workers - 1) / workers * BUCKET_BYTES
     return min(backward, max(0.0, early) / _slowest(workers, cluster))
+
+
+def waited_seconds(traffic: Traffic, workers: int, cluster: Cluster, computed: float, accumulation: int) -> float:
+    """Return the seconds for which a step waits for transfers, after those that the backward pass hides.
+
+    Args:
+        traffic: Bytes that a worker moves in a step.
+        workers: Number of workers.
+        cluster: Where they run.
+        computed: Seconds of the step without transfers.
+        accumulation: Batches per update, of which the last one's backward pass hides the transfer.
+    """
+    backward = _BACKWARD_SHARE * computed / accumulation
+    return transfer_seconds(traffic, workers, cluster) - hidden_seconds(traffic, workers, cluster, backward)
 
 
 def _slowest(workers: int, cluster: Cluster) -> float:

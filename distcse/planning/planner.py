@@ -1,26 +1,35 @@
-"""The interface of a planner, which estimates the cost of a kind of run, and what planners have in common."""
+"""Plans a recipe: which machines, how many threads, which passes to measure, and the estimate of its kind of run."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from distcse import host
-from distcse.planning.calibration import PassKind
-from distcse.planning.machines import Cluster
-from distcse.planning.shapes import Shape, read_shape
-from distcse.recipe import BaseRecipe, TrainedSection
+from distcse.device import DeviceSpeed, local_speed
+from distcse.errors import CommandLineError
+from distcse.experiments.registry import experiment_of
+from distcse.planning.calibration import PassKind, calibrate, this_machine
+from distcse.planning.groups import MutualPlan
+from distcse.planning.lengths import read_lengths
+from distcse.planning.machines import GPUS, Cluster, Form
+from distcse.planning.plan import StudentPlan
+from distcse.planning.report import mutual_lines, scaling_lines, student_lines
+from distcse.planning.scaling import scaling
+from distcse.planning.shapes import read_shape
+from distcse.planning.student import StudentRun
+from distcse.precision import decide_precisions
+from distcse.recipe import BaseRecipe, EncoderSection, MutualRecipe, Recipe, TrainedSection
+from distcse.storage import resolve_path
+from distcse.teachers.kinds import kind_of
 
 R = TypeVar("R", bound=BaseRecipe)
-Form = tuple[int, int, str]
-"""(nodes, devices per node, kind of device), from `parse_cluster`."""
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """The cost of a recipe on a cluster."""
 
     lines: Sequence[str]
@@ -32,11 +41,7 @@ class Estimate:
 
 
 class Planner(ABC, Generic[R]):
-    """Estimates the cost of one kind of run. Subclasses are listed in `distcse.planning.registry`.
-
-    Args:
-        recipe: The recipe to plan.
-    """
+    """Estimates the cost of one kind of run. `PLANNERS` lists the subclasses."""
 
     def __init__(self, recipe: R) -> None:
         self.recipe = recipe
@@ -47,11 +52,7 @@ class Planner(ABC, Generic[R]):
 
     @abstractmethod
     def workers_on_this_machine(self, threads: int) -> int:
-        """Return how many workers run at once if the run stays on this machine.
-
-        Args:
-            threads: Threads of one worker.
-        """
+        """Return how many workers with this many threads run at once if the run stays on this machine."""
 
     @abstractmethod
     def pass_kinds(self) -> list[PassKind]:
@@ -59,30 +60,130 @@ class Planner(ABC, Generic[R]):
 
     @abstractmethod
     def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
-        """Estimate time, memory, disk and network.
-
-        Args:
-            cluster: The machines, with the recipe's precisions decided for them.
-            rows: Sentences or pairs to plan for; None counts those of the recipe's text.
-            device_counts: Numbers of devices for a table of scaling; empty for no table.
-        """
+        """Estimate time, memory, disk and network, for N = `rows` sentences or pairs, and scaling over numbers of devices."""
 
 
-def trained_kinds(section: TrainedSection, precision: str, scored: str) -> list[PassKind]:
-    """Return the passes of a trained encoder: with and without gradients.
+class StudentPlanner(Planner[Recipe]):
+    """Plans the training of one student (see `Planner`)."""
+
+    def threads(self, form: Form) -> int:
+        training = self.recipe.training
+        if form[2] == "local" and training.workers == 0:  # torch's default
+            limit = os.environ.get("OMP_NUM_THREADS", "")
+            return int(limit) if limit.isdigit() and int(limit) else host.cpus()
+        return _share_of_cpus(training.cpus_per_worker, training.workers, form)
+
+    def workers_on_this_machine(self, threads: int) -> int:
+        return max(1, self.recipe.training.workers)
+
+    def pass_kinds(self) -> list[PassKind]:
+        recipe = self.recipe
+        precision = recipe.training.precision
+        found = _trained_kinds(recipe.student, precision, recipe.evaluation.precision)
+        for section in recipe.teachers.encoders:
+            teacher = kind_of(section, only_local=True)
+            if teacher.is_model:
+                found.append(PassKind(read_shape(section), False, teacher.precision, False, section.max_length or 128))
+        for model in [model for loss in recipe.objective.active_terms.values() for model in loss.models.values()]:
+            shape = read_shape(EncoderSection(backbone=model).with_switch(recipe.student.is_fast))
+            found.append(PassKind(shape, False, precision, False, recipe.student.max_length or 128))
+        return found
+
+    def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
+        run = StudentRun.of(self.recipe, read_lengths(self.recipe.corpus, self.recipe.student, rows))
+        plan, scaled = StudentPlan.of(run, cluster), scaling(run, cluster, list(device_counts))
+        described = [
+            {**vars(row), **{name: {**vars(part), "seconds": part.seconds} for name, part in parts.items()}}
+            for row, parts in ((row, {"strong": row.strong, "weak": row.weak}) for row in scaled)
+        ]
+        lines = student_lines(plan) + (scaling_lines(scaled, cluster.machine.name) if scaled else [])
+        return Estimate(lines, {**plan.described, "scaling": described}, plan.problems)
+
+
+class MutualPlanner(Planner[MutualRecipe]):
+    """Plans the training of a mutual distillation's groups (see `Planner`)."""
+
+    def threads(self, form: Form) -> int:
+        groups = self.recipe.groups
+        workers = sum(group.workers for group in groups) if self.recipe.ray else 1
+        return _share_of_cpus(groups[0].cpus_per_worker, workers, form)
+
+    def workers_on_this_machine(self, threads: int) -> int:
+        return max(1, host.cpus() // threads)
+
+    def pass_kinds(self) -> list[PassKind]:
+        trained, scored = self.recipe.bi.precision, self.recipe.mutual.precision
+        return [kind for group in self.recipe.groups for kind in _trained_kinds(group, trained, scored)]
+
+    def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
+        if device_counts:
+            raise CommandLineError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
+        plan = MutualPlan.of(self.recipe, cluster, rows)
+        return Estimate(mutual_lines(plan), plan.described, plan.problems)
+
+
+PLANNERS: dict[type[BaseRecipe], type[Planner[Any]]] = {Recipe: StudentPlanner, MutualRecipe: MutualPlanner}
+"""The planner of each class of recipes."""
+
+
+def planner_of(recipe: BaseRecipe) -> Planner[Any]:
+    """Return the planner of a recipe.
+
+    Raises:
+        CommandLineError: There is none for its kind of run.
+    """
+    planner_class = PLANNERS.get(type(recipe))
+    if planner_class is None:
+        name = experiment_of(recipe).name
+        raise CommandLineError(f"there is no planner for {name}; run it on a small part of its data, and measure")
+    return planner_class(recipe)
+
+
+def open_cluster(spec: str, form: Form, recipe: BaseRecipe, network: float) -> Cluster:
+    """Return the cluster that the user described, with data-sheet rates or with this machine's calibrated rates.
 
     Args:
-        section: The encoder.
-        precision: Precision of its training.
-        scored: Precision of its passes without gradients.
+        spec: The value of `--cluster`.
+        form: (nodes, devices per node, kind of device), from `parse_cluster`.
+        recipe: Gives the workers per machine and the cache folder.
+        network: Bytes per second in and out of a node.
     """
-    shape = read_shape(section)
-    longest = section.max_length or 128
-    trained = PassKind(shape, True, precision, _has_dropout(section, shape), longest)
-    return [trained, PassKind(shape, False, scored, False, longest)]
+    nodes, per_node, kind = form
+    if kind in GPUS:
+        return Cluster(spec, nodes, per_node, GPUS[kind], network)
+    planner = planner_of(recipe)
+    threads = planner.threads(form)
+    if kind == "local":
+        per_node = planner.workers_on_this_machine(threads)
+    return Cluster(spec, nodes, per_node, this_machine(resolve_path(recipe.storage.cache), threads), network)
 
 
-def share_of_cpus(per_worker: float | None, workers: int, form: Form) -> int:
+def with_precisions(recipe: BaseRecipe, form: Form) -> BaseRecipe:
+    """Return the recipe with every `precision: auto` decided as a run on such machines would decide it."""
+    sheet = GPUS.get(form[2])
+    supported = frozenset({"fp16"} | ({"bf16"} if sheet is not None and "bf16" in sheet.matmul else set()))
+    devices = [local_speed() if sheet is None else DeviceSpeed(sheet.name, "gpu", supported, {})]
+    return decide_precisions(recipe, experiment_of(recipe).precision_roles(devices), lambda event: None)
+
+
+def calibrate_for(recipe: BaseRecipe, form: Form) -> Path:
+    """Measure a recipe's passes on this machine, for a cluster of machines like it.
+
+    Returns:
+        The calibration file (see `calibrate`).
+    """
+    planner = planner_of(recipe)
+    return calibrate(planner.pass_kinds(), resolve_path(recipe.storage.cache), planner.threads(form))
+
+
+def _trained_kinds(section: TrainedSection, precision: str, scored: str) -> list[PassKind]:
+    """Return the passes of a trained encoder: in training, and without gradients in another precision."""
+    shape, longest = read_shape(section), section.max_length or 128
+    dropout = shape.dropout if section.dropout is None else section.dropout
+    return [PassKind(shape, True, precision, dropout > 0, longest), PassKind(shape, False, scored, False, longest)]
+
+
+def _share_of_cpus(per_worker: float | None, workers: int, form: Form) -> int:
     """Return the threads of one worker: its CPUs if the recipe sets them, or an even share of the machine's.
 
     Args:
@@ -90,17 +191,6 @@ def share_of_cpus(per_worker: float | None, workers: int, form: Form) -> int:
         workers: Workers that share this machine; on another one, each device has a worker.
         form: The cluster.
     """
-    if per_worker is not None:
-        return max(1, int(per_worker))
     _, per_node, kind = form
-    return max(1, host.cpus() // max(1, workers if kind == "local" else per_node))
-
-
-def default_threads() -> int:
-    """Return the number of threads that torch uses by default."""
-    limit = os.environ.get("OMP_NUM_THREADS", "")
-    return int(limit) if limit.isdigit() and int(limit) else host.cpus()
-
-
-def _has_dropout(section: TrainedSection, shape: Shape) -> bool:
-    return (shape.dropout if section.dropout is None else section.dropout) > 0
+    share = host.cpus() // max(1, workers if kind == "local" else per_node)
+    return max(1, int(share if per_worker is None else per_worker))

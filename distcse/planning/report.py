@@ -9,6 +9,7 @@ from distcse.planning.machines import Cluster
 from distcse.planning.memory import WorkerMemory
 from distcse.planning.plan import StudentPlan
 from distcse.planning.scaling import ScalingRow
+from distcse.planning.shapes import Shape
 
 _NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evaluation, other load on the machines"
 
@@ -57,8 +58,9 @@ def student_lines(plan: StudentPlan) -> list[str]:
     return [
         *lines,
         "",
-        *_assumptions(plan.cluster, [run.lengths.source, *_shapes(plan), *_measured(plan)]),
-        *_verdict(plan),
+        *_assumptions(plan.cluster, [run.lengths.source, *_measured(plan)], _shapes(plan)),
+        *(f"advice     {line}" for line in plan.advice),
+        *(f"IMPOSSIBLE {problem}" for problem in plan.problems),
     ]
 
 
@@ -68,7 +70,7 @@ def mutual_lines(plan: MutualPlan) -> list[str]:
     lines = [
         f"{plan.recipe.name} on {plan.cluster.spec}: {_machines(plan.cluster)}",
         "",
-        f"{plan.pairs:,} pairs, {plan.recipe.mutual.cycles} cycles, {len(plan.groups)} groups {how}",
+        f"{plan.pairs:,} pairs, {plan.recipe.mutual.cycles} cycles, {len(plan.shapes)} groups {how}",
         "",
         f"{'phase':<16}{'group':<12}{'steps':>8}{'training':>12}{'scoring':>12}{'PFLOP':>10}   binds",
     ]
@@ -81,11 +83,11 @@ def mutual_lines(plan: MutualPlan) -> list[str]:
     lines += [f"{'all':<16}{'':<12}{'':>8}{span(plan.seconds):>12}", ""]
     if plan.side_by_side:
         lines.append(f"idle       {plan.idle:.0%} of the groups' time: a phase ends with its slowest group")
-    for group in plan.groups:
-        sizes = ", ".join(f"{kind} {_bytes(plan.memory(group, kind).total)}" for kind in ("bi", "cross"))
-        lines.append(f"memory     {group.section.name}: {sizes} per worker, including its scorer")
-    shapes = [f"shape of {g.bi.name} from {g.bi.source}" for g in plan.groups if g.bi.source != "config.json"]
-    lines += ["", *_assumptions(plan.cluster, [plan.lengths.source, *shapes, "mining and dev scores are not counted"])]
+    for name, kinds in plan.memories.items():
+        sizes = ", ".join(f"{kind} {_bytes(memory.total)}" for kind, memory in sorted(kinds.items()))
+        lines.append(f"memory     {name}: {sizes} per worker, including its scorer")
+    notes = [plan.lengths.source, "mining and dev scores are not counted"]
+    lines += ["", *_assumptions(plan.cluster, notes, [shape for shapes in plan.shapes for shape in shapes.values()])]
     return [*lines, *(f"IMPOSSIBLE {problem}" for problem in plan.problems)]
 
 
@@ -97,7 +99,7 @@ def scaling_lines(rows: Sequence[ScalingRow], machine: str) -> list[str]:
     )
     lines = [
         "",
-        f"on more of {machine} (simulated; left: the recipe's batch over the workers, right: the recipe's batch on each of them)",
+        f"on more of {machine} (left: the recipe's batch over the workers, right: the recipe's batch on each of them)",
         head,
     ]
     for row in rows:
@@ -123,23 +125,26 @@ def span(seconds: float) -> str:
 
 
 def _memory_lines(memories: Sequence[WorkerMemory], chosen: int, available: float) -> list[str]:
-    head = (
-        f"{'memory':<11}{'weights':>10}{'gradients':>11}{'moments':>10}{'copies':>10}{'frozen':>10}{'activations':>13}"
-    )
-    lines = [f"{head}{'process':>10}{'total':>11}   of {_bytes(available)}"]
+    columns = {
+        "weights": 10,
+        "gradients": 11,
+        "moments": 10,
+        "copies": 10,
+        "frozen": 10,
+        "activations": 13,
+        "process": 10,
+    }
+    head = f"{'memory':<11}" + "".join(f"{name:>{width}}" for name, width in {**columns, "total": 11}.items())
+    lines = [f"{head}   of {_bytes(available)}"]
     for memory in memories:
-        held = memory.states
-        parts = (held.weights, held.gradients, held.moments, held.copies, memory.frozen)
-        widths = (10, 11, 10, 10, 10)
-        line = f"{'ZeRO ' + str(memory.stage):<11}" + "".join(
-            f"{_bytes(part):>{width}}" for part, width in zip(parts, widths, strict=True)
-        )
-        line += f"{_bytes(memory.activations):>13}{_bytes(memory.process):>10}{_bytes(memory.total):>11}"
+        sizes = memory.described
+        parts = (f"{_bytes(sizes[name]):>{width}}" for name, width in {**columns, "total": 11}.items())
+        line = f"{f'ZeRO {memory.stage}':<11}" + "".join(parts)
         lines.append(line + ("   this recipe" if memory.stage == chosen else ""))
     return lines
 
 
-def _assumptions(cluster: Cluster, others: Sequence[str]) -> list[str]:
+def _assumptions(cluster: Cluster, others: Sequence[str], shapes: Sequence[Shape]) -> list[str]:
     machine = cluster.machine
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in sorted(machine.matmul.items()))
     found = [
@@ -156,37 +161,27 @@ def _assumptions(cluster: Cluster, others: Sequence[str]) -> list[str]:
         else "collectives do not overlap with the backward pass",
         "rings for bytes, trees with 20 µs per hop for latency",
         *others,
+        *dict.fromkeys(
+            f"shape of {shape.name} from {shape.source}" for shape in shapes if shape.source != "config.json"
+        ),
         _NOT_COUNTED,
     ]
     return [f"assumes    {line}" for line in found]
 
 
 def _measured(plan: StudentPlan) -> list[str]:
-    machine, missing = plan.cluster.machine, []
-    if not machine.factors:
-        return []
-    passes = plan.run.passes(plan.batch / plan.workers)
-    for work in passes:
-        if not machine.factors_of(work.training, work.precision, work.dropout, work.shape.width)[1]:
-            missing.append(f"width {work.shape.width} in {work.precision}")
-    return (
-        [f"passes of {', '.join(dict.fromkeys(missing))} were not measured, only others: run with --calibrate"]
-        if missing
-        else []
+    machine = plan.cluster.machine
+    missing = dict.fromkeys(
+        f"width {work.shape.width} in {work.precision}"
+        for work in plan.run.passes(plan.batch / plan.workers)
+        if machine.factors and not machine.factors_of(work.training, work.precision, work.dropout, work.shape.width)[1]
     )
+    return [f"passes of {', '.join(missing)} were not measured, only others: run with --calibrate"] if missing else []
 
 
-def _shapes(plan: StudentPlan) -> list[str]:
-    shapes = [plan.run.student, *(teacher.shape for teacher in plan.run.teachers if teacher.shape), plan.run.generator]
-    lines = dict.fromkeys(
-        f"shape of {shape.name} from {shape.source}" for shape in shapes if shape and shape.source != "config.json"
-    )
-    return list(lines)
-
-
-def _verdict(plan: StudentPlan) -> list[str]:
-    lines = [f"advice     {line}" for line in plan.advice]
-    return [*lines, *(f"IMPOSSIBLE {problem}" for problem in plan.problems)]
+def _shapes(plan: StudentPlan) -> list[Shape]:
+    shapes = [plan.run.student, *(teacher.shape for teacher in plan.run.teachers), plan.run.generator]
+    return [shape for shape in shapes if shape is not None]
 
 
 def _machines(cluster: Cluster) -> str:
@@ -198,24 +193,22 @@ def _machines(cluster: Cluster) -> str:
 def _teacher(plan: StudentPlan, number: int) -> str:
     teacher = plan.run.teachers[number]
     if teacher.shape is None:
-        return f"{teacher.name}, {teacher.kind.location}"
+        return f"{teacher.kind.section.backbone}, {teacher.kind.location}"
     shape = teacher.shape
     size = f"{shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
-    return f"{teacher.name}, {size}, {teacher.kind.precision}, {teacher.work}"
+    return f"{shape.name}, {size}, {teacher.kind.precision}, {teacher.work}"
 
 
 def _count(number: float) -> str:
-    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if number >= unit:
-            return f"{number / unit:,.2f} {name}"
-    return f"{number:,.0f}"
+    return next(
+        (f"{number / 10**power:,.2f} {name}" for power, name in ((12, "T"), (9, "G"), (6, "M")) if number >= 10**power),
+        f"{number:,.0f}",
+    )
 
 
 def _bytes(size: float) -> str:
-    for unit, name in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:,.3g} {name}"
-    return f"{size:.0f} B"
+    units = ((15, "PB"), (12, "TB"), (9, "GB"), (6, "MB"), (3, "kB"))
+    return next((f"{size / 10**power:,.3g} {name}" for power, name in units if size >= 10**power), f"{size:.0f} B")
 
 
 def _ms(seconds: float) -> str:

@@ -1,136 +1,142 @@
-"""Reads the shape of a backbone from its config.json, without reading or downloading weights."""
+"""Reads what determines an encoder's cost from its config.json, without reading or downloading weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from distcse.compat.torch import fake_tensors
 from distcse.errors import EncoderError, ModelLoadError
-from distcse.models import resolve_model
+from distcse.models import Encoder, resolve_model
 from distcse.models.attention import takes_prepared_mask
+from distcse.models.factorized_embeddings import factorize_embeddings
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import has_known_layers
+from distcse.models.fast.switch import forbid_shortcuts
+from distcse.models.head import Dense, DenseShape, Normalize
+from distcse.models.layers import keep_layers, layers_of
+from distcse.models.loading import dropouts, load_tokenizer, model_class, set_dropout
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.models.source import is_hub_id
 from distcse.models.st_format import Layout, read_layout
-from distcse.recipe import EncoderSection, StudentSection, TrainedSection
+from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
 _FILES = ["config.json"]
-
+_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
     # Part of a hub name -> model type and published sizes: BERT (Devlin et al. 2019, §3), RoBERTa (Liu et al. 2019),
     # DistilBERT (Sanh et al. 2019), MiniLM (Wang et al. 2020). The config classes' defaults are the base models' sizes.
-    "distilroberta-base": (
-        "roberta",
-        {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "num_hidden_layers": 6},
-    ),
+    "distilroberta-base": ("roberta", {**_ROBERTA, "num_hidden_layers": 6}),
     "distilbert-base-uncased": ("distilbert", {}),
     "unsup-promptbert": ("bert", {}),
     "minilm-l6": ("bert", {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}),
     "bert-base-uncased": ("bert", {}),
-    "bert-large-uncased": (
-        "bert",
-        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
-    ),
-    "roberta-base": ("roberta", {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}),
-    "roberta-large": (
-        "roberta",
-        {
-            "vocab_size": 50265,
-            "max_position_embeddings": 514,
-            "type_vocab_size": 1,
-            "hidden_size": 1024,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "intermediate_size": 4096,
-        },
-    ),
+    "bert-large-uncased": ("bert", _LARGE),
+    "roberta-base": ("roberta", _ROBERTA),
+    "roberta-large": ("roberta", {**_ROBERTA, **_LARGE}),
 }
 
 
 @dataclass(frozen=True)
+class Blueprint:
+    """What an encoder is built from, without weights."""
+
+    config_class: Any
+    config: str
+    """The backbone's transformers config, as JSON."""
+    pooling: Pooling = "mean"
+    modules: tuple[DenseShape | None, ...] = ()
+    """Modules after pooling; None represents `Normalize`."""
+    embedding_size: int | None = None
+    """Of factorized embeddings; None without."""
+    is_fast: bool = True
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, config: Any, **settings: Any) -> Blueprint:
+        """Describe a transformers config."""
+        return cls(type(config), json.dumps(config.to_dict(), default=str), **settings)
+
+    def build(
+        self,
+        layers: Sequence[int] | None,
+        fake: AbstractContextManager[Any] | None = None,
+        *,
+        attention: str = "sdpa",
+        dropout: float | None = None,
+    ) -> Encoder:
+        """Build the product's own encoder, without its tokenizer.
+
+        Args:
+            layers: Layers to keep; None keeps all.
+            fake: Context of `fake_tensors`, in which weights have shapes only. Default: random weights on the CPU.
+            attention: transformers' attention implementation. Default: sdpa.
+            dropout: Probability of all dropout layers. Default: the config's.
+        """
+        import torch
+        from torch import nn
+
+        config = self.config_class.from_dict(json.loads(self.config))
+        if dropout is not None:
+            set_dropout(config, dropout)
+        with torch.device("cpu" if fake is None else "meta"):
+            backbone = model_class(config).from_config(
+                config, attn_implementation=attention, trust_remote_code=self.trust_remote_code
+            )
+        if layers is not None:
+            keep_layers(backbone, layers)
+        with fake or nullcontext():
+            if fake is not None:
+                backbone.to_empty(device="cpu")
+                backbone.tie_weights()
+            if self.embedding_size is not None:
+                backbone = factorize_embeddings(backbone, self.embedding_size)
+            head = nn.Sequential(*(Normalize() if dense is None else Dense(dense) for dense in self.modules))
+        if not self.is_fast:
+            forbid_shortcuts(backbone)
+        return Encoder(backbone, SimpleNamespace(mask_token_id=0), self.pooling, 512, head=head)
+
+
+@dataclass(frozen=True)
 class Shape:
-    """Sizes of an encoder that determine its cost."""
+    """An encoder's blueprint and its sizes."""
 
     name: str
-    family: str
+    source: str
+    """Where the sizes come from, for the plan's assumptions."""
+    blueprint: Blueprint
     layers: int
     width: int
     """h: hidden size."""
     dimension: int
-    """d: dimension of a sentence vector; h without a linear map after pooling."""
+    """d: dimension of a sentence vector."""
     inner: int
     """Width of a layer's widest linear map: the feed-forward layer."""
-    heads: int
-    layer_weights: int
-    """Elements of one layer's weight matrices: its multiply-adds per token, without attention's products."""
-    layer_parameters: int
-    """Parameters of one layer."""
-    embedding_parameters: int
-    """All other parameters: embeddings and their norms, and linear maps after pooling."""
     vocabulary: int
     embedding_size: int
-    """Embedding size; h without factorized embeddings."""
-    frozen_parameters: int = 0
+    parameters: int
+    """Number of trained parameters."""
+    frozen_parameters: int
     """Parameters in memory that are not trained: a pooler, which no pooling uses."""
-    dropout: float = 0.0
+    dropout: float
     """Largest dropout probability in the model's config."""
-    source: str = "config.json"
-    """Where the sizes come from, for the plan's assumptions."""
-    single_token: bool = False
+    max_length: int | None
+    single_token: bool
     """Whether the last layer is computed only at the token that pooling reads (see models/fast/last_layer.py)."""
-    packs: bool = False
+    packs: bool
     """Whether a batch on a CPU skips its padding (see models/fast/packing.py)."""
-    can_record: bool = False
+    can_record: bool
     """Whether the forward pass can be recorded as a CUDA graph (see models/attention.py)."""
-    config: Any = field(default=None, repr=False, compare=False)
-    """The backbone's transformers config, from which launches are counted."""
-    trust_remote_code: bool = False
 
-    @property
-    def parameters(self) -> int:
-        """Number of trained parameters."""
-        return self.embedding_parameters + self.layers * self.layer_parameters
-
-    @property
-    def linear_flops(self) -> int:
-        """Forward FLOPs per token in the linear maps of all layers: 24 h² per layer where the inner width is 4 h."""
-        return round(2 * self.layer_weights * self.linear_layers)
-
-    @property
-    def linear_layers(self) -> float:
-        """Number of layers of linear maps; a last layer at one token still computes keys and values of all tokens."""
-        return self.layers - (1 - 2 * self.width**2 / self.layer_weights if self.single_token and self.layers else 0)
-
-    @property
-    def attending_layers(self) -> int:
-        """Number of layers in which every token attends to all; without a last layer at one token."""
-        return self.layers - (self.single_token and self.layers > 0)
-
-    def attention_flops(self, length: int | float) -> float:
-        """Return the forward FLOPs of a token's attention to `length` tokens in all layers: 4 L h per layer."""
-        return 4.0 * length * self.width * self.attending_layers
-
-    def forward_flops(self, length: int | float) -> float:
-        """Return the forward FLOPs per token in a text of `length` tokens."""
-        return self.linear_flops + self.attention_flops(length)
-
-    def launches(self, training: bool, half: bool) -> int:
-        """Return the operations that the host launches in a pass (see `count_launches`).
-
-        Args:
-            training: Whether gradients are computed.
-            half: Whether the pass runs in a half precision.
-        """
-        from distcse.planning.launches import count_launches
-
-        return count_launches(self.config, self.layers, training, half, self.trust_remote_code)
-
-    def with_depth(self, layers: int) -> Shape:
-        """Return this shape with another number of layers."""
-        return replace(self, layers=layers)
+    def with_all_tokens(self) -> Shape:
+        """Return the shape of an encoder whose last layer computes all tokens."""
+        return replace(self, blueprint=replace(self.blueprint, pooling="mean"), single_token=False)
 
 
 def read_shape(section: EncoderSection) -> Shape:
@@ -145,28 +151,24 @@ def read_shape(section: EncoderSection) -> Shape:
         TokenizerMismatchError: A folder with weights has a tokenizer that does not load.
     """
     config, source = _config_of(section.backbone, section.trust_remote_code)
-    _check_tokenizer(section)
-    backbone = _meta_model(config, section)
-    layers = _chosen_layers(section)
-    if layers is not None:
-        from distcse.models.layers import keep_layers
-
-        keep_layers(backbone, layers)
-    shape = _shape_of(section.backbone, backbone, source)
-    if isinstance(section, StudentSection) and section.embedding_size is not None:
-        shape = _with_embedding_size(shape, config, section.embedding_size)
-    layout = _layout(section)
-    pooling, head = section.pooling or layout.pooling, [dense for _, dense in layout.head if dense is not None]
-    return replace(
-        shape,
-        dimension=head[-1].outputs if head else shape.width,
-        embedding_parameters=shape.embedding_parameters + sum(dense.parameters for dense in head),
-        single_token=section.is_fast and pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
-        packs=section.is_fast and pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
-        can_record=takes_prepared_mask(backbone),
-        config=config,
+    folder = folder_of(section.backbone, section.trust_remote_code)
+    if folder is not None and not is_hub_id(section.backbone) and any(folder.glob("*.safetensors")):
+        load_tokenizer(folder, section.trust_remote_code)  # a hub model's may be downloaded later, by the run
+    layout = read_layout(folder) if folder else Layout()
+    blueprint = Blueprint.of(
+        config,
+        pooling=section.pooling or layout.pooling or "mean",
+        modules=tuple(dense for _, dense in layout.head),
+        embedding_size=section.embedding_size if isinstance(section, StudentSection) else None,
+        is_fast=section.is_fast,
         trust_remote_code=section.trust_remote_code,
     )
+    try:
+        # Every family has eager attention.
+        encoder = blueprint.build(_chosen_layers(section), fake_tensors(), attention="eager")
+    except (ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(f"{section.backbone} is not an encoder: {' '.join(str(error).split())[:300]}") from error
+    return _shape_of(section, encoder, blueprint, source, section.max_length or layout.max_length)
 
 
 def masked_lm_head(shape: Shape) -> tuple[int, int]:
@@ -187,52 +189,16 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
     from transformers import AutoConfig
 
     folder = folder_of(name, trust_remote_code)
-    if folder is None and (known := _published(name)) is not None:
-        return known, "the sizes published for its name, config.json not read"
+    if folder is None and not (Path(name).expanduser().is_absolute() or name.startswith((".", "package:"))):
+        for part, (family, sizes) in _PUBLISHED.items():
+            if part in name.lower():
+                return AutoConfig.for_model(family, **sizes), "the sizes published for its name, config.json not read"
     if folder is None:
         folder = resolve_model(name, trust_remote_code, _FILES)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), "config.json"
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"{name}: its config.json cannot be read: {' '.join(str(error).split())[:300]}") from error
-
-
-def _check_tokenizer(section: EncoderSection) -> None:
-    """Load the tokenizer of a folder with weights; a hub model's tokenizer may be downloaded later, by the run."""
-    from distcse.models.loading import load_tokenizer
-
-    folder = folder_of(section.backbone, section.trust_remote_code)
-    if folder is not None and not is_hub_id(section.backbone) and any(folder.glob("*.safetensors")):
-        load_tokenizer(folder, section.trust_remote_code)
-
-
-def _published(name: str) -> Any:
-    from transformers import AutoConfig
-
-    if Path(name).expanduser().is_absolute() or name.startswith((".", "package:")):
-        return None
-    for part, (family, sizes) in _PUBLISHED.items():
-        if part in name.lower():
-            return AutoConfig.for_model(family, **sizes)
-    return None
-
-
-def _meta_model(config: Any, section: EncoderSection) -> Any:
-    """Return the model of a config on torch's meta device: parameters have shapes but no storage."""
-    import torch
-
-    from distcse.models.loading import model_class
-
-    try:
-        with torch.device("meta"):
-            return model_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
-    except (ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"{section.backbone} is not an encoder: {' '.join(str(error).split())[:300]}") from error
-
-
-def _layout(section: EncoderSection) -> Layout:
-    folder = folder_of(section.backbone, section.trust_remote_code)
-    return read_layout(folder) if folder else Layout()
 
 
 def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:
@@ -243,49 +209,31 @@ def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:
     return section.named_layers
 
 
-def _shape_of(name: str, backbone: Any, source: str) -> Shape:
+def _shape_of(
+    section: EncoderSection, encoder: Encoder, blueprint: Blueprint, source: str, max_length: int | None
+) -> Shape:
     from torch import nn
 
-    from distcse.models.layers import layers_of
-    from distcse.models.loading import dropouts
-
+    backbone: Any = encoder.backbone
     stack = layers_of(backbone)
-    pooler = getattr(backbone, "pooler", None)
+    pooler, words = getattr(backbone, "pooler", None), backbone.get_input_embeddings()
     frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
-    # The last layer represents all: ModernBERT's first lacks a norm. The difference is counted with the embeddings.
     linears = [module for module in stack[-1].modules() if isinstance(module, nn.Linear)]
-    layer = sum(parameter.numel() for parameter in stack[-1].parameters())
-    total = sum(parameter.numel() for parameter in backbone.parameters())
-    config = backbone.config
     return Shape(
-        name=name,
-        family=str(config.model_type),
-        layers=len(stack),
-        width=int(config.hidden_size),
-        dimension=int(config.hidden_size),
-        inner=max(max(linear.in_features, linear.out_features) for linear in linears),
-        heads=int(config.num_attention_heads),
-        layer_weights=sum(linear.weight.numel() for linear in linears),
-        layer_parameters=layer,
-        embedding_parameters=total - frozen - len(stack) * layer,
-        vocabulary=int(backbone.get_input_embeddings().num_embeddings),
-        embedding_size=int(backbone.get_input_embeddings().embedding_dim),
-        frozen_parameters=frozen,
-        dropout=max((float(value) for _, value in dropouts(config)), default=0.0),
+        name=section.backbone,
         source=source,
-    )
-
-
-def _with_embedding_size(shape: Shape, config: Any, dimension: int) -> Shape:
-    """Return the shape with embeddings of `dimension`, their norm and projection (see models/factorized_embeddings.py)."""
-    positions = int(config.max_position_embeddings)
-    if config.model_type != "bert":
-        positions -= int(config.pad_token_id) + 1  # RoBERTa's positions start after the padding id
-    rows = shape.vocabulary + positions + int(config.type_vocab_size)
-    return replace(
-        shape,
-        family="electra",
-        embedding_parameters=rows * dimension + 2 * dimension + dimension * shape.width + shape.width,
-        embedding_size=dimension,
-        frozen_parameters=0,
+        blueprint=blueprint,
+        layers=len(stack),
+        width=encoder.width,
+        dimension=encoder.dimension,
+        inner=max(max(linear.in_features, linear.out_features) for linear in linears),
+        vocabulary=int(words.num_embeddings),
+        embedding_size=int(words.embedding_dim),
+        parameters=sum(parameter.numel() for parameter in encoder.parameters()) - frozen,
+        frozen_parameters=frozen,
+        dropout=max((float(value) for _, value in dropouts(backbone.config)), default=0.0),
+        max_length=max_length,
+        single_token=blueprint.pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
+        packs=section.is_fast and blueprint.pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
+        can_record=takes_prepared_mask(backbone),
     )

@@ -5,23 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from distcse.device_defaults import GPU
 from distcse.experiments.distillation.batch_loader import SENTENCES_PER_PASS
 from distcse.models.fast.packing import MAX_TOKEN_FRACTION
+from distcse.models.projection import build_projection
 from distcse.planning.lengths import Lengths
-from distcse.planning.machines import STEP_HOST, Cluster, Machine
-from distcse.planning.memory import WorkerMemory, activation_bytes, backward_bytes, gathered_bytes, lists_bytes, states
-from distcse.planning.network import (
-    BACKWARD_SHARE,
-    Traffic,
-    gradient_bytes,
-    hidden_seconds,
-    step_traffic,
-    transfer_seconds,
-)
-from distcse.planning.passes import Pass, Terms
+from distcse.planning.machines import Cluster, Machine
+from distcse.planning.memory import WorkerMemory, gathered_bytes, states
+from distcse.planning.network import Traffic, gradient_bytes, waited_seconds
+from distcse.planning.passes import Pass, Terms, with_update
 from distcse.planning.shapes import Shape, masked_lm_head, read_shape
-from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds, objective_work, served_seconds
+from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds, served_seconds
 from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
 from distcse.teachers.kinds import Serving, TeacherKind, kind_of
 from distcse.trainer.engines.torch_engine import MIN_TABLE_ROWS
@@ -29,15 +25,13 @@ from distcse.trainer.schedule import total_steps
 
 DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
 """Sentences of the labelled dev sets, by `evaluation.dev`."""
-STSB_TOKENS = 15.1
-"""Measured mean length of STS-B dev's sentences in BERT's WordPiece tokens."""
-_ADAMW_BYTES = 40.0
-"""Bytes read and written per parameter: weight, gradient, two moments, and before that the gradient's norm and clipping."""
+_DEV_TOKENS = 15.1
+"""Mean length of STS-B dev's sentences in BERT's WordPiece tokens; measured."""
+_LISTS_BYTES = 2 * 32 * 2**20
+"""Most bytes of two blocks of a teacher's similarity lists (see `teachers/ensemble.py`)."""
 _MAX_UTILIZATION = 0.5
 """Share of a step that a server may be busy. The estimates of both times can be wrong by a factor of two together, and
 workers that compute lists cost them little."""
-_EAGER_BELOW = 128
-"""Tokens below which attention on a CPU is eager (see models/loading.py)."""
 
 
 @dataclass(frozen=True)
@@ -52,33 +46,18 @@ class TeacherWork:
 
     @classmethod
     def of(cls, section: TeacherSection, mode: str) -> TeacherWork:
-        """Read a teacher's shape from its model's config.json.
-
-        Args:
-            section: The teacher's section of the recipe.
-            mode: `teachers.mode`.
-        """
+        """Read a teacher's shape from its model's config.json; `mode` is `teachers.mode`."""
         kind = kind_of(section, only_local=True)
         return cls(kind, read_shape(section) if kind.is_model else None, kind.serving(mode))
-
-    @property
-    def name(self) -> str:
-        """Name of the teacher's model."""
-        return self.kind.section.backbone
 
     @property
     def work(self) -> str:
         """What is computed for its lists: `table`, `rank space`, `live`, or `cross-encoder` for scores of pairs."""
         return self.serving if self.kind.has_vectors else self.kind.name
 
-    @property
-    def is_embedded(self) -> bool:
-        """Whether the plan counts an embedding pass and a table: the teacher has a table, and its size is known."""
-        return self.shape is not None and self.serving != "live"
-
     def table_bytes(self, rows: float) -> float:
         """Return the bytes of its embedding table, in fp16 for `rows` sentences; 0 without a table of known size."""
-        return 2.0 * rows * self.shape.dimension if self.is_embedded and self.shape is not None else 0.0
+        return 2.0 * rows * self.shape.dimension if self.shape is not None and self.serving != "live" else 0.0
 
 
 @dataclass(frozen=True)
@@ -109,8 +88,8 @@ class StudentRun:
     @cached_property
     def steps(self) -> int:
         """Training steps of the run."""
-        memory = self.recipe.objective.queue
-        learned = self.rows - self.recipe.evaluation.num_heldout - (memory.num_anchors if memory else 0)
+        queue = self.recipe.objective.queue
+        learned = self.rows - self.recipe.evaluation.num_heldout - (queue.num_anchors if queue else 0)
         return total_steps(self.recipe.training, max(1, learned // self.recipe.training.batch_size))
 
     @property
@@ -125,25 +104,22 @@ class StudentRun:
         return self.recipe.objective.active(DetectionSection) is not None
 
     @cached_property
-    def head_weights(self) -> int:
-        """Multiply-adds of the projection head per vector."""
-        width = self.student.dimension
-        return {"tanh_mlp": width**2, "batch_norm_mlp": 4 * width**2}.get(self.recipe.student.projection, 0)
+    def head_parameters(self) -> list[int]:
+        """Sizes of the projection head's parameters."""
+        with torch.device("meta"):
+            head = build_projection(self.recipe.student.projection, self.student.dimension)
+        return [parameter.numel() for parameter in head.parameters()]
 
     @cached_property
     def trained(self) -> int:
         """Number of trained parameters: the student, its projection head and the discriminator."""
-        width = self.student.dimension
-        head = {"tanh_mlp": width, "batch_norm_mlp": 4 * width}.get(
-            self.recipe.student.projection, 0
-        ) + self.head_weights
-        detector = self.student.parameters + 2 * width + 2 if self.has_detector else 0
-        return self.student.parameters + head + detector
+        detector = self.student.parameters + 2 * self.student.dimension + 2 if self.has_detector else 0
+        return self.student.parameters + sum(self.head_parameters) + detector
 
     @property
-    def joined_dimension(self) -> int:
-        """Dimension of a sentence's vectors of all tables, concatenated."""
-        return sum(teacher.shape.dimension for teacher in self.teachers if teacher.shape and teacher.serving == "table")
+    def table_dimensions(self) -> list[int]:
+        """Dimensions of the vectors of all tables; of endpoints and custom classes unknown ones."""
+        return [teacher.shape.dimension for teacher in self.teachers if teacher.shape and teacher.serving == "table"]
 
     @property
     def needs_lists(self) -> bool:
@@ -152,8 +128,8 @@ class StudentRun:
 
     def lists(self, workers: int, batch: int) -> ListSizes:
         """Return the sizes of one worker's similarity lists for a global batch."""
-        memory = self.recipe.objective.queue
-        queued = memory.num_batches * batch + memory.num_anchors if memory else 0
+        queue = self.recipe.objective.queue
+        queued = queue.num_batches * batch + queue.num_anchors if queue else 0
         return ListSizes(batch / workers, batch, queued, self.student.dimension)
 
     def padded(self, rows: float) -> float:
@@ -169,78 +145,43 @@ class StudentRun:
             length: Padded length; None takes the expected one.
         """
         padded = self.padded(rows) if length is None else length
+        mean = self.lengths.mean(self.recipe.student.max_length)
+        packs = kind == "cpu" and self.student.packs and mean <= MAX_TOKEN_FRACTION * padded
         precision, views = self.recipe.training.precision, 2 if self.has_dropout else 1
-        found = [
-            Pass(self.student, views * rows, padded, True, precision, self.has_dropout, self._packed(padded, kind))
-        ]
+        student = Pass(self.student, views * rows, padded, True, precision, self.has_dropout, kind)
+        found = [replace(student, unpadded_length=mean if packs else None)]
         if self.has_detector:
-            all_tokens = replace(self.student, single_token=False)
-            found.append(
-                Pass(all_tokens, 2 * rows, self._edited_length(padded, length), True, precision, self.has_dropout)
-            )
+            found.append(replace(student, shape=self.student.with_all_tokens(), texts=2 * rows))
         if self.generator is not None:
-            found.append(Pass(self.generator, 2 * rows, padded, False, precision, False))
+            found.append(Pass(self.generator, 2 * rows, padded, False, precision, False, kind))
         if (chunk := self.recipe.training.grad_cache_chunk) is not None:
             # GradCache recomputes every chunk but the last one of the last loss, which is the discriminator's if there is one.
             share = max(0.0, 1 - chunk / rows)
-            students = 1.0 if self.has_detector else share
-            shares = [students, *[share] * (len(found) - 1)]
+            shares = [1.0 if self.has_detector else share, share, share]
             found += [
-                replace(work, training=False, texts=part * work.texts) for work, part in zip(found, shares, strict=True)
+                replace(work, training=False, texts=part * work.texts)
+                for work, part in zip(found, shares, strict=False)
             ]
         return found
 
-    def _edited_length(self, padded: float, length: float | None) -> float:
-        """Return the padded length of the discriminator's texts: the global batch's if its loss counts padding."""
-        detection = self.recipe.objective.active(DetectionSection)
-        counts_padding = detection is not None and detection.reduction == "all"
-        return (
-            max(padded, self.padded(self.recipe.training.batch_size)) if counts_padding and length is None else padded
-        )
-
-    def _packed(self, padded: float, kind: str) -> float | None:
-        """Return the mean unpadded length if the batch is packed, else None."""
-        limit = self.recipe.student.max_length
-        plain_attention = (limit or _EAGER_BELOW) < _EAGER_BELOW
-        mean = self.lengths.mean(limit)
-        return (
-            mean
-            if kind == "cpu" and plain_attention and self.student.packs and mean <= MAX_TOKEN_FRACTION * padded
-            else None
-        )
-
-    def no_grad_passes(self, workers: int) -> list[Pass]:
-        """Return the forward passes per step, on average: the queue's anchors, every refresh_steps steps."""
-        memory = self.recipe.objective.queue
-        if memory is None or not memory.num_anchors:
-            return []
-        texts = memory.num_anchors / workers / memory.refresh_steps
-        return [
-            Pass(self.student, texts, self.padded(SENTENCES_PER_PASS), False, self.recipe.training.precision, False)
-        ]
-
     def extra_flops(self, rows: float, passes: list[Pass]) -> float:
         """Return the FLOPs of the heads: the projection of both views and the generator's masked-LM head."""
-        flops = 6.0 * 2 * rows * self.head_weights
-        for work in passes:
-            if work.shape is self.generator:
-                flops += 2.0 * work.tokens * masked_lm_head(work.shape)[0]
-        return flops
-
-    def objective(self, workers: int, batch: int) -> ObjectiveWork:
-        """Return the cost of the loss on one worker."""
-        return objective_work(self.recipe.objective, self.lists(workers, batch), len(self.teachers))
+        heads = sum(
+            2.0 * work.tokens * masked_lm_head(work.shape)[0] for work in passes if work.shape is self.generator
+        )
+        return 6.0 * 2 * rows * sum(self.head_parameters) + heads
 
     def step_flops(self, workers: int, batch: int, kind: str = "gpu") -> float:
         """Return the FLOPs of one step on one worker of a kind (`cpu` or `gpu`)."""
-        rows = batch / workers
-        passes = self.passes(rows, kind) + self.no_grad_passes(workers)
+        passes = self._all_passes(workers, batch, kind)
         return (
-            sum(work.flops for work in passes) + self.extra_flops(rows, passes) + self.objective(workers, batch).flops
+            sum(work.flops for work in passes)
+            + self.extra_flops(batch / workers, passes)
+            + self._objective(workers, batch).flops
         )
 
     def traffic(self, workers: int, batch: int, kind: str = "gpu", by_workers: bool = False) -> Traffic:
-        """Return the bytes that a worker of a kind (`cpu` or `gpu`) moves in a step.
+        """Return the bytes that a worker of a kind (`cpu` or `gpu`) moves in a step, with ring collectives.
 
         Args:
             workers: Number of workers.
@@ -248,12 +189,15 @@ class StudentRun:
             kind: `cpu` or `gpu`.
             by_workers: Whether workers compute the lists of teachers with tables (see `workers_serve`). Default: False.
         """
-        lists, training = self.lists(workers, batch), self.recipe.training
-        gradients = gradient_bytes(self._sent_elements(batch * training.gradient_accumulation, kind), workers, training)
-        served = self._served(by_workers) if self.needs_lists else []
-        gathered = sum(self._computed_dimensions(by_workers))
-        width = self.student.dimension
-        return step_traffic(gradients, width, lists.rows, lists.length, workers, len(served), gathered)
+        lists, training, ring = self.lists(workers, batch), self.recipe.training, (workers - 1) / workers
+        sent = self._sent_elements(batch * training.gradient_accumulation, kind)
+        served = len(self._served(by_workers)) if self.needs_lists and workers > 1 else 0
+        return Traffic(
+            gradient_bytes(sent, workers, training),
+            views=3 * ring * 2 * batch * self.student.dimension * 4.0,
+            lists=served * lists.rows * lists.length * 4.0,
+            vectors=ring * batch * sum(self._computed_dimensions(by_workers)) * 2.0,
+        )
 
     def _sent_elements(self, sentences: int, kind: str) -> float:
         """Return the gradient elements that a worker sends after a number of sentences.
@@ -283,7 +227,7 @@ class StudentRun:
         """Return the seconds of a worker's step without the teachers' lists."""
         terms = self._compute_terms(cluster.machine, workers, batch, None)
         traffic = replace(self.traffic(workers, batch, cluster.machine.kind), lists=0.0)
-        return (terms + self._network(traffic, workers, cluster, terms)).seconds(cluster.machine.kind)
+        return self._with_network(terms, traffic, workers, cluster).seconds(cluster.machine.kind)
 
     def serving_seconds(self, machine: Machine, workers: int, batch: int, by_workers: bool = False) -> float:
         """Return the seconds in which the slowest teacher's servers answer all workers for one step; see `traffic`."""
@@ -293,15 +237,19 @@ class StudentRun:
         times = [self._serving_time(teacher, machine, lists) for teacher in self._served(by_workers)]
         return max(times, default=0.0) * workers / min(workers, self.recipe.teachers.num_servers)
 
+    def pass_seconds(self, teacher: TeacherWork, machine: Machine, rows: float) -> float:
+        """Return the seconds in which one actor embeds `rows` sentences, sorted by length and so almost without padding."""
+        if not teacher.table_bytes(rows):
+            return 0.0
+        return self._embedding_seconds(teacher, rows, self.lengths, machine) + rows / machine.tokenise
+
     def _served(self, by_workers: bool) -> list[TeacherWork]:
         """Return the teachers that have servers."""
         return [teacher for teacher in self.teachers if not (by_workers and teacher.serving == "table")]
 
     def _computed_dimensions(self, by_workers: bool) -> list[int]:
-        """Return the dimensions of the teachers whose lists workers compute; of endpoints and custom classes unknown ones."""
-        if not (by_workers and self.needs_lists):
-            return []
-        return [teacher.shape.dimension for teacher in self.teachers if teacher.shape and teacher.serving == "table"]
+        """Return the dimensions of the teachers whose lists workers compute."""
+        return self.table_dimensions if by_workers and self.needs_lists else []
 
     def _serving_time(self, teacher: TeacherWork, machine: Machine, lists: ListSizes) -> float:
         if teacher.shape is None:
@@ -314,17 +262,15 @@ class StudentRun:
         references = min(section.num_references, self.rows) if teacher.serving == "rank space" else None
         return list_seconds(machine, teacher.shape.dimension, lists, references)
 
-    def _embedding_seconds(self, teacher: TeacherWork, texts: float, lengths: Lengths, machine: Machine) -> float:
+    def teacher_pass(self, teacher: TeacherWork, texts: float, lengths: Lengths, kind: str) -> Pass:
+        """Return a teacher's pass over texts that are sorted by length."""
         assert teacher.shape is not None
         length = lengths.mean(teacher.kind.section.max_length)
-        work = Pass(teacher.shape, texts, length, False, teacher.kind.precision)
-        return work.batched_seconds(machine, self.recipe.teachers.tokens_per_batch)
+        return Pass(teacher.shape, texts, length, precision=teacher.kind.precision, kind=kind)
 
-    def pass_seconds(self, teacher: TeacherWork, machine: Machine, rows: float) -> float:
-        """Return the seconds in which one actor embeds `rows` sentences, sorted by length and so almost without padding."""
-        if not teacher.is_embedded:
-            return 0.0
-        return self._embedding_seconds(teacher, rows, self.lengths, machine) + rows / machine.tokenise
+    def _embedding_seconds(self, teacher: TeacherWork, texts: float, lengths: Lengths, machine: Machine) -> float:
+        work = self.teacher_pass(teacher, texts, lengths, machine.kind)
+        return work.batched_seconds(machine, self.recipe.teachers.tokens_per_batch)
 
     def step_terms(self, cluster: Cluster, workers: int, batch: int, length: float | None = None) -> Terms:
         """Return the seconds of one step, by resource; `length` is the padded length, by default the expected one."""
@@ -333,18 +279,13 @@ class StudentRun:
         total = self._compute_terms(machine, workers, batch, length)
         for dimension in self._computed_dimensions(by_workers):
             total += cosine_terms(machine, dimension, self.lists(workers, batch))
-        traffic = self.traffic(workers, batch, machine.kind, by_workers)
-        total += self._network(traffic, workers, cluster, total)
+        total = self._with_network(total, self.traffic(workers, batch, machine.kind, by_workers), workers, cluster)
         served = self.serving_seconds(machine, workers, batch, by_workers)
         return total + Terms(waiting=max(0.0, served - total.seconds(machine.kind)))
 
-    def _network(self, traffic: Traffic, workers: int, cluster: Cluster, computed: Terms) -> Terms:
-        """Return the seconds for which workers wait for transfers, after those that the backward pass hides."""
-        kind = cluster.machine.kind
-        accumulation = self.recipe.training.gradient_accumulation
-        backward = BACKWARD_SHARE * computed.seconds(kind) / accumulation  # that of the update's last batch
-        hidden = hidden_seconds(traffic, workers, cluster, backward)
-        return Terms(network=transfer_seconds(traffic, workers, cluster) - hidden)
+    def _with_network(self, computed: Terms, traffic: Traffic, workers: int, cluster: Cluster) -> Terms:
+        seconds, accumulation = computed.seconds(cluster.machine.kind), self.recipe.training.gradient_accumulation
+        return computed + Terms(network=waited_seconds(traffic, workers, cluster, seconds, accumulation))
 
     def records_steps(self, machine: Machine, workers: int) -> bool:
         """Return whether a step is recorded as a CUDA graph, which takes the host one launch (`training.cuda_graphs`)."""
@@ -352,21 +293,21 @@ class StudentRun:
         possible = machine.kind == "gpu" and GPU.records_steps and workers == 1 and self.student.can_record
         return possible and (mode == "on" or (mode == "auto" and not self.recipe.changes_to_record))
 
+    def _all_passes(self, workers: int, batch: int, kind: str, length: float | None = None) -> list[Pass]:
+        """Return a step's passes, and on average those of the queue's anchors, which run every refresh_steps steps."""
+        found, queue = self.passes(batch / workers, kind, length), self.recipe.objective.queue
+        if queue is not None and queue.num_anchors:
+            texts = queue.num_anchors / workers / queue.refresh_steps
+            length = self.padded(SENTENCES_PER_PASS)
+            found.append(Pass(self.student, texts, length, precision=self.recipe.training.precision, kind=kind))
+        return found
+
     def _compute_terms(self, machine: Machine, workers: int, batch: int, length: float | None) -> Terms:
         """Return the seconds of a worker's passes, loss and update."""
-        rows = batch / workers
-        passes = self.passes(rows, machine.kind, length) + self.no_grad_passes(workers)
-        total = self.objective(workers, batch).terms(machine)
-        for work in passes:
-            total += work.terms(machine)
-        total += Terms(math=self.extra_flops(rows, passes) / machine.rate(self.recipe.training.precision))
-        share = workers if self.recipe.training.zero_stage else 1
-        moved = _ADAMW_BYTES * self.trained / share / self.recipe.training.gradient_accumulation
-        total += Terms(traffic=moved / (machine.optimizer or machine.bandwidth))
-        if machine.kind == "gpu":
-            launched = 0.0 if self.records_steps(machine, workers) else total.host
-            total = replace(total, host=launched + STEP_HOST)
-        return total
+        training, passes = self.recipe.training, self._all_passes(workers, batch, machine.kind, length)
+        total = sum((work.terms(machine) for work in passes), self._objective(workers, batch).terms(machine))
+        total += Terms(math=self.extra_flops(batch / workers, passes) / machine.rate(training.precision))
+        return with_update(total, machine, self.trained, workers, training, self.records_steps(machine, workers))
 
     def dev_seconds(self, machine: Machine, step: float, workers: int = 1) -> float:
         """Return the seconds that training pauses for all dev scores and their checkpoints.
@@ -379,8 +320,9 @@ class StudentRun:
             step: Seconds of a training step.
             workers: Workers that share a score's sentences on GPUs. Default: 1.
         """
-        score, checkpoint = self._score_seconds(machine), self.checkpoint_seconds(machine)
-        on_gpu = machine.kind == "gpu"
+        work = self.dev_pass(machine.kind)
+        score = (work.batched_seconds(machine) if work.texts else 0.0) + work.texts / machine.tokenise
+        checkpoint, on_gpu = self.checkpoint_seconds(machine), machine.kind == "gpu"
         interval = self.recipe.evaluation.eval_steps * step
         is_async = self.recipe.evaluation.async_eval is not None
         if on_gpu and GPU.shards_dev_scores and not is_async:
@@ -393,58 +335,39 @@ class StudentRun:
         """Return the seconds in which a checkpoint of weights and moments is written: on a GPU, while training continues."""
         return 12.0 * self.trained / machine.disk
 
-    def _score_seconds(self, machine: Machine) -> float:
-        score = self.recipe.dev_score
-        if score == "none":
-            texts, length = 0.0, 1.0
-        elif score in DEV_SENTENCES:
-            texts, length = float(DEV_SENTENCES[score]), STSB_TOKENS
-        else:
-            texts, length = float(self.recipe.evaluation.num_heldout), self.lengths.mean(self.recipe.student.max_length)
-        work = Pass(self.student, texts, length, False, self.recipe.evaluation.precision, False)
-        return (work.batched_seconds(machine) if texts else 0.0) + texts / machine.tokenise
-
-    def dev_flops(self) -> float:
-        """Return the FLOPs of one dev score."""
-        is_labelled = self.recipe.dev_score in DEV_SENTENCES
-        texts = DEV_SENTENCES[self.recipe.dev_score] if is_labelled else self.recipe.evaluation.num_heldout
-        length = STSB_TOKENS if is_labelled else self.lengths.mean(self.recipe.student.max_length)
-        return texts * length * self.student.forward_flops(length)
+    def dev_pass(self, kind: str) -> Pass:
+        """Return the pass of one dev score."""
+        section, texts = self.recipe.evaluation, DEV_SENTENCES.get(self.recipe.dev_score)
+        length = _DEV_TOKENS if texts is not None else self.lengths.mean(self.recipe.student.max_length)
+        texts = section.num_heldout if texts is None else texts
+        return Pass(self.student, texts, length, precision=section.precision, kind=kind)
 
     @property
     def dev_scores(self) -> int:
         """Number of dev scores: at the start, every eval_steps steps and after the last step."""
-        return (
-            self.steps // self.recipe.evaluation.eval_steps + 1 + (self.steps % self.recipe.evaluation.eval_steps > 0)
-        )
+        full, rest = divmod(self.steps, self.recipe.evaluation.eval_steps)
+        return full + 1 + (rest > 0)
 
     def memory(self, machine: Machine, workers: int, batch: int, stage: int) -> WorkerMemory:
         """Return the memory of one worker at a ZeRO stage."""
         rows = min(batch / workers, self.recipe.training.grad_cache_chunk or batch)
         passes = self.passes(rows, machine.kind, float(self.recipe.student.max_length or self.padded(rows)))
-        eager = machine.kind == "cpu" and (self.recipe.student.max_length or _EAGER_BELOW) < _EAGER_BELOW
-        activations = sum(activation_bytes(work, machine.kind, eager) for work in passes if work.training)
-        gradients = max(backward_bytes(work) for work in passes)
-        objective = self.objective(workers, batch)
-        frozen = 4.0 * self.student.frozen_parameters * (2 if self.has_detector else 1)
+        activations = sum(work.saved_bytes for work in passes if work.training)
+        activations += max(work.backward_bytes for work in passes) + self._objective(workers, batch).held
+        activations += 4.0 * self.lists(1, batch).queued * self.student.dimension
+        frozen = float(self.student.frozen_parameters * (2 if self.has_detector else 1))
         if self.generator is not None:
-            frozen += 4.0 * (self.generator.parameters + masked_lm_head(self.generator)[1])
-        on_cpu = machine.kind == "cpu"
+            frozen += self.generator.parameters + masked_lm_head(self.generator)[1]
+        process, on_cpu = machine.process, machine.kind == "cpu"
         if on_cpu and self.recipe.training.workers == 0:
-            # The final evaluation compares with the initial student.
-            frozen += 4.0 * (self.student.parameters + self.student.frozen_parameters)
-        process = machine.process + (lists_bytes(len(self.teachers)) if on_cpu and self.needs_lists else 0.0)
-        return WorkerMemory(
-            stage=stage,
-            states=states(self.trained, stage, workers),
-            frozen=frozen,
-            activations=activations * machine.activation_share + gradients + objective.held + self._queue_bytes(batch),
-            process=process,
-            checkpoint=gathered_bytes(self.trained, stage) if on_cpu else 0.0,
-        )
+            frozen += self.student.parameters + self.student.frozen_parameters  # the final evaluation's initial student
+        if on_cpu and self.needs_lists:
+            process += _LISTS_BYTES * len(self.teachers)
+        checkpoint = gathered_bytes(self.trained, stage) if on_cpu else 0.0
+        return WorkerMemory(stage, states(self.trained, stage, workers), 4 * frozen, activations, process, checkpoint)
 
-    def _queue_bytes(self, batch: int) -> float:
-        return 4.0 * self.lists(1, batch).queued * self.student.dimension
+    def _objective(self, workers: int, batch: int) -> ObjectiveWork:
+        return ObjectiveWork.of(self.recipe.objective, self.lists(workers, batch), len(self.teachers))
 
 
 def falls_behind(served: float, busy: float) -> bool:

@@ -42,36 +42,32 @@ class ObjectiveWork:
 
     flops: float
     """FLOPs of the cosine similarities, forward and backward, in fp32."""
-    bytes: float
-    """Bytes of elementwise operations."""
-    calls: int
-    """Operations that the host launches."""
     held: float
     """Bytes of R x L matrices that are alive at the same time."""
+    calls: int
+    """Operations that the host launches."""
+
+    @classmethod
+    def of(cls, objective: ObjectiveSection, lists: ListSizes, teachers: int) -> ObjectiveWork:
+        """Add up all loss terms with a weight; the discriminator's passes are counted with the student's."""
+        batch, full = lists.rows * lists.columns, lists.rows * lists.length
+        costs = [(section.cost, "queue" in section.needs) for section in objective.active_terms.values()]
+        touched = sum(
+            (full if uses_queue else batch) * cost.list_passes + lists.rows * lists.width * cost.vector_passes
+            for cost, uses_queue in costs
+        )
+        products = batch * sum(cost.cosines for cost, _ in costs)
+        if any(cost.list_passes for cost, _ in costs):
+            products += batch  # the similarities S
+        if objective.queue is not None:
+            products += full - batch  # the queue's part of the lists
+        if objective.keys_that_need("lists", active=True):
+            touched += full * _MIXING * teachers
+        return cls(6.0 * products * lists.width, touched, _CALLS + sum(cost.operations for cost, _ in costs))
 
     def terms(self, machine: Machine) -> Terms:
-        """Return the seconds on a machine, by resource."""
-        return Terms(self.flops / machine.rate("fp32"), self.bytes / machine.bandwidth, self.calls * _CALL_HOST)
-
-
-def objective_work(objective: ObjectiveSection, lists: ListSizes, teachers: int) -> ObjectiveWork:
-    """Return the cost of all loss terms with a weight; the discriminator's passes are counted with the student's."""
-    batch, full = lists.rows * lists.columns, lists.rows * lists.length
-    touched, products, calls = 0.0, 0.0, _CALLS
-    for section in objective.active_terms.values():
-        cost = section.cost
-        touched += (full if "queue" in section.needs else batch) * cost.list_passes
-        touched += lists.rows * lists.width * cost.vector_passes
-        products += batch * cost.cosines
-        calls += cost.operations
-    if any(section.cost.list_passes for section in objective.active_terms.values()):
-        products += batch  # the similarities S
-    if objective.queue is not None:
-        products += full - batch  # the queue's part of the lists
-    if objective.keys_that_need("lists", active=True):
-        touched += full * _MIXING * teachers
-    touched *= 4.0  # bytes of a float32
-    return ObjectiveWork(6.0 * products * lists.width, touched, calls, touched / 4)
+        """Return the seconds on a machine, by resource; fp32 matrices are read or written."""
+        return Terms(self.flops / machine.rate("fp32"), 4 * self.held / machine.bandwidth, self.calls * _CALL_HOST)
 
 
 def cosine_terms(machine: Machine, dimension: int, lists: ListSizes) -> Terms:
@@ -106,8 +102,6 @@ def served_seconds(
         workers: Number of workers.
         servers: Servers per teacher, among which the workers are distributed.
     """
-    if not dimensions:
-        return 0.0
     sent = 4.0 * lists.rows * lists.length * len(dimensions) / network
-    slowest = max(sent, *(list_seconds(machine, dimension, lists, None) for dimension in dimensions))
+    slowest = max([sent, *(list_seconds(machine, dimension, lists, None) for dimension in dimensions)])
     return slowest * workers / min(workers, servers)

@@ -38,8 +38,8 @@ _ACCELERATOR = "accelerator_type:"
 _SAMPLE = 2000
 """Sentences whose lengths are read."""
 _UNKNOWN_SIZES = (EncoderError, AttributeError, TypeError, ValueError, RuntimeError)
-"""Errors of a model that can be trained, but whose sizes cannot be read: its config lacks a number of heads or layers (FNet,
-Perceiver), its layers are not linear maps (GPT-2), or its own code does not run on PyTorch's meta device."""
+"""Errors of a model that can be trained, but whose sizes cannot be read: its config lacks a number of heads or layers
+(Perceiver), its layers are not linear maps (GPT-2), or its own code does not run on PyTorch's meta device."""
 
 
 def choose_serving(

@@ -268,20 +268,20 @@ def test_plan_and_doctor_select_the_same_precision_as_a_run(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distcse.health import machine
-    from distcse.planning import opening
+    from distcse.planning import planner
     from distcse.planning.machines import parse_cluster
 
     recipe = with_values(recipe_with(), {"training.precision": "auto"})
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        for module in ("distcse.planning.opening", "distcse.health.machine", "distcse.experiments.distillation.roles"):
+        for module in ("distcse.planning.planner", "distcse.health.machine", "distcse.experiments.distillation.roles"):
             monkeypatch.setattr(f"{module}.local_speed", lambda device=device: device)
-        planned = opening.with_precisions(recipe, parse_cluster("local"))
+        planned = planner.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
         assert with_precisions(recipe, None, Reporter()).training.precision == chosen
         (check,) = machine.check_precision(recipe)
         assert check.verdict == "ok" and f"{chosen}: student" in check.found
     for cluster, chosen in (("8xA100-40G", "bf16"), ("8xV100-32G", "fp32")):
-        planned = opening.with_precisions(recipe, parse_cluster(cluster))
+        planned = planner.with_precisions(recipe, parse_cluster(cluster))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
     monkeypatch.setattr("distcse.health.machine.local_speed", lambda: SLOW)
     (check,) = machine.check_precision(with_values(recipe, {"training.precision": "bf16"}))
