@@ -20,10 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from distcse.compat.torch import DispatchMode, fake_tensors
+from distcse.compat.torch import (
+    DispatchMode,
+    fake_tensors,
+    fused_cpu_attention,
+    operation_name,
+    operation_of,
+    storage_key,
+    tensors_in,
+)
 from distcse.device_defaults import BY_KIND
 from distcse.models.attention import takes_prepared_mask
 from distcse.models.loading import set_shortcuts
@@ -231,7 +238,7 @@ def _run(
             forward = backbone.forward
             backbone.forward = lambda attention_mask, **named: forward(**named)
         encoder.train(training)
-        weights = {parameter.untyped_storage()._cdata for parameter in encoder.parameters()}
+        weights = {storage_key(parameter) for parameter in encoder.parameters()}
         found = []
         for texts, length, tokens in sizes:
             ids = torch.ones(texts, length, dtype=torch.long)
@@ -253,8 +260,7 @@ def _attention_flops(query: Any, *_: Any, **__: Any) -> int:
     return int(4 * texts * heads * length**2 * width)
 
 
-_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_fused, _fused_backward = fused_cpu_attention()
 
 
 class _Counter(DispatchMode):
@@ -275,23 +281,22 @@ class _Counter(DispatchMode):
 
     def save(self, tensor: Tensor) -> Tensor:
         """Count what autograd saves, once per storage."""
-        storage = tensor.untyped_storage()
-        self.saved[storage._cdata] = storage.nbytes(), tensor
+        self.saved[storage_key(tensor)] = tensor.untyped_storage().nbytes(), tensor
         return tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        if function.is_view or function._schema.name in _NOT_LAUNCHED:
+        if function.is_view or operation_name(function) in _NOT_LAUNCHED:
             return result
         self.launches += 1
-        formula = self._FORMULAS.get(function._overloadpacket)
+        formula = self._FORMULAS.get(operation_of(function))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=result)
-        elif function._overloadpacket is torch.ops.aten.embedding:  # reads the rows of its tokens only
+        elif operation_name(function) == "aten::embedding":  # reads the rows of its tokens only
             self.bytes += 2 * result.nbytes
         else:
-            self.bytes += sum(part.nbytes for part in tree_leaves((args, kwargs, result)) if isinstance(part, Tensor))
+            self.bytes += sum(part.nbytes for part in tensors_in(args, kwargs, result))
         return result
 
 
