@@ -541,7 +541,7 @@ def profiled(student: Student, way: str) -> Iterator[Figure]:
         torch.cuda.synchronize()
         wall = time.perf_counter() - begun
     events = seen.key_averages()
-    on_device = torch.autograd.DeviceType.CUDA  # events of operations count the time of their kernels a second time
+    on_device = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # events of operations count the time of their kernels a second time
     kernels = [e for e in events if e.device_type == on_device and not e.is_user_annotation]
     busy = sum(event.self_device_time_total for event in kernels) / 1e6
     waits = sum(e.count for e in events if e.key in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"))

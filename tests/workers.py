@@ -23,7 +23,7 @@ _TIMEOUT = timedelta(minutes=3)
 def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> list[Any]:
     """Call `function(*arguments)` in `workers` processes of one group, and return their results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
+        torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
             _worker, args=(function, workers, folder, arguments), nprocs=workers, start_method="forkserver"
         )
         return [torch.load(Path(folder) / f"answer-{rank}", weights_only=False) for rank in range(workers)]

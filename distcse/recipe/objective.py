@@ -5,7 +5,7 @@ The defaults are RankCSE's common setting (paper, Table 9).
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import Field, create_model, model_validator
 
@@ -36,6 +36,11 @@ _Losses: Any = create_model("_Losses", __base__=_Temperature, **_FIELDS)
 
 class ObjectiveSection(_Losses):
     """The weighted sum of loss terms; null disables a term."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any:
+            """Each registered loss's section, by its key."""
 
     custom: dict[Name, CustomLossSection] = Field(default_factory=dict)
     """Custom terms, by the name that reports use."""

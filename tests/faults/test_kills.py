@@ -18,7 +18,7 @@ import yaml
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
 from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport
 from distcse.experiments.distillation.preparation import prepare_tables, read_corpus
-from distcse.placement.resources import ResourceRequest
+from distcse.placement.resources import Node, ResourceRequest
 from distcse.ray_backend import embedding_actors, nodes, train_workers
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.nodes import ResourceWatchdog
@@ -175,7 +175,7 @@ def test_requests_of_lost_nodes_are_named(cluster: None, monkeypatch: pytest.Mon
     too_many = [*fitting, request("2 live servers", 2, {"CPU": 2.0, "GPU": 0.0})]
     _check_repeatedly(ResourceWatchdog(too_many, warnings.append))  # without a lost node, requests are not checked
     assert not warnings
-    before = [*nodes.alive(), nodes.Node("gone", {"CPU": 4.0}, {})]
+    before = [*nodes.alive(), Node("gone", {"CPU": 4.0}, {})]
     lost = ResourceWatchdog(too_many, warnings.append, before)
     with fails_with(ClusterTooSmallError, "1 of 2 live servers (2 CPUs each) for 0.3 s"):
         _check_repeatedly(lost)

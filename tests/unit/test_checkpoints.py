@@ -35,10 +35,17 @@ from distcse.storage import checksum, dump_checked_json, open_store, storage_err
 from distcse.storage.folder_store import FolderStore
 from distcse.trainer import checkpoint_manager
 from distcse.trainer.checkpoint_manager import CheckpointManager
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_weights
+from distcse.trainer.checkpoints import (
+    WEIGHTS,
+    CheckpointStore,
+    ModelState,
+    TrainerState,
+    load_model_state,
+    load_weights,
+)
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
-from distcse.trainer.snapshot import WEIGHTS, Entry, SnapshotTaker
+from distcse.trainer.snapshot import Entry, SnapshotTaker
 from distcse.trainer.task import StepInputs
 from distcse.trainer.tensor_file import write_tensors
 from distcse.trainer.trainer import TrainResult, train
@@ -432,7 +439,7 @@ def test_on_a_cpu_training_waits_and_nothing_is_copied(tmp_path: Path, monkeypat
     weights = snapshot.state().weights
     assert all(weights[name].data_ptr() == p.data_ptr() for name, p in task.model.named_parameters())
     events: list[Event] = []
-    monkeypatch.setattr(checkpoint_manager.CheckpointWriter, "is_busy", lambda self: pytest.fail("a thread writes"))
+    monkeypatch.setattr(checkpoint_manager.CheckpointWriter, "is_busy", lambda self: pytest.fail("a thread writes"))  # type: ignore[attr-defined]
     fit(CheckpointStore(tmp_path), emit=events.append)
     kinds = [type(event) for event in events]
     assert all(kinds[number + 1] is CheckpointSaved for number, kind in enumerate(kinds) if kind is DevScore)

@@ -130,7 +130,7 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
 def test_of_two_concurrent_preparations_the_first_result_is_used(
     tmp_path: Path, section: CorpusSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = corpus_module.read_sentences
+    read = corpus_module.read_sentences  # type: ignore[attr-defined]
     winners: list[Corpus] = []
 
     def reading_while_another_finishes(file: Path, column: str) -> Iterator[Row]:

@@ -162,7 +162,7 @@ def test_steps_are_recorded_by_default_on_a_gpu(
 ) -> None:
     """`engine: auto` is then PyTorch's engine. Recorded steps give the weights of eager ones."""
     engines: list[Any] = []
-    make_engine = trainer.make_engine
+    make_engine = trainer.make_engine  # type: ignore[attr-defined]
     monkeypatch.setattr(trainer, "make_engine", lambda *args: engines.append(make_engine(*args)) or engines[-1])
     runs = []
     for overrides in (("training.engine=auto",), ("training.cuda_graphs=off",)):

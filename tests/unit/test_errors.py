@@ -106,7 +106,7 @@ def created_bases(source: str) -> list[str]:
         made = node.exc if isinstance(node, ast.Raise) else node.func if isinstance(node, ast.Call) else None
         name = made.id if isinstance(made, ast.Name) else made.attr if isinstance(made, ast.Attribute) else ""
         if name in bases:
-            found.append(f"line {node.lineno}: {name}")
+            found.append(f"line {node.lineno}: {name}")  # type: ignore[attr-defined]
     return found
 
 

@@ -15,7 +15,6 @@ from sklearn.metrics import ndcg_score, roc_auc_score
 from sklearn.metrics.pairwise import paired_cosine_distances
 
 from distcse.evaluation import (
-    STSB_DEV,
     DatasetFolder,
     EvalConfig,
     RetrievalTask,
@@ -26,6 +25,7 @@ from distcse.evaluation import (
     parse_suites,
     sts_score,
 )
+from distcse.evaluation.catalogue import STSB_DEV
 from distcse.evaluation.geometry import GeometryTask
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.ranking import RankingTask

@@ -152,10 +152,10 @@ def test_attention_that_computes_the_padding_in_a_step_is_refused(
 def test_a_graphs_tensors_keep_their_addresses(recipe_with: MakeRecipe, recorder: CpuRecorder) -> None:
     """Scoring interpolated weights and saving a checkpoint write into tensors and do not replace them."""
     addresses: list[set[int]] = []
-    make_engine = trainer.make_engine
+    make_engine = trainer.make_engine  # type: ignore[attr-defined]
 
     def make_recording_engine(*arguments: Any) -> Any:
-        engine = make_engine(*arguments)
+        engine: Any = make_engine(*arguments)
         update = engine.step
 
         def step(lr: Any) -> None:

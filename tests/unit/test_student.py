@@ -270,7 +270,7 @@ def test_a_resumed_run_refuses_changes_of_its_training(recipe_with: MakeRecipe) 
     _, same = RunDirectory.reopen(
         directory.path, ["training.workers=2", "training.dropout_rng_streams=2", "training.log_every=1"]
     )
-    assert same.training.workers == 2
+    assert same.training.workers == 2  # type: ignore[attr-defined]
     with fails_with(FrozenKeyError, "training.lr"):
         RunDirectory.reopen(directory.path, ["training.lr=1e-5"])
     with fails_with(RunDirectoryError, str(directory.path / "nothing"), "recipe.yaml"):
