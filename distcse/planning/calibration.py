@@ -1,13 +1,12 @@
 """Measures this machine's rates and a recipe's passes, in a separate process like a worker's, and caches them.
 
-`python -m distcse.planning.calibration` is that process: it reads a pickled request and writes a JSON answer.
+`python -m distcse.planning.calibration` is that process: it reads a JSON request and writes a JSON answer.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import platform
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from distcse import host
 from distcse.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, is_gpu, local_speed
@@ -103,7 +103,7 @@ def calibrate(kinds: list[PassKind], cache: Path, threads: int) -> Path:
     count = str(threads)
     done = subprocess.run(
         [sys.executable, "-m", "distcse.planning.calibration"],
-        input=pickle.dumps((list(by_key.values()), threads, str(default_device()))),
+        input=_requests().dump_json((list(by_key.values()), threads, str(default_device()))),
         capture_output=True,
         env={**os.environ, **allocator.MALLOC_ENV, "OMP_NUM_THREADS": count, "OPENBLAS_NUM_THREADS": count},
     )
@@ -207,6 +207,11 @@ class _Clock:
         return statistics.median(times[1:])
 
 
+def _requests() -> TypeAdapter[tuple[list[PassKind], int, str]]:
+    """Return the reader and writer of `_measure`'s arguments."""
+    return TypeAdapter(tuple[list[PassKind], int, str])
+
+
 def _measure(kinds: list[PassKind], threads: int, device: str) -> dict[str, Any]:
     import torch
 
@@ -281,4 +286,4 @@ def _read(file: Path) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    json.dump(_measure(*pickle.load(sys.stdin.buffer)), sys.stdout)
+    json.dump(_measure(*_requests().validate_json(sys.stdin.buffer.read())), sys.stdout)

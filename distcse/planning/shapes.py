@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pydantic import ImportString
+
 from distcse.compat.torch import fake_tensors
 from distcse.errors import EncoderError, ModelLoadError
 from distcse.models import Encoder, resolve_model
@@ -47,7 +49,7 @@ _PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
 class Blueprint:
     """What an encoder is built from, without weights."""
 
-    config_class: Any
+    config_class: ImportString[Any]
     config: str
     """The backbone's transformers config, as JSON."""
     pooling: Pooling = "mean"
