@@ -52,10 +52,18 @@ def wait_or_return(file: Path, seconds: Mapping[int, float], answer: int, report
     return answer
 
 
-def describe_process(reporter: Reporter) -> tuple[str, str]:
-    """Return the GPUs that this process sees, and its node."""
+def describe_process(folder: Path, processes: int, reporter: Reporter) -> tuple[str, str]:
+    """Return the GPUs that this process sees, and its node, once this many processes are in the call.
+
+    Without the wait, the first process to start could take all calls.
+    """
     import ray
 
+    folder.mkdir(exist_ok=True)
+    (folder / str(os.getpid())).touch()
+    deadline = time.monotonic() + 120
+    while len(list(folder.iterdir())) < processes and time.monotonic() < deadline:
+        time.sleep(0.05)
     return os.environ.get("CUDA_VISIBLE_DEVICES", ""), str(ray.get_runtime_context().get_node_id())
 
 

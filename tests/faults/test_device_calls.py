@@ -60,6 +60,11 @@ def drive(nodes: Nodes, function: str, folder: Path) -> Any:
     return json.loads((folder / "found.json").read_text())
 
 
+def looks(folder: Path) -> list[DeviceCall[tuple[str, str]]]:
+    """Return two calls that describe their processes while both run."""
+    return [DeviceCall("look", partial(describe_process, folder, 2))] * 2
+
+
 def disturb(folder: Path) -> None:
     """A driver: disturb the processes of functions, and write what became of them."""
     import ray
@@ -67,7 +72,7 @@ def disturb(folder: Path) -> None:
     with RayBackend.cluster.joined():
         found = {
             "head": ray.get_runtime_context().get_node_id(),
-            "placed": RayBackend().run_on_devices([DeviceCall("look", describe_process)] * 2, OPTIONS, Reporter()),
+            "placed": RayBackend().run_on_devices(looks(folder / "looks"), OPTIONS, Reporter()),
             "killed": _call_and_signal(folder / "killed", signal.SIGKILL),
             "hung": _call_and_signal(folder / "hung", signal.SIGSTOP),
             "errors": [_error_of(fail_with_a_fix), _error_of(fail_unexpectedly)],
@@ -132,11 +137,11 @@ def share_nodes(folder: Path) -> None:
             if node.resources.get("CPU")
         ]
         ray.get([holder.is_ready.remote() for holder in holders])
-        looks, counts = [DeviceCall("look", describe_process)] * 2, [DeviceCall("count", count_threads)] * 2
+        counts = [DeviceCall("count", count_threads)] * 2
         found = {
             "holders": len(holders),
-            "gpus": backend.run_on_devices(looks, DeviceOptions(), Reporter()),
-            "cpus": backend.run_on_devices(looks, DeviceOptions(uses_gpu=False), Reporter()),
+            "gpus": backend.run_on_devices(looks(folder / "gpus"), DeviceOptions(), Reporter()),
+            "cpus": backend.run_on_devices(looks(folder / "cpus"), DeviceOptions(uses_gpu=False), Reporter()),
             "threads": backend.run_on_devices(counts, DeviceOptions(), Reporter()),
             "tables": sum(table is not None for table in embed_corpus(recipe, backend, Reporter(events.append))),
             "notes": [event.note for event in events if isinstance(event, StageProgress) and event.finished],
