@@ -12,9 +12,8 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 ## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
 TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
-# Processes take file after file in this order; the smoke tests on Ray, which take longest, go to the same one (tests/conftest.py).
-# Tests of faults wait for timeouts and restarts, so that three processes keep two cores busy.
-PYTEST := $(BIN)/python -m pytest --no-loadscope-reorder --numprocesses
+# Two processes take file after file in this order; the smoke tests on Ray, which take longest, go to the same one (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 UNIT := tests/unit tests/oracle benchmarks/tests
 
 # PyTorch's kernels as on a CPU without AVX-512, and the tests of what is chosen or computed otherwise there.
@@ -44,11 +43,11 @@ quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student fro
 	$(BIN)/python -m distcse.train quickstart $(ARGS)
 
 test: $(VENV)/.dev ## set up, then run the unit tests, the oracle tests, and small runs on a local Ray cluster
-	$(PYTEST) 2 tests/cluster $(UNIT) -m "cluster or not slow"
+	$(PYTEST) tests/cluster $(UNIT) -m "cluster or not slow"
 
 test-faults: $(VENV)/.dev ## set up, then run all other tests: lost processes and nodes, load, failing storage, hostile files, slow unit tests
-	$(PYTEST) 3 tests/faults $(UNIT) -m "faults or slow"
-	$(OLDER_CPU) $(PYTEST) 2 $(ON_OLDER_CPU) -m "not slow"
+	$(PYTEST) tests/faults $(UNIT) -m "faults or slow"
+	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU) -m "not slow"
 
 test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run a few of the cluster tests with the oldest supported version of Ray
 	PYTHONPATH=$(CURDIR)/build/ray-$(OLDEST_RAY) $(BIN)/python -m pytest $(ON_OLDEST_RAY) -m "oldest_ray or not cluster"
@@ -59,7 +58,7 @@ build/ray-%/.installed: $(VENV)/.dev
 	touch $@
 
 unit: $(VENV)/.dev ## set up, then run the tests that need no Ray cluster and are not marked slow
-	$(PYTEST) 2 $(UNIT) -m "not slow"
+	$(PYTEST) $(UNIT) -m "not slow"
 
 lint: $(VENV)/.dev ## set up, then ruff and prose
 	$(BIN)/ruff check .

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -38,7 +40,10 @@ def job(head: dict[str, str], *arguments: str | Path) -> subprocess.CompletedPro
 def head(tmp_path: Path) -> Iterator[dict[str, str]]:
     """A cluster started by hand, as an operator does; its address and token as environment."""
     port, dashboard, agent = free_ports(3)
+    folder = tempfile.mkdtemp(prefix="dcse")  # short, because paths of sockets are limited
     environment = {
+        # In Ray's usual folder, a job is given the address of the cluster that was started last, by another test too.
+        "RAY_TMPDIR": folder,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ADDRESS": f"http://127.0.0.1:{dashboard}",
@@ -66,6 +71,7 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def asked_to_run_something(head: dict[str, str], token: str | None) -> int:
