@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from distcse.errors import StoppedEarlyError
-from distcse.evaluation import Evaluation, Tasks
+from distcse.evaluation import Evaluation, ModelResults, Tasks, compare_models
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend, DeviceCall
@@ -27,6 +28,19 @@ class FinalScores:
     """The scores; None if there is nothing to measure, or if it was stopped before the first model was measured."""
     stopped: bool = False
     """Whether a stop request left models out."""
+
+    def write(self, file: Path, run: ArtifactStore) -> None:
+        """Write the scores to a file, if there are any, and delete the results that `measure_models` stored, if it is complete.
+
+        Args:
+            file: The evaluation's file.
+            run: The folder that `measure_models` got.
+        """
+        if self.evaluation is None:
+            return
+        self.evaluation.write(file)
+        if not self.stopped:
+            delete_results(run)
 
 
 def measure_models(
@@ -75,14 +89,33 @@ def measure_models(
     return results
 
 
-def with_missing(tasks: Tasks, calls: Sequence[DeviceCall[Any]], results: Sequence[Any]) -> Tasks:
-    """Return the tasks with the models that were left out added to what is missing."""
-    stopped = [f"{call.name}: stopped" for call, result in zip(calls, results, strict=True) if result is None]
-    return Tasks(tasks.tasks, [*tasks.missing, *stopped], tasks.warnings)
+def compare_measured(
+    results: Sequence[ModelResults],
+    tasks: Tasks,
+    calls: Sequence[DeviceCall[Any]],
+    returned: Sequence[Any],
+    settings: Mapping[str, str],
+    started_at: float,
+) -> FinalScores:
+    """Compare the models that were measured, and add those that were left out to what is missing.
+
+    Args:
+        results: What is compared.
+        tasks: The tasks that were measured.
+        calls: What `measure_models` got.
+        returned: What it returned.
+        settings: Settings that the report shows.
+        started_at: `time.perf_counter()` at the start.
+    """
+    left_out = [f"{call.name}: stopped" for call, result in zip(calls, returned, strict=True) if result is None]
+    if not results:
+        return FinalScores(None, bool(left_out))
+    tasks = Tasks(tasks.tasks, [*tasks.missing, *left_out], tasks.warnings)
+    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), bool(left_out))
 
 
 def delete_results(run: ArtifactStore) -> None:
-    """Delete the stored results, once the complete evaluation is written."""
+    """Delete the results that `measure_models` has stored."""
     (run / _FOLDER).delete_all()
 
 

@@ -39,9 +39,8 @@ class GroupActor(HeartbeatActor):
         """Use the worker's CPUs, and return memory afterwards."""
         import torch
 
-        torch.set_num_threads(
-            max(1, int(self._cpus))
-        )  # a setting of the thread: heartbeats make Ray call work in another one
+        # A setting of the thread: heartbeats make Ray call work in another one than the constructor's.
+        torch.set_num_threads(max(1, int(self._cpus)))
         try:
             yield
         finally:

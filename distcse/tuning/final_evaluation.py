@@ -13,14 +13,13 @@ from distcse.evaluation import (
     LoadOptions,
     ModelResults,
     Tasks,
-    compare_models,
     measure_model,
     open_candidate,
 )
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
-from distcse.experiments.stoppable_evaluation import FinalScores, measure_models, with_missing
+from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
 from distcse.experiments.trials import Trials
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import TrainedSection
@@ -80,13 +79,9 @@ def measure(
     determined_by = [precision, *(str(model) for _, model, _ in found)]
     returned = measure_models(calls, tasks, determined_by, open_store(folder), backend, options, reporter)
     results: list[ModelResults] = [model for model in returned if model is not None]
-    stopped = len(results) < len(calls)
-    if not results:
-        return FinalScores(None, stopped)
     devices = ", ".join(sorted({model.device for model in results}))
     settings = {"STS": "all", "device": devices, "precision": precision}
-    tasks = with_missing(tasks, calls, returned)
-    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), stopped)
+    return compare_measured(results, tasks, calls, returned, settings, started_at)
 
 
 def _measure(

@@ -24,7 +24,7 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.registry import experiment_of
 from distcse.experiments.run_scope import joined_for_devices
-from distcse.experiments.stoppable_evaluation import FinalScores, delete_results
+from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import TrialGpus, Trials
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import report_plans
@@ -183,10 +183,7 @@ def _run(
     final = FinalScores(None, stopped=interrupted)
     if best_trial is not None and not interrupted:
         final = measure(shared, final_results, folder, recipe.gpu_mode, backend.run_backend, reporter)
-        if final.evaluation is not None:
-            final.evaluation.write(directory / "evaluation.json")
-            if not final.stopped:
-                delete_results(open_store(folder))
+        final.write(directory / "evaluation.json", open_store(folder))
     return SweepResult(
         recipe, sweep, directory, trials, best_trial, final_results, final.evaluation, interrupted=final.stopped
     )

@@ -25,7 +25,7 @@ from distcse.experiments.distillation.weight_interpolation import WeightInterpol
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
-from distcse.experiments.stoppable_evaluation import FinalScores, delete_results
+from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
@@ -83,10 +83,7 @@ class Distillation(Experiment[Recipe]):
                     initial = prepared.initial_encoder
                     final = final_scores(recipe, corpus, labelled, initial, student, directory, backend, reporter)
                 tracked.end(final.stopped, final.evaluation)
-            if final.evaluation is not None:
-                final.evaluation.write(directory.evaluation)
-                if not final.stopped:
-                    delete_results(directory.store)
+            final.write(directory.evaluation, directory.store)
             directory.store_events()
             return DistillationResult(recipe, directory, train_result, final.evaluation, len(corpus), final.stopped)
 

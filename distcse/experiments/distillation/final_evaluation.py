@@ -32,7 +32,6 @@ from distcse.evaluation import (
     VectorModel,
     agreement_result,
     collect,
-    compare_models,
     make_candidate,
     measure_model,
     open_candidate,
@@ -44,7 +43,7 @@ from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.rank_inference import rank_inference_call
-from distcse.experiments.stoppable_evaluation import FinalScores, measure_models, with_missing
+from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
 from distcse.losses import mix_lists
 from distcse.models import Encoder, EncoderHandle, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
@@ -162,7 +161,6 @@ def final_scores(
     options, protocol = device_options(recipe, run.path), [precision, recipe.evaluation.transfer, repr(ranks)]
     returned = measure_models(calls, tasks, protocol, run.store, backend, options, reporter)
     measured = [_Measured(*model) for model in returned if model is not None]
-    stopped = len(measured) < len(calls)
     results = [model.results for model in measured]
     if held_out is not None and None in returned[first_teacher:]:
         results = [scored for model in results if (scored := _without_vectors(model)).results]
@@ -171,16 +169,13 @@ def final_scores(
         alphas = TeacherWeights(teachers, corpus).of(held_out)
         mixed = mix_lists(torch.from_numpy(similarities), alphas).numpy()
         results = [_with_agreement(model, mixed) for model in results]
-    if not results:
-        return FinalScores(None, stopped)
     settings = {
         "STS": "all",
         "transfer": recipe.evaluation.transfer,
         "device": ", ".join(sorted({model.device for model in results})),
         "precision": precision,
     }
-    tasks = with_missing(tasks, calls, returned)
-    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), stopped)
+    return compare_measured(results, tasks, calls, returned, settings, started_at)
 
 
 class _Measured(NamedTuple):

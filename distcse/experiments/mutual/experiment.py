@@ -28,7 +28,7 @@ from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.experiments.run_scope import joined_for_devices, open_run
-from distcse.experiments.stoppable_evaluation import FinalScores, delete_results
+from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, resolve_model
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
@@ -71,9 +71,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
         with ExitStack() as joined:
             computes_here = backend.cluster is None and not backend.is_for_trials
-            joined.enter_context(
-                gpu_policy(self.recipe.gpu_mode, computes_here)
-            )  # before a local cluster counts its GPUs
+            # Before joining, because a local cluster counts its GPUs as it starts.
+            joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here))
             joined.enter_context(joined_for_devices(backend.cluster))
             groups = [self.recipe.groups[number] for number in active]
             _check_models(self.recipe, groups, backend, reporter)
@@ -103,10 +102,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
                     best = save_best(recipe, contexts, store)
                     final = final_scores(recipe, tasks, pairs, best, directory, backend, caller)
                 tracked.end(final.stopped, final.evaluation)
-            if final.evaluation is not None:
-                final.evaluation.write(directory.evaluation)
-                if not final.stopped:
-                    delete_results(directory.store)
+            final.write(directory.evaluation, directory.store)
             directory.store_events()
             return MutualResult(
                 recipe, directory, best, dict(store.dropped), len(pairs), final.stopped, final.evaluation

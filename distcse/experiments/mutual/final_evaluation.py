@@ -23,7 +23,6 @@ from distcse.evaluation import (
     RecordedScores,
     Tasks,
     collect,
-    compare_models,
     make_candidate,
     make_pair_candidate,
     measure_model,
@@ -37,7 +36,7 @@ from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phases import Kind
 from distcse.experiments.mutual.result import Best
-from distcse.experiments.stoppable_evaluation import FinalScores, measure_models, with_missing
+from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import GroupSection, MutualRecipe, decided
 from distcse.runs.directory import RunDirectory
@@ -139,7 +138,6 @@ def final_scores(
     options = device_options(recipe, list(groups.values()), {"storage.runs": run.path})
     returned = measure_models(calls, tasks, [precision], run.store, backend, options, reporter)
     measured = [None if model is None else _Measured(*model) for model in returned]
-    stopped = None in measured
     results = [model.results for model in measured[: len(groups)] if model is not None]
     trained = measured[len(groups) :]
     for kind in ("bi", "cross"):
@@ -150,12 +148,9 @@ def final_scores(
             info = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
             ensemble = Ensemble([member.scores for member in members])
             results.append(measure_model(Candidate(info, ensemble, contamination), tasks, reporter.emit))
-    if not results:
-        return FinalScores(None, stopped)
     devices = ", ".join(sorted({model.results.device for model in measured if model is not None}))
     settings = {"STS": "all", "device": devices, "precision": precision}
-    tasks = with_missing(tasks, calls, returned)
-    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), stopped)
+    return compare_measured(results, tasks, calls, returned, settings, started_at)
 
 
 class _Measured(NamedTuple):

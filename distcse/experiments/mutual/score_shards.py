@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import base64
-
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import RunRecordError
+from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.experiments.mutual.phases import Phase
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
@@ -43,7 +42,7 @@ class ScoreShards:
             raise RunRecordError(
                 f"{self._run}/{file} cannot be read: {broken}; delete it and --resume to score its pairs again"
             ) from None
-        return None if content is None else np.frombuffer(base64.b64decode(content["float32"]), dtype="<f4")
+        return None if content is None else decode_result(content["scores"])
 
     def write(self, begin: int, scores: NDArray[np.float32]) -> None:
         """Store the (n,) scores of the pairs from `begin` on, unless a later start has taken over the run.
@@ -54,8 +53,7 @@ class ScoreShards:
         """
         if self._lease is not None:
             self._lease.check()
-        content = base64.b64encode(scores.astype("<f4").tobytes()).decode()
-        self._run.write_json(self._file(begin, begin + len(scores)), {"float32": content})
+        self._run.write_json(self._file(begin, begin + len(scores)), {"scores": encode_result(scores)})
 
     def delete(self) -> None:
         """Delete all shards of the phase."""
