@@ -253,6 +253,12 @@ class DeviceMemoryError(EncoderError):
     code = "DCSE-M14"
 
 
+class TextInputError(EncoderError):
+    """What is passed to an encoder is not a text, or not only texts."""
+
+    code = "DCSE-M15"
+
+
 # T: teachers.
 
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from distcse.checks import Check, fail, ok
 from distcse.data.readers import find_files
 from distcse.errors import CorpusError, EncoderError, StorageError
-from distcse.models import resolve_model
-from distcse.models.loading import load_tokenizer
+from distcse.models.folder import open_model
 from distcse.models.source import is_hub_id
-from distcse.models.st_format import refuse_pickled_weights
 from distcse.models.vocabulary import has_tokenizer
 from distcse.recipe import BaseRecipe, CorpusSection
 from distcse.teachers.kinds import kind_of
@@ -37,19 +35,18 @@ def check_models(recipe: BaseRecipe) -> list[Check]:
 def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
     """Check that a model's folder, here or in the hub's cache, has weights and a valid tokenizer; else that the hub has it."""
     try:
-        folder = resolve_model(name, trust_remote_code, only_local=True)
-        refuse_pickled_weights(folder)
-        if is_hub_id(name) and not has_tokenizer(folder):
-            return [_check_hub(name, f"{folder} has no tokenizer")]
+        folder = open_model(name, trust_remote_code, only_local=True)
+        if is_hub_id(name) and not has_tokenizer(folder.backbone):
+            return [_check_hub(name, f"{folder.backbone} has no tokenizer")]
     except StorageError as error:
         return [fail("model", str(error), "or use a local folder")]
     except EncoderError as error:
         return [_check_hub(name, str(error))]
     try:
-        load_tokenizer(folder, trust_remote_code)
+        folder.load_tokenizer()
     except EncoderError as error:
         return [fail("model", str(error), "or use another folder")]
-    return [ok("model", f"{name}: {folder}")]
+    return [ok("model", f"{name}: {folder.root}")]
 
 
 def _check_hub(name: str, reason: str) -> Check:

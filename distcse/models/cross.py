@@ -16,18 +16,19 @@ from distcse.errors import EncoderSettingError, MissingWeightsError, ModelLoadEr
 from distcse.models.attention import prepare_mask
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
+from distcse.models.folder import ModelFolder, open_model
 from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
+from distcse.models.json_files import read_json
 from distcse.models.layers import keep_layers
 from distcse.models.loading import (
     attention_of,
-    load_tokenizer,
     position_limit,
     require_finite,
+    save_tokenizer,
     set_dropout,
     set_shortcuts,
 )
-from distcse.models.source import resolve_model
-from distcse.models.st_format import check_weights, read_json, refuse_pickled_weights, replacing
+from distcse.models.st_format import backbone_folder, replacing
 
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
@@ -74,18 +75,19 @@ class CrossEncoder(nn.Module):
             MissingWeightsError: Weights are missing, such as those of the head.
             UnsupportedModelError: The head has several labels.
         """
-        folder = resolve_model(str(path), trust_remote_code)
-        model, missing = _load_classifier(folder, trust_remote_code, max_length, is_fast)
+        folder = open_model(str(path), trust_remote_code)
+        _refuse_prompt(folder)
+        model, missing = _load_classifier(folder, max_length, is_fast)
         if missing:
             raise MissingWeightsError(
-                f"{folder} lacks {len(missing)} weights, such as {missing[0]}, which would be random; train it first"
+                f"{folder.backbone} lacks {len(missing)} weights, such as {missing[0]}, which would be random; train it first"
             )
         if model.config.num_labels != 1:
             raise UnsupportedModelError(
-                f"{folder} has {model.config.num_labels} labels, but a cross-encoder has one; use a model with one label"
+                f"{folder.backbone} has {model.config.num_labels} labels, but a cross-encoder has one; use a model with one label"
             )
-        tokenizer = load_tokenizer(folder, trust_remote_code)
-        limits = [max_length, tokenizer.model_max_length, position_limit(model)]
+        tokenizer = folder.load_tokenizer()
+        limits = [max_length, folder.layout.max_length, tokenizer.model_max_length, position_limit(model)]
         return cls(model.eval(), tokenizer, min(limit for limit in limits if limit))
 
     @classmethod
@@ -114,13 +116,14 @@ class CrossEncoder(nn.Module):
             MissingWeightsError: Weights of the encoder are missing.
             EncoderSettingError: `layers` or `max_length` does not fit the backbone.
         """
-        folder = resolve_model(str(path), trust_remote_code)
-        model, missing = _load_classifier(folder, trust_remote_code, max_length, is_fast, labels=1, dropout=dropout)
+        folder = open_model(str(path), trust_remote_code)
+        model, missing = _load_classifier(folder, max_length, is_fast, labels=1, dropout=dropout)
         prefix = f"{model.base_model_prefix}."
         required = [key for key in missing if key.startswith(prefix) and "pooler." not in key]
         if required:
             raise MissingWeightsError(
-                f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
+                f"{folder.backbone} lacks {len(required)} weights, such as {required[0]}, which would be random; get the "
+                "model again"
             )
         if layers is not None:
             keep_layers(model.base_model, layers)
@@ -129,7 +132,7 @@ class CrossEncoder(nn.Module):
             raise EncoderSettingError(
                 f"{path}: cross.max_length is {max_length}; allowed: at most {positions}, the backbone's positions"
             )
-        return cls(model, load_tokenizer(folder, trust_remote_code), max_length)
+        return cls(model, folder.load_tokenizer(), max_length)
 
     @property
     def device(self) -> torch.device:
@@ -246,51 +249,56 @@ class CrossEncoder(nn.Module):
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
         with replacing(path) as folder:
             self.model.save_pretrained(folder)  # type: ignore[operator]
-            self.tokenizer.model_max_length = self.max_length
-            self.tokenizer.save_pretrained(folder)
+            save_tokenizer(self.tokenizer, folder, self.max_length)
 
 
 def is_cross_encoder(folder: Path) -> bool:
     """Return whether the architecture in a folder's config.json is a sequence classifier."""
-    names = read_json(folder / "config.json").get("architectures")
+    names = read_json(backbone_folder(folder) / "config.json").get("architectures")
     return isinstance(names, list) and any(
         isinstance(name, str) and name.endswith("ForSequenceClassification") for name in names
     )
 
 
+def _refuse_prompt(folder: ModelFolder) -> None:
+    if folder.layout.prompt:
+        raise UnsupportedModelError(
+            f"{folder.root} has the default prompt {folder.layout.prompt!r:.60}, which distcse does not put before pairs; use a "
+            "cross-encoder without one"
+        )
+
+
 def _load_classifier(
-    folder: Path,
-    trust_remote_code: bool,
+    folder: ModelFolder,
     max_length: int | None,
     is_fast: bool,
     labels: int | None = None,
     dropout: float | None = None,
 ) -> tuple[Any, list[str]]:
     """Return a sequence classifier in float32, and the names of the weights that the folder lacks."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    refuse_pickled_weights(folder)
-    check_weights(folder)
+    folder.check_weights()
+    config = folder.load_config()
+    if labels is not None:
+        config.num_labels = labels
+    if dropout is not None:
+        set_dropout(config, dropout)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if labels is not None:
-            config.num_labels = labels
-        if dropout is not None:
-            set_dropout(config, dropout)
         with without_load_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder,
+                folder.backbone,
                 config=config,
                 use_safetensors=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=folder.trust_remote_code,
                 output_loading_info=True,
                 dtype=torch.float32,
                 attn_implementation=attention_of(max_length),
             )
     except Exception as error:  # see load_backbone
         raise ModelLoadError(
-            f"{folder} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
+            f"{folder.backbone} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
         ) from error
-    require_finite(folder, model)
+    require_finite(folder.backbone, model)
     set_shortcuts(model, is_fast)
     return model, sorted(report["missing_keys"])

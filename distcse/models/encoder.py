@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distcse.models.attention import prepare_mask
 from distcse.models.factorized_embeddings import factorize_embeddings
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
+from distcse.models.folder import open_model
 from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.head import Dense, build_head
 from distcse.models.layers import depth_of, keep_layers
@@ -26,15 +28,16 @@ from distcse.models.loading import (
     dropouts,
     length_limit,
     load_backbone,
-    load_tokenizer,
     refuse_unsupported_preprocessing,
     require_finite,
     resolve_pooling,
+    save_tokenizer,
 )
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, pool, token_position
 from distcse.models.prompts import apply_prompt, is_template
-from distcse.models.source import resolve_model
-from distcse.models.st_format import Layout, read_layout, refuse_pickled_weights, replacing, write_layout
+from distcse.models.st_format import Layout, replacing, write_layout
+from distcse.models.st_settings import find_prompt
+from distcse.models.texts import as_texts
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
 
@@ -69,6 +72,7 @@ class Encoder(nn.Module):
         self.max_length = max_length
         self.prompt = prompt
         self.normalize = normalize
+        self._settings = Layout()
         self._token_budget = TokenBudget()
 
     @classmethod
@@ -100,31 +104,51 @@ class Encoder(nn.Module):
             EncoderSettingError: The pooling is unknown, or max_length exceeds the backbone's positions.
             EncoderError: Another problem of the model (see `distcse.errors`).
         """
-        folder = resolve_model(section.backbone, section.trust_remote_code)
-        refuse_pickled_weights(folder)
-        layout = read_layout(folder)
+        folder = open_model(section.backbone, section.trust_remote_code)
+        folder.check_weights()
+        layout = folder.layout
         pooling = resolve_pooling(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
         configured_length = section.max_length or layout.max_length
-        backbone = load_backbone(folder, section.trust_remote_code, dropout, configured_length, dtype, section.is_fast)
+        backbone = load_backbone(
+            folder.backbone,
+            section.trust_remote_code,
+            dropout,
+            configured_length,
+            dtype,
+            section.is_fast,
+            layout.config_settings,
+        )
         if isinstance(section, TrainedSection) and section.layers is not None:
             if section.layers == "auto":
                 raise EncoderSettingError("layers is auto, which only a run resolves; write a list, such as [0, 2, 4]")
             keep_layers(backbone, section.layers)
         if isinstance(section, StudentSection) and section.embedding_size is not None:
             backbone = factorize_embeddings(backbone, section.embedding_size)
-        tokenizer = load_tokenizer(folder, section.trust_remote_code)
-        check_vocabulary(folder, tokenizer, backbone)
+        tokenizer = folder.load_tokenizer()
+        check_vocabulary(folder.backbone, tokenizer, backbone)
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         max_length = length_limit(section, layout, tokenizer, backbone)
-        prompt, head = section.prompt or layout.prompt, build_head(folder, layout.head, _width(backbone))
-        require_finite(folder, head)
-        return cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
+        prompt, head = section.prompt or layout.prompt, build_head(folder.root, layout.head, _width(backbone))
+        require_finite(folder.root, head)
+        encoder = cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
+        encoder.take_settings(layout)
+        return encoder
+
+    def take_settings(self, source: Layout | Encoder) -> None:
+        """Take the named prompts, truncation and similarity of a folder or another encoder."""
+        self._settings = source._settings if isinstance(source, Encoder) else source
+
+    @property
+    def prompts(self) -> Mapping[str, str]:
+        """Named prompts, for `prompt_name`."""
+        return self._settings.prompts
 
     @property
     def dimension(self) -> int:
         """Dimension d of a sentence vector."""
-        return next((module.shape.outputs for module in reversed(self.head) if isinstance(module, Dense)), self.width)
+        size = next((module.shape.outputs for module in reversed(self.head) if isinstance(module, Dense)), self.width)
+        return min(size, self._settings.truncate_dim or size)
 
     @property
     def width(self) -> int:
@@ -150,6 +174,10 @@ class Encoder(nn.Module):
             token_index: (T,) ascending indices of all tokens in the flattened batch, to skip padding where the backbone
                 can (see `Tokens`). Default: compute the padded batch.
         """
+        return self._truncate(self._all_dimensions(ids, mask, token_index))
+
+    def _all_dimensions(self, ids: Tensor, mask: Tensor, token_index: Tensor | None = None) -> Tensor:
+        """Return the vectors of `forward` before their truncation."""
         position = None
         if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
             position = token_position(self.pooling, mask, self._is_mask_token(ids))
@@ -159,10 +187,15 @@ class Encoder(nn.Module):
             return self._apply_head(states[-1][:, 0].float())
         return self._apply_head(pool(self.pooling, states, mask, self._is_mask_token(ids)))
 
+    def _truncate(self, vectors: Tensor) -> Tensor:
+        size = self._settings.truncate_dim
+        return vectors if size is None else vectors[:, :size]
+
     def tokens_and_vectors(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the last layer's (B, L, H) token vectors and the (B, d) float32 sentence vectors of (B, L) ids and mask."""
         states = self._hidden_states(ids, mask)
-        return states[-1], self._apply_head(pool(self.pooling, states, mask, self._is_mask_token(ids)))
+        pooled = pool(self.pooling, states, mask, self._is_mask_token(ids))
+        return states[-1], self._truncate(self._apply_head(pooled))
 
     def _apply_head(self, pooled: Tensor) -> Tensor:
         vectors: Tensor = self.head(pooled).float()
@@ -171,18 +204,25 @@ class Encoder(nn.Module):
     def _hidden_states(self, ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
         """Return the (B, L, H) hidden states of all layers if pooling needs them, else of the last layer."""
         prepared, all_layers = prepare_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
-        output = self.backbone(input_ids=ids, attention_mask=prepared, output_hidden_states=all_layers)
+        # Custom code may not know the argument.
+        wanted = {"output_hidden_states": True} if all_layers else {}
+        output = self.backbone(input_ids=ids, attention_mask=prepared, **wanted)
         return output.hidden_states if all_layers else [output.last_hidden_state]
 
     def _is_mask_token(self, ids: Tensor) -> Tensor | None:
         return ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
 
-    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts in the prompt, truncated to `max_length`."""
+    def token_ids(self, texts: Sequence[str], prompt: str | None = None) -> list[list[int]]:
+        """Tokenize texts, truncated to `max_length`.
+
+        Args:
+            texts: The texts.
+            prompt: Prefix of every text, or a template. Default: the encoder's.
+        """
         if not texts:
             return []
         encoded = self.tokenizer(
-            apply_prompt(self.tokenizer, texts, self.prompt, self.max_length),
+            apply_prompt(self.tokenizer, texts, self.prompt if prompt is None else prompt, self.max_length),
             truncation=True,
             max_length=self.max_length,
             padding=False,
@@ -193,19 +233,21 @@ class Encoder(nn.Module):
 
     def encode(
         self,
-        texts: Sequence[str],
+        texts: str | Iterable[str],
         *,
+        prompt_name: str | None = None,
         batch_tokens: int | None = None,
         normalize: bool | None = None,
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
-        """Encode n texts to (n, d) float32 vectors, without dropout or gradient.
+        """Encode n texts to (n, d) float32 vectors, or one text to its (d,) vector, without dropout or gradient.
 
         Texts with equal tokens are encoded once, and have bitwise equal vectors.
 
         Args:
-            texts: The texts.
+            texts: A text; or a list, tuple, array, pandas Series or generator of texts.
+            prompt_name: Name of the folder's prompt to use, such as `query`. Default: the encoder's prompt.
             batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096 on a CPU, 16384 on a GPU;
                 halved where the GPU's memory does not suffice.
             normalize: Whether to return unit vectors. Default: the model's own setting.
@@ -213,8 +255,40 @@ class Encoder(nn.Module):
             on_progress: Called with the number of distinct texts encoded so far.
 
         Raises:
+            TextInputError: `texts` are not texts; names the first that is none.
+            EncoderSettingError: There is no prompt of this name.
             DeviceMemoryError: A text does not fit in the GPU's memory.
         """
+        prompt = None if prompt_name is None else self._prompt_named(prompt_name)
+        if isinstance(texts, str):
+            vector: NDArray[np.float32] = self._encode(
+                [texts], prompt, batch_tokens, normalize, precision, on_progress
+            )[0]
+            return vector
+        return self._encode(as_texts(texts), prompt, batch_tokens, normalize, precision, on_progress)
+
+    def _prompt_named(self, name: str) -> str:
+        prompt = find_prompt(self.prompts, name)
+        if prompt is None:
+            raise EncoderSettingError(
+                f"the model has no prompt {name!r}; its prompts: {', '.join(self.prompts) or 'none'}"
+            )
+        if prompt and not self._settings.pools_prompt:
+            raise UnsupportedModelError(
+                "the model pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
+                "encode without a prompt"
+            )
+        return prompt
+
+    def _encode(
+        self,
+        texts: Sequence[str],
+        prompt: str | None,
+        batch_tokens: int | None,
+        normalize: bool | None,
+        precision: str,
+        on_progress: Callable[[int], None] | None,
+    ) -> NDArray[np.float32]:
         index_of: dict[tuple[int, ...], int] = {}
         indices: list[int] = []
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
@@ -222,7 +296,7 @@ class Encoder(nn.Module):
         def chunks() -> Iterator[Chunk]:
             for part in split_chunks(texts, self.device):
                 known = len(index_of)
-                new, part_indices = _distinct(self.token_ids(part), index_of)
+                new, part_indices = _distinct(self.token_ids(part, prompt), index_of)
                 indices.extend(part_indices)
                 yield Chunk([new], vectors[known : len(index_of)])
 
@@ -276,8 +350,12 @@ class Encoder(nn.Module):
         on_progress: Callable[[int], None] | None = None,
     ) -> Iterator[Chunk]:
         is_normalized = self.normalize if normalize is None else normalize
+        # sentence-transformers truncates unit vectors, unless the caller asks for unit vectors.
+        truncates_last = normalize is None and self.normalize and self._settings.truncate_dim is not None
 
         def forward(tokens: Tensor) -> Tensor:
+            if truncates_last:
+                return self._truncate(unit(self._all_dimensions(*tokens), dim=1))
             encoded: Tensor = self(*tokens)
             return unit(encoded, dim=1) if is_normalized else encoded
 
@@ -313,9 +391,14 @@ class Encoder(nn.Module):
                 "save a model with another pooling and a prefix as its prompt"
             )
         self.backbone.save_pretrained(folder)  # type: ignore[operator]
-        self.tokenizer.model_max_length = self.max_length
-        self.tokenizer.save_pretrained(folder)
-        layout = Layout(self.pooling, self.max_length, self.normalize, self.prompt)
+        save_tokenizer(self.tokenizer, folder, self.max_length)
+        layout = replace(
+            self._settings,
+            pooling=self.pooling,
+            max_length=self.max_length,
+            normalize=self.normalize,
+            prompt=self.prompt,
+        )
         write_layout(folder, layout, self.width, depth_of(self.backbone), self.head)
 
 

@@ -24,7 +24,7 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.SiLU": nn.SiLU,
     "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
 }
-_VECTOR_NAME = "sentence_embedding"
+VECTOR_NAME = "sentence_embedding"
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class DenseShape:
             known = ", ".join(kind.__name__ for kind in _ACTIVATIONS.values())
             raise UnsupportedModelError(f"{file}: activation {activation!r:.100} is not supported; supported: {known}")
         for key in ("module_input_name", "module_output_name"):
-            if config.get(key) not in (None, _VECTOR_NAME):
+            if config.get(key) not in (None, VECTOR_NAME):
                 raise UnsupportedModelError(
-                    f"{file}: {key} is {config[key]!r:.60}; distcse supports only {_VECTOR_NAME}"
+                    f"{file}: {key} is {config[key]!r:.60}; distcse supports only {VECTOR_NAME}"
                 )
         bias, residual = bool(config.get("bias", True)), bool(config.get("use_residual", False))
         return cls(inputs, outputs, bias, activation, residual)

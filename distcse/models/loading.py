@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +25,13 @@ from distcse.models.fast.dropout import fast_dropout
 from distcse.models.fast.switch import forbid_shortcuts
 from distcse.models.precision import halve_matrices
 from distcse.models.prompts import SENTENCE
-from distcse.models.st_format import Layout, check_weights
-from distcse.models.vocabulary import refuse_broken_files, refuse_empty_vocabulary, tokenizer_load_error
+from distcse.models.st_format import Layout
+from distcse.models.vocabulary import (
+    refuse_broken_files,
+    refuse_empty_vocabulary,
+    refuse_missing_reader,
+    tokenizer_load_error,
+)
 from distcse.recipe import EncoderSection, Pooling
 
 _POOLINGS = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
@@ -31,6 +39,8 @@ _LONG_TEXT = 128
 _INSTRUCTOR = "hkunlp/instructor-"
 """These models pool without the prompt, which their folders do not say; sentence-transformers matches the name too."""
 _ENCODER_DECODERS = ("t5", "mt5", "umt5")
+_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+_DROPOUT = re.compile("dropout|_pdrop$")
 
 
 def load_backbone(
@@ -40,6 +50,7 @@ def load_backbone(
     max_length: int | None,
     dtype: torch.dtype = torch.float32,
     is_fast: bool = True,
+    config_settings: Mapping[str, Any] = _NO_SETTINGS,
 ) -> nn.Module:
     """Load a folder's Hugging Face encoder.
 
@@ -50,23 +61,21 @@ def load_backbone(
         max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
         dtype: Type of the matrices of linear layers; all other weights are float32. Default: float32.
         is_fast: Whether the encoder may use the shortcuts of `distcse.models.fast`. Default: True.
+        config_settings: Settings that replace those of config.json. Default: none.
 
     Raises:
         ModelLoadError: transformers cannot load the folder as an encoder.
         MissingWeightsError: Weights are missing, and would be random.
         NotFiniteError: A weight is NaN or infinite.
-        ModelFormatError: A weight file changed since it was saved.
     """
     with gc_paused():
-        from transformers import AutoConfig
         from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    check_weights(folder)
+    config = load_config(folder, trust_remote_code, config_settings)
+    if dropout is not None:
+        set_dropout(config, dropout)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        if dropout is not None:
-            set_dropout(config, dropout)
         with gc_paused():  # imports the model family's module
             model, report = model_class(config).from_pretrained(
                 folder,
@@ -97,6 +106,28 @@ def load_backbone(
         # No pooling uses it: kept so that the saved folder is complete, but not trained.
         backbone.pooler.requires_grad_(False)
     return backbone
+
+
+def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping[str, Any] = _NO_SETTINGS) -> Any:
+    """Load a backbone's config.json.
+
+    Args:
+        folder: The backbone's folder.
+        trust_remote_code: Whether to run the folder's Python code.
+        settings: Settings that replace those of the file. Default: none.
+
+    Raises:
+        ModelLoadError: transformers cannot read it.
+    """
+    with gc_paused():
+        from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
+    except Exception as error:  # the libraries raise many types
+        raise ModelLoadError(
+            f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
+        ) from error
 
 
 def set_shortcuts(model: nn.Module, is_fast: bool) -> None:
@@ -145,12 +176,17 @@ def dropouts(config: Any) -> list[tuple[str, float]]:
     return [
         (key, value)
         for key, value in vars(config).items()
-        if "dropout" in key and isinstance(value, float | int) and not isinstance(value, bool)
+        if _DROPOUT.search(key) and isinstance(value, float | int) and not isinstance(value, bool)
     ]
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str, Any] = _NO_SETTINGS) -> Any:
     """Load a folder's fast tokenizer.
+
+    Args:
+        folder: The backbone's folder.
+        trust_remote_code: Whether to run the folder's Python code.
+        settings: Keyword arguments of the tokenizer, which replace those of its own file. Default: none.
 
     Raises:
         TokenizerMissingError: The folder has no tokenizer files.
@@ -161,8 +197,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         from transformers import AutoTokenizer
 
     refuse_broken_files(folder)
+    refuse_missing_reader(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, use_fast=True, trust_remote_code=trust_remote_code, **settings
+        )
     except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
         raise tokenizer_load_error(folder, error) from error
     if not tokenizer.is_fast:
@@ -173,6 +212,22 @@ def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Any, folder: Path, max_length: int) -> None:
+    """Save a tokenizer in a model's folder.
+
+    A tokenizer without a padding token gets its end token as one: sentence-transformers pads every batch.
+
+    Args:
+        tokenizer: The tokenizer, changed in place.
+        folder: The model's folder.
+        max_length: Maximum number of tokens that the model reads.
+    """
+    tokenizer.model_max_length = max_length
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    tokenizer.save_pretrained(folder)
+
+
 def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
     """Refuse a tokenizer with more tokens than the backbone has embeddings.
 
@@ -180,12 +235,21 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
         TokenizerMismatchError: Names both numbers.
     """
     tokens = len(tokenizer)
-    rows = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    if tokens > rows:
+    rows = _embedding_rows(backbone)
+    if rows is not None and tokens > rows:
         raise TokenizerMismatchError(
             f"{folder}: the tokenizer has {tokens} tokens, but the backbone has {rows} embeddings; "
             "save the backbone's own tokenizer in the folder"
         )
+
+
+def _embedding_rows(backbone: nn.Module) -> int | None:
+    """Return the number of a backbone's word embeddings; the config's for custom code without `get_input_embeddings`."""
+    try:
+        rows: int = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    except NotImplementedError:
+        return getattr(backbone.config, "vocab_size", None)
+    return rows
 
 
 def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:

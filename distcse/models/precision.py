@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distcse.device import HALF_PRECISIONS
-from distcse.models.st_format import read_json
+from distcse.models.json_files import read_json
 
 _OVERFLOW_FP16 = ("t5", "mt5", "umt5", "gemma")
 """First letters of model types (config.json) whose activations exceed fp16's largest number, 65,504."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from distcse.errors import EncoderError, ModelNotFoundError, StorageError
+from distcse.errors import ModelNotFoundError
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
 PACKAGE = "package:"
@@ -64,21 +64,6 @@ def resolve_model(
     return _from_hub(name, [*(wanted or _HUB_FILES), *(["*.py"] if trust_remote_code else [])], only_local)
 
 
-def find_local_model(name: str, trust_remote_code: bool = False, wanted: Sequence[str] | None = None) -> Path | None:
-    """Return the local folder of a model with its config.json; None if it would have to be downloaded, or does not exist.
-
-    Args:
-        name: As for `resolve_model`.
-        trust_remote_code: As for `resolve_model`.
-        wanted: Patterns of the files that must be in the hub's cache. Default: all that an encoder needs.
-    """
-    try:
-        folder = resolve_model(name, trust_remote_code, wanted, only_local=True)
-    except (EncoderError, StorageError):
-        return None
-    return folder if (folder / CONFIG_FILE).is_file() else None
-
-
 def is_hub_id(name: str) -> bool:
     """Return whether a model's name is a hub id, and not an existing file or folder, a package, a URI or a path."""
     if name.startswith((PACKAGE, ".", "/", "~")) or name.count("/") > 1 or (os.sep != "/" and os.sep in name):
@@ -89,10 +74,8 @@ def is_hub_id(name: str) -> bool:
 def model_fingerprint(folder: Path) -> str:
     """Return a hash of all files that can change the embeddings: weights, configuration, tokenizer, pooling, custom code."""
     digest = Digest()
-    config = folder / CONFIG_FILE
-    suffixes = (
-        _FINGERPRINTED if not config.is_file() or b'"auto_map"' not in config.read_bytes() else (*_FINGERPRINTED, ".py")
-    )
+    has_code = any(b'"auto_map"' in config.read_bytes() for config in folder.rglob(CONFIG_FILE))
+    suffixes = (*_FINGERPRINTED, ".py") if has_code else _FINGERPRINTED
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()
         if name.endswith(suffixes) and not name.startswith(_NOT_FINGERPRINTED) and not name.startswith("distcse/"):

@@ -7,9 +7,9 @@ both forms, and writes the legacy form that all of them, and sentence-transforme
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,10 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
-from distcse.models.head import Dense, DenseShape, head_weights
+from distcse.models.head import VECTOR_NAME, Dense, DenseShape, head_weights
+from distcse.models.json_files import leads_outside, read_json
 from distcse.models.pooling import NEEDS_ALL_LAYERS
+from distcse.models.st_settings import read_model_settings, read_transformer_settings
+from distcse.models.weight_files import WEIGHTS, write_checksums
 from distcse.recipe import Pooling
-from distcse.storage import checksum, dump_checked_json, load_checked_json, open_store
+from distcse.storage import open_store
 
 _LEGACY_KEYS: dict[Pooling, str] = {
     "cls": "pooling_mode_cls_token",
@@ -32,13 +35,17 @@ _LEGACY_KEYS: dict[Pooling, str] = {
 }
 _NEW_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last_token"}
 _OTHER_LEGACY_KEYS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
-_WEIGHTS = "model.safetensors"
-_AUTO_CLASSES = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForMaskedLM": "AutoModelForMaskedLM",
+_LEGACY_NAMES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "lasttoken",
+    **{key: key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in _OTHER_LEGACY_KEYS},
 }
-CHECKSUMS = Path("distcse") / "checksums.json"
-_RESTORE = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
+_LIBRARY = "sentence_transformers."
+_ORDERED = ("Pooling", "Normalize", "Dense", "WeightedLayerPooling")
+_WITHOUT_EFFECT = ("Dropout",)
+"""Modules that compute nothing at inference."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,12 @@ class Layout:
         pools_prompt: Whether the prompt's tokens are pooled with the sentence's.
         lower_case: Whether texts are lowercased before the tokenizer.
         head: Paths and shapes of the modules after pooling for `build_head`, without a last `Normalize`.
+        transformer: Path of the backbone and its tokenizer inside the folder; empty for the folder itself.
+        prompts: The named prompts.
+        truncate_dim: Number of first dimensions that a vector keeps; None keeps all.
+        similarity: Name of the function that compares vectors.
+        config_settings: Settings that replace those of the backbone's config.json.
+        tokenizer_settings: Keyword arguments of the tokenizer.
     """
 
     pooling: Pooling | None = None
@@ -62,6 +75,12 @@ class Layout:
     pools_prompt: bool = True
     lower_case: bool = False
     head: Sequence[tuple[str, DenseShape | None]] = ()
+    transformer: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    truncate_dim: int | None = None
+    similarity: str = "cosine"
+    config_settings: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def default_pooling(folder: Path, pooling: str | None) -> str | None:
@@ -76,92 +95,102 @@ def read_layout(folder: Path) -> Layout:
         UnsupportedModelError: distcse cannot reproduce a module.
         ModelFormatError: A file is malformed.
     """
-    prompt = _default_prompt(read_json(folder / "config_sentence_transformers.json"))
-    transformer = read_json(folder / "sentence_bert_config.json")
-    max_length, lower_case = transformer.get("max_seq_length"), bool(transformer.get("do_lower_case", False))
-    if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise ModelFormatError(
-            f"{folder / 'sentence_bert_config.json'}: max_seq_length is {max_length!r:.60}, not a positive integer"
-        )
-    if not (folder / "modules.json").exists():
-        return Layout(max_length=max_length, prompt=prompt, lower_case=lower_case)
+    modules = [_module(folder, module) for module in read_json(folder / "modules.json", kind=list)]
+    transformer = _transformer_path(folder, modules)
+    settings, text = read_model_settings(folder), read_transformer_settings(folder / transformer)
     pools_prompt = True
     pooling: Pooling | None = None
     averaged: Pooling | None = None
     head: list[tuple[str, DenseShape | None]] = []
-    for module in read_json(folder / "modules.json", kind=list):
-        path, kind = _module(folder, module)
-        if kind == "Pooling":
+    for path, kind in modules:
+        if kind == "Pooling" and pooling is None:
             config = folder / path / "config.json"
             pooling, pools_prompt = _pooling(config), bool(read_json(config).get("include_prompt", True))
-        elif kind == "Normalize":
+        elif kind == "Normalize" and pooling is not None:
+            _refuse_other_names(folder / path / "config.json")
             head.append((path, None))
         elif kind == "Dense" and pooling is not None:
             config = folder / path / "config.json"
             head.append((path, DenseShape.from_config(config, read_json(config))))
-        elif kind == "WeightedLayerPooling":
-            averaged = _layer_average(folder / path)
-        elif kind != "Transformer":
+        elif kind == "WeightedLayerPooling" and pooling is None:
+            if _outputs_all_layers(folder / transformer, text.config_settings):
+                averaged = _layer_average(folder / path)
+        elif kind != "Transformer" and kind not in _WITHOUT_EFFECT:
             raise UnsupportedModelError(
-                f"{folder} has a {kind} module, which distcse does not support; use a model without it"
+                f"{folder} has a {kind} module{' in another order' if kind in _ORDERED else ''}, which distcse does not "
+                "support; use a model without it"
             )
     if averaged is not None and pooling != "mean":
         raise UnsupportedModelError(
             f"{folder} averages layers and pools {pooling!r}; an average of layers is supported with mean pooling only"
         )
     normalize = bool(head) and head[-1][1] is None
-    inner = head[:-1] if normalize else head
-    return Layout(averaged or pooling, max_length, normalize, prompt, pools_prompt, lower_case, inner)
+    return Layout(
+        averaged or pooling,
+        text.max_length,
+        normalize,
+        settings.default_prompt,
+        pools_prompt,
+        text.lower_case,
+        head[:-1] if normalize else head,
+        transformer,
+        settings.prompts,
+        settings.truncate_dim,
+        settings.similarity,
+        text.config_settings,
+        text.tokenizer_settings,
+    )
+
+
+def backbone_folder(folder: Path) -> Path:
+    """Return the folder of a model's backbone and tokenizer: the model's own, or one inside it that modules.json names.
+
+    Raises:
+        ModelFormatError: modules.json is malformed.
+        UnsupportedModelError: It names modules of another library.
+    """
+    modules = [_module(folder, module) for module in read_json(folder / "modules.json", kind=list)]
+    return folder / _transformer_path(folder, modules)
+
+
+def _transformer_path(folder: Path, modules: Sequence[tuple[str, str]]) -> str:
+    paths = [path for path, kind in modules if kind == "Transformer"]
+    if len(paths) > 1 or (paths and modules[0][1] != "Transformer"):
+        raise UnsupportedModelError(
+            f"{folder / 'modules.json'} does not have one Transformer as its first module; use a model that has"
+        )
+    return paths[0] if paths else ""
 
 
 def _module(folder: Path, module: Any) -> tuple[str, str]:
-    """Return path and class name of an entry of modules.json, and refuse a path outside the folder."""
+    """Return path and class name of an entry of modules.json, and refuse a path outside the folder, and custom code."""
     path, kind = (module.get(key) for key in ("path", "type")) if isinstance(module, dict) else (None, None)
     if not isinstance(path, str) or not isinstance(kind, str):
         raise ModelFormatError(f"{folder / 'modules.json'}: expected a path and a type, found {module!r:.100}")
-    if _leads_outside(path):
+    if leads_outside(path):
         raise ModelFormatError(
             f"{folder / 'modules.json'} names {path!r}, which is outside the folder; distcse does not read it"
+        )
+    if not kind.startswith(_LIBRARY):
+        raise UnsupportedModelError(
+            f"{folder / 'modules.json'} names the module {kind}, which is not one of sentence-transformers; distcse does not "
+            "run it. Use a model without it"
         )
     return path, kind.rsplit(".", 1)[-1]
 
 
-def _leads_outside(name: str) -> bool:
-    return Path(name).is_absolute() or ".." in Path(name).parts
+def _refuse_other_names(file: Path) -> None:
+    """Refuse a module that reads or writes something else than the sentence's vector."""
+    config = read_json(file)
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, VECTOR_NAME):
+            raise UnsupportedModelError(f"{file}: {key} is {config[key]!r:.60}; distcse supports only {VECTOR_NAME}")
 
 
-def refuse_pickled_weights(folder: Path) -> None:
-    """Refuse a folder without safetensors, because loading a pickle can run code.
-
-    Raises:
-        PickledWeightsError: The weights are pickles.
-        UnsupportedModelError: The folder has an adapter only.
-        MissingWeightsError: The folder has no weights.
-    """
-    if any(folder.glob("*.safetensors")):
-        return
-    pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern)]
-    if pickled:
-        raise PickledWeightsError(
-            f"{folder} has {pickled[0]} but no safetensors, and distcse does not load pickles; convert a trusted model: "
-            f"{_conversion(folder)}"
-        )
-    if (folder / "adapter_config.json").is_file():
-        raise UnsupportedModelError(
-            f"{folder} has an adapter, not a model; merge it into its model (peft: merge_and_unload), and save that model "
-            "and its tokenizer"
-        )
-    raise MissingWeightsError(f"{folder} has no weights; add model.safetensors")
-
-
-def _conversion(folder: Path) -> str:
-    """Return Python code that saves a pickled model as safetensors, with its head, pooling and tokenizer."""
-    architectures = read_json(folder / "config.json").get("architectures")
-    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
-    kind = next((auto for end, auto in _AUTO_CLASSES.items() for name in names if name.endswith(end)), "AutoModel")
-    if (folder / "modules.json").is_file() and kind != "AutoModelForSequenceClassification":
-        return f"SentenceTransformer({str(folder)!r}).save_pretrained(FOLDER)"
-    return f"for kind in ({kind}, AutoTokenizer): kind.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
+def _outputs_all_layers(backbone: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether the backbone outputs all layers; without them, sentence-transformers skips an average of layers."""
+    config = {**read_json(backbone / "config.json"), **settings}
+    return bool(config.get("output_hidden_states", False))
 
 
 @contextmanager
@@ -180,58 +209,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
     store = open_store(path)
     with store.write_folder() as temporary:
         yield temporary
-        _write_checksums(temporary)
+        write_checksums(temporary)
     store.publish()
-
-
-def refuse_external_weights(folder: Path) -> None:
-    """Refuse a folder that refers to weights outside it.
-
-    Raises:
-        ModelFormatError: The index of shards names a file outside the folder.
-        UnsupportedModelError: The folder has an adapter.
-    """
-    index = read_json(folder / f"{_WEIGHTS}.index.json").get("weight_map", {})
-    for shard in index.values() if isinstance(index, dict) else [None]:
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ModelFormatError(
-                f"{folder} lists weights in {shard!r}, which is outside the folder; distcse does not read it"
-            )
-    if (folder / "adapter_config.json").exists():
-        raise UnsupportedModelError(
-            f"{folder} has an adapter to another model, which distcse does not load; merge it into its model"
-        )
-
-
-def check_weights(folder: Path) -> None:
-    """Verify the checksums of the weights that `replacing` wrote; folders from other tools have none.
-
-    A flipped bit yields a valid weight, so only a checksum detects it.
-
-    Raises:
-        ModelFormatError: A weight file changed, or weights are outside the folder.
-        UnsupportedModelError: The folder has an adapter.
-    """
-    refuse_external_weights(folder)
-    if not (folder / CHECKSUMS).is_file():
-        return
-    try:
-        expected = load_checked_json(folder / CHECKSUMS)
-        outside = [name for name in expected if _leads_outside(name)]
-        changed = outside or [name for name, digest in expected.items() if checksum(folder / name) != digest]
-    except (OSError, ValueError) as error:
-        raise ModelFormatError(f"{folder / CHECKSUMS} cannot be verified: {error}; {_RESTORE}") from None
-    if changed:
-        raise ModelFormatError(
-            f"{folder / changed[0]} has changed since it was written: its checksum differs; {_RESTORE}"
-        )
-
-
-def _write_checksums(folder: Path) -> None:
-    file = folder / CHECKSUMS
-    file.parent.mkdir(exist_ok=True)
-    weights = sorted(folder.rglob("*.safetensors"))
-    file.write_text(dump_checked_json({found.relative_to(folder).as_posix(): checksum(found) for found in weights}))
 
 
 def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.Sequential) -> None:
@@ -270,33 +249,44 @@ def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.
     for path, module in zip(paths[after_pooling:], head, strict=False):
         if isinstance(module, Dense):
             _dump(folder / path / "config.json", module.shape.to_config())
-            save_file(head_weights(module), folder / path / _WEIGHTS)
+            save_file(head_weights(module), folder / path / WEIGHTS)
     after_average: Pooling = "mean" if pooling in NEEDS_ALL_LAYERS else pooling
     flags = {key: kind == after_average for kind, key in _LEGACY_KEYS.items()} | dict.fromkeys(
         _OTHER_LEGACY_KEYS, False
     )
     _dump(
         folder / paths[after_pooling - 1] / "config.json",
-        {"word_embedding_dimension": width, **flags, "include_prompt": True},
+        {"word_embedding_dimension": width, **flags, "include_prompt": layout.pools_prompt},
     )
     _dump(folder / "sentence_bert_config.json", {"max_seq_length": layout.max_length, "do_lower_case": False})
+    prompts, default = _named_prompts(layout)
     _dump(
         folder / "config_sentence_transformers.json",
         {
             "model_type": "SentenceTransformer",
             "__version__": {},
-            "prompts": {"default": layout.prompt} if layout.prompt else {},
-            "default_prompt_name": "default" if layout.prompt else None,
-            "similarity_fn_name": "cosine",
+            "prompts": prompts,
+            "default_prompt_name": default,
+            "similarity_fn_name": layout.similarity,
+            **({} if layout.truncate_dim is None else {"truncate_dim": layout.truncate_dim}),
         },
     )
+
+
+def _named_prompts(layout: Layout) -> tuple[dict[str, str], str | None]:
+    """Return the prompts to save, and the name of the default one: the folder's name for it, or else `default`."""
+    prompts = dict(layout.prompts)
+    if not layout.prompt:
+        return prompts, None
+    name = next((name for name, prompt in prompts.items() if prompt == layout.prompt), "default")
+    return {**prompts, name: layout.prompt}, name
 
 
 def _write_layer_average(folder: Path, pooling: Pooling, width: int, depth: int) -> None:
     start = 1 if pooling == "first_last_avg" else depth - 1
     weights = torch.zeros(depth + 1 - start)
     weights[0] = weights[-1] = 1.0
-    save_file({"layer_weights": weights}, folder / _WEIGHTS)
+    save_file({"layer_weights": weights}, folder / WEIGHTS)
     _dump(
         folder / "config.json",
         {"word_embedding_dimension": width, "layer_start": start, "num_hidden_layers": depth},
@@ -308,15 +298,15 @@ def _write_layer_average(folder: Path, pooling: Pooling, width: int, depth: int)
 def _layer_average(folder: Path) -> Pooling:
     """Return the pooling that a WeightedLayerPooling module is equal to."""
     config = read_json(folder / "config.json")
-    if not (folder / _WEIGHTS).exists():
+    if not (folder / WEIGHTS).exists():
         raise PickledWeightsError(
-            f"{folder} has no {_WEIGHTS}, and distcse does not load pickles; convert a trusted model"
+            f"{folder} has no {WEIGHTS}, and distcse does not load pickles; convert a trusted model"
         )
     try:
-        weights = load_file(folder / _WEIGHTS)["layer_weights"].tolist()
+        weights = load_file(folder / WEIGHTS)["layer_weights"].tolist()
         ends_only = weights[0] == weights[-1] != 0 and not any(weights[1:-1])
     except (OSError, SafetensorError, LookupError, TypeError) as error:
-        raise MissingWeightsError(f"{folder / _WEIGHTS} has no layer weights ({error}); get the model again") from None
+        raise MissingWeightsError(f"{folder / WEIGHTS} has no layer weights ({error}); get the model again") from None
     if ends_only and config.get("layer_start") == 1:
         return "first_last_avg"
     if ends_only and len(weights) == 2:
@@ -328,44 +318,16 @@ def _layer_average(folder: Path) -> Pooling:
 
 def _pooling(file: Path) -> Pooling:
     config = read_json(file)
-    named = config.get("pooling_mode")
-    chosen = [kind for kind, key in _LEGACY_KEYS.items() if config.get(key)]
-    other = [key for key in _OTHER_LEGACY_KEYS if config.get(key)]
-    if isinstance(named, str) and named in _NEW_NAMES:
-        return _NEW_NAMES[named]
-    if named is None and len(chosen) == 1 and not other:
-        return chosen[0]
-    found = named or [*chosen, *other]
+    chosen = config.get("pooling_mode")
+    if chosen is None:
+        flags = [key for key in _LEGACY_NAMES if config.get(key)]
+        chosen = [_LEGACY_NAMES[key] for key in flags] or ["mean"]  # sentence-transformers' default
+    names = [chosen] if isinstance(chosen, str) else chosen
+    if isinstance(names, list) and len(names) == 1 and names[0] in _NEW_NAMES:
+        return _NEW_NAMES[names[0]]
     raise UnsupportedModelError(
-        f"{file}: pooling {found!r} is not supported; supported: {', '.join(get_args(Pooling))}"
+        f"{file}: pooling {chosen!r} is not supported; supported: {', '.join(get_args(Pooling))}"
     )
-
-
-def _default_prompt(config: dict[str, Any]) -> str:
-    name = config.get("default_prompt_name")
-    prompts = config.get("prompts")
-    return str(prompts.get(name, "")) if isinstance(name, str) and isinstance(prompts, dict) else ""
-
-
-def read_json(file: Path, kind: type = dict) -> Any:
-    """Return the content of a JSON file; an empty object (or list) if the file does not exist.
-
-    Args:
-        file: The file.
-        kind: Required type of the content, `dict` (default) or `list`.
-
-    Raises:
-        ModelFormatError: The file is not JSON, or of another type.
-    """
-    if not file.exists():
-        return kind()
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, kind):
-        raise ModelFormatError(f"{file}: expected a JSON {'object' if kind is dict else 'list'}")
-    return content
 
 
 def _dump(file: Path, content: Any) -> None:

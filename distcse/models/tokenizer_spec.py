@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcse.models.encoder import Encoder
-from distcse.models.loading import load_tokenizer, refuse_unsupported_preprocessing, resolve_pooling
-from distcse.models.source import resolve_model
-from distcse.models.st_format import read_layout, refuse_external_weights, refuse_pickled_weights
+from distcse.models.folder import open_model
+from distcse.models.loading import refuse_unsupported_preprocessing, resolve_pooling
 from distcse.recipe import EncoderSection
 
 
@@ -39,15 +38,13 @@ class TokenizerSpec:
             UnsupportedModelError: The model preprocesses texts in an unsupported way.
             EncoderSettingError: The pooling is unknown.
         """
-        folder = resolve_model(section.backbone, section.trust_remote_code)
-        refuse_pickled_weights(folder)
-        refuse_external_weights(folder)
-        layout = read_layout(folder)
+        folder = open_model(section.backbone, section.trust_remote_code)
+        layout = folder.layout
         resolve_pooling(section, layout)
         max_length = section.max_length or layout.max_length
         if max_length is None:
             encoder = Encoder.from_section(section)
             return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
-        tokenizer = load_tokenizer(folder, section.trust_remote_code)
+        tokenizer = folder.load_tokenizer()
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         return cls(tokenizer, max_length, section.prompt or layout.prompt)

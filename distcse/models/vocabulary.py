@@ -6,15 +6,15 @@ Without a vocabulary file, transformers may create a tokenizer that has only spe
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from distcse.errors import EncoderError, ModelFormatError, TokenizerMismatchError, TokenizerMissingError
-from distcse.models.st_format import read_json
+from distcse.models.json_files import is_lfs_pointer, lfs_pointer_error, read_json
 
 _FILES = ("tokenizer.json", "tokenizer.*.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
 _EXPECTED = "tokenizer.json, vocab.txt, vocab.json with merges.txt, or a SentencePiece *.model"
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _UNUSED = re.compile(r"[\[<]unused_?\d+[\]>]")
 
 
@@ -37,16 +37,30 @@ def refuse_broken_files(folder: Path) -> None:
         ModelFormatError: A file that the tokenizer reads is a pointer or empty.
     """
     complete = folder / "tokenizer.json"
-    if complete.is_file() and not _is_pointer(complete):
+    if complete.is_file() and not is_lfs_pointer(complete):
         vocabularies, others = [complete], [folder / "tokenizer_config.json"]
     else:
         vocabularies, others = vocabulary_files(folder), [folder / "merges.txt", folder / "tokenizer_config.json"]
-    pointer = next((file for file in [*vocabularies, *others] if _is_pointer(file)), None)
+    pointer = next((file for file in [*vocabularies, *others] if is_lfs_pointer(file)), None)
     if pointer is not None:
-        raise ModelFormatError(f"{pointer} is a Git LFS pointer, not the file; download it: git -C {folder} lfs pull")
+        raise lfs_pointer_error(pointer)
     empty = next((file for file in vocabularies if file.stat().st_size == 0), None)
     if empty is not None:
         raise ModelFormatError(f"{empty} is empty; {_describe_fix(folder)}")
+
+
+def refuse_missing_reader(folder: Path) -> None:
+    """Refuse a vocabulary that only SentencePiece reads, where it is not installed.
+
+    Raises:
+        TokenizerMismatchError: Names the package to install.
+    """
+    files = vocabulary_files(folder)
+    if find_spec("sentencepiece") is None and files and all(file.suffix == ".model" for file in files):
+        raise TokenizerMismatchError(
+            f"{folder} has a SentencePiece vocabulary ({files[0].name}) and no tokenizer.json; "
+            "pip install sentencepiece"
+        )
 
 
 def refuse_empty_vocabulary(folder: Path, tokenizer: Any) -> None:
@@ -90,12 +104,3 @@ def _describe_missing(folder: Path) -> str:
 def _describe_fix(folder: Path) -> str:
     """Return the command that saves a tokenizer in the folder."""
     return f"save the original model's tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
-
-
-def _is_pointer(file: Path) -> bool:
-    """Return whether a file is the pointer that a clone without Git LFS contains."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
-    except OSError:
-        return False

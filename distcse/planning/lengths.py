@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from distcse.data import source_rows
 from distcse.errors import DistcseError
+from distcse.models.st_format import backbone_folder, read_layout
 from distcse.models.vocabulary import has_tokenizer
 from distcse.planning.shapes import folder_of
 from distcse.recipe import CorpusSection, EncoderSection
@@ -130,10 +131,11 @@ def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
 def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, str]:
     """Return (n,) lengths, document frequencies and the method: the encoder's tokenizer, or bytes if it is not local."""
     folder = folder_of(encoder.backbone, encoder.trust_remote_code)
-    if folder is not None and has_tokenizer(folder):
+    if folder is not None and has_tokenizer(backbone_folder(folder)):
         from distcse.models.loading import load_tokenizer
 
-        tokenizer = load_tokenizer(folder, encoder.trust_remote_code)
+        settings = read_layout(folder).tokenizer_settings
+        tokenizer = load_tokenizer(backbone_folder(folder), encoder.trust_remote_code, settings)
         ids = tokenizer([encoder.prompt + text for text in texts], truncation=False, padding=False, verbose=False)
         read = [np.unique(row[: encoder.max_length]) for row in ids["input_ids"]]
         words = np.unique(np.concatenate(read), return_counts=True)[1]

@@ -20,12 +20,13 @@ from distcse.models.factorized_embeddings import factorize_embeddings
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import has_known_layers
 from distcse.models.fast.switch import forbid_shortcuts
+from distcse.models.folder import open_model
 from distcse.models.head import Dense, DenseShape, Normalize
 from distcse.models.layers import keep_layers, layers_of
-from distcse.models.loading import dropouts, load_tokenizer, model_class, set_dropout
+from distcse.models.loading import dropouts, load_config, model_class, set_dropout
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.models.source import is_hub_id
-from distcse.models.st_format import Layout, read_layout
+from distcse.models.st_format import Layout, backbone_folder, read_layout
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
 _FILES = ["config.json"]
@@ -57,6 +58,8 @@ class Blueprint:
     """Modules after pooling; None represents `Normalize`."""
     embedding_size: int | None = None
     """Of factorized embeddings; None without."""
+    truncate_dim: int | None = None
+    """Number of first dimensions that a sentence vector keeps; None keeps all."""
     is_fast: bool = True
     trust_remote_code: bool = False
 
@@ -102,7 +105,9 @@ class Blueprint:
             head = nn.Sequential(*(Normalize() if dense is None else Dense(dense) for dense in self.modules))
         if not self.is_fast:
             forbid_shortcuts(backbone)
-        return Encoder(backbone, SimpleNamespace(mask_token_id=0), self.pooling, 512, head=head)
+        encoder = Encoder(backbone, SimpleNamespace(mask_token_id=0), self.pooling, 512, head=head)
+        encoder.take_settings(Layout(truncate_dim=self.truncate_dim))
+        return encoder
 
 
 @dataclass(frozen=True)
@@ -154,14 +159,16 @@ def read_shape(section: EncoderSection) -> Shape:
     """
     config, source = _config_of(section.backbone, section.trust_remote_code)
     folder = folder_of(section.backbone, section.trust_remote_code)
-    if folder is not None and not is_hub_id(section.backbone) and any(folder.glob("*.safetensors")):
-        load_tokenizer(folder, section.trust_remote_code)  # a hub model's may be downloaded later, by the run
+    if folder is not None and not is_hub_id(section.backbone) and any(folder.rglob("*.safetensors")):
+        # A hub model's tokenizer may be downloaded later, by the run.
+        open_model(section.backbone, section.trust_remote_code).load_tokenizer()
     layout = read_layout(folder) if folder else Layout()
     blueprint = Blueprint.of(
         config,
         pooling=section.pooling or layout.pooling or "mean",
         modules=tuple(dense for _, dense in layout.head),
         embedding_size=section.embedding_size if isinstance(section, StudentSection) else None,
+        truncate_dim=layout.truncate_dim,
         is_fast=section.is_fast,
         trust_remote_code=section.trust_remote_code,
     )
@@ -197,10 +204,8 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
                 return AutoConfig.for_model(family, **sizes), "the sizes published for its name, config.json not read"
     if folder is None:
         folder = resolve_model(name, trust_remote_code, _FILES)
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code), "config.json"
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"{name}: its config.json cannot be read: {' '.join(str(error).split())[:300]}") from error
+    settings = read_layout(folder).config_settings
+    return load_config(backbone_folder(folder), trust_remote_code, settings), "config.json"
 
 
 def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:

@@ -28,7 +28,8 @@ from distcse.data.readers import read_sentences
 from distcse.errors import CorpusFormatError, DistcseError, EmptyCorpusError, EvaluationResultError
 from distcse.evaluation import Contamination, PairClassificationTask, RetrievalDataset, ScoredPairs, read_table
 from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.models.st_format import check_weights, read_layout
+from distcse.models.st_format import read_layout
+from distcse.models.weight_files import check_weights
 from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory

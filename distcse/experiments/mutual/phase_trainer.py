@@ -171,6 +171,7 @@ class PhaseTrainer:
             settings = {"pooling": encoder.pooling, "prompt": encoder.prompt, "max_length": encoder.max_length}
             converted = Encoder.from_section(group.model_copy(update={"backbone": model, "layers": None, **settings}))
             converted.head, converted.normalize = encoder.head, encoder.normalize
+            converted.take_settings(encoder)
             return converted
         source = model if is_sequential else recipe.cross_start(group)
         length, trusts_code = recipe.cross.max_length, group.trust_remote_code

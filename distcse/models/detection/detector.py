@@ -18,14 +18,14 @@ from distcse.data.collate import Tokens
 from distcse.device import default_device, is_gpu
 from distcse.errors import MissingWeightsError, ModelLoadError, TokenizerMismatchError, UnsupportedModelError
 from distcse.losses.detection import Detection, detection
-from distcse.models import Encoder, resolve_model
+from distcse.models import Encoder
 from distcse.models.attention import prepare_mask
 from distcse.models.detection.edits import Edited, Vocabulary, delete, edited_length, insert, replace
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.packing import short_cut
 from distcse.models.fast.switch import allows_shortcuts, forbid_shortcuts
-from distcse.models.loading import attention_of, load_tokenizer, position_limit
-from distcse.models.st_format import refuse_pickled_weights
+from distcse.models.folder import open_model
+from distcse.models.loading import attention_of, position_limit
 from distcse.recipe import DetectionSection
 
 _LOGITS = 64_000_000
@@ -206,9 +206,10 @@ def build_detector(
 def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) -> nn.Module:
     from transformers import AutoModelForMaskedLM
 
-    folder = resolve_model(str(section.generator))
-    refuse_pickled_weights(folder)
-    if load_tokenizer(folder, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
+    opened = open_model(str(section.generator))
+    opened.check_weights()
+    folder = opened.backbone
+    if opened.load_tokenizer().get_vocab() != tokenizer.get_vocab():
         raise TokenizerMismatchError(
             f"objective.detection.generator {section.generator} has another vocabulary than the student; "
             "a generator speaks the student's tokens (distilbert-base-uncased for BERT, distilroberta-base for RoBERTa)"

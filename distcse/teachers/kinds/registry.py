@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from distcse.data import Corpus
 from distcse.models import is_cross_encoder, resolve_model
-from distcse.models.source import find_local_model
+from distcse.models.folder import find_local_model
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds.base import TeacherKind
 from distcse.teachers.kinds.bi_encoder import BiEncoderKind

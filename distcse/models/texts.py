@@ -1,0 +1,33 @@
+"""Check the texts that a caller passes to an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from distcse.errors import TextInputError
+
+
+def as_texts(texts: Iterable[str]) -> list[str]:
+    """Return texts as a list.
+
+    Args:
+        texts: A list, tuple, NumPy array, pandas Series, pyarrow array or generator of texts.
+
+    Raises:
+        TextInputError: They are something else, or one of them is not a text; names its place.
+    """
+    columns = getattr(texts, "columns", None)
+    if columns is not None and not callable(columns):
+        names = ", ".join(map(str, columns))
+        raise TextInputError(f"expected texts, found a table with the columns {names:.100}; pass one of its columns")
+    if isinstance(texts, Mapping | Set | bytes) or not isinstance(texts, Iterable):
+        raise TextInputError(f"expected a text or a list of texts, found {type(texts).__name__}; pass a list of texts")
+    as_python = getattr(texts, "to_pylist", None)  # pyarrow's values are objects of its own
+    found: list[Any] = list(texts if as_python is None else as_python())
+    for place, text in enumerate(found):
+        if not isinstance(text, str):
+            raise TextInputError(
+                f"texts[{place}] is {text!r:.60} ({type(text).__name__}), not a text; remove it, or convert it with str()"
+            )
+    return found

@@ -1,0 +1,136 @@
+"""Checks of a model folder's weights: present, safetensors, complete, unchanged since they were saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
+from distcse.models.json_files import is_lfs_pointer, leads_outside, lfs_pointer_error, read_json
+from distcse.storage import checksum, dump_checked_json, load_checked_json
+
+WEIGHTS = "model.safetensors"
+CHECKSUMS = Path("distcse") / "checksums.json"
+_INDEX = f"{WEIGHTS}.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_ADAPTER = "adapter_config.json"
+_AUTO_CLASSES = {
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+    "ForMaskedLM": "AutoModelForMaskedLM",
+}
+_RESTORE = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
+
+
+def require_weights(folder: Path) -> None:
+    """Refuse a folder whose weights transformers would not load, or not as those of a full-precision model.
+
+    Raises:
+        UnsupportedModelError: The folder has an adapter, or quantized weights.
+        PickledWeightsError: The weights are pickles, which can run code when they are loaded.
+        MissingWeightsError: Weights are missing.
+        ModelFormatError: A weight file is a Git LFS pointer, or the index of shards names a file outside the folder.
+    """
+    _refuse_adapter(folder)
+    shards = _shards(folder)
+    if shards:
+        lost = next((name for name in shards if not (folder / name).is_file()), None)
+        if lost is not None:
+            raise MissingWeightsError(f"{folder} lacks {lost}, which {_INDEX} names; download it again")
+    elif not (folder / WEIGHTS).is_file():
+        raise _without_weights(folder)
+    for name in shards or [WEIGHTS]:
+        if is_lfs_pointer(folder / name):
+            raise lfs_pointer_error(folder / name)
+    _refuse_quantized(folder)
+
+
+def check_weights(folder: Path) -> None:
+    """Verify the checksums of the weights that `write_checksums` wrote; folders from other tools have none.
+
+    A flipped bit yields a valid weight, so only a checksum detects it.
+
+    Raises:
+        ModelFormatError: A weight file changed, or weights are outside the folder.
+        UnsupportedModelError: The folder has an adapter.
+    """
+    _refuse_adapter(folder)
+    _shards(folder)
+    if not (folder / CHECKSUMS).is_file():
+        return
+    try:
+        expected = load_checked_json(folder / CHECKSUMS)
+        outside = [name for name in expected if leads_outside(name)]
+        changed = outside or [name for name, digest in expected.items() if checksum(folder / name) != digest]
+    except (OSError, ValueError) as error:
+        raise ModelFormatError(f"{folder / CHECKSUMS} cannot be verified: {error}; {_RESTORE}") from None
+    if changed:
+        raise ModelFormatError(
+            f"{folder / changed[0]} has changed since it was written: its checksum differs; {_RESTORE}"
+        )
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of all weights in a folder."""
+    file = folder / CHECKSUMS
+    file.parent.mkdir(exist_ok=True)
+    weights = sorted(folder.rglob("*.safetensors"))
+    file.write_text(dump_checked_json({found.relative_to(folder).as_posix(): checksum(found) for found in weights}))
+
+
+def _shards(folder: Path) -> list[str]:
+    """Return the names of the weight files that the index lists; none without an index."""
+    index = read_json(folder / _INDEX).get("weight_map", {})
+    names: set[str] = set()
+    for name in index.values() if isinstance(index, dict) else [None]:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelFormatError(
+                f"{folder} lists weights in {name!r}, which is outside the folder; distcse does not read it"
+            )
+        names.add(name)
+    return [] if (folder / WEIGHTS).is_file() else sorted(names)
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter, which transformers and sentence-transformers load on top of another model."""
+    if not (folder / _ADAPTER).is_file():
+        return
+    base = read_json(folder / _ADAPTER).get("base_model_name_or_path")
+    of = f" to {base}" if isinstance(base, str) and base else ""
+    raise UnsupportedModelError(
+        f"{folder} has an adapter{of}, which distcse does not load; merge it into its model (peft: merge_and_unload), and "
+        "save that model and its tokenizer"
+    )
+
+
+def _refuse_quantized(folder: Path) -> None:
+    settings = read_json(folder / "config.json").get("quantization_config")
+    if settings:
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        raise UnsupportedModelError(
+            f"{folder} has quantized weights ({method or 'quantization_config'}), which distcse does not load; use the model's "
+            "weights before quantization"
+        )
+
+
+def _without_weights(folder: Path) -> PickledWeightsError | MissingWeightsError:
+    pickled = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    if pickled:
+        return PickledWeightsError(
+            f"{folder} has {pickled[0]} but no safetensors, and distcse does not load pickles; convert a trusted model: "
+            f"{_conversion(folder)}"
+        )
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    if others:
+        return MissingWeightsError(
+            f"{folder} has {others[0]}, but neither {WEIGHTS} nor {_INDEX}, which transformers loads; save the model again"
+        )
+    return MissingWeightsError(f"{folder} has no weights; add {WEIGHTS}")
+
+
+def _conversion(folder: Path) -> str:
+    """Return Python code that saves a pickled model as safetensors, with its head, pooling and tokenizer."""
+    architectures = read_json(folder / "config.json").get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    kind = next((auto for end, auto in _AUTO_CLASSES.items() for name in names if name.endswith(end)), "AutoModel")
+    if (folder / "modules.json").is_file() and kind != "AutoModelForSequenceClassification":
+        return f"SentenceTransformer({str(folder)!r}).save_pretrained(FOLDER)"
+    return f"for kind in ({kind}, AutoTokenizer): kind.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"
