@@ -109,6 +109,53 @@ def make_encoder(
     return folder
 
 
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 70,
+}
+_DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "xlm-roberta": _SIZES,
+    "camembert": _SIZES,
+    "mpnet": _SIZES,
+    "electra": {**_SIZES, "embedding_size": 16},
+    "albert": {**_SIZES, "embedding_size": 16},
+    "deberta-v2": {**_SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "ernie": _SIZES,
+    "roformer": _SIZES,
+    "convbert": _SIZES,
+    "longformer": {**_SIZES, "attention_window": 8},
+    "mt5": {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 70},
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen3": _DECODER,
+    "gemma3_text": {**_DECODER, "layer_types": ["full_attention"] * 3},
+    "xlnet": {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 64},
+}
+"""Further families of transformers, and their sizes."""
+
+
+def make_family(folder: Path, family: str, lines: Sequence[str], **settings: Any) -> Path:
+    """Write a random encoder of one of `FAMILIES` with a WordPiece tokenizer; `settings` replace those of its config."""
+    tokenizer = _word_pieces(lines)
+    sizes = {**FAMILIES[family], "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **settings}
+    torch.manual_seed(0)
+    model = (AutoModelForTextEncoding if family == "mt5" else AutoModel).from_config(
+        AutoConfig.for_model(family, **sizes)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def without_tokenizer(source: Path, folder: Path) -> Path:
     """Copy a model as `AutoModel.save_pretrained` alone writes it: weights and config."""
     folder.mkdir(parents=True)

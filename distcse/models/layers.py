@@ -83,11 +83,11 @@ def layers_of(backbone: nn.Module) -> nn.ModuleList:
 def _shallower_config(config: Any, layers: Sequence[int]) -> dict[str, Any]:
     """Return the config entries that change when only these layers are kept."""
     depth = config.num_hidden_layers
-    # Lists with one entry per layer, such as ModernBERT's layer_types (global or local attention).
+    # Lists with one entry per layer, such as ModernBERT's layer_types (global or local attention), or Longformer's windows.
     by_layer = {
         key: [value[index] for index in layers]
         for key, value in vars(config).items()
-        if isinstance(value, list) and len(value) == depth and "layer" in key
+        if isinstance(value, list) and len(value) == depth and ("layer" in key or key == "attention_window")
     }
     return {**by_layer, "num_hidden_layers": len(layers)}
 

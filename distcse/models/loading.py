@@ -271,12 +271,17 @@ def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, to
 
     Raises:
         EncoderSettingError: Pooling is `mask`, and the prompt lacks the mask token.
-        UnsupportedModelError: The model lowercases outside the tokenizer, or pools without the prompt.
+        UnsupportedModelError: The model lowercases outside the tokenizer, has token types, or pools without the prompt.
     """
     if resolve_pooling(section, layout) == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
         raise EncoderSettingError(
             f"pooling mask needs a prompt with {tokenizer.mask_token}, but prompt is {section.prompt!r}; write, for example, "
             f"'This sentence : \"{SENTENCE}\" means {tokenizer.mask_token}.'"
+        )
+    if any(tokenizer("a", return_token_type_ids=True).get("token_type_ids", ())):
+        raise UnsupportedModelError(
+            f"{section.backbone}: its tokenizer gives a text other token types than 0, which distcse does not pass on; use "
+            "another model"
         )
     normalizer = tokenizer.backend_tokenizer.normalizer
     if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
@@ -295,6 +300,8 @@ def position_limit(backbone: nn.Module) -> int | None:
     """Return the maximum number of tokens by the backbone's position embeddings; None for relative positions."""
     config: Any = backbone.config
     positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions is not None and positions < 1:  # XLNet's -1
+        return None
     embeddings = next((m for n, m in backbone.named_modules() if n.endswith("position_embeddings")), None)
     padding = getattr(embeddings, "padding_idx", None)
     if positions is not None and padding is not None:

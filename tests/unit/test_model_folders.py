@@ -1,0 +1,428 @@
+"""Model folders of many tools and families: vectors equal sentence-transformers', or one error says what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distcse.errors import (
+    DistcseError,
+    EncoderSettingError,
+    MissingWeightsError,
+    ModelFormatError,
+    TextInputError,
+    TokenizerMismatchError,
+    TokenizerMissingError,
+    UnsupportedModelError,
+)
+from distcse.health.sources import check_model
+from distcse.models import CrossEncoder, Encoder
+from distcse.models.loading import dropouts
+from distcse.models.tokenizer_spec import TokenizerSpec
+from distcse.planning.shapes import read_shape
+from distcse.recipe import EncoderSection, StudentSection
+from tests.failures import fails_with
+from tests.models import FAMILIES, make_cross_encoder, make_family, their_vectors, without_tokenizer
+
+TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child"]
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+SETTINGS, MODEL = "sentence_bert_config.json", "config_sentence_transformers.json"
+
+
+def same(one: np.ndarray, other: np.ndarray) -> None:
+    np.testing.assert_allclose(one, other, atol=1e-5, rtol=0)
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set values in a JSON file."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**content, **values}))
+
+
+@pytest.fixture
+def folder(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    """Return a copy of a complete folder."""
+    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=12)
+    encoder.normalize = True
+    encoder.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_read_trained_and_saved_as_sentence_transformers_reads_it(
+    family: str, sentences: list[str], tmp_path: Path
+) -> None:
+    source = make_family(tmp_path / "source", family, sentences)
+    for layers in (None, [0, 2]):
+        section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=layers, dropout=0.25)
+        if family == "albert" and layers is not None:  # its layers share one set of weights
+            with fails_with(UnsupportedModelError, "AlbertModel", "layers"):
+                Encoder.from_section(section)
+            continue
+        encoder = Encoder.from_section(section)
+        vectors = encoder.encode(TEXTS)
+        assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
+        assert encoder.has_dropout and {value for _, value in dropouts(encoder.backbone.config)} == {0.25}
+        encoder.save(tmp_path / "saved")
+        same(Encoder.load(tmp_path / "saved").encode(TEXTS), vectors)
+        same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+
+
+def test_a_decoder_without_a_padding_token_is_saved_with_one(sentences: list[str], tmp_path: Path) -> None:
+    source = make_family(tmp_path / "source", "gpt2", sentences, pad_token_id=None)
+    change(source / "tokenizer_config.json", pad_token=None, eos_token="[SEP]")
+    encoder = Encoder.load(source, pooling="last_token", max_length=16)
+    assert encoder.tokenizer.pad_token is None
+    vectors = encoder.encode(TEXTS)
+    encoder.save(tmp_path / "saved")
+    same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+
+
+def test_a_tokenizer_with_token_types_is_refused(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    for piece in content["post_processor"]["single"]:
+        next(iter(piece.values()))["type_id"] = 1
+    file.write_text(json.dumps(content))
+    with fails_with(UnsupportedModelError, "token types"):
+        Encoder.load(folder)
+
+
+def into_subfolder(folder: Path) -> None:
+    """Move the backbone to 0_Transformer, as sentence-transformers before 2.0 wrote it."""
+    inner = folder / "0_Transformer"
+    inner.mkdir()
+    shutil.rmtree(folder / "distcse")
+    for file in list(folder.iterdir()):
+        if file.is_file() and file.name not in ("modules.json", MODEL):
+            shutil.move(file, inner / file.name)
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def test_a_backbone_in_a_subfolder_is_read_everywhere(folder: Path) -> None:
+    expected = Encoder.load(folder).encode(TEXTS)
+    into_subfolder(folder)
+    encoder = Encoder.load(folder)
+    same(encoder.encode(TEXTS), expected)
+    same(their_vectors(folder, TEXTS), expected)
+    section = EncoderSection(backbone=str(folder))
+    assert TokenizerSpec.of(section).max_length == encoder.max_length == 12
+    assert read_shape(section).dimension == encoder.dimension
+    assert [check.verdict for check in check_model(str(folder))] == ["ok"]
+    (folder / "0_Transformer" / "model.safetensors").write_bytes(POINTER)
+    for use in (lambda: Encoder.load(folder), lambda: TokenizerSpec.of(section), lambda: CrossEncoder.load(folder)):
+        with fails_with(ModelFormatError, "0_Transformer/model.safetensors", "Git LFS", "lfs pull"):
+            use()
+    assert "Git LFS" in check_model(str(folder))[0].line
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_historic_names_of_the_settings_are_read(family: str, folder: Path) -> None:
+    (folder / SETTINGS).rename(folder / f"sentence_{family}_config.json")
+    change(folder / f"sentence_{family}_config.json", max_seq_length=5)
+    encoder = Encoder.load(folder)
+    assert encoder.max_length == 5
+    same(encoder.encode(TEXTS), their_vectors(folder, TEXTS))
+
+
+MEANINGFUL = [
+    (MODEL, {"truncate_dim": 8}),
+    (MODEL, {"truncate_dim": 1000}),
+    (MODEL, {"prompts": {"query": "query: "}, "default_prompt_name": "query"}),
+    (MODEL, {"prompts": {"query": "query: "}, "default_prompt_name": None}),
+    (MODEL, {"prompts": {"query": None}, "default_prompt_name": "query"}),
+    (MODEL, {"default_prompt_name": "document"}),
+    (MODEL, {"similarity_fn_name": "dot"}),
+    (MODEL, {"similarity_fn_name": None}),
+    (SETTINGS, {"tokenizer_args": {"model_max_length": 6}}),
+    (SETTINGS, {"processor_kwargs": {"model_max_length": 6}}),
+    (SETTINGS, {"config_args": {"layer_norm_eps": 0.1}}),
+    (SETTINGS, {"config_kwargs": {"hidden_act": "relu"}}),
+    (SETTINGS, {"model_args": {"attn_implementation": "eager"}}),
+    (SETTINGS, {"model_kwargs": {"dtype": "float32"}}),
+    (SETTINGS, {"max_seq_length": 4}),
+    (SETTINGS, {"unpad_inputs": False}),
+    ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}),
+    ("1_Pooling/config.json", {"pooling_mode": ["max"]}),
+    ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}),
+    ("2_Normalize/config.json", {"module_input_name": "sentence_embedding"}),
+]
+"""Settings that distcse reads as sentence-transformers does."""
+
+
+@pytest.mark.parametrize(("file", "values"), MEANINGFUL)
+def test_a_setting_has_the_effect_that_it_has_in_sentence_transformers(
+    file: str, values: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    change(folder / file, **values)
+    expected = their_vectors(folder, TEXTS)
+    encoder = Encoder.load(folder)
+    same(encoder.encode(TEXTS), expected)
+    assert encoder.dimension == expected.shape[1] == read_shape(EncoderSection(backbone=str(folder))).dimension
+    encoder.save(tmp_path / "saved")
+    same(Encoder.load(tmp_path / "saved").encode(TEXTS), expected)
+    same(their_vectors(tmp_path / "saved", TEXTS), expected)
+
+
+def test_padding_on_the_left_does_not_change_a_texts_vector(folder: Path) -> None:
+    """In sentence-transformers it shifts a BERT's positions, by the length of the batch's longest text."""
+    change(folder / SETTINGS, tokenizer_args={"padding_side": "left"})
+    alone = np.concatenate([their_vectors(folder, [text]) for text in TEXTS])
+    same(Encoder.load(folder).encode(TEXTS), alone)
+
+
+REFUSED: list[tuple[str, dict[str, Any], type[DistcseError], str]] = [
+    (MODEL, {"model_type": "SparseEncoder"}, UnsupportedModelError, "SparseEncoder"),
+    (MODEL, {"model_type": "MultiVectorEncoder"}, UnsupportedModelError, "MultiVectorEncoder"),
+    (MODEL, {"similarity_fn_name": "maxsim"}, UnsupportedModelError, "maxsim"),
+    (MODEL, {"truncate_dim": 0}, ModelFormatError, "truncate_dim"),
+    (MODEL, {"truncate_dim": "8"}, ModelFormatError, "truncate_dim"),
+    (MODEL, {"default_prompt_name": "passage"}, ModelFormatError, "default_prompt_name"),
+    (MODEL, {"prompts": {"query": 3}}, ModelFormatError, "prompts"),
+    (MODEL, {"prompts": ["query: "]}, ModelFormatError, "prompts"),
+    (SETTINGS, {"model_args": {"num_labels": 2}}, UnsupportedModelError, "num_labels"),
+    (SETTINGS, {"model_kwargs": {"variant": "fp16"}}, UnsupportedModelError, "variant"),
+    (SETTINGS, {"tokenizer_args": 3}, ModelFormatError, "tokenizer_args"),
+    (SETTINGS, {"transformer_task": "fill-mask"}, UnsupportedModelError, "fill-mask"),
+    (SETTINGS, {"transformer_task": "text-generation"}, UnsupportedModelError, "text-generation"),
+    (SETTINGS, {"tokenizer_name_or_path": "other"}, UnsupportedModelError, "tokenizer_name_or_path"),
+    (SETTINGS, {"processing_kwargs": {"text": {"padding": "max_length"}}}, UnsupportedModelError, "processing_kwargs"),
+    (SETTINGS, {"query_expansion": {"length": 32}}, UnsupportedModelError, "query_expansion"),
+    (SETTINGS, {"pooled_layer": 4}, UnsupportedModelError, "pooled_layer"),
+    (
+        SETTINGS,
+        {"modality_config": {"image": {"method": "get_image_features"}}},
+        UnsupportedModelError,
+        "text is computed by None",
+    ),
+    ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, UnsupportedModelError, "cls"),
+    ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, UnsupportedModelError, "cls"),
+    ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, UnsupportedModelError, "weightedmean"),
+    ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, UnsupportedModelError, "token_embeddings"),
+    ("config.json", {"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "gptq"),
+    ("adapter_config.json", {"base_model_name_or_path": "other"}, UnsupportedModelError, "adapter to other"),
+]
+"""Settings that distcse does not follow."""
+
+
+@pytest.mark.parametrize(("file", "values", "error", "named"), REFUSED)
+def test_a_setting_that_is_not_followed_is_refused_by_name(
+    file: str, values: dict[str, Any], error: type[DistcseError], named: str, folder: Path
+) -> None:
+    change(folder / file, **values)
+    for use in (Encoder.load, lambda folder: TokenizerSpec.of(EncoderSection(backbone=str(folder)))):
+        with fails_with(error, str(folder), named):
+            use(folder)
+    assert named in check_model(str(folder))[0].line
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "custom_st.Transformer",
+        "pylate.models.Dense",
+        *(
+            f"sentence_transformers.models.{kind}"
+            for kind in ("LayerNorm", "CNN", "LSTM", "BoW", "WordEmbeddings", "Router", "Asym", "StaticEmbedding")
+        ),
+        *("sentence_transformers.models.Pooling", "sentence_transformers.sparse_encoder.models.SpladePooling"),
+    ],
+)
+def test_modules_are_refused_by_name(kind: str, folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    modules.append({"idx": 3, "name": "3", "path": "", "type": kind})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with fails_with(UnsupportedModelError, str(folder), kind.rsplit(".", 1)[-1]):
+        Encoder.load(folder)
+
+
+def test_a_dropout_module_does_nothing_at_inference(folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    kind = "sentence_transformers.models.Dropout"
+    modules.insert(2, {"idx": 3, "name": "3", "path": "3_Dropout", "type": kind})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "3_Dropout").mkdir()
+    (folder / "3_Dropout" / "config.json").write_text('{"dropout": 0.5}')
+    same(Encoder.load(folder).encode(TEXTS), their_vectors(folder, TEXTS))
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split the weights into two files with an index."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    parts = {f"model-0000{part}-of-00002.safetensors": names[part - 1 :: 2] for part in (1, 2)}
+    for file, keys in parts.items():
+        save_file({key: weights[key] for key in keys}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {key: file for file, keys in parts.items() for key in keys}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    shutil.rmtree(folder / "distcse")
+    return [folder / file for file in parts]
+
+
+def test_sharded_weights_are_read_and_a_lost_shard_is_named(folder: Path) -> None:
+    expected = Encoder.load(folder).encode(TEXTS)
+    _, last = shard(folder)
+    same(Encoder.load(folder).encode(TEXTS), expected)
+    last.write_bytes(POINTER)
+    with fails_with(ModelFormatError, str(last), "Git LFS"):
+        Encoder.load(folder)
+    last.unlink()
+    with fails_with(MissingWeightsError, last.name, "index.json"):
+        Encoder.load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights_are_read_in_float32(dtype: torch.dtype, folder: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoModel
+
+    shutil.rmtree(folder / "distcse")
+    AutoModel.from_pretrained(folder, dtype=dtype).save_pretrained(folder)
+    theirs = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+    same(Encoder.load(folder).encode(TEXTS), theirs.encode(TEXTS, show_progress_bar=False))
+
+
+def test_weights_under_a_name_that_transformers_does_not_load_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    with fails_with(MissingWeightsError, "model.fp16.safetensors", "model.safetensors"):
+        Encoder.load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "modules.json", "1_Pooling/config.json", MODEL, SETTINGS, "tokenizer.json"]
+)
+def test_a_git_lfs_pointer_is_named(name: str, folder: Path) -> None:
+    (folder / name).write_bytes(POINTER)
+    with fails_with(ModelFormatError, name, "Git LFS", "lfs pull"):
+        Encoder.load(folder)
+
+
+@pytest.mark.parametrize("family", ["mpnet", "qwen3", "gpt2", "albert", "xlm-roberta", "mt5"])
+def test_a_folder_without_a_tokenizer_is_refused(family: str, sentences: list[str], tmp_path: Path) -> None:
+    bare = without_tokenizer(make_family(tmp_path / "source", family, sentences), tmp_path / "bare")
+    with fails_with(TokenizerMissingError, str(bare), "tokenizer.json"):
+        Encoder.load(bare, pooling="mean", max_length=8)
+    assert "no tokenizer" in check_model(str(bare))[0].line
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="SentencePiece is installed")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("deberta-v2", "spm.model"),
+        ("xlm-roberta", "sentencepiece.bpe.model"),
+        ("albert", "spiece.model"),
+        ("mt5", "spiece.model"),
+        ("llama", "tokenizer.model"),
+    ],
+)
+def test_sentencepiece_alone_names_the_package(family: str, name: str, sentences: list[str], tmp_path: Path) -> None:
+    bare = without_tokenizer(make_family(tmp_path / "source", family, sentences), tmp_path / "bare")
+    (bare / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    with fails_with(TokenizerMismatchError, name, "pip install sentencepiece"):
+        Encoder.load(bare, pooling="mean", max_length=8)
+    assert "pip install sentencepiece" in check_model(str(bare))[0].line
+
+
+def test_named_prompts_are_used_and_kept(folder: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    prompts = {"query": "query: ", "passage": "passage: "}
+    change(folder / MODEL, prompts=prompts)
+    encoder = Encoder.from_section(StudentSection(backbone=str(folder), pooling=None, max_length=None))
+    encoder.save(tmp_path / "saved")
+    theirs = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    again = Encoder.load(tmp_path / "saved")
+    for name in ("query", "passage", "document"):
+        expected = theirs.encode(TEXTS, prompt_name=name, show_progress_bar=False)
+        same(encoder.encode(TEXTS, prompt_name=name), expected)
+        same(again.encode(TEXTS, prompt_name=name), expected)
+    with fails_with(EncoderSettingError, "'title'", "query, passage"):
+        encoder.encode(TEXTS, prompt_name="title")
+    encoder.prompt = "passage: "
+    encoder.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / MODEL).read_text())["default_prompt_name"] == "passage"
+    same(Encoder.load(tmp_path / "saved").encode(TEXTS), encoder.encode(TEXTS, prompt_name="passage"))
+
+
+def test_a_cross_encoder_of_sentence_transformers_is_read(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    from sentence_transformers import CrossEncoder as Theirs
+
+    model = Theirs(str(make_cross_encoder(tmp_path / "plain", tiny("bert"))), device="cpu")
+    model.save_pretrained(str(tmp_path / "theirs"))
+    pairs = [("A man.", "A child"), ("The cat sees.", "A man is playing.")]
+    np.testing.assert_allclose(
+        CrossEncoder.load(tmp_path / "theirs").score(pairs), model.predict(pairs, show_progress_bar=False), atol=1e-5
+    )
+    change(tmp_path / "theirs" / MODEL, prompts={"query": "Given: "}, default_prompt_name="query")
+    with fails_with(UnsupportedModelError, "Given: "):
+        CrossEncoder.load(tmp_path / "theirs")
+
+
+def as_arrow(texts: list[str]) -> Any:
+    import pyarrow
+
+    return pyarrow.array(texts, pyarrow.string())
+
+
+def as_series(texts: list[str]) -> Any:
+    import pandas
+
+    return pandas.Series(texts, index=range(7, 7 + len(texts)), dtype=object)
+
+
+@pytest.mark.parametrize(
+    "container", [list, tuple, np.array, lambda texts: np.array(texts, object), iter, as_series, as_arrow]
+)
+def test_texts_come_in_any_container(container: Callable[[list[str]], Any], folder: Path) -> None:
+    encoder = Encoder.load(folder)
+    same(encoder.encode(container(TEXTS)), encoder.encode(TEXTS))
+    assert encoder.encode(container(TEXTS[:0])).shape == (0, encoder.dimension)
+
+
+def test_one_text_has_one_vector(folder: Path) -> None:
+    encoder = Encoder.load(folder)
+    for text in (TEXTS[0], np.str_(TEXTS[0])):
+        vector = encoder.encode(text)
+        assert vector.shape == (encoder.dimension,)
+        same(vector, their_vectors(folder, TEXTS[:1])[0])
+
+
+@pytest.mark.parametrize(
+    ("texts", "named"),
+    [
+        (["a", None], ["texts[1]", "None"]),
+        (["a", "b", 3], ["texts[2]", "3", "int"]),
+        ([float("nan")], ["texts[0]", "nan"]),
+        ([b"a"], ["texts[0]", "bytes"]),
+        ([["a"]], ["texts[0]", "list"]),
+        ((text for text in ["a", None]), ["texts[1]"]),
+        (None, ["NoneType"]),
+        (5, ["int"]),
+        (b"abc", ["bytes"]),
+        ({"text": "a"}, ["dict"]),
+        ({"a", "b"}, ["set"]),
+    ],
+)
+def test_what_is_no_text_is_refused_with_its_place(texts: Any, named: list[str], folder: Path) -> None:
+    with fails_with(TextInputError, *named):
+        Encoder.load(folder).encode(texts)
+
+
+def test_a_table_is_no_list_of_texts(folder: Path) -> None:
+    import pandas
+
+    with fails_with(TextInputError, "columns", "id, text"):
+        Encoder.load(folder).encode(pandas.DataFrame({"id": [1], "text": ["a"]}))
