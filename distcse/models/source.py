@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from distcse.errors import ModelNotFoundError
+from distcse.recipe.hub_names import hub_id
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
 PACKAGE = "package:"
@@ -47,6 +48,10 @@ def resolve_model(
     Raises:
         ModelNotFoundError: No such model exists, or the hub cannot be reached.
     """
+    try:
+        name = hub_id(name)
+    except ValueError as error:
+        raise ModelNotFoundError(str(error)) from None
     if name.startswith(PACKAGE):
         return _in_package(name)
     store = open_store(name)

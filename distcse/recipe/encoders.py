@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from distcse.recipe.hub_names import HubName
 from distcse.recipe.section import Section
 
 Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
@@ -15,7 +16,7 @@ Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 class EncoderSection(Section):
     """An encoder to load: a backbone and its pooling."""
 
-    backbone: str
+    backbone: HubName
     """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package."""
     pooling: Pooling | None = None
     """How token vectors are pooled into one sentence vector; null reads it from the folder (sentence-transformers layout)."""

@@ -6,6 +6,7 @@ import codecs
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,6 +19,7 @@ from distcse.recipe.base import BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
 from distcse.recipe.schema import Recipe
 from distcse.recipe.sweep import Sweep
+from distcse.recipe.typed_text import read_value
 from distcse.recipe.validation_errors import error_class, explain, nearest
 from distcse.storage import is_uri, open_store, resolve_path
 
@@ -94,8 +96,9 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> BaseRecipe:
 def _document(name: str, overrides: Sequence[str]) -> Document:
     """Read a recipe's document, with the overrides and the DeepSpeed files that it names."""
     document = _read(name, overrides)
+    kind = recipe_class(document)
     for override in overrides:
-        _apply(document, override)
+        _apply(document, override, kind)
     _read_in_engine_settings(document)
     return document
 
@@ -142,7 +145,7 @@ def read_sweep(file: str, overrides: Sequence[str] = (), override_prefix: str = 
     document = parse_document(text, file, "a search space", "parameters:")
     refuse_renamed(decode(text), overrides, file=file, is_space=True, override_prefix=override_prefix)
     for override in overrides:
-        _apply(document, override)
+        _apply(document, override, Sweep)
     return _validated(Sweep, document, file)
 
 
@@ -234,8 +237,8 @@ def _read_in_engine_settings(document: Document) -> None:
             )
 
 
-def _apply(document: Document, override: str) -> None:
-    """Set `a.b.0.c=value` in the document; the value is parsed as YAML."""
+def _apply(document: Document, override: str, model: type[BaseRecipe | Sweep]) -> None:
+    """Set `a.b.0.c=value` in the document; the value is parsed as YAML, unless the key takes only text."""
     path, equals, value = override.partition("=")
     if not equals or not path:
         raise OverrideError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
@@ -243,7 +246,7 @@ def _apply(document: Document, override: str) -> None:
     node: Any = document
     for depth, key in enumerate(parents):
         node = _enter(node, key, ".".join(parents[: depth + 1]))
-    parsed = _value(value, path)
+    parsed = read_value(value, path, model, partial(_value, path=path))
     if isinstance(node, list):
         node[_index(node, last, path)] = parsed
     else:

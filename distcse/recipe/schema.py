@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from distcse.errors import StorageError
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import StudentSection
+from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.losses.loss_section import registered_losses
 from distcse.recipe.models import ModelsSection
@@ -29,7 +30,7 @@ class CorpusSection(Section):
 
     path: str | list[str] | None = None
     """File or list of files: .txt, .txt.gz, .jsonl, .jsonl.gz, .csv, .csv.gz or .parquet, with one sentence per line or row."""
-    dataset: str | None = None
+    dataset: HubName | None = None
     """Name of a Hugging Face data set, or a local folder. Only a name that is not a folder is looked up on the hub."""
     dataset_config: str | None = None
     """Configuration of `dataset`, for data sets that have several."""

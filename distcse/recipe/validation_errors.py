@@ -89,11 +89,14 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "finite_number":
         return f"{key} is {found!r:.200}; expected a finite number"
     if kind in _TYPES:
-        return f"{key} is {found!r:.200}; expected {_TYPES[kind]}{_or_null(model, path)}"
+        form = _list_form(found) if kind == "list_type" else ""
+        return f"{key} is {found!r:.200}; expected {_TYPES[kind]}{_or_null(model, path)}{form}"
     if kind == "literal_error":
         choices = _choices(error)
         close = nearest(str(found), choices)
-        return f"{key} is {found!r:.200}{close}; allowed: {', '.join(choices)}{_or_list(model, path)}{_or_null(model, path)}"
+        or_list = _or_list(model, path)
+        others = f"{or_list}{_or_null(model, path)}{_list_form(found) if or_list else ''}"
+        return f"{key} is {found!r:.200}{close}; allowed: {', '.join(choices)}{others}"
     if kind == "string_pattern_mismatch":
         return f"{key} is {found!r:.200}; allowed: letters, digits, '.', '_' and '-', beginning with a letter or digit"
     if kind == "value_error":
@@ -156,6 +159,11 @@ def _or_list(model: type[BaseModel], path: list[str]) -> str:
     field = _field(model, path) if not path[-1:] or not path[-1].isdigit() else None
     kinds = get_args(field.annotation) if field is not None else ()
     return " or a list" if any(get_origin(kind) is list for kind in kinds) else ""
+
+
+def _list_form(found: Any) -> str:
+    """Return how a value is written as a list."""
+    return f"; as a list: [{found!s:.60}]" if isinstance(found, str | int | float) and str(found) else ""
 
 
 def _range(model: type[BaseModel], path: list[str]) -> str:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from distcse.errors import FrozenKeyError
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import TrainedSection
+from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.paths import absolute, absolute_folder, absolute_paths
@@ -96,7 +97,7 @@ class GroupSection(TrainedSection):
 
     name: Name
     """Name of the group in folders, tables and messages."""
-    cross_backbone: str | None = None
+    cross_backbone: HubName | None = None
     """Initial model of the cross-encoder with `mutual.initialization: refresh`; null is `backbone`. The paper uses the language
     model that the bi-encoder came from."""
     weight: Annotated[float, Field(gt=0)] = 1.0

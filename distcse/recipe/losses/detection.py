@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from distcse.recipe.hub_names import HubName
 from distcse.recipe.losses.loss_section import ClassAndArguments, LossSection, Needs, register_loss
 from distcse.recipe.section import Weight
 
@@ -22,7 +23,7 @@ class DetectionSection(LossSection):
 
     weight: Weight = 0.005
     """Weight λ of the term in the sum."""
-    generator: str | None = None
+    generator: HubName | None = None
     """Folder or hub id of a masked language model with the student's vocabulary; not needed for `deletion`."""
     operation: Literal["replacement", "insertion", "deletion"] = "replacement"
     """Edit applied to the sentence (DiffCSE Table 4)."""

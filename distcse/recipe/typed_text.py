@@ -1,0 +1,50 @@
+"""Keys that hold text take an override's value as it was typed, not as YAML."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+_QUOTES = ("'", '"')
+_NULLS = ("null", "~")
+
+
+def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[str], Any]) -> Any:
+    """Return an override's value: for a key that takes only text, the text itself unless it is in quotes.
+
+    As YAML, `prompt=query: ` would be a mapping, and `prompt=Question ` would lose its last space.
+
+    Args:
+        typed: What follows the equals sign.
+        path: The key's path, such as `teachers.encoders.0.prompt`.
+        model: The document's class.
+        parse: Reads YAML.
+    """
+    accepted = _types_at(model, path.split("."))
+    is_null = typed in _NULLS or (not typed and type(None) in accepted)
+    if str not in accepted or is_null or typed.startswith(_QUOTES):
+        return parse(typed)
+    if accepted <= {str, type(None)}:
+        return typed
+    parsed = parse(typed)
+    return typed if isinstance(parsed, dict) and dict not in accepted else parsed
+
+
+def _types_at(annotation: Any, keys: Sequence[str]) -> set[Any]:
+    """Return the types, without their arguments, that a value accepts at a path of keys; none if there is no such path."""
+    if get_origin(annotation) is Annotated:
+        return _types_at(get_args(annotation)[0], keys)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {found for part in get_args(annotation) for found in _types_at(part, keys)}
+    if not keys:
+        return {get_origin(annotation) or annotation}
+    key, *inner = keys
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(key)
+        return set() if field is None else _types_at(field.annotation, inner)
+    if get_origin(annotation) is list and key.isdigit():
+        return _types_at(get_args(annotation)[0], inner)
+    return _types_at(get_args(annotation)[1], inner) if get_origin(annotation) is dict else set()

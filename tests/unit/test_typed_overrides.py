@@ -1,0 +1,91 @@
+"""Overrides on the command line: text keys take text as typed, list keys name their form, hub addresses are ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distcse.errors import InvalidValueError, ModelNotFoundError
+from distcse.models import resolve_model
+from distcse.recipe import Recipe, read_recipe
+from tests.failures import fails_with
+
+
+def value_of(override: str, *others: str) -> Any:
+    recipe = read_recipe("minilm-3layer", [*others, override])
+    assert isinstance(recipe, Recipe)
+    found: Any = recipe
+    for key in override.partition("=")[0].split("."):
+        found = (
+            found[int(key)]
+            if isinstance(found, list)
+            else found[key]
+            if isinstance(found, dict)
+            else getattr(found, key)
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("query: ", "query: {sentence}", "Question ", "- item", "[a", "a # b", "%s", "@x", "`x`", "!x", "*x", "&x"),
+        *("123", "1e-5", "2024-01-01", "true", "on", "no", "0x10", "1:30", "{a: 1}", "[1]", "a: b: c", "é: ü", ""),
+    ],
+)
+@pytest.mark.parametrize("key", ["teachers.encoders.0.prompt", "corpus.column"])
+def test_a_text_key_takes_text_as_typed(key: str, typed: str) -> None:
+    assert value_of(f"{key}={typed}") == typed
+
+
+def test_quotes_are_read_as_yaml_and_null_stays_null() -> None:
+    assert value_of("teachers.encoders.0.prompt='query: '") == "query: "
+    assert value_of('teachers.encoders.0.prompt="a\\tb"') == "a\tb"
+    assert value_of("corpus.dataset=null") is None
+    assert value_of("corpus.domain=~") is None
+    assert value_of("corpus.domain=") is None
+    assert str(value_of("corpus.path=a: b.txt")).endswith("/a: b.txt")
+    assert len(value_of("corpus.path=[a.txt, b.txt]")) == 2
+
+
+def test_arguments_of_custom_classes_keep_their_types() -> None:
+    teacher = '{"backbone": "mine", "class_path": "my_module:Teacher", "kwargs": {}}'
+    for typed, expected in (("3", 3), ("0.5", 0.5), ("true", True), ("three", "three")):
+        assert value_of(f"teachers.encoders.0.kwargs.prompt={typed}", f"teachers.encoders=[{teacher}]") == expected
+
+
+@pytest.mark.parametrize("typed", ["0,2", "0", "0 2"])
+def test_a_list_key_names_the_list_form(typed: str) -> None:
+    with fails_with(InvalidValueError, "student.layers", f"as a list: [{typed}]"):
+        read_recipe("minilm-3layer", [f"student.layers={typed}"])
+    with fails_with(InvalidValueError, "corpus.docstrings", "as a list: [torch,numpy]"):
+        read_recipe("minilm-3layer", ["corpus.docstrings=torch,numpy"])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/intfloat/e5-small",
+        "https://huggingface.co/intfloat/e5-small/",
+        "https://huggingface.co/intfloat/e5-small/tree/main",
+        "https://www.huggingface.co/intfloat/e5-small?library=sentence-transformers",
+        "http://hf.co/intfloat/e5-small#usage",
+    ],
+)
+def test_an_address_on_the_hub_is_its_id(address: str) -> None:
+    assert value_of(f"student.backbone={address}") == "intfloat/e5-small"
+    assert value_of(f"teachers.encoders.0.backbone={address}") == "intfloat/e5-small"
+    with fails_with(ModelNotFoundError, "'intfloat/e5-small'"):
+        resolve_model(address, only_local=True)
+
+
+def test_a_data_sets_address_is_its_id_and_other_pages_are_refused() -> None:
+    assert (
+        value_of("corpus.dataset=https://huggingface.co/datasets/sentence-transformers/stsb")
+        == "sentence-transformers/stsb"
+    )
+    assert value_of("student.backbone=https://huggingface.co/gpt2") == "gpt2"
+    for page in ("tree/v2", "blob/main/config.json"):
+        with fails_with(InvalidValueError, "revision", "intfloat/e5-small"):
+            read_recipe("minilm-3layer", [f"student.backbone=https://huggingface.co/intfloat/e5-small/{page}"])
