@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -51,6 +52,8 @@ class Corpus:
         """Names of the domains; empty where the recipe has no `corpus.domain`."""
         self.content: str = "-".join([self.fingerprint, *([label["domain_digest"]] if self.domains else [])])
         """The fingerprint, followed by the hash of the domains where there are any."""
+        self.doubled_rows: int = label.get("doubled_rows", 0)
+        """Number of sentences that equal an earlier one; all are kept."""
         self.reused = reused
         self._rows = RaggedRows(directory, np.uint8)
         self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
@@ -247,6 +250,7 @@ def _write(
 ) -> dict[str, Any]:
     digest = Digest()
     blank = num_excluded = written = 0
+    hashes = array("q")
 
     def kept_rows() -> Iterator[str]:
         nonlocal blank, num_excluded
@@ -267,6 +271,7 @@ def _write(
             for text in chunk:
                 digest.update(len(text).to_bytes(8, "little"))
                 digest.update(text)
+            hashes.extend(map(hash, chunk))
             writer.append(b"".join(chunk), [len(text) for text in chunk])
             written += len(chunk)
             on_progress(written)
@@ -280,6 +285,7 @@ def _write(
         "rows": written,
         "blank_rows": blank,
         "excluded_rows": num_excluded,
+        "doubled_rows": written - len(np.unique(np.frombuffer(hashes, np.int64))),
         "fingerprint": digest.hexdigest(),
         "format": FORMAT,
     }

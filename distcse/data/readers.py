@@ -1,19 +1,23 @@
-"""Stream sentences from text, JSON Lines, CSV and Parquet files; errors name the file and line.
+"""Stream sentences from text, JSON, CSV and Parquet files; errors name the file and line.
 
 A reader yields one value per row: the text, stripped and on one line, or None for a blank row.
 """
 
 from __future__ import annotations
 
+import bz2
 import csv
 import difflib
 import glob
 import gzip
 import json
+import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from io import BufferedIOBase
+from io import BufferedReader, TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumn
 Row = str | None
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_SEPARATOR_LINE = re.compile("sep=(.)")
+_OTHER_SEPARATORS = (",", ";", "\t", "|")
 
 csv.field_size_limit(2**27)  # the default of 128 KiB is smaller than many web pages
 
@@ -72,7 +79,7 @@ def read_sentences(file: Path, column: str) -> Iterator[Row]:
     """Stream the rows of one file; errors name the file, and the line or row.
 
     Args:
-        file: A .txt, .jsonl, .csv (each also .gz) or .parquet file.
+        file: A file of text, JSON, CSV or Parquet, see `corpus.path`.
         column: Column or key with the text; ignored for .txt.
 
     Raises:
@@ -108,13 +115,36 @@ def _jsonl(file: Path, column: str) -> Iterator[str | None]:
         yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
 
 
+def _json(file: Path, column: str) -> Iterator[str | None]:
+    """Read a list of objects, as pandas and databases write it, or JSON Lines."""
+    lines = _lines(file)
+    first = next(((number, line) for number, line in lines if line.strip()), None)
+    if first is None:
+        return
+    if not first[1].lstrip().startswith("["):
+        for number, line in chain([first], lines):
+            yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
+        return
+    try:
+        entries = json.loads("\n".join(line for _, line in chain([first], lines)))
+    except (ValueError, RecursionError) as error:
+        raise CorpusFormatError(f"{file}: not JSON ({error})") from None
+    for number, entry in enumerate(entries, start=1):
+        yield _text_of(entry, column, f"{file}, entry {number}")
+
+
 def _json_text(line: str, column: str, location: str) -> str | None:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CorpusFormatError(f"{location}: not JSON ({error})") from None
+    return _text_of(entry, column, location)
+
+
+def _text_of(entry: Any, column: str, location: str) -> str | None:
     if not isinstance(entry, dict):
-        raise CorpusFormatError(f"{location}: expected a JSON object with the key {column!r}, found {line[:40]!r}")
+        found = json.dumps(entry)
+        raise CorpusFormatError(f"{location}: expected a JSON object with the key {column!r}, found {found[:40]!r}")
     if column not in entry:
         raise MissingColumnError(f"{location}: {describe_missing_column(column, list(entry))}")
     return _require_text(entry[column], f"{location}, key {column!r}")
@@ -136,7 +166,15 @@ def _require_text(value: Any, location: str) -> str | None:
 
 
 def _csv(file: Path, column: str) -> Iterator[str | None]:
-    rows = csv.reader((line + "\n" for _, line in _lines(file)), strict=True)
+    lines = (line + "\n" for _, line in _lines(file))
+    first = next(lines, None)
+    if first is None:
+        return
+    named = _SEPARATOR_LINE.fullmatch(first.strip())  # Excel reads it, and some tools write it
+    skipped = 1 if named else 0
+    first = next(lines, "") if named else first
+    separator = named[1] if named else _separator(first, column, file_kind(file).startswith(".tsv"))
+    rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     try:
         header = next(rows, None)
         if header is None:
@@ -147,11 +185,20 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
         for row in rows:
             if row and len(row) != len(header):
                 raise CorpusFormatError(
-                    f"{file}, line {rows.line_num}: {len(row)} fields, but the header has {len(header)}"
+                    f"{file}, line {rows.line_num + skipped}: {len(row)} fields, but the header has {len(header)}"
                 )
             yield row[index] if row else None
     except csv.Error as error:
-        raise CorpusFormatError(f"{file}, line {rows.line_num}: {error}") from None
+        raise CorpusFormatError(f"{file}, line {rows.line_num + skipped}: {error}") from None
+
+
+def _separator(header: str, column: str, is_tsv: bool) -> str:
+    """Return the separator with which a header line has the column; else the extension's."""
+    usual = "\t" if is_tsv else ","
+    for separator in (usual, *_OTHER_SEPARATORS):
+        if column in next(csv.reader([header], delimiter=separator), []):
+            return separator
+    return usual
 
 
 def _parquet(file: Path, column: str) -> Iterator[str | None]:
@@ -179,7 +226,8 @@ def _is_text(data_type: Any) -> bool:
 
     if pa.types.is_dictionary(data_type):  # pandas writes a categorical column as a dictionary
         data_type = data_type.value_type
-    return any(test(data_type) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_null))
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    return any(test(data_type) for test in tests)
 
 
 def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None]:
@@ -194,16 +242,31 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
         with _open(file) as opened:
+            if opened.peek(2)[:2] in _UTF16_MARKS:
+                for number, line in enumerate(TextIOWrapper(opened, "utf-16", newline="\n"), start=1):
+                    yield number, line.rstrip("\r\n")
+                return
             for number, raw in enumerate(opened, start=1):
                 yield number, _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except UnicodeError as error:
+        raise CorpusFormatError(f"{file}, line {number + 1}: not UTF-16, as its first bytes say: {error}") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise CorpusFormatError(f"{file} is damaged after line {number}: {error}; copy it again") from None
     except OSError as error:
+        if error.errno is None:  # bz2 and zstd: of the content, not of the disk
+            raise CorpusFormatError(f"{file} is damaged after line {number}: {error}; copy it again") from None
         raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def _open(file: Path) -> BufferedIOBase:
-    return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else open(file, "rb")
+def _open(file: Path) -> BufferedReader:
+    opener = _OPENERS.get(file.suffix.lower())
+    return open(file, "rb") if opener is None else BufferedReader(opener(file))
+
+
+def _open_zstd(file: Path) -> Any:
+    import pyarrow as pa
+
+    return pa.input_stream(str(file), compression="zstd")
 
 
 def _decode(raw: bytes, file: Path, number: int) -> str:
@@ -215,15 +278,26 @@ def _decode(raw: bytes, file: Path, number: int) -> str:
 
 def _describe_bad_byte(error: UnicodeDecodeError) -> str:
     byte, column = error.object[error.start], error.start + 1
-    return f"byte 0x{byte:02x} at column {column} is not UTF-8; convert the file to UTF-8"
+    return (
+        f"byte 0x{byte:02x} at column {column} is not UTF-8; convert the file to UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)"
+    )
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {
+_FORMATS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {
     ".txt": _text,
-    ".txt.gz": _text,
     ".jsonl": _jsonl,
-    ".jsonl.gz": _jsonl,
+    ".ndjson": _jsonl,
+    ".json": _json,
     ".csv": _csv,
-    ".csv.gz": _csv,
+    ".tsv": _csv,
+}
+_OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
+_READERS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {
+    **{f"{name}{packed}": reader for name, reader in _FORMATS.items() for packed in ("", *_OPENERS)},
     ".parquet": _parquet,
 }

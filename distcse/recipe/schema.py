@@ -29,7 +29,8 @@ class CorpusSection(Section):
     """The unlabelled sentences: exactly one of `path`, `dataset` and `docstrings`."""
 
     path: str | list[str] | None = None
-    """File or list of files: .txt, .txt.gz, .jsonl, .jsonl.gz, .csv, .csv.gz or .parquet, with one sentence per line or row."""
+    """File or list of files: .txt, .jsonl, .ndjson, .json (a list of objects), .csv or .tsv, each also compressed (.gz, .bz2,
+    .xz, .zst), or .parquet, with one sentence per line or row."""
     dataset: HubName | None = None
     """Name of a Hugging Face data set, or a local folder. Only a name that is not a folder is looked up on the hub."""
     dataset_config: str | None = None

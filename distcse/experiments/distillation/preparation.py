@@ -319,6 +319,8 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
         skipped += f", {corpus.excluded_rows:,} evaluation sentences excluded"
+    if corpus.doubled_rows:
+        skipped += f", {corpus.doubled_rows:,} of them equal an earlier one"
     reused = ", reused" if corpus.reused else ""
     _report_finished(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{skipped}{reused}")
     return corpus
