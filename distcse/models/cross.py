@@ -29,6 +29,7 @@ from distcse.models.loading import (
     set_shortcuts,
 )
 from distcse.models.st_format import backbone_folder, replacing
+from distcse.models.texts import as_pairs
 
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
@@ -175,7 +176,7 @@ class CrossEncoder(nn.Module):
 
     def score(
         self,
-        pairs: Sequence[tuple[str, str]],
+        pairs: Iterable[Sequence[str]],
         *,
         batch_tokens: int | None = None,
         precision: str = "fp32",
@@ -191,10 +192,14 @@ class CrossEncoder(nn.Module):
             on_progress: Called with the number of pairs scored so far.
 
         Raises:
+            TextInputError: `pairs` are not pairs of texts; names the first that is none.
             DeviceMemoryError: A pair does not fit in the GPU's memory.
         """
         parts = self.score_each(
-            split_chunks(pairs, self.device), batch_tokens=batch_tokens, precision=precision, on_progress=on_progress
+            split_chunks(as_pairs(pairs), self.device),
+            batch_tokens=batch_tokens,
+            precision=precision,
+            on_progress=on_progress,
         )
         return np.concatenate([np.empty(0), *parts])
 

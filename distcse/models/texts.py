@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
+
+import numpy as np
 
 from distcse.errors import TextInputError
 
@@ -30,4 +32,30 @@ def as_texts(texts: Iterable[str]) -> list[str]:
             raise TextInputError(
                 f"texts[{place}] is {text!r:.60} ({type(text).__name__}), not a text; remove it, or convert it with str()"
             )
+    return found
+
+
+def as_pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
+    """Return pairs of texts as a list.
+
+    Args:
+        pairs: A list, tuple, NumPy array or generator of pairs.
+
+    Raises:
+        TextInputError: They are something else, or one of them is not two texts; names its place.
+    """
+    if isinstance(pairs, str | bytes | Mapping | Set) or not isinstance(pairs, Iterable):
+        raise TextInputError(f"expected a list of pairs, found {type(pairs).__name__}; write [(first, second)]")
+    found: list[tuple[str, str]] = []
+    for place, pair in enumerate(pairs):
+        if isinstance(pair, str) or not isinstance(pair, Sequence | np.ndarray) or len(pair) != 2:
+            raise TextInputError(
+                f"pairs[{place}] is {pair!r:.60} ({type(pair).__name__}), not two texts; write [(first, second)]"
+            )
+        first, second = pair
+        if not isinstance(first, str) or not isinstance(second, str):
+            raise TextInputError(
+                f"pairs[{place}] is {pair!r:.60}, not two texts; remove it, or convert them with str()"
+            )
+        found.append((first, second))
     return found

@@ -426,3 +426,31 @@ def test_a_table_is_no_list_of_texts(folder: Path) -> None:
 
     with fails_with(TextInputError, "columns", "id, text"):
         Encoder.load(folder).encode(pandas.DataFrame({"id": [1], "text": ["a"]}))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "named"),
+    [
+        (("ab", "cd"), ["pairs[0]", "'ab'", "[(first, second)]"]),
+        ("ab", ["str", "[(first, second)]"]),
+        ([("a", "b"), ("a", None)], ["pairs[1]", "None"]),
+        ([("a", "b", "c")], ["pairs[0]"]),
+        ([None], ["pairs[0]", "NoneType"]),
+        (None, ["NoneType"]),
+    ],
+)
+def test_what_is_no_pair_is_refused_with_its_place(
+    pairs: Any, named: list[str], tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "model", tiny("bert")))
+    with fails_with(TextInputError, *named):
+        scorer.score(pairs)
+
+
+def test_pairs_come_in_any_container(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "model", tiny("bert")))
+    pairs = [("A man.", "A child"), ("The cat sees.", "A man is playing.")]
+    expected = scorer.score(pairs)
+    for container in (tuple, iter, np.array, lambda pairs: [list(pair) for pair in pairs]):
+        np.testing.assert_array_equal(scorer.score(container(pairs)), expected)
+    assert scorer.score([]).shape == (0,)
