@@ -186,7 +186,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str,
     Args:
         folder: The backbone's folder.
         trust_remote_code: Whether to run the folder's Python code.
-        settings: Keyword arguments of the tokenizer, which replace those of its own file. Default: none.
+        settings: Keyword arguments of the tokenizer, which replace those of tokenizer_config.json. Default: none.
 
     Raises:
         TokenizerMissingError: The folder has no tokenizer files.

@@ -25,7 +25,7 @@ def as_texts(texts: Iterable[str]) -> list[str]:
         raise TextInputError(f"expected texts, found a table with the columns {names:.100}; pass one of its columns")
     if isinstance(texts, Mapping | Set | bytes) or not isinstance(texts, Iterable):
         raise TextInputError(f"expected a text or a list of texts, found {type(texts).__name__}; pass a list of texts")
-    as_python = getattr(texts, "to_pylist", None)  # pyarrow's values are objects of its own
+    as_python = getattr(texts, "to_pylist", None)  # pyarrow's values are no str
     found: list[Any] = list(texts if as_python is None else as_python())
     for place, text in enumerate(found):
         if not isinstance(text, str):

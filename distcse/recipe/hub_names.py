@@ -14,7 +14,7 @@ _DEFAULT_PAGES = ("", "/", "/tree/main", "/tree/main/")
 
 
 def hub_id(name: str) -> str:
-    """Return the id that a page's address on the hub stands for; other names unchanged.
+    """Return the id in a page's address on the hub; other names unchanged.
 
     Raises:
         ValueError: The address is that of a file, or of a revision other than `main`.
