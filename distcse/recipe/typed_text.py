@@ -8,7 +8,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-_QUOTES = ("'", '"')
+_YAML = ("'", '"', "!!")
+"""Beginnings of a value that is YAML also for a text key: quotes, and an explicit type."""
 _NULLS = ("null", "~")
 
 
@@ -25,7 +26,7 @@ def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[s
     """
     accepted = _types_at(model, path.split("."))
     is_null = typed in _NULLS or (not typed and type(None) in accepted)
-    if str not in accepted or is_null or typed.startswith(_QUOTES):
+    if str not in accepted or is_null or typed.startswith(_YAML):
         return parse(typed)
     if accepted <= {str, type(None)}:
         return typed
