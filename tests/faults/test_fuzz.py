@@ -563,7 +563,8 @@ def test_a_hundred_thousand_duplicates_are_rows_like_others(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "kind", "named"),
     [
-        ("a.txt", "one\ntwo\n".encode("utf-16"), CorpusFormatError, ["line 1", "byte 0xff at column 1"]),
+        ("a.txt", "one\ntwo\n".encode("utf-16")[:-1], CorpusFormatError, ["line 2", "not UTF-16"]),
+        ("a.txt", b"\xffone\n", CorpusFormatError, ["line 1", "byte 0xff at column 1"]),
         ("a.txt", b"", EmptyCorpusError, []),
         ("a.txt", b"\0\0\n\r\n  \n", EmptyCorpusError, []),
         ("a.jsonl", b'{"text": "\\ud83d"}', CorpusFormatError, ["line 1, key 'text'", r"'\ud83d'"]),
