@@ -22,7 +22,7 @@ def model_memory(backbone: str) -> float:
         folder = resolve_model(backbone, only_local=True)
     except (EncoderError, StorageError):
         return 3 * GIB
-    return 3 * GIB + _COPIES * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return 3 * GIB + _COPIES * sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
 def usable_devices(options: DeviceOptions, speeds: ClusterSpeeds, nodes: Sequence[Node]) -> list[DeviceSpeed]:

@@ -33,7 +33,7 @@ def check_models(recipe: BaseRecipe) -> list[Check]:
 
 
 def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
-    """Check that a model's folder, here or in the hub's cache, has weights and a valid tokenizer; else that the hub has it."""
+    """Check that a model, here or in the hub's cache, would load (see `ModelFolder.check`); else that the hub has it."""
     try:
         folder = open_model(name, trust_remote_code, only_local=True)
         if is_hub_id(name) and not has_tokenizer(folder.backbone):
@@ -43,7 +43,7 @@ def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
     except EncoderError as error:
         return [_check_hub(name, str(error))]
     try:
-        folder.load_tokenizer()
+        folder.check()
     except EncoderError as error:
         return [fail("model", str(error), "or use another folder")]
     return [ok("model", f"{name}: {folder.root}")]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import EncoderError, StorageError
-from distcse.models.loading import load_config, load_tokenizer
+from distcse.models.loading import load_config, load_tokenizer, model_class, refuse_lowercasing
 from distcse.models.source import CONFIG_FILE, resolve_model
 from distcse.models.st_format import Layout, backbone_folder, read_layout
-from distcse.models.weight_files import check_weights, require_weights
+from distcse.models.weight_files import check_weights, require_module_weights, require_weights
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,20 @@ class ModelFolder:
 
         Raises:
             EncoderError: As for `load_tokenizer`.
+            UnsupportedModelError: The model lowercases outside the tokenizer.
         """
-        return load_tokenizer(self.backbone, self.trust_remote_code, self.layout.tokenizer_settings)
+        tokenizer = load_tokenizer(self.backbone, self.trust_remote_code, self.layout.tokenizer_settings)
+        refuse_lowercasing(self.root, self.layout, tokenizer)
+        return tokenizer
+
+    def check(self) -> None:
+        """Refuse a model that would not load, as far as its config and its tokenizer tell.
+
+        Raises:
+            EncoderError: As for `load_config` and `load_tokenizer`, or the family is not supported.
+        """
+        model_class(self.load_config())
+        self.load_tokenizer()
 
 
 def open_model(name: str, trust_remote_code: bool = False, only_local: bool = False) -> ModelFolder:
@@ -75,7 +87,11 @@ def open_model(name: str, trust_remote_code: bool = False, only_local: bool = Fa
     """
     root = resolve_model(name, trust_remote_code, only_local=only_local)
     require_weights(backbone_folder(root))
-    return ModelFolder(root, read_layout(root), trust_remote_code)
+    layout = read_layout(root)
+    for path, shape in layout.head:
+        if shape is not None:
+            require_module_weights(root, path)
+    return ModelFolder(root, layout, trust_remote_code)
 
 
 def find_local_model(name: str, trust_remote_code: bool = False, wanted: Sequence[str] | None = None) -> Path | None:

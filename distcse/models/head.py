@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
+from distcse.errors import MissingWeightsError, ModelFormatError, UnsupportedModelError
 from distcse.losses.views import unit
+from distcse.models.weight_files import require_module_weights
 
 # A fixed table, because a class named by a model's file must not be imported.
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -149,8 +150,7 @@ def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], w
 
     Raises:
         ModelFormatError: Dimensions of adjacent modules differ, or a file is damaged.
-        PickledWeightsError: A module's weights are not safetensors.
-        MissingWeightsError: A weight is missing.
+        EncoderError: As for `require_module_weights`, or a weight is missing.
     """
     head = nn.Sequential()
     for path, shape in modules:
@@ -161,13 +161,7 @@ def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], w
             raise ModelFormatError(
                 f"{folder / path}: in_features is {shape.inputs}, but the previous module has dimension {width}"
             )
-        file = folder / path / "model.safetensors"
-        if not file.is_file():
-            raise PickledWeightsError(
-                f"{folder / path} has no model.safetensors, and distcse does not load pickles; convert a trusted model: "
-                f"SentenceTransformer({str(folder)!r}).save_pretrained(FOLDER)"
-            )
-        head.append(Dense.load(shape, file))
+        head.append(Dense.load(shape, require_module_weights(folder, path)))
         width = shape.outputs
     return head
 

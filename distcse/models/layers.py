@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from distcse.errors import EncoderSettingError, UnsupportedModelError
@@ -19,7 +20,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
 
     Raises:
         EncoderSettingError: An index is out of range, or the first layer is missing where it must be kept.
-        UnsupportedModelError: The backbone's layers are not in one `nn.ModuleList`.
+        UnsupportedModelError: The backbone's layers are not in one `nn.ModuleList`, or other weights depend on their number.
     """
     config: Any = backbone.config
     depth = config.num_hidden_layers
@@ -39,6 +40,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
             for attribute in ("layer_idx", "layer_id"):
                 if isinstance(getattr(module, attribute, None), int):
                     setattr(module, attribute, number)
+    _require_loadable(backbone, depth)
 
 
 @contextmanager
@@ -106,6 +108,21 @@ def _require_first(backbone: nn.Module, layers: Sequence[int]) -> None:
     if list(layers[:1]) != [0] and needs_first_layer(backbone):
         raise EncoderSettingError(
             f"layers must begin with 0, because layer 0 of {config.model_type} has other parameters than the rest; add 0"
+        )
+
+
+def _require_loadable(backbone: nn.Module, depth: int) -> None:
+    """Refuse a family that would not load the reduced backbone, such as XLM (several lists of layers) and ESM (contacts)."""
+    kind = type(backbone)
+    if not kind.__module__.startswith("transformers."):
+        return  # custom code may not run on the meta device
+    with torch.device("meta"):
+        expected = {key: weight.shape for key, weight in kind(backbone.config).state_dict().items()}
+    other = next((key for key, weight in backbone.state_dict().items() if expected.get(key) != weight.shape), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"{kind.__name__} has a weight {other} that depends on all {depth} layers, so no layers can be selected; set "
+            "layers to null"
         )
 
 

@@ -39,6 +39,9 @@ _LONG_TEXT = 128
 _INSTRUCTOR = "hkunlp/instructor-"
 """These models pool without the prompt, which their folders do not say; sentence-transformers matches the name too."""
 _ENCODER_DECODERS = ("t5", "mt5", "umt5")
+"""Families of which the encoder alone is used."""
+_SHIFTING_DECODERS = ("bart", "mbart")
+"""Families whose decoder reads the text itself, shifted by one token, as in sentence-transformers."""
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 _DROPOUT = re.compile("dropout|_pdrop$")
 
@@ -65,6 +68,7 @@ def load_backbone(
 
     Raises:
         ModelLoadError: transformers cannot load the folder as an encoder.
+        UnsupportedModelError: The family is not supported.
         MissingWeightsError: Weights are missing, and would be random.
         NotFiniteError: A weight is NaN or infinite.
     """
@@ -73,11 +77,12 @@ def load_backbone(
 
     disable_progress_bar()
     config = load_config(folder, trust_remote_code, config_settings)
+    kind = model_class(config)
     if dropout is not None:
         set_dropout(config, dropout)
     try:
         with gc_paused():  # imports the model family's module
-            model, report = model_class(config).from_pretrained(
+            model, report = kind.from_pretrained(
                 folder,
                 config=config,
                 use_safetensors=True,
@@ -139,9 +144,19 @@ def set_shortcuts(model: nn.Module, is_fast: bool) -> None:
 
 
 def model_class(config: Any) -> Any:
-    """Return the transformers class that computes token vectors; for T5's families, the encoder alone."""
+    """Return the transformers class that computes token vectors; for T5's families, the encoder alone.
+
+    Raises:
+        UnsupportedModelError: The model has a decoder that needs an input of its own.
+    """
     from transformers import AutoModel, AutoModelForTextEncoding
 
+    supported = (*_ENCODER_DECODERS, *_SHIFTING_DECODERS)
+    if getattr(config, "is_encoder_decoder", False) and config.model_type not in supported:
+        raise UnsupportedModelError(
+            f"{config.model_type} is an encoder with a decoder, which distcse does not support; supported with a decoder: "
+            f"{', '.join(supported)}"
+        )
     return AutoModelForTextEncoding if config.model_type in _ENCODER_DECODERS else AutoModel
 
 
@@ -245,11 +260,11 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
 
 def _embedding_rows(backbone: nn.Module) -> int | None:
     """Return the number of a backbone's word embeddings; the config's for custom code without `get_input_embeddings`."""
+    otherwise: int | None = getattr(backbone.config, "vocab_size", None)
     try:
-        rows: int = backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        return getattr(backbone.get_input_embeddings(), "num_embeddings", otherwise)  # type: ignore[operator]
     except NotImplementedError:
-        return getattr(backbone.config, "vocab_size", None)
-    return rows
+        return otherwise
 
 
 def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:
@@ -283,16 +298,24 @@ def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, to
             f"{section.backbone}: its tokenizer gives a text other token types than 0, which distcse does not pass on; use "
             "another model"
         )
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
-        raise UnsupportedModelError(
-            f"{section.backbone} lowercases texts (do_lower_case in sentence_bert_config.json), but its tokenizer does not; "
-            "save it with a tokenizer that lowercases"
-        )
     if (section.prompt or layout.prompt) and (not layout.pools_prompt or section.backbone.startswith(_INSTRUCTOR)):
         raise UnsupportedModelError(
             f"{section.backbone} pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
             "use another model, or one without a prompt"
+        )
+
+
+def refuse_lowercasing(folder: Path, layout: Layout, tokenizer: Any) -> None:
+    """Refuse a model that lowercases texts before a tokenizer that does not.
+
+    Raises:
+        UnsupportedModelError: As described.
+    """
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
+        raise UnsupportedModelError(
+            f"{folder} lowercases texts (do_lower_case in sentence_bert_config.json), but its tokenizer does not; "
+            "save it with a tokenizer that lowercases"
         )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from distcse.device import HALF_PRECISIONS
 from distcse.models.json_files import read_json
+from distcse.models.st_format import backbone_folder
 
 _OVERFLOW_FP16 = ("t5", "mt5", "umt5", "gemma")
 """First letters of model types (config.json) whose activations exceed fp16's largest number, 65,504."""
@@ -46,4 +47,4 @@ def halve_matrices(model: nn.Module, dtype: torch.dtype) -> None:
 
 def overflows_fp16(folder: Path) -> bool:
     """Return whether the numbers of a model folder's family exceed fp16's range: T5 and Gemma, by their model cards."""
-    return str(read_json(folder / "config.json").get("model_type", "")).startswith(_OVERFLOW_FP16)
+    return str(read_json(backbone_folder(folder) / "config.json").get("model_type", "")).startswith(_OVERFLOW_FP16)

@@ -14,7 +14,7 @@ from distcse.storage import ArtifactStore, Digest, checksum, open_store
 PACKAGE = "package:"
 CONFIG_FILE = "config.json"
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "1_Pooling/*", "2_Normalize/*"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "1_Pooling/*", "2_Normalize/*"]
 _IGNORED_HUB_FILES = [
     "*.bin",
     "*.pt",

@@ -7,7 +7,7 @@ both forms, and writes the legacy form that all of them, and sentence-transforme
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
+from distcse.errors import MissingWeightsError, ModelFormatError, UnsupportedModelError
 from distcse.models.head import VECTOR_NAME, Dense, DenseShape, head_weights
 from distcse.models.json_files import leads_outside, read_json
 from distcse.models.pooling import NEEDS_ALL_LAYERS
 from distcse.models.st_settings import read_model_settings, read_transformer_settings
-from distcse.models.weight_files import WEIGHTS, write_checksums
+from distcse.models.weight_files import WEIGHTS, require_module_weights, write_checksums
 from distcse.recipe import Pooling
 from distcse.storage import open_store
 
@@ -42,6 +42,10 @@ _LEGACY_NAMES = {
     "pooling_mode_lasttoken": "lasttoken",
     **{key: key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in _OTHER_LEGACY_KEYS},
 }
+_POOLING_KEYS = (
+    *_LEGACY_NAMES,
+    *("pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension"),
+)
 _LIBRARY = "sentence_transformers."
 _ORDERED = ("Pooling", "Normalize", "Dense", "WeightedLayerPooling")
 _WITHOUT_EFFECT = ("Dropout",)
@@ -298,15 +302,12 @@ def _write_layer_average(folder: Path, pooling: Pooling, width: int, depth: int)
 def _layer_average(folder: Path) -> Pooling:
     """Return the pooling that a WeightedLayerPooling module is equal to."""
     config = read_json(folder / "config.json")
-    if not (folder / WEIGHTS).exists():
-        raise PickledWeightsError(
-            f"{folder} has no {WEIGHTS}, and distcse does not load pickles; convert a trusted model"
-        )
+    file = require_module_weights(folder.parent, folder.name)
     try:
-        weights = load_file(folder / WEIGHTS)["layer_weights"].tolist()
+        weights = load_file(file)["layer_weights"].tolist()
         ends_only = weights[0] == weights[-1] != 0 and not any(weights[1:-1])
     except (OSError, SafetensorError, LookupError, TypeError) as error:
-        raise MissingWeightsError(f"{folder / WEIGHTS} has no layer weights ({error}); get the model again") from None
+        raise MissingWeightsError(f"{file} has no layer weights ({error}); get the model again") from None
     if ends_only and config.get("layer_start") == 1:
         return "first_last_avg"
     if ends_only and len(weights) == 2:
@@ -316,8 +317,20 @@ def _layer_average(folder: Path) -> Pooling:
     )
 
 
+def _refuse_unknown(file: Path, config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse a module whose config.json has a setting that distcse does not use."""
+    unknown = next((key for key, value in config.items() if key not in known and value is not None), None)
+    if unknown is not None:
+        raise UnsupportedModelError(
+            f"{file}: {unknown} is {config[unknown]!r:.60}, which distcse does not support; use a model without it"
+        )
+
+
 def _pooling(file: Path) -> Pooling:
+    if not file.is_file():
+        raise ModelFormatError(f"{file} does not exist, but modules.json names its folder; get the model again")
     config = read_json(file)
+    _refuse_unknown(file, config, _POOLING_KEYS)
     chosen = config.get("pooling_mode")
     if chosen is None:
         flags = [key for key in _LEGACY_NAMES if config.get(key)]

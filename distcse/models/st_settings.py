@@ -29,9 +29,11 @@ _WITHOUT_EFFECT = ("unpad_inputs", "query_length", "document_length")
 """Settings of speed, and of tasks that `encode` does not name."""
 _MODEL_SETTINGS_WITHOUT_EFFECT = (
     *("dtype", "torch_dtype", "attn_implementation", "device_map", "low_cpu_mem_usage", "use_safetensors"),
-    *("add_pooling_layer", "trust_remote_code"),
+    "add_pooling_layer",
 )
 """Arguments of `from_pretrained` that change neither weights nor the function: distcse loads all in float32."""
+_WHERE = ("trust_remote_code", "use_fast", *("subfolder", "token", "cache_dir", "revision", "local_files_only"))
+"""Arguments that sentence-transformers, too, replaces by the caller's, or that have one value here."""
 _KINDS = (None, "SentenceTransformer", "CrossEncoder")
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _UNNAMED = ("query", "document")
@@ -152,8 +154,8 @@ def _refuse_unused(file: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _arguments(file: Path, settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the keyword arguments under one of their names, without `trust_remote_code`, which only the user sets."""
+    """Return the keyword arguments under one of their names, without those that say where a model is and not what it is."""
     found: Any = next((settings[name] for name in names if settings.get(name) is not None), {})
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise ModelFormatError(f"{file}: {names[0]} is {found!r:.60}, not an object")
-    return {key: value for key, value in found.items() if key != "trust_remote_code"}
+    return {key: value for key, value in found.items() if key not in _WHERE}

@@ -43,6 +43,36 @@ def require_weights(folder: Path) -> None:
     _refuse_quantized(folder)
 
 
+def has_any_weights(folder: Path) -> bool:
+    """Return whether a folder has weights of any kind, also those that distcse refuses; false for a config alone."""
+    return any(any(folder.rglob(pattern)) for pattern in ("*.safetensors", *_PICKLES, _ADAPTER))
+
+
+def require_module_weights(root: Path, path: str) -> Path:
+    """Return the weight file of a module after the backbone.
+
+    Args:
+        root: The model's folder.
+        path: The module's path inside it.
+
+    Raises:
+        PickledWeightsError: The weights are pickles.
+        MissingWeightsError: There are none.
+        ModelFormatError: The file is a Git LFS pointer.
+    """
+    file = root / path / WEIGHTS
+    if is_lfs_pointer(file):
+        raise lfs_pointer_error(file)
+    if file.is_file():
+        return file
+    if any(any((root / path).glob(pattern)) for pattern in _PICKLES):
+        raise PickledWeightsError(
+            f"{root / path} has no {WEIGHTS}, and distcse does not load pickles; convert a trusted model: "
+            f"SentenceTransformer({str(root)!r}).save_pretrained(FOLDER)"
+        )
+    raise MissingWeightsError(f"{root / path} has no {WEIGHTS}; get the model again")
+
+
 def check_weights(folder: Path) -> None:
     """Verify the checksums of the weights that `write_checksums` wrote; folders from other tools have none.
 

@@ -27,6 +27,7 @@ from distcse.models.loading import dropouts, load_config, model_class, set_dropo
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.models.source import is_hub_id
 from distcse.models.st_format import Layout, backbone_folder, read_layout
+from distcse.models.weight_files import has_any_weights
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
 _FILES = ["config.json"]
@@ -155,13 +156,13 @@ def read_shape(section: EncoderSection) -> Shape:
     Raises:
         ModelNotFoundError: There is no such folder or hub model.
         ModelLoadError: The config.json is not that of an encoder.
-        TokenizerMismatchError: A folder with weights has a tokenizer that does not load.
+        EncoderError: A folder with weights would not load (see `ModelFolder.check`).
     """
-    config, source = _config_of(section.backbone, section.trust_remote_code)
     folder = folder_of(section.backbone, section.trust_remote_code)
-    if folder is not None and not is_hub_id(section.backbone) and any(folder.rglob("*.safetensors")):
+    if folder is not None and not is_hub_id(section.backbone) and has_any_weights(folder):
         # A hub model's tokenizer may be downloaded later, by the run.
-        open_model(section.backbone, section.trust_remote_code).load_tokenizer()
+        open_model(section.backbone, section.trust_remote_code).check()
+    config, source = _config_of(section.backbone, section.trust_remote_code)
     layout = read_layout(folder) if folder else Layout()
     blueprint = Blueprint.of(
         config,

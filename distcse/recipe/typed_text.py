@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-_YAML = ("'", '"', "!!")
-"""Beginnings of a value that is YAML also for a text key: quotes, and an explicit type."""
+_YAML = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|!![a-z]+ .*""", re.DOTALL)
+"""A value that is YAML also for a text key: in quotes from end to end, or with an explicit type."""
 _NULLS = ("null", "~")
 
 
@@ -26,12 +27,17 @@ def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[s
     """
     accepted = _types_at(model, path.split("."))
     is_null = typed in _NULLS or (not typed and type(None) in accepted)
-    if str not in accepted or is_null or typed.startswith(_YAML):
+    if str not in accepted or is_null or _YAML.fullmatch(typed):
         return parse(typed)
     if accepted <= {str, type(None)}:
         return typed
     parsed = parse(typed)
-    return typed if isinstance(parsed, dict) and dict not in accepted else parsed
+    # A file named 2024-01-01 is text, also where a list of files is accepted.
+    return parsed if _is_accepted(parsed, accepted) else typed
+
+
+def _is_accepted(value: Any, types_: set[Any]) -> bool:
+    return Any in types_ or type(value) in types_ or (isinstance(value, int) and float in types_)
 
 
 def _types_at(annotation: Any, keys: Sequence[str]) -> set[Any]:

@@ -6,6 +6,7 @@ import difflib
 import re
 import types
 from collections.abc import Iterable
+from datetime import date
 from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -89,7 +90,7 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "finite_number":
         return f"{key} is {found!r:.200}; expected a finite number"
     if kind in _TYPES:
-        form = _list_form(found) if kind == "list_type" else ""
+        form = _list_form(found) if kind == "list_type" else _text_form(found) if kind == "string_type" else ""
         return f"{key} is {found!r:.200}; expected {_TYPES[kind]}{_or_null(model, path)}{form}"
     if kind == "literal_error":
         choices = _choices(error)
@@ -164,6 +165,11 @@ def _or_list(model: type[BaseModel], path: list[str]) -> str:
 def _list_form(found: Any) -> str:
     """Return how a value is written as a list."""
     return f"; as a list: [{found!s:.60}]" if isinstance(found, str | int | float) and str(found) else ""
+
+
+def _text_form(found: Any) -> str:
+    """Return how a number or a date is written as text: YAML reads 2024 and 2024-01-01 as something else."""
+    return "; write it in quotes" if isinstance(found, bool | int | float | date) else ""
 
 
 def _range(model: type[BaseModel], path: list[str]) -> str:

@@ -217,6 +217,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
     try:
         model, loading_info = AutoModelForMaskedLM.from_pretrained(
             folder,
+            config=opened.load_config(),
             use_safetensors=True,
             output_loading_info=True,
             dtype=torch.float32,
