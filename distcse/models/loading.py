@@ -250,21 +250,26 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
         TokenizerMismatchError: Names both numbers.
     """
     tokens = len(tokenizer)
-    rows = _embedding_rows(backbone)
-    if rows is not None and tokens > rows:
+    rows, _ = embedding_shape(backbone)
+    if 0 < rows < tokens:
         raise TokenizerMismatchError(
             f"{folder}: the tokenizer has {tokens} tokens, but the backbone has {rows} embeddings; "
             "save the backbone's own tokenizer in the folder"
         )
 
 
-def _embedding_rows(backbone: nn.Module) -> int | None:
-    """Return the number of a backbone's word embeddings; the config's for custom code without `get_input_embeddings`."""
-    otherwise: int | None = getattr(backbone.config, "vocab_size", None)
+def embedding_shape(backbone: nn.Module) -> tuple[int, int]:
+    """Return the number V of a backbone's word embeddings, 0 if nothing tells it, and their dimension.
+
+    Custom code may not have `get_input_embeddings`, and a family may have its own kind of embeddings; the config then tells.
+    """
+    config: Any = backbone.config
     try:
-        return getattr(backbone.get_input_embeddings(), "num_embeddings", otherwise)  # type: ignore[operator]
+        words = backbone.get_input_embeddings()  # type: ignore[operator]
     except NotImplementedError:
-        return otherwise
+        words = None
+    rows = getattr(words, "num_embeddings", None) or getattr(config, "vocab_size", 0)
+    return int(rows), int(getattr(words, "embedding_dim", None) or config.hidden_size)
 
 
 def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:

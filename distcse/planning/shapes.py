@@ -23,7 +23,7 @@ from distcse.models.fast.switch import forbid_shortcuts
 from distcse.models.folder import open_model
 from distcse.models.head import Dense, DenseShape, Normalize
 from distcse.models.layers import keep_layers, layers_of
-from distcse.models.loading import dropouts, load_config, model_class, set_dropout
+from distcse.models.loading import dropouts, embedding_shape, load_config, model_class, set_dropout
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.models.source import is_hub_id
 from distcse.models.st_format import Layout, backbone_folder, read_layout
@@ -220,13 +220,12 @@ def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:
 def _shape_of(
     section: EncoderSection, encoder: Encoder, blueprint: Blueprint, source: str, max_length: int | None
 ) -> Shape:
-    from torch import nn
-
     backbone: Any = encoder.backbone
     stack = layers_of(backbone)
-    pooler, words = getattr(backbone, "pooler", None), backbone.get_input_embeddings()
+    pooler = getattr(backbone, "pooler", None)
+    vocabulary, embedding_size = embedding_shape(backbone)
     frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
-    linears = [module for module in stack[-1].modules() if isinstance(module, nn.Linear)]
+    matrices = [weight for weight in stack[-1].parameters() if weight.dim() > 1]  # GPT-2's are not in linear layers
     return Shape(
         name=section.backbone,
         source=source,
@@ -234,9 +233,9 @@ def _shape_of(
         layers=len(stack),
         width=encoder.width,
         dimension=encoder.dimension,
-        inner=max(max(linear.in_features, linear.out_features) for linear in linears),
-        vocabulary=int(words.num_embeddings),
-        embedding_size=int(words.embedding_dim),
+        inner=max(max(weight.shape) for weight in matrices),
+        vocabulary=vocabulary,
+        embedding_size=embedding_size,
         parameters=sum(parameter.numel() for parameter in encoder.parameters()) - frozen,
         frozen_parameters=frozen,
         dropout=max((float(value) for _, value in dropouts(backbone.config)), default=0.0),
