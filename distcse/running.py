@@ -90,7 +90,7 @@ def run(
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Train from a recipe, as `python -m distcse.train` does.
+    """Train from a recipe, as `python -m distcse.train` does. With `storage.run_id`, resume the run if it has begun.
 
     Args:
         recipe: A recipe, a packaged one's name, or a YAML file.
@@ -100,6 +100,7 @@ def run(
 
     Raises:
         StoppedEarlyError: `stop_requested` returned True while the run waited for resources or another run; no new checkpoint.
+        FrozenKeyError: The run with this `storage.run_id` has begun with other settings.
         DistcseError: The run failed; the message names the fix. Finished work is kept.
     """
     if isinstance(recipe, str | Path):
@@ -108,8 +109,11 @@ def run(
         raise RunArgumentError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
         )
+    begun = None
+    if recipe.storage.run_id is not None:
+        begun, recipe = RunDirectory.reopen_by_id(recipe)
     with _reporting(listen, stop_requested) as reporter:
-        return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter))
+        return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter, begun))
 
 
 def resume(

@@ -65,11 +65,14 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     if options.rerun is None and options.resume is None:
         if options.recipe is None:
             raise CommandLineError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
-        return list(options.overrides)
+        run_id = [] if options.run_id is None else [f"storage.run_id={options.run_id}"]
+        return [*options.overrides, *run_id]
     option = "--resume" if options.rerun is None else "--rerun"
     overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
     if overrides and "=" not in overrides[0]:
         raise CommandLineError(f"{option} takes the recipe from the run's folder; take {overrides[0]} away")
+    if options.run_id is not None:
+        raise CommandLineError(f"{option} takes a run's folder; take --run-id away")
     if options.rerun is not None and (options.resume is not None or options.print_recipe or options.dry_run):
         raise CommandLineError("--rerun starts over, with the recipe of the run's folder; leave out the other option")
     if options.dry_run and not options.print_recipe:
@@ -161,6 +164,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--rerun",
         metavar="RUN",
         help="repeat the run in this directory, or at this address, in a new one, on the same data, and compare the weights",
+    )
+    parser.add_argument(
+        "--run-id",
+        metavar="NAME",
+        help="begin the run NAME, or resume it if it has begun: the same command serves every start (storage.run_id)",
     )
     parser.add_argument("--resume", metavar="RUN", help="resume the run in this directory, or at this address")
     add_output_options(parser)

@@ -46,6 +46,8 @@ def _main(options: argparse.Namespace) -> int:
     if options.resume is not None:
         if options.recipe or options.space:
             raise CommandLineError("--resume takes recipe and space from the sweep's folder; name only the folder")
+        if options.run_id is not None:
+            raise CommandLineError("--resume takes a sweep's folder; take --run-id away")
         if options.dry_run or options.print_space:
             option = "--dry-run" if options.dry_run else "--print-space"
             raise CommandLineError(f"{option} is for a sweep that has not begun; take --resume away")
@@ -55,7 +57,10 @@ def _main(options: argparse.Namespace) -> int:
             f"name a recipe and a space: python -m distcse.tune RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
         )
     ours = [override.removeprefix(_SWEEP) for override in options.overrides if override.startswith(_SWEEP)]
-    recipe = read_recipe(options.recipe, [o for o in options.overrides if not o.startswith(_SWEEP)])
+    of_recipe = [o for o in options.overrides if not o.startswith(_SWEEP)]
+    if options.run_id is not None:
+        of_recipe.append(f"storage.run_id={options.run_id}")
+    recipe = read_recipe(options.recipe, of_recipe)
     sweep = read_sweep(options.space, ours, override_prefix=_SWEEP)
     if options.print_space:
         from distcse.tuning.space import Space
@@ -192,6 +197,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--dry-run",
         action="store_true",
         help="check recipe, space, text, labelled sets, models and cluster; embed and train nothing",
+    )
+    parser.add_argument(
+        "--run-id",
+        metavar="NAME",
+        help="begin the sweep NAME, or resume it if it has begun: the same command serves every start (storage.run_id)",
     )
     parser.add_argument("--resume", metavar="SWEEP", help="resume the sweep in this directory (or at this address)")
     add_output_options(parser)

@@ -46,8 +46,11 @@ def open_run(
     with ExitStack() as scope:
         computes_here = backend.cluster is None and not backend.is_for_trials
         scope.enter_context(gpu_policy(recipe.gpu_mode, computes_here))
+        is_new = directory is None
         directory = directory or RunDirectory.create(recipe)
         lease = scope.enter_context(directory.leased(reporter))
+        if is_new and recipe.storage.run_id is not None:
+            directory.request(recipe)
         reporter = Reporter(combine_listeners(directory.log, reporter.emit), reporter.stop_requested)
         reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
         scope.enter_context(backend.cluster.starting() if backend.cluster else nullcontext())

@@ -132,6 +132,9 @@ class StorageSection(Section):
 
     runs: str = "runs"
     """Folder of run directories; each run creates a new one."""
+    run_id: Name | None = None
+    """Name of the run's directory. The same command begins the run, and resumes it once it has begun; null names every run by
+    recipe and time."""
     cache: str = "~/.cache/distcse"
     """Folder of tokenised corpora and teacher tables, shared by all runs. DISTCSE_CACHE overrides the default."""
 

@@ -1,6 +1,7 @@
 """The run directory: everything needed to understand, repeat or resume a run.
 
-<runs>/<name>-<time>/recipe.yaml     the resolved recipe with every key, and its checksum
+<runs>/<name>-<time>/recipe.yaml     the resolved recipe with every key, and its checksum; <runs>/<run_id> if it has an id
+                     requested.yaml  with storage.run_id: the recipe before the run chose values
                      run.json        fingerprints of the data, seed, packages, Python, platform, commit
                      rerun.json      of a rerun: the first run, and whether the weights are equal
                      lease           the process that works here, and the start of the run that may write
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import secrets
 import subprocess
 import time
@@ -29,10 +29,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunRecordError
+from distcse.errors import ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, to_json_line
-from distcse.recipe import BaseRecipe, StorageSection, Sweep, read_recipe, recipe_yaml
-from distcse.runs.lease import Lease, has_local_changes
+from distcse.recipe import BaseRecipe, StorageSection, Sweep, read_recipe, recipe_yaml, with_values
+from distcse.runs.changes import differences, is_location, refuse_changes
+from distcse.runs.lease import LEASE_FILES, Lease, has_local_changes
 from distcse.storage import (
     add_checksum_line,
     open_store,
@@ -46,9 +47,8 @@ from distcse.storage import (
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 """Packages that a report lists; run.json has all."""
 
-_RECORD, _EVENTS = "run.json", "events.jsonl"
+_RECORD, _EVENTS, _REQUESTED = "run.json", "events.jsonl", "requested.yaml"
 _FILES_OF_0_1 = ("claim", "ledger.json")
-_LIST_INDEX = re.compile(r"\.\d+\.")
 
 
 class RunDirectory:
@@ -70,25 +70,41 @@ class RunDirectory:
 
     @classmethod
     def create(cls, recipe: BaseRecipe) -> RunDirectory:
-        """Create a folder `<runs>/<name>-<time>` with the resolved recipe in it."""
+        """Create a folder `<runs>/<name>-<time>` with the resolved recipe in it.
+
+        With `storage.run_id`, it is `<runs>/<run_id>`, which may exist, and `request` stores the recipe.
+
+        Raises:
+            RunDirectoryError: The folder cannot be created, or `run_id` names one with other files.
+        """
         require_lasting(recipe.storage)
         runs = open_store(recipe.storage.runs)
+        if recipe.storage.run_id is not None:
+            return cls._with_id(runs.path / recipe.storage.run_id)
         stem = runs.path / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         if runs.is_remote:  # object storage cannot create a folder exclusively
             stem = stem.with_name(f"{stem.name}-{secrets.token_hex(2)}")
         for attempt in range(1, 1000):
             path = stem if attempt == 1 else stem.with_name(f"{stem.name}-{attempt}")
             try:
-                path.mkdir(parents=True)
+                _make_folder(path)
             except FileExistsError:
                 continue
-            except OSError as error:
-                raise RunDirectoryError(
-                    f"cannot create {path}: {error.strerror}; set storage.runs to a folder that you can write"
-                ) from None
             write_recipe(path / "recipe.yaml", recipe)
             return cls(path)
         raise RunDirectoryError(f"{stem} and 998 numbered folders exist; delete old runs in {stem.parent}")
+
+    @classmethod
+    def _with_id(cls, path: Path) -> RunDirectory:
+        try:
+            _make_folder(path)
+        except FileExistsError:
+            others = [file for file in path.iterdir() if file.name not in LEASE_FILES]
+            if others and not open_store(path).fetch(_REQUESTED):
+                raise RunDirectoryError(
+                    f"{to_uri(path)} has files of something else; set another storage.run_id, or another storage.runs"
+                ) from None
+        return cls(path)
 
     @classmethod
     def begin(cls, path: Path, recipe: BaseRecipe) -> RunDirectory:
@@ -101,6 +117,23 @@ class RunDirectory:
     def leased(self, reporter: Reporter) -> AbstractContextManager[Lease]:
         """Hold the folder's lease. Raises `RunInUseError` if another process holds it; a killed one's lease is taken over."""
         return nullcontext(Lease.acquire(self.path)) if self._is_exclusive else Lease.held(self.path, reporter)
+
+    def request(self, recipe: BaseRecipe) -> None:
+        """Store the recipe of a run that has an id, under the folder's lease.
+
+        Raises:
+            RunInUseError: Another start with the same id recorded its data meanwhile.
+        """
+        if self.store.fetch(_RECORD):
+            raise RunInUseError(f"another start has just begun {self.store}; start again to resume it")
+        write_recipe(self.path / _REQUESTED, recipe)
+        write_recipe(self.path / "recipe.yaml", recipe)
+
+    def requested(self) -> BaseRecipe:
+        """Read the recipe that `request` stored. Raises `RunRecordError` if it is damaged or was edited."""
+        self.store.fetch(_REQUESTED)
+        check_stored(self.path / _REQUESTED)
+        return read_recipe(str(self.path / _REQUESTED))
 
     def decide(self, recipe: BaseRecipe) -> None:
         """Store the recipe with the values that the run chose, so that a resumed run keeps them."""
@@ -129,17 +162,33 @@ class RunDirectory:
             raise RunRecordError(f"{store} is a run of version 0.1, which has a file {old}; start a new run")
         check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
-        allowed = (*after.resumable_keys, *also)
-        changed = sorted(_differences(before.model_dump(), after.model_dump()))
-        if forbidden := [key for key in changed if not _LIST_INDEX.sub(".", key).startswith(allowed)]:
-            raise FrozenKeyError(
-                f"{forbidden[0]} cannot change in a resumed run; start a new run, or remove the override. "
-                f"A resumed run may change: {', '.join(allowed)}"
-            )
-        after.refuse_changes(changed)
+        refuse_changes(after, list(differences(before, after)), also)
         directory = cls(path)
         directory._fetch_events()
         return directory, after
+
+    @classmethod
+    def reopen_by_id(cls, recipe: BaseRecipe) -> tuple[RunDirectory | None, BaseRecipe]:
+        """Open the earlier run with a recipe's `storage.run_id`, with the changes in the recipe since that run began.
+
+        As for `reopen`, a change must not change what is learned. Locations of files may change too, because a job's folder
+        has another path at each start: the run compares the fingerprints of their contents.
+
+        Returns:
+            The run's directory and recipe. None and the given recipe, if there is no such run, or it ended before its data
+            were recorded.
+
+        Raises:
+            RunRecordError: A stored recipe is damaged or was edited.
+            FrozenKeyError: The recipe would change what is learned.
+        """
+        directory = cls(open_store(recipe.storage.runs).path / str(recipe.storage.run_id))
+        if not directory.store.fetch(_RECORD) or not directory.store.fetch(_REQUESTED):
+            return None, recipe
+        changed = differences(directory.requested(), recipe)
+        refuse_changes(recipe, [key for key, value in changed.items() if not is_location(value)])
+        directory, stored = cls.reopen(directory.path, [])
+        return directory, with_values(stored, changed)
 
     def record(self, seed: int, data: Mapping[str, str]) -> None:
         """Record what a rerun needs. Raises `ResumeMismatchError` if the data have changed since the run began.
@@ -228,15 +277,21 @@ def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache
             ) from None
 
 
-def _differences(before: Any, after: Any, path: str = "") -> set[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        keys = before.keys() | after.keys()
-        inner = (_differences(before.get(k), after.get(k), f"{path}.{k}" if path else str(k)) for k in keys)
-        return set().union(*inner)
-    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        inside = (_differences(b, a, f"{path}.{index}") for index, (b, a) in enumerate(zip(before, after, strict=True)))
-        return set().union(*inside)
-    return set() if before == after else {path}
+def _make_folder(path: Path) -> None:
+    """Create a folder. Raises `FileExistsError` if it exists, and `RunDirectoryError` if it cannot be created."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot create {path}: {error.strerror}; set storage.runs to a folder that you can write"
+        ) from None
+
+
+def without_run_id(recipe: BaseRecipe) -> BaseRecipe:
+    """Return a copy of the recipe whose runs get directories of their own."""
+    return recipe.model_copy(update={"storage": recipe.storage.model_copy(update={"run_id": None})})
 
 
 def write_recipe(file: Path, recipe: BaseRecipe | Sweep) -> None:

@@ -43,7 +43,7 @@ LEASE_TIMEOUT_S = 60.0
 """Seconds without a touch after which an owner on another machine counts as lost; longer than network file systems cache."""
 _REMOTE_HEARTBEAT_S = 15.0
 """Seconds between two heartbeats in object storage, where each is a request."""
-_FILE, _HEARTBEAT = "lease", "lease.heartbeat"
+LEASE_FILES = _FILE, _HEARTBEAT = "lease", "lease.heartbeat"
 _POLL_S = 1.0
 _REMOTE_POLL_S = 5.0
 _held_here: set[str] = set()

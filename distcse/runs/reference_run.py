@@ -13,7 +13,7 @@ from torch import Tensor
 from distcse.errors import ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import Reporter
 from distcse.recipe import BaseRecipe
-from distcse.runs.directory import RunDirectory, other_data, recorded
+from distcse.runs.directory import RunDirectory, other_data, recorded, without_run_id
 from distcse.runs.lease import find_owner
 from distcse.storage import Digest, open_store, to_uri
 
@@ -80,7 +80,7 @@ class ReferenceRun:
             raise RunDirectoryError(
                 f"{to_uri(path)} has no model to compare with, because the run did not finish; --resume {to_uri(path)} first"
             )
-        return cls(path, recipe, record["data"], _differences(record))
+        return cls(path, without_run_id(recipe), record["data"], _differences(record))
 
     def check_data(self, data: Mapping[str, str]) -> None:
         """Check that the fingerprints of the rerun's data equal those of this run.

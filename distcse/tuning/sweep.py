@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import RunDirectoryError, SearchSpaceError
+from distcse.errors import FrozenKeyError, RunDirectoryError, SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
@@ -29,7 +29,15 @@ from distcse.experiments.trials import TrialGpus, Trials
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import report_plans
 from distcse.recipe import BaseRecipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
-from distcse.runs.directory import RunDirectory, check_storage, check_stored, require_lasting_run, write_recipe
+from distcse.runs.changes import differences, is_location
+from distcse.runs.directory import (
+    RunDirectory,
+    check_storage,
+    check_stored,
+    require_lasting_run,
+    without_run_id,
+    write_recipe,
+)
 from distcse.runs.lease import Lease
 from distcse.storage import open_store, to_uri
 from distcse.tracking import require_trial_loggers
@@ -70,11 +78,37 @@ class SweepResult:
 
 
 def begin(recipe: BaseRecipe, sweep: Sweep) -> Path:
-    """Create the folder of a new sweep, with its recipe and its search space."""
-    path = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"})).path
-    write_recipe(path / "recipe.yaml", recipe)
+    """Create the folder of a new sweep, with its recipe and its search space.
+
+    With `storage.run_id`, return the folder of the earlier sweep with this id, if there is one.
+
+    Raises:
+        FrozenKeyError: The earlier sweep has another recipe or another search space.
+    """
+    directory = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"}))
+    path = directory.path
+    if recipe.storage.run_id is not None:
+        if directory.store.fetch("space.yaml"):
+            _take_up(directory, recipe, sweep)
+            return path
+        directory.request(recipe)
+    write_recipe(path / "recipe.yaml", without_run_id(recipe))
     write_recipe(path / "space.yaml", sweep)
     return path
+
+
+def _take_up(directory: RunDirectory, recipe: BaseRecipe, sweep: Sweep) -> None:
+    """Check that an earlier sweep has this recipe and space, and store the locations of files that have moved since."""
+    stored, space = reopen(directory.path)
+    moved = differences(directory.requested(), recipe)
+    changed = [key for key, value in moved.items() if not is_location(value)]
+    if changed or space != sweep:
+        raise FrozenKeyError(
+            f"{changed[0] if changed else 'the search space'} cannot change in a resumed sweep; "
+            "restore it, or set another storage.run_id"
+        )
+    if moved:
+        write_recipe(directory.path / "recipe.yaml", with_values(stored, moved))
 
 
 def reopen(path: Path) -> tuple[BaseRecipe, Sweep]:

@@ -1,0 +1,124 @@
+"""Runs with an id: the same command begins a run, and resumes it after whatever ended it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distcse import running, train
+from distcse.errors import FrozenKeyError, RunDirectoryError, RunInUseError, RunRecordError
+from distcse.events import DevScore, Reporter
+from distcse.recipe import read_recipe, read_sweep
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease
+from distcse.tuning import sweep as sweeps
+from tests.failures import fails_with
+from tests.jobs import make_recipe
+
+SETTINGS = ("training.max_steps=6", "evaluation.eval_steps=2", "training.batch_size=8", "storage.run_id=nightly")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> Path:
+    """The file of a small recipe."""
+    folder = tmp_path_factory.mktemp("recipe")
+    make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences)
+    return folder / "recipe.yaml"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights of a run that nothing interrupts."""
+    runs = tmp_path_factory.mktemp("undisturbed")
+    run = running.run(str(recipe), *SETTINGS, f"storage.runs={runs}", listen=lambda event: None)
+    assert run.directory == runs / "nightly"
+    return (run.model / "model.safetensors").read_bytes()
+
+
+def stopped_run(recipe: Path, runs: Path) -> Path:
+    """Begin a run and stop it after its first dev score."""
+    scores: list[DevScore] = []
+    run = running.run(
+        str(recipe),
+        *SETTINGS,
+        f"storage.runs={runs}",
+        listen=lambda event: scores.append(event) if isinstance(event, DevScore) else None,
+        stop_requested=lambda: bool(scores),
+    )
+    assert run.interrupted
+    return run.directory
+
+
+def test_the_same_command_resumes_a_stopped_run(recipe: Path, undisturbed: bytes, tmp_path: Path) -> None:
+    begun = stopped_run(recipe, tmp_path)
+    command = [str(recipe), *SETTINGS[:-1], "--run-id", "nightly", f"storage.runs={tmp_path}", "--quiet"]
+    assert train.main(command) == 0
+    assert (begun / "model" / "model.safetensors").read_bytes() == undisturbed
+    assert [folder.name for folder in tmp_path.iterdir()] == ["nightly"]
+    assert train.main(command) == 0, "a finished run is finished at every further start"
+
+
+def test_files_may_have_moved_if_their_contents_are_equal(recipe: Path, undisturbed: bytes, tmp_path: Path) -> None:
+    begun = stopped_run(recipe, tmp_path / "runs")
+    moved = shutil.copy(recipe.parent / "corpus.txt", tmp_path / "moved.txt")
+    settings = (*SETTINGS, f"storage.runs={tmp_path / 'runs'}")
+    run = running.run(str(recipe), *settings, f"corpus.path={moved}", listen=lambda event: None)
+    assert run.directory == begun and (run.model / "model.safetensors").read_bytes() == undisturbed
+
+
+def test_other_settings_are_refused_and_the_run_stays_as_it_is(recipe: Path, tmp_path: Path) -> None:
+    begun = stopped_run(recipe, tmp_path)
+    before = (begun / "recipe.yaml").read_bytes()
+    with fails_with(FrozenKeyError, "training.lr cannot change in a resumed run"):
+        running.run(str(recipe), *SETTINGS, f"storage.runs={tmp_path}", "training.lr=0.5")
+    assert (begun / "recipe.yaml").read_bytes() == before
+    (begun / "requested.yaml").write_bytes((begun / "requested.yaml").read_bytes().replace(b"seed: 42", b"seed: 43"))
+    with fails_with(RunRecordError, "requested.yaml"):
+        running.run(str(recipe), *SETTINGS, f"storage.runs={tmp_path}")
+
+
+def test_a_mistake_before_the_data_are_recorded_can_be_corrected(recipe: Path, tmp_path: Path) -> None:
+    settings = (*SETTINGS, f"storage.runs={tmp_path}")
+    folder = RunDirectory.create(read_recipe(str(recipe), settings))
+    folder.request(read_recipe(str(recipe), [*settings, "training.lr=0.5"]))
+    assert RunDirectory.reopen_by_id(read_recipe(str(recipe), settings))[0] is None
+    run = running.run(str(recipe), *settings, "training.max_steps=1", listen=lambda event: None)
+    assert not run.interrupted and read_recipe(str(run.directory / "recipe.yaml")).training.lr != 0.5
+
+
+def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "nightly").mkdir()
+    (tmp_path / "nightly" / "notes.txt").touch()
+    settings = (*SETTINGS, f"storage.runs={tmp_path}")
+    with fails_with(RunDirectoryError, "files of something else"):
+        running.run(str(recipe), *settings)
+    assert [file.name for file in (tmp_path / "nightly").iterdir()] == ["notes.txt"]
+    (tmp_path / "nightly" / "notes.txt").unlink()
+    with Lease.held(tmp_path / "nightly", Reporter()), pytest.raises(RunInUseError):
+        running.run(str(recipe), *settings)
+
+
+def test_a_rerun_of_a_run_with_an_id_has_a_directory_of_its_own(recipe: Path, tmp_path: Path) -> None:
+    settings = (*SETTINGS, f"storage.runs={tmp_path}", "training.max_steps=1")
+    run = running.run(str(recipe), *settings, listen=lambda event: None)
+    again = running.rerun(run.directory, listen=lambda event: None)
+    assert again.directory != run.directory and again.compared is not None and again.compared.max_difference == 0
+
+
+def test_a_sweep_with_an_id_is_taken_up(recipe: Path, tmp_path: Path) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text("parameters:\n  training.lr: {values: [1e-4, 1e-3]}\n")
+    settings = [*SETTINGS, f"storage.runs={tmp_path / 'runs'}"]
+    begun = sweeps.begin(read_recipe(str(recipe), settings), read_sweep(str(space)))
+    assert begun == tmp_path / "runs" / "nightly"
+    assert sweeps.reopen(begun)[0].storage.run_id is None, "the trials and the best recipe are runs of their own"
+    moved = shutil.copy(recipe.parent / "corpus.txt", tmp_path / "moved.txt")
+    assert sweeps.begin(read_recipe(str(recipe), [*settings, f"corpus.path={moved}"]), read_sweep(str(space))) == begun
+    assert sweeps.reopen(begun)[0].corpus.path == str(moved)
+    with fails_with(FrozenKeyError, "training.lr"):
+        sweeps.begin(read_recipe(str(recipe), [*settings, "training.lr=0.5"]), read_sweep(str(space)))
+    with fails_with(FrozenKeyError, "the search space"):
+        sweeps.begin(read_recipe(str(recipe), settings), read_sweep(str(space), ["search.trials=3"]))
