@@ -13,7 +13,7 @@ _LIST_INDEX = re.compile(r"\.\d+\.")
 
 
 def differences(before: BaseRecipe, after: BaseRecipe) -> dict[str, Any]:
-    """Return the later values by path of all keys whose values differ. A list with another length differs as a whole."""
+    """Return the later values by path of all keys whose values differ. A list with another length differs as one value."""
     return dict(sorted(_differences(before.model_dump(mode="json"), after.model_dump(mode="json")).items()))
 
 

@@ -290,7 +290,7 @@ def _make_folder(path: Path) -> None:
 
 
 def without_run_id(recipe: BaseRecipe) -> BaseRecipe:
-    """Return a copy of the recipe whose runs get directories of their own."""
+    """Return a copy of the recipe whose runs get separate directories."""
     return recipe.model_copy(update={"storage": recipe.storage.model_copy(update={"run_id": None})})
 
 

@@ -11,7 +11,7 @@ import pytest
 from distcse import running, train
 from distcse.errors import FrozenKeyError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import DevScore, Reporter
-from distcse.recipe import read_recipe, read_sweep
+from distcse.recipe import load_recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.tuning import sweep as sweeps
@@ -86,7 +86,7 @@ def test_a_mistake_before_the_data_are_recorded_can_be_corrected(recipe: Path, t
     folder.request(read_recipe(str(recipe), [*settings, "training.lr=0.5"]))
     assert RunDirectory.reopen_by_id(read_recipe(str(recipe), settings))[0] is None
     run = running.run(str(recipe), *settings, "training.max_steps=1", listen=lambda event: None)
-    assert not run.interrupted and read_recipe(str(run.directory / "recipe.yaml")).training.lr != 0.5
+    assert not run.interrupted and load_recipe(str(run.directory / "recipe.yaml")).training.lr != 0.5
 
 
 def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Path, tmp_path: Path) -> None:
@@ -114,10 +114,10 @@ def test_a_sweep_with_an_id_is_taken_up(recipe: Path, tmp_path: Path) -> None:
     settings = [*SETTINGS, f"storage.runs={tmp_path / 'runs'}"]
     begun = sweeps.begin(read_recipe(str(recipe), settings), read_sweep(str(space)))
     assert begun == tmp_path / "runs" / "nightly"
-    assert sweeps.reopen(begun)[0].storage.run_id is None, "the trials and the best recipe are runs of their own"
+    assert sweeps.reopen(begun)[0].storage.run_id is None, "the trials and the best recipe are separate runs"
     moved = shutil.copy(recipe.parent / "corpus.txt", tmp_path / "moved.txt")
     assert sweeps.begin(read_recipe(str(recipe), [*settings, f"corpus.path={moved}"]), read_sweep(str(space))) == begun
-    assert sweeps.reopen(begun)[0].corpus.path == str(moved)
+    assert sweeps.reopen(begun)[0].model_dump()["corpus"]["path"] == str(moved)
     with fails_with(FrozenKeyError, "training.lr"):
         sweeps.begin(read_recipe(str(recipe), [*settings, "training.lr=0.5"]), read_sweep(str(space)))
     with fails_with(FrozenKeyError, "the search space"):

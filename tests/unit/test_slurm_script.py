@@ -1,0 +1,72 @@
+"""The Slurm script: what it starts on which node, and when the job is requeued. Slurm, Ray and the run are stand-ins here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = ROOT / "cluster" / "slurm" / "distcse.sbatch"
+STANDINS = {
+    "scontrol": 'echo "scontrol $*" >> calls; if [ "$1" = show ]; then printf "a1\\na2\\na3\\n"; fi',
+    "srun": 'echo "srun $*" >> calls; [[ "$*" == *hostname* ]] && echo "10.0.0.1 fe80::1" || sleep 30',
+    "python": 'if [ "$1" = -c ]; then [[ "$2" == *secrets* ]] && echo secret || echo 3; exit; fi\n'
+    'echo "python $* at $RAY_ADDRESS with $RAY_AUTH_TOKEN" >> calls\n'
+    'trap "echo terminated >> calls; exit 130" TERM\n'
+    "for _ in $(seq ${STEPS}); do sleep 0.1; done; exit ${STATUS}",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "bin").mkdir()
+    for name, body in STANDINS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def start(folder: Path, steps: int, status: int = 0) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "a[1-3]",
+        "SLURM_JOB_NAME": "distcse",
+        "SLURM_JOB_ID": "7",
+        "STEPS": str(steps),
+        "STATUS": str(status),
+    }
+    return subprocess.Popen(["bash", str(SCRIPT), "mine.yaml", "seed=3"], cwd=folder, env=environment)
+
+
+def calls(folder: Path) -> str:
+    file = folder / "calls"
+    return file.read_text() if file.exists() else ""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_each_node_joins_and_the_head_starts_the_run(folder: Path, status: int) -> None:
+    assert start(folder, steps=0, status=status).wait() == status
+    made = calls(folder)
+    assert "--nodelist=a1 ray start --head --block --port=6379" in made
+    assert "--nodes=2 --ntasks=2 --exclude=a1 ray start --block --address=10.0.0.1:6379" in made
+    assert (
+        f"python -m distcse.train mine.yaml seed=3 --run-id distcse-7 storage.runs={folder}/runs "
+        f"storage.cache={folder}/cache at 10.0.0.1:6379 with secret" in made
+    )
+    assert "requeue" not in made
+
+
+def test_a_signal_before_the_end_of_the_job_lets_the_run_end_and_requeues_the_job(folder: Path) -> None:
+    job = start(folder, steps=300)
+    while "python -m" not in calls(folder):
+        assert job.poll() is None
+        time.sleep(0.05)
+    job.terminate()
+    assert job.wait() == 130
+    assert "terminated" in calls(folder) and "scontrol requeue 7" in calls(folder)
