@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -137,12 +138,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "xlnet": {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 64},
 }
 """Further families of transformers, and their sizes."""
+_ENCODER_DECODER: dict[str, Any] = {
+    **{"d_model": 32, "max_position_embeddings": 70},
+    **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 3), ("ffn_dim", 64))},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+}
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deberta", "fnet", "data2vec-text", "rembert", "mobilebert", "ibert"), _SIZES),
+    **dict.fromkeys(("nomic_bert", "eurobert", "modernbert", "esm"), _SIZES),
+    **dict.fromkeys(("gemma2", "phi3", "opt"), _DECODER),
+    **dict.fromkeys(("bart", "m2m_100", "pegasus", "marian"), _ENCODER_DECODER),
+    **dict.fromkeys(("longt5", "switch_transformers"), FAMILIES["mt5"]),
+    "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "xlm": {"emb_dim": 32, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 70},
+}
+"""Families with their sizes for shorter tests."""
 
 
 def make_family(folder: Path, family: str, lines: Sequence[str], **settings: Any) -> Path:
-    """Write a random encoder of one of `FAMILIES` with a WordPiece tokenizer; `settings` replace those of its config."""
+    """Write a random encoder of one of `FAMILIES` or `MORE_FAMILIES` with a WordPiece tokenizer; `settings` replace its sizes."""
     tokenizer = _word_pieces(lines)
-    sizes = {**FAMILIES[family], "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **settings}
+    sizes = {
+        **{**FAMILIES, **MORE_FAMILIES}[family],
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        **settings,
+    }
     torch.manual_seed(0)
     model = (AutoModelForTextEncoding if family == "mt5" else AutoModel).from_config(
         AutoConfig.for_model(family, **sizes)
@@ -153,6 +174,57 @@ def make_family(folder: Path, family: str, lines: Sequence[str], **settings: Any
                 parameter.mul_(5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+_CUSTOM_CODE = """
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+class OwnConfig(PretrainedConfig):
+    model_type = "own_encoder"
+    attribute_map = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer"}
+
+    def __init__(self, vocab_size=300, n_embd=32, n_layer=3, resid_pdrop=0.1, **settings):
+        self.vocab_size, self.n_embd, self.n_layer, self.resid_pdrop = vocab_size, n_embd, n_layer, resid_pdrop
+        super().__init__(**settings)
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.words = nn.Embedding(config.vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd) for _ in range(config.n_layer))
+        self.drop = nn.Dropout(config.resid_pdrop)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def forward(self, input_ids, attention_mask=None, return_dict=None):
+        states = self.words(input_ids)
+        for layer in self.layers:
+            states = states + self.drop(torch.tanh(layer(states)))
+        return BaseModelOutput(last_hidden_state=states)
+"""
+
+
+def make_custom_code(folder: Path, lines: Sequence[str]) -> Path:
+    """Write an encoder with its own Python code, whose forward takes only ids and mask, without `get_input_embeddings`."""
+    folder.mkdir(parents=True)
+    tokenizer = _word_pieces(lines)
+    code: dict[str, Any] = {}
+    exec(_CUSTOM_CODE, code)
+    torch.manual_seed(0)
+    code["OwnModel"](code["OwnConfig"](vocab_size=len(tokenizer))).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "own.py").write_text(_CUSTOM_CODE)
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({**config, "auto_map": names}))
     return folder
 
 
@@ -237,9 +309,10 @@ def _byte_pairs(lines: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def their_vectors(folder: Path, texts: Sequence[str]) -> np.ndarray:
-    """Embed texts with sentence-transformers."""
+def their_vectors(folder: Path, texts: Sequence[str], **settings: Any) -> np.ndarray:
+    """Embed texts with sentence-transformers; `settings` are those of its model."""
     from sentence_transformers import SentenceTransformer
 
-    vectors: np.ndarray = SentenceTransformer(str(folder), device="cpu").encode(list(texts), show_progress_bar=False)
+    model = SentenceTransformer(str(folder), device="cpu", **settings)
+    vectors: np.ndarray = model.encode(list(texts), show_progress_bar=False)
     return vectors

@@ -60,13 +60,22 @@ class ModelFolder:
         refuse_lowercasing(self.root, self.layout, tokenizer)
         return tokenizer
 
+    def check_config(self) -> None:
+        """Refuse a config that does not load, or a family that is not supported.
+
+        Raises:
+            ModelLoadError: transformers cannot read the config.
+            UnsupportedModelError: The family is not supported.
+        """
+        model_class(self.load_config())
+
     def check(self) -> None:
         """Refuse a model that would not load, as far as its config and its tokenizer tell.
 
         Raises:
-            EncoderError: As for `load_config` and `load_tokenizer`, or the family is not supported.
+            EncoderError: As for `check_config` and `load_tokenizer`.
         """
-        model_class(self.load_config())
+        self.check_config()
         self.load_tokenizer()
 
 

@@ -23,6 +23,7 @@ from distcse.errors import (
 from distcse.gc_paused import gc_paused
 from distcse.models.fast.dropout import fast_dropout
 from distcse.models.fast.switch import forbid_shortcuts
+from distcse.models.json_files import read_json
 from distcse.models.precision import halve_matrices
 from distcse.models.prompts import SENTENCE
 from distcse.models.st_format import Layout
@@ -130,6 +131,10 @@ def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
     except Exception as error:  # the libraries raise many types
+        if "auto_map" in read_json(folder / "config.json") and not trust_remote_code:
+            raise ModelLoadError(
+                f"{folder} has Python code of its own, which is not run; read it, and set trust_remote_code: true"
+            ) from None
         raise ModelLoadError(
             f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
         ) from error

@@ -148,6 +148,11 @@ def _refuse_unused(file: Path, settings: Mapping[str, Any]) -> None:
     text = modalities.get("text") if isinstance(modalities, dict) else None
     if task == _TASKS[0] and text != _TEXT:
         raise UnsupportedModelError(f"{file}: text is computed by {text!r:.100}; supported: {_TEXT}")
+    if isinstance(modalities, dict) and "message" in modalities:
+        raise UnsupportedModelError(
+            f"{file}: texts are put into a chat template (modality_config: message), which distcse does not support; save the "
+            "model with the modality text alone"
+        )
     for key in _arguments(file, settings, "model_args", "model_kwargs"):
         if key not in _MODEL_SETTINGS_WITHOUT_EFFECT:
             raise UnsupportedModelError(f"{file}: model argument {key!r:.60} is not supported; use a model without it")

@@ -45,6 +45,7 @@ class TokenizerSpec:
         if max_length is None:
             encoder = Encoder.from_section(section)
             return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
+        folder.check_config()
         tokenizer = folder.load_tokenizer()
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         return cls(tokenizer, max_length, section.prompt or layout.prompt)

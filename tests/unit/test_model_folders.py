@@ -19,6 +19,8 @@ from distcse.errors import (
     EncoderSettingError,
     MissingWeightsError,
     ModelFormatError,
+    ModelLoadError,
+    PickledWeightsError,
     TextInputError,
     TokenizerMismatchError,
     TokenizerMissingError,
@@ -31,7 +33,14 @@ from distcse.models.tokenizer_spec import TokenizerSpec
 from distcse.planning.shapes import read_shape
 from distcse.recipe import EncoderSection, StudentSection
 from tests.failures import fails_with
-from tests.models import FAMILIES, make_cross_encoder, make_family, their_vectors, without_tokenizer
+from tests.models import (
+    FAMILIES,
+    make_cross_encoder,
+    make_custom_code,
+    make_family,
+    their_vectors,
+    without_tokenizer,
+)
 
 TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child"]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -48,13 +57,42 @@ def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps({**content, **values}))
 
 
-@pytest.fixture
-def folder(tiny: Callable[..., Path], tmp_path: Path) -> Path:
-    """Return a copy of a complete folder."""
+@pytest.fixture(scope="module")
+def saved(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a complete folder."""
     encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=12)
     encoder.normalize = True
-    encoder.save(tmp_path / "model")
-    return tmp_path / "model"
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    encoder.save(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """Return a copy of a complete folder."""
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def encoder(saved: Path) -> Encoder:
+    """Return an encoder that no test changes."""
+    return Encoder.load(saved)
+
+
+@pytest.fixture(scope="module")
+def scorer(tiny_cross: Path) -> CrossEncoder:
+    """Return a cross-encoder that no test changes."""
+    return CrossEncoder.load(tiny_cross)
+
+
+def refused_everywhere(folder: Path, error: type[DistcseError], *named: str) -> None:
+    """Assert that a run, its tokenization, a plan and the doctor give the same error."""
+    section, messages = EncoderSection(backbone=str(folder)), set()
+    for use in (Encoder.from_section, TokenizerSpec.of, read_shape):
+        with fails_with(error, *named) as raised:
+            use(section)
+        messages.add(str(raised.value))
+    assert len(messages) == 1 and messages.pop() in check_model(str(folder))[0].line
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,6 +113,62 @@ def test_a_family_is_read_trained_and_saved_as_sentence_transformers_reads_it(
         encoder.save(tmp_path / "saved")
         same(Encoder.load(tmp_path / "saved").encode(TEXTS), vectors)
         same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("deberta", "fnet", "data2vec-text", "rembert", "mobilebert", "ibert", "nomic_bert", "eurobert"),
+        *("modernbert", "gemma2", "phi3", "opt", "bloom", "bart"),
+    ],
+)
+def test_layers_of_a_further_family_are_selected_and_saved(family: str, sentences: list[str], tmp_path: Path) -> None:
+    source = make_family(tmp_path / "source", family, sentences)
+    section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2], dropout=0.25)
+    encoder = Encoder.from_section(section)
+    assert read_shape(section).dimension == encoder.dimension
+    vectors = encoder.encode(TEXTS)
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3 and encoder.has_dropout
+    encoder.save(tmp_path / "saved")
+    same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+
+
+@pytest.mark.parametrize(("family", "weight"), [("esm", "contact_head"), ("xlm", "layer_norm1.2")])
+def test_a_family_whose_other_weights_depend_on_its_layers_keeps_them(
+    family: str, weight: str, sentences: list[str], tmp_path: Path
+) -> None:
+    source = make_family(tmp_path / "source", family, sentences)
+    section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2])
+    for use in (Encoder.from_section, read_shape):
+        with fails_with(UnsupportedModelError, weight, "layers to null"):
+            use(section)
+    encoder = Encoder.from_section(section.model_copy(update={"layers": None}))
+    encoder.save(tmp_path / "saved")
+    same(their_vectors(tmp_path / "saved", TEXTS), encoder.encode(TEXTS))
+
+
+@pytest.mark.parametrize("family", ["m2m_100", "pegasus", "marian", "longt5", "switch_transformers"])
+def test_a_family_with_a_decoder_is_refused_by_name(family: str, folder: Path, sentences: list[str]) -> None:
+    source = make_family(folder.parent / "source", family, sentences)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / name, folder)
+    shutil.rmtree(folder / "distcse")
+    refused_everywhere(folder, UnsupportedModelError, family, "decoder")
+
+
+def test_custom_code_is_read_planned_trained_and_saved(sentences: list[str], tmp_path: Path) -> None:
+    source = make_custom_code(tmp_path / "source", sentences)
+    section = StudentSection(
+        backbone=str(source), pooling="mean", max_length=16, layers=[0, 2], dropout=0.25, trust_remote_code=True
+    )
+    encoder = Encoder.from_section(section)
+    assert encoder.has_dropout and read_shape(section).dimension == encoder.dimension
+    vectors = encoder.encode(TEXTS)
+    encoder.save(tmp_path / "saved")
+    same(Encoder.load(tmp_path / "saved", trust_remote_code=True).encode(TEXTS), vectors)
+    same(their_vectors(tmp_path / "saved", TEXTS, trust_remote_code=True), vectors)
+    assert check_model(str(tmp_path / "saved"), trust_remote_code=True)[0].verdict == "ok"
+    refused_everywhere(tmp_path / "saved", ModelLoadError, "trust_remote_code")
 
 
 def test_a_decoder_without_a_padding_token_is_saved_with_one(sentences: list[str], tmp_path: Path) -> None:
@@ -136,6 +230,7 @@ def test_historic_names_of_the_settings_are_read(family: str, folder: Path) -> N
     same(encoder.encode(TEXTS), their_vectors(folder, TEXTS))
 
 
+FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
 MEANINGFUL = [
     (MODEL, {"truncate_dim": 8}),
     (MODEL, {"truncate_dim": 1000}),
@@ -153,9 +248,24 @@ MEANINGFUL = [
     (SETTINGS, {"model_kwargs": {"dtype": "float32"}}),
     (SETTINGS, {"max_seq_length": 4}),
     (SETTINGS, {"unpad_inputs": False}),
+    (SETTINGS, {"query_length": 3, "document_length": 4}),
+    (SETTINGS, {"tokenizer_args": {"truncation_side": "left", "model_max_length": 6}}),
+    (SETTINGS, {"tokenizer_args": {"use_fast": True, "revision": "main"}}),
+    (SETTINGS, {"model_args": {"revision": "main"}, "config_args": {"revision": "main", "trust_remote_code": True}}),
+    (SETTINGS, {"config_args": {"num_labels": 3}, "do_lower_case": True}),
+    (SETTINGS, {"max_seq_length": None}),
+    (
+        SETTINGS,
+        {"modality_config": {"text": FORWARD, "image": FORWARD}, "module_output_name": "token_embeddings"},
+    ),
+    ("tokenizer_config.json", {"truncation_side": "left"}),
+    ("tokenizer_config.json", {"model_max_length": 7}),
+    ("config.json", {"output_hidden_states": True}),
     ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}),
     ("1_Pooling/config.json", {"pooling_mode": ["max"]}),
     ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}),
+    ("1_Pooling/config.json", {"pooling_mode": ["cls"], "embedding_dimension": 32}),
+    ("1_Pooling/config.json", {"include_prompt": False}),
     ("2_Normalize/config.json", {"module_input_name": "sentence_embedding"}),
 ]
 """Settings that distcse reads as sentence-transformers does."""
@@ -200,15 +310,29 @@ REFUSED: list[tuple[str, dict[str, Any], type[DistcseError], str]] = [
     (SETTINGS, {"processing_kwargs": {"text": {"padding": "max_length"}}}, UnsupportedModelError, "processing_kwargs"),
     (SETTINGS, {"query_expansion": {"length": 32}}, UnsupportedModelError, "query_expansion"),
     (SETTINGS, {"pooled_layer": 4}, UnsupportedModelError, "pooled_layer"),
+    (SETTINGS, {"max_seq_length": "12"}, ModelFormatError, "max_seq_length"),
+    (SETTINGS, {"max_seq_length": 0}, ModelFormatError, "max_seq_length"),
+    (
+        SETTINGS,
+        {"model_kwargs": {"quantization_config": {"load_in_4bit": True}}},
+        UnsupportedModelError,
+        "quantization",
+    ),
+    (SETTINGS, {"config_kwargs": ["a"]}, ModelFormatError, "config_args"),
     (
         SETTINGS,
         {"modality_config": {"image": {"method": "get_image_features"}}},
         UnsupportedModelError,
         "text is computed by None",
     ),
+    (SETTINGS, {"modality_config": {"text": FORWARD, "message": FORWARD}}, UnsupportedModelError, "chat template"),
     ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, UnsupportedModelError, "cls"),
     ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, UnsupportedModelError, "cls"),
     ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, UnsupportedModelError, "weightedmean"),
+    ("1_Pooling/config.json", {"pooling_mode": "attention"}, UnsupportedModelError, "attention"),
+    ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, UnsupportedModelError, "weightedmean"),
+    ("1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, UnsupportedModelError, "mean_sqrt_len"),
+    ("1_Pooling/config.json", {"skip_special_tokens": True}, UnsupportedModelError, "skip_special_tokens"),
     ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, UnsupportedModelError, "token_embeddings"),
     ("config.json", {"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "gptq"),
     ("adapter_config.json", {"base_model_name_or_path": "other"}, UnsupportedModelError, "adapter to other"),
@@ -221,10 +345,105 @@ def test_a_setting_that_is_not_followed_is_refused_by_name(
     file: str, values: dict[str, Any], error: type[DistcseError], named: str, folder: Path
 ) -> None:
     change(folder / file, **values)
-    for use in (Encoder.load, lambda folder: TokenizerSpec.of(EncoderSection(backbone=str(folder)))):
-        with fails_with(error, str(folder), named):
-            use(folder)
-    assert named in check_model(str(folder))[0].line
+    refused_everywhere(folder, error, str(folder), named)
+
+
+def test_a_pooling_without_its_file_is_refused(folder: Path) -> None:
+    """Reading it as mean pooling would be a guess."""
+    (folder / "1_Pooling" / "config.json").unlink()
+    refused_everywhere(folder, ModelFormatError, str(folder / "1_Pooling" / "config.json"), "does not exist")
+
+
+def add_dense(folder: Path, **settings: Any) -> Path:
+    """Add a Dense module with random weights; `settings` replace those of its config."""
+    path = folder / "2_Dense"
+    path.mkdir()
+    torch.manual_seed(0)
+    config = {
+        "in_features": 32,
+        "out_features": 16,
+        "bias": True,
+        "activation_function": f"{ACTIVATION}.Tanh",
+        **settings,
+    }
+    weights = {"linear.weight": torch.randn(16, 32), "linear.bias": torch.randn(16)}
+    if config.get("use_residual"):
+        weights["residual.weight"] = torch.randn(16, 32)
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    modules = json.loads((folder / "modules.json").read_text())
+    dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
+    normalize = {**modules[2], "idx": 3, "name": "3"}
+    (folder / "modules.json").write_text(json.dumps([*modules[:2], dense, normalize]))
+    return path
+
+
+ACTIVATION = "torch.nn.modules.activation"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_function": "torch.nn.modules.linear.Identity"},
+        *({"activation_function": f"{ACTIVATION}.{name}"} for name in ("ReLU", "GELU", "SiLU", "Sigmoid")),
+        {"use_residual": True},
+        {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"},
+    ],
+)
+def test_a_dense_module_is_computed_as_in_sentence_transformers(
+    settings: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    add_dense(folder, **settings)
+    encoder = Encoder.load(folder)
+    expected = their_vectors(folder, TEXTS)
+    same(encoder.encode(TEXTS), expected)
+    assert read_shape(EncoderSection(backbone=str(folder))).dimension == expected.shape[1] == 16
+    encoder.save(tmp_path / "saved")
+    same(their_vectors(tmp_path / "saved", TEXTS), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "named"),
+    [
+        ({"activation_function": f"{ACTIVATION}.Hardtanh"}, UnsupportedModelError, "Hardtanh"),
+        ({"activation_function": "os.system"}, UnsupportedModelError, "os.system"),
+        ({"module_input_name": "token_embeddings"}, UnsupportedModelError, "token_embeddings"),
+        ({"out_features": None}, ModelFormatError, "out_features"),
+    ],
+)
+def test_a_dense_module_that_is_not_computed_is_refused(
+    settings: dict[str, Any], error: type[DistcseError], named: str, folder: Path
+) -> None:
+    add_dense(folder, **settings)
+    refused_everywhere(folder, error, "2_Dense/config.json", named)
+
+
+def test_a_dense_module_needs_its_weights(folder: Path) -> None:
+    file = add_dense(folder) / "model.safetensors"
+    file.write_bytes(POINTER)
+    refused_everywhere(folder, ModelFormatError, str(file), "Git LFS")
+    file.unlink()
+    refused_everywhere(folder, MissingWeightsError, str(file.parent))
+    (file.parent / "pytorch_model.bin").write_bytes(b"")
+    refused_everywhere(folder, PickledWeightsError, str(file.parent), "save_pretrained")
+
+
+@pytest.mark.parametrize("size", [0, 4, 5000])
+def test_weights_that_were_not_copied_to_their_end_are_named(size: int, folder: Path) -> None:
+    shutil.rmtree(folder / "distcse")
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:size])
+    with fails_with(ModelLoadError, str(folder)):
+        Encoder.load(folder)
+
+
+def test_an_adapter_alone_is_refused_before_its_pooling_is_asked_for(folder: Path) -> None:
+    bare = folder.parent / "bare"
+    bare.mkdir()
+    shutil.move(folder / "tokenizer.json", bare)
+    (bare / "adapter_config.json").write_text('{"base_model_name_or_path": "other", "peft_type": "LORA"}')
+    (bare / "adapter_model.safetensors").write_bytes(b"")
+    refused_everywhere(bare, UnsupportedModelError, "adapter to other", "merge_and_unload")
 
 
 @pytest.mark.parametrize(
@@ -386,18 +605,16 @@ def as_series(texts: list[str]) -> Any:
 @pytest.mark.parametrize(
     "container", [list, tuple, np.array, lambda texts: np.array(texts, object), iter, as_series, as_arrow]
 )
-def test_texts_come_in_any_container(container: Callable[[list[str]], Any], folder: Path) -> None:
-    encoder = Encoder.load(folder)
+def test_texts_come_in_any_container(container: Callable[[list[str]], Any], encoder: Encoder) -> None:
     same(encoder.encode(container(TEXTS)), encoder.encode(TEXTS))
     assert encoder.encode(container(TEXTS[:0])).shape == (0, encoder.dimension)
 
 
-def test_one_text_has_one_vector(folder: Path) -> None:
-    encoder = Encoder.load(folder)
+def test_one_text_has_one_vector(encoder: Encoder, saved: Path) -> None:
     for text in (TEXTS[0], np.str_(TEXTS[0])):
         vector = encoder.encode(text)
         assert vector.shape == (encoder.dimension,)
-        same(vector, their_vectors(folder, TEXTS[:1])[0])
+        same(vector, their_vectors(saved, TEXTS[:1])[0])
 
 
 @pytest.mark.parametrize(
@@ -416,16 +633,16 @@ def test_one_text_has_one_vector(folder: Path) -> None:
         ({"a", "b"}, ["set"]),
     ],
 )
-def test_what_is_no_text_is_refused_with_its_place(texts: Any, named: list[str], folder: Path) -> None:
+def test_what_is_no_text_is_refused_with_its_place(texts: Any, named: list[str], encoder: Encoder) -> None:
     with fails_with(TextInputError, *named):
-        Encoder.load(folder).encode(texts)
+        encoder.encode(texts)
 
 
-def test_a_table_is_no_list_of_texts(folder: Path) -> None:
+def test_a_table_is_no_list_of_texts(encoder: Encoder) -> None:
     import pandas
 
     with fails_with(TextInputError, "columns", "id, text"):
-        Encoder.load(folder).encode(pandas.DataFrame({"id": [1], "text": ["a"]}))
+        encoder.encode(pandas.DataFrame({"id": [1], "text": ["a"]}))
 
 
 @pytest.mark.parametrize(
@@ -439,16 +656,12 @@ def test_a_table_is_no_list_of_texts(folder: Path) -> None:
         (None, ["NoneType"]),
     ],
 )
-def test_what_is_no_pair_is_refused_with_its_place(
-    pairs: Any, named: list[str], tiny: Callable[..., Path], tmp_path: Path
-) -> None:
-    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "model", tiny("bert")))
+def test_what_is_no_pair_is_refused_with_its_place(pairs: Any, named: list[str], scorer: CrossEncoder) -> None:
     with fails_with(TextInputError, *named):
         scorer.score(pairs)
 
 
-def test_pairs_come_in_any_container(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "model", tiny("bert")))
+def test_pairs_come_in_any_container(scorer: CrossEncoder) -> None:
     pairs = [("A man.", "A child"), ("The cat sees.", "A man is playing.")]
     expected = scorer.score(pairs)
     for container in (tuple, iter, np.array, lambda pairs: [list(pair) for pair in pairs]):
