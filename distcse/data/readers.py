@@ -246,6 +246,7 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
                 for number, line in enumerate(TextIOWrapper(opened, "utf-16", newline="\n"), start=1):
                     yield number, line.rstrip("\r\n")
                 return
+            _refuse_unmarked_utf16(file, opened.peek(64)[:64])
             for number, raw in enumerate(opened, start=1):
                 yield number, _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
     except UnicodeError as error:
@@ -256,6 +257,15 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         if error.errno is None:  # bz2 and zstd: of the content, not of the disk
             raise CorpusFormatError(f"{file} is damaged after line {number}: {error}; copy it again") from None
         raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _refuse_unmarked_utf16(file: Path, start: bytes) -> None:
+    """Refuse UTF-16 without a byte order mark, which is valid UTF-8 with a NUL next to each letter."""
+    for name, zeros, others in (("UTF-16LE", start[1::2], start[::2]), ("UTF-16BE", start[::2], start[1::2])):
+        if len(zeros) > 1 and not any(zeros) and all(others):
+            raise CorpusFormatError(
+                f"{file}, line 1: the text is UTF-16 without a byte order mark; convert it to UTF-8 (iconv -f {name} -t UTF-8)"
+            )
 
 
 def _open(file: Path) -> BufferedReader:

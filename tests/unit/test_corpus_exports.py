@@ -138,6 +138,14 @@ def test_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path:
         rows(tmp_path / "file.txt")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["file.txt", "file.csv"])
+def test_utf_16_without_its_mark_is_named(encoding: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes("text\nA man is playing.\n".encode(encoding))
+    with fails_with(CorpusFormatError, name, f"iconv -f {encoding.upper().replace('-16-', '-16')}"):
+        rows(tmp_path / name)
+
+
 def test_doubled_rows_are_counted_and_kept(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("a\nb\na\n\n")
     (tmp_path / "two.txt").write_text("c\n")

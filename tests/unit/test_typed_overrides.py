@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from distcse.errors import InvalidValueError, ModelNotFoundError
 from distcse.models import resolve_model
@@ -47,6 +50,29 @@ def test_quotes_are_read_as_yaml_and_null_stays_null() -> None:
     assert value_of("corpus.domain=") is None
     assert str(value_of("corpus.path=a: b.txt")).endswith("/a: b.txt")
     assert len(value_of("corpus.path=[a.txt, b.txt]")) == 2
+
+
+@pytest.mark.parametrize(
+    "typed", ["'tis the season: ", '"a" or "b"', "it's", "'", '"', "!important", "null ", "~x", "'a' 'b'", "None"]
+)
+def test_a_quote_that_does_not_span_the_value_is_text(typed: str) -> None:
+    assert value_of(f"teachers.encoders.0.prompt={typed}") == typed
+
+
+@pytest.mark.parametrize("typed", ["123", "1.5", "2024-01-01", "true", "12:30"])
+def test_a_key_for_text_or_a_list_of_texts_takes_text_as_typed(typed: str) -> None:
+    assert str(value_of(f"corpus.path={typed}")).endswith(f"/{typed}")
+
+
+@pytest.mark.parametrize(("written", "shown"), [("123", "123"), ("1.5", "1.5"), ("2024-01-01", "2024"), ("on", "True")])
+def test_a_recipe_file_never_turns_a_number_into_text(written: str, shown: str, tmp_path: Path) -> None:
+    """YAML has changed it already: 007 would become 7, and 'no' False."""
+    text = (files("distcse") / "recipes" / "minilm-3layer.yaml").read_text()
+    document = yaml.safe_load(text)
+    document["corpus"] = {"column": yaml.safe_load(written)}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(document))
+    with fails_with(InvalidValueError, "corpus.column", shown, "in quotes"):
+        read_recipe(str(tmp_path / "recipe.yaml"))
 
 
 def test_arguments_of_custom_classes_keep_their_types() -> None:
