@@ -133,7 +133,7 @@ def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping
     except Exception as error:  # the libraries raise many types
         if "auto_map" in read_json(folder / "config.json") and not trust_remote_code:
             raise ModelLoadError(
-                f"{folder} has Python code of its own, which is not run; read it, and set trust_remote_code: true"
+                f"{folder} has Python code, which is not run without your consent; read it, and set trust_remote_code: true"
             ) from None
         raise ModelLoadError(
             f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
@@ -152,7 +152,7 @@ def model_class(config: Any) -> Any:
     """Return the transformers class that computes token vectors; for T5's families, the encoder alone.
 
     Raises:
-        UnsupportedModelError: The model has a decoder that needs an input of its own.
+        UnsupportedModelError: The model has a decoder that needs another input.
     """
     from transformers import AutoModel, AutoModelForTextEncoding
 
@@ -266,15 +266,16 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
 def embedding_shape(backbone: nn.Module) -> tuple[int, int]:
     """Return the number V of a backbone's word embeddings, 0 if nothing tells it, and their dimension.
 
-    Custom code may not have `get_input_embeddings`, and a family may have its own kind of embeddings; the config then tells.
+    Custom code may not have `get_input_embeddings`, and a family may have other embeddings; the config has both numbers.
     """
     config: Any = backbone.config
     try:
         words = backbone.get_input_embeddings()  # type: ignore[operator]
     except NotImplementedError:
         words = None
-    rows = getattr(words, "num_embeddings", None) or getattr(config, "vocab_size", 0)
-    return int(rows), int(getattr(words, "embedding_dim", None) or config.hidden_size)
+    rows: int = getattr(words, "num_embeddings", getattr(config, "vocab_size", 0))
+    size: int = getattr(words, "embedding_dim", config.hidden_size)
+    return rows, size
 
 
 def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:

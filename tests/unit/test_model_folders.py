@@ -115,6 +115,7 @@ def test_a_family_is_read_trained_and_saved_as_sentence_transformers_reads_it(
         same(their_vectors(tmp_path / "saved", TEXTS), vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
