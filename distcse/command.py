@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Self
 
@@ -20,7 +21,74 @@ INTERRUPTED = 130
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _RAY_WAITS = "RAY_JOB_STOP_WAIT_TIME_S"
 
+_MODULE = "distcse."
+_RECIPE_OPTIONS = ("config", "config-file", "config_file", "cfg", "recipe")
+"""Options by which other programs take their configuration file."""
+
 STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."
+
+
+def program(command: str) -> str:
+    """Return how to call a command, in the form in which the user called this one: `distcse train`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = "" if spec is None else spec.name
+    if module == f"{_MODULE}__main__":
+        return f"python -m distcse {command}"
+    return f"python -m distcse.{command}" if module.startswith(_MODULE) else f"distcse {command}"
+
+
+def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse a command's arguments. Exits with status 2 and a hint at the right form for an unknown option.
+
+    Args:
+        parser: The command's parser. One with `overrides` may have them before and after options.
+        arguments: The arguments; None takes those of this process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    dests = {action.dest for action in parser._actions}
+    if "subcommand" not in dests and (hint := _hint_at_option(parser, words, takes_recipe="recipe" in dests)):
+        parser.error(hint)
+    return parser.parse_intermixed_args(words) if "overrides" in dests else parser.parse_args(words)
+
+
+def _hint_at_option(parser: argparse.ArgumentParser, words: Sequence[str], takes_recipe: bool) -> str:
+    """Describe what to write instead of the first unknown option; empty if all are known."""
+    known = list(parser._option_string_actions)
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    unknown = [option for option in options if not any(name.startswith(option) for name in known)]
+    if not unknown:
+        return ""
+    from distcse.recipe.validation_errors import nearest  # pydantic takes 0.3 s to import; --version does not need it
+
+    close = nearest(unknown[0], known)
+    is_setting = "." in unknown[0] or unknown[0].removeprefix("--") in _RECIPE_OPTIONS
+    if not takes_recipe or (close and not is_setting):
+        return f"no option {unknown[0]}{close}"
+    return (
+        f"no option {unknown[0]}: the recipe is the first word, and settings are key.path=value; write: "
+        f"{parser.prog} {shlex.join(_as_overrides(words, unknown))}"
+    )
+
+
+def _as_overrides(words: Sequence[str], unknown: Sequence[str]) -> list[str]:
+    """Rewrite `--config FILE --key value` as `FILE key=value`. The other words stay behind them, in their order."""
+    recipe, settings, others = list[str](), list[str](), list[str]()
+    rest = list(words)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        if option not in unknown:
+            others.append(f"{option}{equals}{value}")
+            continue
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("-") else "true"
+        name = option.removeprefix("--")
+        if name in _RECIPE_OPTIONS:
+            recipe.append(value)
+        else:
+            settings.append(f"{name.replace('-', '_')}={value}")
+    if not recipe and others and not others[0].startswith("-"):
+        recipe.append(others.pop(0))
+    return [*recipe, *settings, *others]
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

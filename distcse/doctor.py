@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distcse.command import exit_status
+from distcse.command import exit_status, parse_command, program
 from distcse.recipe import BaseRecipe, StorageSection, read_recipe
 from distcse.storage import resolve_path
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, look, print. Returns the exit status: 0 nothing failed, 1 something did, 2 a mistake in the recipe."""
-    options = build_parser().parse_intermixed_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="nothing was written")
 
 
@@ -75,9 +75,9 @@ def _storage(recipe: BaseRecipe | None) -> tuple[Path, Path]:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.doctor",
+        prog=program("doctor"),
         description="Look at Python, torch, GPUs, Ray, DeepSpeed, limits and storage, and at a recipe's models and text.",
-        epilog="Example: python -m distcse.doctor my-recipe.yaml",
+        epilog="Example: %(prog)s my-recipe.yaml",
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")

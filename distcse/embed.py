@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.gc_paused import gc_paused
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import to_uri
@@ -15,7 +15,7 @@ from distcse.storage import to_uri
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, embed or compare, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
-    options = build_parser().parse_intermixed_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="completed shards are kept", as_json=options.json)
 
 
@@ -96,9 +96,9 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.embed",
+        prog=program("embed"),
         description="Embed a corpus once by every teacher of a recipe, for all later runs; or see first how far they agree.",
-        epilog=f"Example: python -m distcse.embed my-recipe.yaml --compare. {STATUSES}",
+        epilog=f"Example: %(prog)s my-recipe.yaml --compare. {STATUSES}",
     )
     parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")

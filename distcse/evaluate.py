@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.errors import EvaluationResultError
 from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, measure, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
-    options = build_parser().parse_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="nothing was written", as_json=options.json)
 
 
@@ -108,9 +108,9 @@ def _make(folder: Path) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.evaluate",
+        prog=program("evaluate"),
         description="Measure sentence encoders by the protocols of the papers, side by side.",
-        epilog="Example: python -m distcse.evaluate student=runs/my-run teacher=bert-large-nli --suite sts,ranking "
+        epilog="Example: %(prog)s student=runs/my-run teacher=bert-large-nli --suite sts,ranking "
         f"--data data --out report. {STATUSES}",
     )
     parser.add_argument(

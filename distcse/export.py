@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.storage import refuse_job_copy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, export, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
-    options = build_parser().parse_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="nothing was written", as_json=options.json)
 
 
@@ -52,10 +52,10 @@ def _main(options: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.export",
+        prog=program("export"),
         description="Write a model's ONNX file for onnxruntime, text-embeddings-inference, fastembed and transformers.js, "
         "after comparing its vectors with torch's.",
-        epilog=f"Example: python -m distcse.export runs/my-run --onnx --int8 --data data. {STATUSES}",
+        epilog=f"Example: %(prog)s runs/my-run --onnx --int8 --data data. {STATUSES}",
     )
     parser.add_argument("model", metavar="MODEL", help="a run's folder, a model's, or a name on the hub (with --out)")
     parser.add_argument("--onnx", action="store_true", required=True, help="the format: MODEL/onnx/model.onnx")

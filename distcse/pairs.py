@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.storage import refuse_job_copy
 
 _TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
@@ -15,7 +15,7 @@ _TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, write, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
-    options = build_parser().parse_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="complete files were kept", as_json=options.json)
 
 
@@ -37,10 +37,10 @@ def _main(options: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.pairs",
+        prog=program("pairs"),
         description="Write the pairs on which Trans-Encoder trains, DATA/pairs/TASK, from the data sets' own files, with the "
         "splits of its public code.",
-        epilog=f"Example: python -m distcse.pairs qnli QNLI/train.tsv QNLI/dev.tsv --data data. {STATUSES}",
+        epilog=f"Example: %(prog)s qnli QNLI/train.tsv QNLI/dev.tsv --data data. {STATUSES}",
     )
     parser.add_argument("task", choices=_TASKS, metavar="TASK", help=", ".join(_TASKS))
     parser.add_argument(

@@ -7,14 +7,14 @@ import json
 import sys
 from collections.abc import Sequence
 
-from distcse.command import exit_status
+from distcse.command import exit_status, parse_command, program
 from distcse.errors import ClusterTooSmallError, CommandLineError
 from distcse.recipe import read_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, reckon, print. Returns the exit status: 0 it fits, 1 it cannot be done, 2 a mistake in what was asked."""
-    options = build_parser().parse_intermixed_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="nothing was written")
 
 
@@ -56,9 +56,9 @@ def _main(options: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.plan",
+        prog=program("plan"),
         description="What a recipe costs on given machines: time, memory, disk, network, what binds; nothing is run.",
-        epilog="Example: python -m distcse.plan rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 "
+        epilog="Example: %(prog)s rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 "
         "--gpus 1 8 64 512 1000",
     )
     parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")

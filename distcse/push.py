@@ -8,14 +8,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.errors import HubUploadError
 from distcse.storage import resolve_path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, look through the folder, upload, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
-    options = build_parser().parse_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="nothing or all was uploaded", as_json=options.json)
 
 
@@ -44,9 +44,9 @@ def _main(options: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.push",
+        prog=program("push"),
         description="Upload a run's model to the Hugging Face hub: weights, tokenizer, card and recipe; no text, no checkpoints.",
-        epilog=f"Example: python -m distcse.push runs/my-run --to me/my-student --licence apache-2.0. {STATUSES}",
+        epilog=f"Example: %(prog)s runs/my-run --to me/my-student --licence apache-2.0. {STATUSES}",
     )
     parser.add_argument("model", metavar="RUN", help="a run's folder, or a model's; or its address")
     parser.add_argument(

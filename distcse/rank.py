@@ -6,13 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from distcse.command import STATUSES, add_output_options, exit_status
+from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.storage import refuse_job_copy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, encode the references, store, print. Returns the exit status: 0 done, 1 failed, 130 interrupted."""
-    options = build_parser().parse_args(arguments)
+    options = parse_command(build_parser(), arguments)
     return exit_status(lambda: _main(options), kept="nothing was written", as_json=options.json)
 
 
@@ -46,10 +46,10 @@ def _main(options: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.rank",
+        prog=program("rank"),
         description="Store a bi-encoder with reference sentences, with which distcse.evaluate scores pairs by λ · Spearman + "
         "(1 - λ) · cosine (RankEncoder Eq. 7). Other tools load the folder as the bi-encoder alone.",
-        epilog=f"Example: python -m distcse.rank runs/my-run --corpus sentences.txt.gz --out my-ranker. {STATUSES}",
+        epilog=f"Example: %(prog)s runs/my-run --corpus sentences.txt.gz --out my-ranker. {STATUSES}",
     )
     parser.add_argument("model", metavar="MODEL", help="a run's folder, a model's, or a name on the hub")
     parser.add_argument(

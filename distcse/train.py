@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from distcse.command import INTERRUPTED, STATUSES, ErrorStatus, StopOnSignal, add_output_options
+from distcse.command import INTERRUPTED, STATUSES, ErrorStatus, StopOnSignal, add_output_options, parse_command, program
 from distcse.errors import CommandLineError
 from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, run, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
-    options = build_parser().parse_intermixed_args(arguments)
+    options = parse_command(build_parser(), arguments)
     try:
         with ErrorStatus(kept="the last checkpoint is kept", as_json=options.json) as failed:
             overrides = _overrides(options)
@@ -121,7 +121,7 @@ def _print(done: Run, as_json: bool) -> None:
 
 
 def _what_next(done: Run) -> list[str]:
-    resume = [f"resume  python -m distcse.train --resume {done.uri}"] if done.interrupted else []
+    resume = [f"resume  {program('train')} --resume {done.uri}"] if done.interrupted else []
     if len(done.models) != 1:
         return resume
     return [
@@ -147,9 +147,9 @@ def _finished(done: Run) -> dict[str, Any]:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.train",
+        prog=program("train"),
         description="Distil a student sentence encoder from frozen teachers.",
-        epilog="Example: python -m distcse.train rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025. "
+        epilog="Example: %(prog)s rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025. "
         + STATUSES,
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")

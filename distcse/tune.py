@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status
+from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status, parse_command, program
 from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
 from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
@@ -26,7 +26,7 @@ _EXTRA = ("optuna", "simpleeval")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, search, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in recipe or space, 130 interrupted."""
-    options = build_parser().parse_intermixed_args(arguments)
+    options = parse_command(build_parser(), arguments)
     try:
         return exit_status(lambda: _with_extra(options), kept="trials that ended are kept", as_json=options.json)
     finally:
@@ -54,7 +54,7 @@ def _main(options: argparse.Namespace) -> int:
         return _sweep(options, resolve_path(options.resume).absolute(), None, None)
     if options.recipe is None or options.space is None:
         raise CommandLineError(
-            f"name a recipe and a space: python -m distcse.tune RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
+            f"name a recipe and a space: {program('tune')} RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
         )
     ours = [override.removeprefix(_SWEEP) for override in options.overrides if override.startswith(_SWEEP)]
     of_recipe = [o for o in options.overrides if not o.startswith(_SWEEP)]
@@ -139,9 +139,9 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
     lines += [f"report  {to_uri(file)}" for file in pages]
     lines.append(f"trials  {to_uri(directory / 'trials.csv')}")
     if result.interrupted:
-        lines.append(f"resume  python -m distcse.tune --resume {to_uri(directory)}")
+        lines.append(f"resume  {program('tune')} --resume {to_uri(directory)}")
     elif result.best_trial is not None:
-        lines.append(f"train   python -m distcse.train {to_uri(result.best_recipe)}")
+        lines.append(f"train   {program('train')} {to_uri(result.best_recipe)}")
     print_lines(lines)
     return _status(result)
 
@@ -179,9 +179,9 @@ def _status(result: SweepResult) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.tune",
+        prog=program("tune"),
         description="Search a recipe's parameters with Ray Tune: many trials, one teacher pass.",
-        epilog="Example: python -m distcse.tune rankcse-listnet-bert-base --space tune_spaces/rankcse-listnet.yaml "
+        epilog="Example: %(prog)s rankcse-listnet-bert-base --space tune_spaces/rankcse-listnet.yaml "
         f"corpus.path=text.txt.gz evaluation.data=data sweep.search.trials=48. {STATUSES}",
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.resources import files
 
-from distcse.command import STATUSES, exit_status
+from distcse.command import STATUSES, exit_status, parse_command, program
 from distcse.errors import RecipeNotFoundError
 from distcse.recipe.json_schema import schema_documents, schema_json
 from distcse.recipe.loading import packaged_recipes
@@ -21,7 +21,7 @@ _MODELINE = "# yaml-language-server:"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; without one, print the help. Returns the exit status: 0 done, 1 failed, 2 invalid input."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options = parse_command(parser, arguments)
     if options.subcommand is None:
         parser.print_help()
         return 0
@@ -73,9 +73,9 @@ def _migrate(file: str, output: str | None) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     parser = argparse.ArgumentParser(
-        prog="python -m distcse.recipe",
+        prog=program("recipe"),
         description="Look at recipes, and rewrite those of earlier versions.",
-        epilog=f"Example: python -m distcse.recipe migrate my-recipe.yaml. {STATUSES}",
+        epilog=f"Example: %(prog)s migrate my-recipe.yaml. {STATUSES}",
     )
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands")
     commands.add_parser("list", help="list the packaged recipes")

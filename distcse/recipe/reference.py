@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distcse.recipe.base import recipe_classes
+from distcse.recipe.key_paths import section_in, sections_of
 from distcse.recipe.section import Name
 from distcse.recipe.sweep import Sweep
 
@@ -54,31 +55,10 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield a section, then the sections inside it, in the order of their keys."""
-    yield path, model
-    for name, field in model.model_fields.items():
-        star, inner = _section_in(field.annotation)
-        if inner is not None:
-            yield from sections_of(inner, f"{path}.{name}{star}".removeprefix("."))
-
-
-def _section_in(annotation: Any) -> tuple[str, type[BaseModel] | None]:
-    """Return the section that a key holds, and `.*` if it holds several."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "", annotation
-    many = ".*" if get_origin(annotation) in (list, dict) else ""
-    for part in get_args(annotation):
-        star, found = _section_in(part)
-        if found is not None:
-            return many + star, found
-    return "", None
-
-
 def _table(model: type[BaseModel], headings: dict[type[BaseModel], str]) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        _, inner = _section_in(field.annotation)
+        _, inner = section_in(field.annotation)
         meaning = _prose(field.description)
         if inner is not None:
             meaning += f" [Its keys](#{_anchor(headings[inner])})."

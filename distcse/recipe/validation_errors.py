@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
+from distcse.recipe.key_paths import moved_path
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
@@ -80,7 +81,8 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     key, found, kind = ".".join(path) or "recipe", error["input"], error["type"]
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)
-        close = nearest(path[-1], keys)
+        moved = moved_path(model, _whole_path(key, found))
+        close = f"; did you mean {moved!r}?" if moved and moved != key else nearest(path[-1], keys)
         shown_value = "" if is_secret(path[-1]) else f" (value {found!r:.200})"
         return f"unknown key {key}{shown_value}{close or '; valid keys: ' + ', '.join(keys)}"
     if kind == "missing":
@@ -104,6 +106,14 @@ def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
         own_words = error["msg"].removeprefix("Value error, ")
         return own_words if key == "recipe" else f"{key}: {own_words}"
     return f"{key} is {found!r:.200}; allowed: {_range(model, path) or error['msg']}"
+
+
+def _whole_path(key: str, value: Any) -> str:
+    """Extend an unknown key by the only keys inside its value, as of the override `train.lr=1e-3`."""
+    while isinstance(value, dict) and len(value) == 1:
+        (inner, value), *_ = value.items()
+        key = f"{key}.{inner}"
+    return key
 
 
 def _choices(error: ErrorDetails) -> list[str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import distcse
-from distcse.__main__ import COMMANDS, main
+from distcse.__main__ import main
+from distcse.commands import COMMANDS, USUAL_CALLS, import_command
 from tests.conftest import ROOT
 
 
@@ -63,11 +67,49 @@ def test_bash_completes(script: Path, tmp_path: Path) -> None:
     assert complete(script, tmp_path, "distcse", "recipe", "show", "minilm-m") == {"minilm-mutual", "minilm-mine.yaml"}
 
 
-def test_there_is_a_completion_script_for_zsh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_keys_of_recipes(script: Path, tmp_path: Path) -> None:
+    assert complete(script, tmp_path, "distcse", "train", "quickstart", "objective.rank.t") == {
+        "objective.rank.tau2=",
+        "objective.rank.tau3=",
+    }
+    assert complete(script, tmp_path, "distcse", "plan", "quickstart", "teachers.encoders.0.al") == {
+        "teachers.encoders.0.alpha=",
+        "teachers.encoders.0.alpha_by_domain=",
+    }
+    (tmp_path / "sentences.txt").touch()
+    # Bash splits words at the equals sign, and completes files where distcse has no words.
+    assert complete(script, tmp_path, "distcse", "train", "quickstart", "corpus.path", "=", "sent") == set()
+
+
+@pytest.mark.parametrize(
+    ("shell", "parts"),
+    [
+        ("zsh", ["#compdef distcse", "minilm-3layer", "--resume", "objective.rank.tau2="]),
+        ("fish", ["complete -c distcse", "minilm-3layer", "-l resume", "objective.rank.tau2=", "(_distcse_keys)"]),
+    ],
+)
+def test_there_is_a_completion_script_for_other_shells(
+    shell: str, parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("shtab", reason="shtab is not installed")
-    assert main(["completion", "zsh"]) == 0
+    assert main(["completion", shell]) == 0
     output = capsys.readouterr().out
-    assert output.startswith("#compdef distcse") and "minilm-3layer" in output and "--resume" in output
+    assert all(part in output for part in parts)
+
+
+def test_env_prints_what_a_bug_report_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "its-variables")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["env", "--json"]) == 0
+    output = capsys.readouterr().out
+    found = json.loads(output)
+    assert {"distcse", "torch", "ray", "python", "cpus", "memory", "gpus", "ray cluster"} <= found.keys()
+    assert found["distcse"] == distcse.__version__ and found["$OMP_NUM_THREADS"] == "1"
+    assert "hf_secret" not in output and "its-variables" not in output
 
 
 def test_a_subcommand_runs_the_module_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +120,8 @@ def test_a_subcommand_runs_the_module_of_its_name(capsys: pytest.CaptureFixture[
 def test_without_arguments_it_lists_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     captured = capsys.readouterr()
-    assert captured.err == "" and all(f"\n  {name} " in captured.out for name in [*COMMANDS, "completion"])
+    assert captured.err == "" and all(f"\n  {name} " in captured.out for name in COMMANDS)
+    assert all(f"\n  {call}  " in captured.out for call in USUAL_CALLS)
     with pytest.raises(SystemExit) as exited:
         main(["--help"])
     assert exited.value.code == 0 and capsys.readouterr().out == captured.out
@@ -113,3 +156,35 @@ def test_the_version_is_the_packages_and_needs_no_heavy_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_calls_itself_as_it_was_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`distcse train --help` and `python -m distcse.train --help` show the form that the user typed, in the example too."""
+    parser = import_command(name).build_parser()
+    assert parser.format_help().startswith(f"usage: distcse {name}")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(f"distcse.{name}", None))
+    told = import_command(name).build_parser().format_help()
+    assert told.startswith(f"usage: python -m distcse.{name}") and f"Example: distcse {name}" not in told
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("distcse.__main__", None))
+    assert import_command(name).build_parser().prog == f"python -m distcse {name}"
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("train --config my.yaml --training.lr 2e-5 --dry-run", "distcse train my.yaml training.lr=2e-5 --dry-run"),
+        ("train my.yaml --training.lr=2e-5", "distcse train my.yaml training.lr=2e-5"),
+        ("plan --config=my.yaml seed=3", "distcse plan my.yaml seed=3"),
+        ("tune --recipe 'my file.yaml' --space s.yaml", "distcse tune 'my file.yaml' --space s.yaml"),
+        ("train my.yaml --batch-size 64", "distcse train my.yaml batch_size=64"),
+        ("train my.yaml --dryrun", "did you mean '--dry-run'?"),
+        ("evaluate model --datas x", "did you mean '--data'?"),
+    ],
+)
+def test_other_programs_forms_of_settings_are_refused_with_the_right_one(
+    words: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(shlex.split(words))
+    assert exited.value.code == 2 and capsys.readouterr().err.rstrip().endswith(fix)

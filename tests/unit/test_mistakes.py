@@ -62,7 +62,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     # the recipe and how it is named
     ("train", [], 2, ["name a recipe or a YAML file", "minilm-3layer"]),
     ("train", ["quikstart"], 2, ["no recipe or file 'quikstart'", "did you mean 'quickstart'?"]),
-    ("train", [R, "trianing.lr=2e-5"], 2, ["unknown key trianing", "did you mean 'training'?"]),
+    ("train", [R, "trianing.lr=2e-5"], 2, ["unknown key trianing", "did you mean 'training.lr'?"]),
     ("train", [R, "teachers.encoders.0.alhpa=2"], 2, ["teachers.encoders.0.alhpa (value 2)", "did you mean 'alpha'?"]),
     ("train", [R, "training.lr", "2e-5"], 2, ["'training.lr' is not of the form key.path=value, such as training.lr=2e-5"]),
     ("train", [R, "training.lr=fast"], 2, ["training.lr is 'fast'; expected a number"]),
@@ -111,7 +111,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", ["--resume", "{p.run}", "training.lr=1e-4"], 2, ["training.lr cannot change in a resumed run", "start a new run"]),
     ("train", [R, "--resume", "{p.run}"], 2, ["--resume takes the recipe from the run's folder", "take", "away"]),
     # the other doors
-    ("tune", [R], 2, ["name a recipe and a space: python -m distcse.tune RECIPE --space FILE"]),
+    ("tune", [R], 2, ["name a recipe and a space: distcse tune RECIPE --space FILE"]),
     ("tune", [R, "--space", "{p.folder}/space.yaml"], 2, ["objective.rank.tua2", "did you mean 'tau2'?"]),
     ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["DCSE-E04", "'stss'", "sts, transfer"]),
     ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["DCSE-E04", "--data"]),

@@ -21,7 +21,8 @@ from distcse.recipe.__main__ import main
 from distcse.recipe.json_schema import schema_documents, schema_json
 from distcse.recipe.loading import parse_document
 from distcse.recipe.migration import migrate_file, migrate_text
-from distcse.recipe.reference import reference, sections_of
+from distcse.recipe.key_paths import sections_of
+from distcse.recipe.reference import reference
 from distcse.recipe.renamed_keys import RENAMED_KEYS, RENAMED_SWEEP_KEYS, RENAMED_VALUES
 from distcse.runs.directory import RunDirectory
 from distcse.storage import add_checksum_line

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from distcse.recipe import MutualRecipe, Recipe, Sweep
-from distcse.recipe.reference import describe_type, reference, sections_of
+from distcse.recipe.key_paths import sections_of
+from distcse.recipe.reference import describe_type, reference
 from distcse.recipe.section import Section
 from tests.conftest import ROOT
 

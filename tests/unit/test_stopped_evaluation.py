@@ -127,7 +127,7 @@ def test_the_command_prints_what_was_measured_and_exits_as_stopped(
     monkeypatch.setattr("distcse.report.progress.QuietView.show", lambda self, event: stop.listen(event))
     assert main([str(tmp_path / "recipe.yaml"), "--quiet"]) == INTERRUPTED
     printed = capsys.readouterr().out
-    assert "model   " in printed and "resume  python -m distcse.train --resume" in printed
+    assert "model   " in printed and "resume  distcse train --resume" in printed
 
 
 @pytest.fixture
