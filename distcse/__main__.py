@@ -10,6 +10,7 @@ from distcse import __version__
 from distcse.command import exit_status
 from distcse.commands import COMMANDS, GROUPS, USUAL_CALLS, import_command
 from distcse.errors import CommandLineError
+from distcse.spelling import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,8 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(name: str) -> int:
-    from distcse.recipe.validation_errors import nearest  # pydantic takes 0.3 s to import; --version does not need it
-
     raise CommandLineError(f"no command {name!r}{nearest(name, COMMANDS) or '; commands: ' + ', '.join(COMMANDS)}")
 
 

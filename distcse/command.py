@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Self
 
 from distcse.errors import DistcseError, RecipeError, StoppedEarlyError
+from distcse.spelling import nearest
 
 INTERRUPTED = 130
 """Exit status of a command that was asked to stop."""
@@ -58,8 +59,6 @@ def _hint_at_option(parser: argparse.ArgumentParser, words: Sequence[str], takes
     unknown = [option for option in options if not any(name.startswith(option) for name in known)]
     if not unknown:
         return ""
-    from distcse.recipe.validation_errors import nearest  # pydantic takes 0.3 s to import; --version does not need it
-
     close = nearest(unknown[0], known)
     is_setting = "." in unknown[0] or unknown[0].removeprefix("--") in _RECIPE_OPTIONS
     if not takes_recipe or (close and not is_setting):

@@ -52,7 +52,9 @@ def _print(shell: str) -> int:
         command = commands.add_parser(name, help=about, parents=[import_command(name).build_parser()], add_help=False)
         for action in _actions(command):
             if action.dest in ("recipe", "overrides"):
-                action.nargs = None if action.dest == "recipe" else "*"  # shtab does not go on behind an optional argument
+                action.nargs = (
+                    None if action.dest == "recipe" else "*"
+                )  # shtab does not go on behind an optional argument
                 kind = "recipes" if action.dest == "recipe" else "keys"
                 complete = {**dict.fromkeys(("bash", "zsh"), f"_distcse_{kind}"), "fish": f"(_distcse_{kind})"}
             elif action.nargs == 0 or action.choices is not None:

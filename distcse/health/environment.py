@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,8 +12,27 @@ from distcse.device import default_device, gpu_count, gpu_module, local_speed
 from distcse.recipe.validation_errors import is_secret
 from distcse.runs.directory import RunDirectory
 
-_PACKAGES = ("distcse", "torch", "transformers", "tokenizers", "sentence-transformers", "safetensors", "ray", "deepspeed")
-_PACKAGES_OF_EXTRAS = ("datasets", "pyarrow", "pydantic", "numpy", "scipy", "optuna", "faiss-cpu", "onnxruntime", "mteb")
+_PACKAGES = (
+    "distcse",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "sentence-transformers",
+    "safetensors",
+    "ray",
+    "deepspeed",
+)
+_PACKAGES_OF_EXTRAS = (
+    "datasets",
+    "pyarrow",
+    "pydantic",
+    "numpy",
+    "scipy",
+    "optuna",
+    "faiss-cpu",
+    "onnxruntime",
+    "mteb",
+)
 _PREFIXES = ("DISTCSE_", "RAY_", "HF_", "CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "DS_")
 """Beginnings of the variables that change how a run behaves."""
 _HIDDEN_PREFIX = "RAY_JOB_"

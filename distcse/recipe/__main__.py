@@ -13,7 +13,7 @@ from distcse.recipe.json_schema import schema_documents, schema_json
 from distcse.recipe.loading import packaged_recipes
 from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
-from distcse.recipe.validation_errors import nearest
+from distcse.spelling import nearest
 
 _MODELINE = "# yaml-language-server:"
 

@@ -20,7 +20,8 @@ from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
 from distcse.recipe.schema import Recipe
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.typed_text import read_value
-from distcse.recipe.validation_errors import error_class, explain, nearest
+from distcse.recipe.validation_errors import error_class, explain
+from distcse.spelling import nearest
 from distcse.storage import is_uri, open_store, resolve_path
 
 Document = dict[str, Any]

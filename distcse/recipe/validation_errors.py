@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
-from collections.abc import Iterable
 from datetime import date
 from typing import Any, Union, get_args, get_origin
 
@@ -14,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
 from distcse.recipe.key_paths import moved_path
+from distcse.spelling import nearest
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
@@ -45,12 +44,6 @@ def error_class(invalid: ValidationError, model: type[BaseModel]) -> type[Recipe
     """Return `UnknownKeyError` if all errors of a validation are unknown keys, else `InvalidValueError`."""
     kinds = {error["type"] for error in _one_per_place(invalid.errors(include_url=False), model)}
     return UnknownKeyError if kinds == {"extra_forbidden"} else InvalidValueError
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def is_secret(key: str) -> bool:
