@@ -109,6 +109,12 @@ class CommandDependencyError(RecipeError):
     code = "DCSE-R13"
 
 
+class RecipeInheritanceError(RecipeError):
+    """A recipe extends something that is no recipe's name, or recipes extend each other."""
+
+    code = "DCSE-R14"
+
+
 # C: the corpus, and the pairs of a mutual distillation.
 
 

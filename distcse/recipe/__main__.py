@@ -1,19 +1,22 @@
-"""Look at recipes and rewrite old ones: `python -m distcse.recipe list | show | reference | schema | migrate`."""
+"""Look at recipes, copy, check and rewrite them: `distcse recipe ls | show | cp | validate | migrate | schema | reference`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
 
 from distcse.command import STATUSES, exit_status, parse_command, program
-from distcse.errors import RecipeNotFoundError
+from distcse.errors import CommandLineError, RecipeNotFoundError
 from distcse.recipe.json_schema import schema_documents, schema_json
-from distcse.recipe.loading import packaged_recipes
+from distcse.recipe.loading import packaged_recipes, read_document
 from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
+from distcse.recipe.sweep import Sweep
 from distcse.spelling import nearest
+from distcse.storage import open_store, resolve_path
 
 _MODELINE = "# yaml-language-server:"
 
@@ -30,10 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     match options.subcommand:
-        case "list":
+        case "ls":
             text = _list()
         case "show":
             text = "".join(_lines(options.recipe))
+        case "cp":
+            text = _copy(options.recipe, options.file or f"{options.recipe}.yaml")
+        case "validate":
+            text = _validate(options.recipe, options.overrides)
         case "reference":
             text = reference()
         case "schema":
@@ -60,6 +67,21 @@ def _lines(name: str) -> list[str]:
     return [line for line in text.splitlines(keepends=True) if not line.startswith(_MODELINE)]
 
 
+def _copy(name: str, file: str) -> str:
+    text, target = "".join(_lines(name)), resolve_path(file)
+    store = open_store(target.parent)
+    if store.fetch(target.name) or os.path.lexists(target):
+        raise CommandLineError(f"{file} exists; write another name: {program('recipe')} cp {name} FILE")
+    store.write_text(target.name, text)
+    return f"written to {file}\ntrain   {program('train')} {file}\n"
+
+
+def _validate(name: str, overrides: Sequence[str]) -> str:
+    document = read_document(name, overrides)
+    title = "search space" if isinstance(document, Sweep) else document.title
+    return f"{name} is a valid {title}\n"
+
+
 def _migrate(file: str, output: str | None) -> str:
     renamings = migrate_file(file, output)
     lines = [f"line {renaming.line}: {renaming.old} → {renaming.new}" for renaming in renamings] or [
@@ -75,12 +97,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program("recipe"),
         description="Look at recipes, and rewrite those of earlier versions.",
-        epilog=f"Example: %(prog)s migrate my-recipe.yaml. {STATUSES}",
+        epilog=f"Example: %(prog)s cp quickstart my-recipe.yaml. {STATUSES}",
     )
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands")
-    commands.add_parser("list", help="list the packaged recipes")
-    show = commands.add_parser("show", help="print a packaged recipe, as a start for yours")
+    commands.add_parser("ls", help="list the packaged recipes")
+    show = commands.add_parser("show", help="print a packaged recipe")
     show.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
+    copy = commands.add_parser("cp", help="copy a packaged recipe to a file, as a start for yours")
+    copy.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
+    copy.add_argument("file", nargs="?", metavar="FILE", help="the file to write (default: NAME.yaml)")
+    validate = commands.add_parser(
+        "validate", help="check the keys and values of a recipe or search space; open nothing"
+    )
+    validate.add_argument(
+        "recipe", metavar="RECIPE", help="a packaged recipe's name, or the file of a recipe or search space"
+    )
+    validate.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
     commands.add_parser("reference", help="print the reference of all keys, as Markdown")
     schema = commands.add_parser("schema", help="print the JSON schema, for editors")
     schema.add_argument(

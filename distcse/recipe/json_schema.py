@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from distcse.recipe.base import recipe_classes
+from distcse.recipe.inheritance import DESCRIPTION, EXTENDS
+from distcse.recipe.key_paths import sections_of
 from distcse.recipe.sweep import Sweep
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
@@ -29,12 +31,32 @@ def schema_json(name: str) -> str:
     model, title = schema_documents()[name]
     schema = _simplify(model.model_json_schema(ref_template="#/definitions/{model}"))
     schema["definitions"] = schema.pop("$defs")
+    if model is not Sweep:
+        _allow_inheritance(schema, model)
     for section in schema["definitions"].values():
         if "deepspeed" in section["properties"]:
             section["properties"]["deepspeed"]["anyOf"].append({"type": "string"})  # a file's name; loading reads it
     # Draft 7: editors understand it completely, and later drafts in part.
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title}
     return json.dumps({**head, **schema}, indent=2, ensure_ascii=False) + "\n"
+
+
+def _allow_inheritance(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Add `extends`. With it, keys outside lists are not required, because another recipe may give them."""
+    schema["properties"] = {EXTENDS: {"type": "string", "description": DESCRIPTION}, **schema["properties"]}
+    # What is in a list or by name is replaced, not merged.
+    merged = {path: section.__name__ for path, section in sections_of(model) if "*" not in path}
+    owners = {path: schema["definitions"][name] if path else schema for path, name in merged.items()}
+    complete: dict[str, Any] = {}
+    for path, owner in owners.items():
+        if "required" in owner:
+            node = complete
+            for key in path.split(".") if path else []:
+                node = node.setdefault("properties", {}).setdefault(key, {})
+            node["required"] = owner["required"]
+    for owner in owners.values():
+        owner.pop("required", None)
+    schema.update({"if": {"not": {"required": [EXTENDS]}}, "then": complete})
 
 
 def _simplify(node: Any) -> Any:

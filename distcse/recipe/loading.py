@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.recipe.base import BaseRecipe, recipe_class, recipe_classes
+from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
 from distcse.recipe.schema import Recipe
 from distcse.recipe.sweep import Sweep
@@ -94,9 +95,19 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> BaseRecipe:
     return _validated(recipe_class(document), document, name).with_absolute_paths()
 
 
+def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Sweep:
+    """Read and validate a recipe, or a search space: a file whose only required key is `parameters`.
+
+    Raises:
+        RecipeError: With the key, the value, and the nearest valid key or allowed range.
+    """
+    is_space = os.path.isfile(name) and "parameters" in parse_document(_content(name), name)
+    return read_sweep(name, overrides) if is_space else read_recipe(name, overrides)
+
+
 def _document(name: str, overrides: Sequence[str]) -> Document:
-    """Read a recipe's document, with the overrides and the DeepSpeed files that it names."""
-    document = _read(name, overrides)
+    """Read a recipe's document and those that it extends, with the overrides and the DeepSpeed files that it names."""
+    document = read_with_bases(name, partial(_read, overrides=overrides))
     kind = recipe_class(document)
     for override in overrides:
         _apply(document, override, kind)

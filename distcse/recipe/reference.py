@@ -31,6 +31,16 @@ objective:
 A `*` is an index in a list, counted from 0, as in `teachers.encoders.0.alpha=2`, or a name. A section whose default is null is
 disabled unless one of its keys is set; `key: null` disables a section. `python -m distcse.train --print-recipe RECIPE` prints a
 recipe with all its values.
+
+A recipe may begin with `extends: NAME`, a packaged recipe's name or the path of a recipe file, relative to its own file. It then
+has all keys of that recipe, and its own keys replace them: sections are merged key by key, lists and values are replaced, and
+`null` disables a section. An extended recipe may itself extend one. A run stores the resolved recipe.
+
+```yaml
+extends: minilm-3layer
+corpus: {docstrings: null, path: sentences.txt.gz}
+training: {epochs: 2}
+```
 """
 _PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
 _MANY = {"section": "sections", "text": "texts", "number": "numbers", "integer": "integers"}

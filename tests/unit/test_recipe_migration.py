@@ -19,9 +19,9 @@ from distcse.errors import RecipeNotFoundError, RecipeSyntaxError, RenamedKeyErr
 from distcse.recipe import MutualRecipe, Recipe, packaged_recipes, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.recipe.__main__ import main
 from distcse.recipe.json_schema import schema_documents, schema_json
+from distcse.recipe.key_paths import sections_of
 from distcse.recipe.loading import parse_document
 from distcse.recipe.migration import migrate_file, migrate_text
-from distcse.recipe.key_paths import sections_of
 from distcse.recipe.reference import reference
 from distcse.recipe.renamed_keys import RENAMED_KEYS, RENAMED_SWEEP_KEYS, RENAMED_VALUES
 from distcse.runs.directory import RunDirectory
@@ -431,7 +431,7 @@ def test_migrate_prints_what_it_renamed(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_packaged_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
+    assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == packaged_recipes()
     assert not [line for line in lines if not line.endswith((".", "=FILE"))]
@@ -442,11 +442,34 @@ def test_packaged_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str
     assert "did you mean 'quickstart'?" in capsys.readouterr().err
 
 
+def test_a_packaged_recipe_is_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    assert main(["cp", "quickstart", str(file)]) == 0
+    assert capsys.readouterr().out == f"written to {file}\ntrain   distcse train {file}\n"
+    assert read_recipe(str(file)) == read_recipe("quickstart") and "yaml-language-server" not in file.read_text()
+    before = file.read_text()
+    assert main(["cp", "minilm-3layer", str(file)]) == 2 and f"{file} exists" in capsys.readouterr().err
+    assert file.read_text() == before
+    assert main(["cp", "quikstart", str(tmp_path / "no.yaml")]) == 2 and not (tmp_path / "no.yaml").exists()
+
+
+def test_recipes_and_spaces_are_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text("parameters: {objective.rank.tau2: {values: [0.1]}}\n")
+    assert main(["validate", "quickstart", "seed=7"]) == 0
+    assert capsys.readouterr().out == "quickstart is a valid student's recipe\n"
+    assert main(["validate", str(space), "search.trials=3"]) == 0
+    assert capsys.readouterr().out == f"{space} is a valid search space\n"
+    assert main(["validate", "quickstart", "tau2=0.1"]) == 2
+    assert "did you mean 'objective.rank.tau2'?" in capsys.readouterr().err
+    assert main(["validate", str(space), "trials=3"]) == 2 and "'search.trials'" in capsys.readouterr().err
+
+
 def test_reference_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reference"]) == 0 and capsys.readouterr().out == reference()
     assert main([]) == 0
     alone = capsys.readouterr().out
-    assert all(f"\n    {name}" in alone for name in ("list", "show", "reference", "schema", "migrate"))
+    assert all(f"\n    {name}" in alone for name in ("ls", "show", "cp", "validate", "reference", "schema", "migrate"))
 
 
 # Schemas
