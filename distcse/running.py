@@ -112,8 +112,10 @@ def run(
     begun = None
     if recipe.storage.run_id is not None:
         begun, recipe = RunDirectory.reopen_by_id(recipe)
+    experiment = experiment_of(recipe)
     with _reporting(listen, stop_requested) as reporter:
-        return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter, begun))
+        experiment.warn_of_unread_keys(reporter)
+        return _finished(experiment.run(choose_backend(recipe), reporter, begun))
 
 
 def resume(

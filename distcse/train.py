@@ -96,7 +96,9 @@ def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
     from distcse.report.terminal import print_json, print_lines
 
     with open_view(options.quiet, options.json) as view:
-        experiment_of(recipe).check(choose_backend(recipe), Reporter(view.show))
+        reporter = Reporter(view.show)
+        experiment_of(recipe).warn_of_unread_keys(reporter)
+        experiment_of(recipe).check(choose_backend(recipe), reporter)
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:

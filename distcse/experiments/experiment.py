@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from distcse.device import DeviceSpeed
 from distcse.errors import SearchSpaceError
 from distcse.evaluation import Evaluation
-from distcse.events import Reporter
+from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.model_card import ModelCard
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import BaseRecipe
+from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -116,6 +117,15 @@ class Experiment(ABC, Generic[R]):
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         """Return the parts of the run that have a precision, each on the given devices. Default: none."""
         return []
+
+    def unread_keys(self) -> dict[str, str]:
+        """Return the recipe's paths that nothing reads, whatever their value -> why. No model is loaded."""
+        return unread_keys(self.recipe)
+
+    def warn_of_unread_keys(self, reporter: Reporter) -> None:
+        """Report a warning for each setting that has no effect."""
+        for line in settings_without_effect(self.recipe, self.unread_keys()):
+            reporter.emit(LogMessage(line, warning=True))
 
     @property
     def trials(self) -> Trials:

@@ -15,6 +15,7 @@ from distcse.recipe.loading import packaged_recipes, read_document
 from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
 from distcse.recipe.sweep import Sweep
+from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.spelling import nearest
 from distcse.storage import open_store, resolve_path
 
@@ -79,7 +80,8 @@ def _copy(name: str, file: str) -> str:
 def _validate(name: str, overrides: Sequence[str]) -> str:
     document = read_document(name, overrides)
     title = "search space" if isinstance(document, Sweep) else document.title
-    return f"{name} is a valid {title}\n"
+    warnings = settings_without_effect(document, unread_keys(document))
+    return "".join([f"{name} is a valid {title}\n", *(f"warning {line}\n" for line in warnings)])
 
 
 def _migrate(file: str, output: str | None) -> str:

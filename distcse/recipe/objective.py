@@ -5,6 +5,7 @@ The defaults are RankCSE's common setting (paper, Table 9).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from pydantic import Field, create_model, model_validator
@@ -47,6 +48,12 @@ class ObjectiveSection(_Losses):
     combine: Literal["sum", "hinge"] = "sum"
     """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), plus the other
     terms."""
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        read = {key for section in self.terms.values() for key in section.shared_keys}
+        readers = [loss.key for loss in registered_losses() if "tau1" in loss.section.shared_keys]
+        return {} if "tau1" in read else {"tau1": f"{' and '.join(readers)} are null"}
 
     @model_validator(mode="after")
     def _custom_names_are_free(self) -> ObjectiveSection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -49,6 +50,11 @@ class CorpusSection(Section):
     """Use only the first N sentences; null uses all."""
     exclude_evaluation: bool = False
     """Drop sentences that occur in a labelled set of `evaluation.data`, ignoring case, punctuation and spacing."""
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        of_data_sets = {} if self.dataset is not None else dict.fromkeys(("dataset_config", "split"), "dataset is null")
+        return {**of_data_sets, **({"column": "docstrings have no columns"} if self.docstrings is not None else {})}
 
     @model_validator(mode="after")
     def _one_source(self) -> CorpusSection:
@@ -155,6 +161,13 @@ class StorageSection(Section):
         return self.model_copy(update={"runs": absolute_location(self.runs), "cache": absolute_location(cache)})
 
 
+_KEYS_OF_RAY = (
+    *(f"teachers.{key}" for key in ("embedding_workers", "num_servers", "heartbeat_timeout_s", "node_labels")),
+    *(f"training.{key}" for key in ("min_workers", "max_failures", "node_labels", "gpus_per_worker")),
+)
+"""Keys that only runs on Ray read."""
+
+
 @register_recipe
 class Recipe(BaseRecipe):
     """One training run of a student."""
@@ -236,6 +249,22 @@ class Recipe(BaseRecipe):
         if self.evaluation.data is not None:
             return "stsb"
         return "agreement" if self.teachers.encoders else "none"
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        unread: dict[str, str] = {}
+        if not self.uses_ray:
+            unread |= dict.fromkeys(_KEYS_OF_RAY, "training.workers is 0")
+        if not self.teachers.encoders:
+            keys = type(self.teachers).model_fields
+            unread |= {f"teachers.{key}": "there are no teachers" for key in keys if key != "encoders"}
+        elif self.teachers.mode == "live":
+            unread |= dict.fromkeys(("teachers.embedding_workers", "teachers.shard_rows"), "teachers.mode is live")
+        if self.evaluation.data is None:
+            unread |= dict.fromkeys(("corpus.exclude_evaluation", "evaluation.dev_is_test"), "evaluation.data is null")
+        if self.dev_score == "none":
+            unread["evaluation.async_eval"] = "there is no dev score (evaluation.dev)"
+        return unread
 
     @property
     def uses_ray(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
@@ -47,6 +48,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        """Keys that nothing reads, given the section's other values -> why. Keys inside sections are paths."""
+        return {}
 
     @field_validator("*")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -88,6 +89,21 @@ class TeacherSection(EncoderSection):
     ([how measured](../explanation/gpus.md#precision-of-teachers)); tables are stored in fp16 either way. `auto` is fp16 if only
     GPUs may host this teacher (bf16 for T5 and Gemma, which overflow in fp16), bf16 where all devices have fast bf16 units,
     else fp32."""
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        ranks = (
+            {}
+            if self.similarity == "rank"
+            else dict.fromkeys(("num_references", "rank_method"), "similarity is cosine")
+        )
+        kind = next((key for key in _IGNORED_KEYS if getattr(self, key) is not None), None)
+        model = ("pooling", "trust_remote_code")
+        return (
+            ranks
+            if kind is None
+            else {**ranks, **dict.fromkeys(model, f"{kind} gives the vectors, and no model is loaded")}
+        )
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Self:

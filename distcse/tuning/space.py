@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from simpleeval import InvalidExpression, NameNotDefined, simple_eval
@@ -59,8 +59,7 @@ class Space:
                     raise SearchSpaceError(f"parameters.{member} is given twice")
                 self._check_path(member, sweep)
                 self.parameters[member] = parameter
-        for sample in self._corners():
-            self.recipe(sample)
+        self._check_effects([self.recipe(sample) for sample in self._corners()])
 
     @property
     def free(self) -> dict[str, ParameterSection]:
@@ -166,6 +165,16 @@ class Space:
         for path, values in ends.items():
             for value in values[1:]:
                 yield {**lowest, path: value}
+
+    def _check_effects(self, corners: Sequence[BaseRecipe]) -> None:
+        """Raise `SearchSpaceError` for a parameter that no recipe of the space reads."""
+        unread = [experiment_of(recipe).unread_keys() for recipe in corners]
+        for path in self.parameters:
+            reasons = [
+                next((why for key, why in keys.items() if f"{path}.".startswith(f"{key}.")), None) for keys in unread
+            ]
+            if reasons and all(reasons):
+                raise SearchSpaceError(f"parameters.{path} has no effect: {reasons[0]}; remove it from the space")
 
     def _members(self, path: str) -> list[str]:
         before, _, after = path.partition(".*.")

@@ -33,6 +33,7 @@ from distcse.precision import Role
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.kinds import kind_of
 from distcse.tracking import track_run
 from distcse.trainer.checkpoints import CheckpointStore, load_weights
 
@@ -54,6 +55,15 @@ class Distillation(Experiment[Recipe]):
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
+
+    def unread_keys(self) -> dict[str, str]:
+        kinds = [kind_of(section, only_local=True) for section in self.recipe.teachers.encoders]
+        of_kinds = {
+            f"teachers.encoders.{number}.{key}": reason
+            for number, kind in enumerate(kinds)
+            for key, reason in kind.unread_keys.items()
+        }
+        return {**super().unread_keys(), **of_kinds}
 
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> DistillationResult:
         check_recipe(self.recipe)

@@ -16,6 +16,7 @@ class ConsistencySection(LossSection):
     """Consistency between the two views' lists (RankCSE Eq. 2)."""
 
     weight_key = "beta"
+    shared_keys = ("tau1",)
 
     beta: Weight = 1.0
     """Weight β of the term in the sum."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -47,6 +48,15 @@ class DetectionSection(LossSection):
         if self.generator is None and self.operation != "deletion":
             raise ValueError(f"operation {self.operation} needs a generator; write generator: FOLDER or a hub id")
         return self
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        unread = {
+            "replacement": (),
+            "insertion": ("replace",),
+            "deletion": ("generator", "replace", "sampling", "generator_dropout"),
+        }
+        return dict.fromkeys(unread[self.operation], f"operation is {self.operation}")
 
     def term(self, objective: ObjectiveSection) -> ClassAndArguments:
         return "distcse.losses.detection:ReplacedTokenDetection", {}

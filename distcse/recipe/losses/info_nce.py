@@ -26,6 +26,8 @@ class FalseNegativesSection(Section):
 class InfoNCESection(LossSection):
     """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4.2, Eq. 1)."""
 
+    shared_keys = ("tau1",)
+
     weight: Weight = 1.0
     """Weight of the term in the sum."""
 

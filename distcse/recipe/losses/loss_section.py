@@ -57,6 +57,8 @@ class LossSection(Section):
     """Key of the term's weight in the sum."""
     fixed_in_training: ClassVar[tuple[str, ...]] = ()
     """Keys that cannot change during training, because checkpoints or targets depend on them."""
+    shared_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of `objective` itself that the term reads."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the values that the term reports besides its share."""
 

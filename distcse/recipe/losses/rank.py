@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -30,6 +31,10 @@ class QueueSection(Section):
     """Corpus rows in every list, drawn by the seed and excluded from training."""
     refresh_steps: Annotated[int, Field(ge=1)] = 16
     """Steps between two encodings of the anchors by the student."""
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        return {} if self.num_anchors else {"refresh_steps": "num_anchors is 0"}
 
     @model_validator(mode="after")
     def _holds_something(self) -> QueueSection:
@@ -73,6 +78,11 @@ class RankSection(LossSection):
             "distcse.losses.list_mle:ListMLE",
             {**arguments, "list_reduction": self.list_reduction, "eps": self.eps},
         )
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        unread = ("tau3",) if self.form == "list_mle" else ("list_reduction", "eps")
+        return dict.fromkeys(unread, f"form is {self.form}")
 
     @property
     def needs(self) -> Needs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from distcse.checks import Check
@@ -86,6 +87,11 @@ class TeacherKind(ABC):
     def uses_table(self, mode: str) -> bool:
         """Return whether its lists are computed from an embedding table under `teachers.mode`."""
         return self.serving(mode) != "live"
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        """Keys of the section that this kind does not read -> why, in addition to those that the section itself names."""
+        return {}
 
     def check_settings(self) -> None:
         """Check the settings that a recipe cannot check without a look at the model.

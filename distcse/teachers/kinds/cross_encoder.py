@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 import numpy as np
@@ -27,6 +28,10 @@ class CrossEncoderKind(ModelKind):
         raise UnsuitableTeacherError(
             f"teacher {self.section.backbone} is a cross-encoder, which has no vectors; use a teacher that has"
         )
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        return {"pooling": "a cross-encoder has no vectors"}
 
     def check_settings(self) -> None:
         """Refuse rank space, which needs vectors, and a prompt.
