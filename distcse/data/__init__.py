@@ -6,7 +6,7 @@ cached by their content, so that later runs memory-map them. `BatchSampler` sele
 """
 
 from distcse.data.collate import Tokens, collate
-from distcse.data.corpus import Corpus, source_rows
+from distcse.data.corpus import Corpus, check_source, source_rows
 from distcse.data.neighbor_batching import Grouping
 from distcse.data.normalized_key import Excluded, normalized_key
 from distcse.data.sampler import BatchSampler, duplicate_mask, split_held_out
@@ -19,6 +19,7 @@ __all__ = [
     "Grouping",
     "TokenTable",
     "Tokens",
+    "check_source",
     "collate",
     "duplicate_mask",
     "normalized_key",

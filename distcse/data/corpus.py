@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.docstrings import docstring_sentences, packages_fingerprint
+from distcse.data.docstrings import docstring_sentences, package_root, packages_fingerprint
 from distcse.data.hub import open_dataset, read_dataset
 from distcse.data.normalized_key import Excluded
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
@@ -126,6 +126,22 @@ def source_rows(section: CorpusSection) -> Iterator[Row]:
         CorpusError: The source is missing or malformed; raised at the first such row.
     """
     return _source(section, identified=False).rows(section.column)
+
+
+def check_source(section: CorpusSection) -> None:
+    """Check in a moment that a corpus's files or packages exist and that the first file has its columns.
+
+    Reads one row. A data set is not opened, because that may download it.
+
+    Raises:
+        CorpusError: The source is missing, or its first row is malformed.
+    """
+    if section.docstrings is not None:
+        for package in section.docstrings:
+            package_root(package)
+    elif section.dataset is None:
+        for column in filter(None, (section.column, section.domain)):
+            next(source_rows(section.model_copy(update={"column": column})), None)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def _without_gc() -> Iterator[None]:
 
 def documented_in_package(package: str) -> Iterator[DocumentedObject]:
     """Yield a package's documented objects, read from its source files; nothing is imported."""
-    root = _root(package)
+    root = package_root(package)
     unreadable = 0
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root)
@@ -182,7 +182,8 @@ def _hash(name: str) -> str:
     return bytes_checksum(name.encode("utf-8", "replace"), size_bytes=8)
 
 
-def _root(package: str) -> Path:
+def package_root(package: str) -> Path:
+    """Return the folder of an installed package, which is not imported. Raises `CorpusNotFoundError` if there is none."""
     # For a dotted name, find_spec would import the parent.
     spec = find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
@@ -194,7 +195,7 @@ def _root(package: str) -> Path:
 
 
 def _version(package: str) -> str:
-    root = _root(package)
+    root = package_root(package)
     for name in _distributions(package):
         try:
             return version(name)

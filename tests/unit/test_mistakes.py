@@ -133,6 +133,28 @@ def test_one_message(
     assert not lacking, f"{lacking} not in: {lines[0]}"
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tau2=0.1",
+        "corpus.path=/nowhere/text.txt",
+        "corpus.path=null",
+        "corpus.path={p.folder}/text.jsonl",
+        "corpus.domain=topic",
+        "corpus={{docstrings: [no_such_package]}}",
+        "student.backbone=./no-such-model",
+        "student.backbone=package:no_such/model",
+        "teachers.encoders.0.backbone=./no-such-model",
+        "evaluation.data={p.folder}/empty",
+    ],
+)
+def test_what_is_missing_is_found_before_there_is_a_run(override: str, place: Place, tmp_path: Path) -> None:
+    """No folder of a run, and nothing read into the cache."""
+    given = [override.format(p=place), f"storage.runs={tmp_path}/runs", f"storage.cache={tmp_path}/cache"]
+    assert train.main([str(place.recipe), *given, "--quiet"]) in (1, 2)
+    assert [file for file in tmp_path.rglob("*") if file.name not in ("runs", "cache")] == []
+
+
 def test_a_number_as_people_write_it_is_a_number(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(place.recipe), "training.lr=1e-5", "--print-recipe"]) == 0
     assert "lr: 1.0e-05" in capsys.readouterr().out

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from distcse.data import BatchSampler, Corpus
+from distcse.data import BatchSampler, Corpus, check_source
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
@@ -21,8 +21,9 @@ from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.losses import build_objective
-from distcse.models import Encoder
+from distcse.models import Encoder, resolve_model
 from distcse.models.fast.switch import allows_shortcuts
+from distcse.models.source import is_hub_id
 from distcse.placement.gpu_plan import GpuPlan, report_plans
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe
@@ -39,13 +40,15 @@ from distcse.trainer.schedule import total_steps
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Check what takes under a second: loss terms, optional packages, folders, the labelled dev set.
+    """Check what takes under a second: loss terms, packages, text and columns, models' folders, the labelled dev set.
 
     Without it, these errors would end the run only after its teachers have embedded the corpus.
 
     Raises:
         InvalidValueError: A custom loss term needs teachers, and the recipe has none.
         MissingDependencyError: A setting needs a package that is not installed.
+        CorpusError: The text is missing, or lacks a column.
+        ModelNotFoundError: A model's folder or package is missing. Models of the hub are not looked up.
         LoggerSetupError: A logger lacks its package or login.
         RunDirectoryError: A storage folder cannot be written.
         EvaluationError: The labelled dev set is missing or malformed.
@@ -59,8 +62,19 @@ def check_recipe(recipe: Recipe) -> None:
     uses_deepspeed(recipe.training)
     if recipe.training.neighbor_batching is not None:
         require_faiss("training.neighbor_batching")
+    check_source(recipe.corpus)
+    _check_local_models(recipe)
     check_storage(recipe.storage)
     read_labelled_dev(recipe)
+
+
+def _check_local_models(recipe: Recipe) -> None:
+    """Check that the recipe's models exist, except those that the hub may have. Raises `ModelNotFoundError`."""
+    teachers = [kind for section in recipe.teachers.encoders if (kind := kind_of(section, only_local=True)).is_model]
+    models = [*recipe.inputs.backbones, *((kind.section.backbone, kind.section.trust_remote_code) for kind in teachers)]
+    for name, trusts_code in models:
+        if not is_hub_id(name):
+            resolve_model(name, trusts_code, only_local=True)
 
 
 def check_run(
