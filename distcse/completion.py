@@ -54,7 +54,7 @@ def _print(shell: str) -> int:
             if action.dest in ("recipe", "overrides"):
                 action.nargs = (
                     None if action.dest == "recipe" else "*"
-                )  # shtab does not go on behind an optional argument
+                )  # behind an optional one, shtab completes nothing else
                 kind = "recipes" if action.dest == "recipe" else "keys"
                 complete = {**dict.fromkeys(("bash", "zsh"), f"_distcse_{kind}"), "fish": f"(_distcse_{kind})"}
             elif action.nargs == 0 or action.choices is not None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 
 from distcse.command import exit_status, parse_command, program
 
@@ -17,6 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
+    if options.constraints:
+        sys.stdout.write(files("distcse").joinpath("constraints.txt").read_text())
+        return 0
     from distcse.health.environment import describe_environment
     from distcse.ray_backend.cluster_checks import check_cluster
     from distcse.report.terminal import print_lines
@@ -40,7 +44,13 @@ def build_parser() -> argparse.ArgumentParser:
         "Secrets are not shown. `distcse doctor` also says what is wrong, and how to fix it.",
         epilog="Example: %(prog)s",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--constraints",
+        action="store_true",
+        help="print the tested versions of all packages instead, for pip install --constraint",
+    )
+    how.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Search a recipe's parameters: `python -m distcse.tune RECIPE --space FILE [key.path=value …]`."""
+"""Search a recipe's parameters: `python -m distcse.tune RECIPE --space SPACE [key.path=value …]`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_opti
 from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
 from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
-from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, read_recipe, read_sweep, recipe_yaml
+from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def _main(options: argparse.Namespace) -> int:
         return _sweep(options, resolve_path(options.resume).absolute(), None, None)
     if options.recipe is None or options.space is None:
         raise CommandLineError(
-            f"name a recipe and a space: {program('tune')} RECIPE --space FILE; recipes: {', '.join(packaged_recipes())}"
+            f"name a recipe and a space: {program('tune')} RECIPE --space SPACE; recipes: "
+            f"{', '.join(packaged_recipes())}; spaces: {', '.join(packaged_spaces())}"
         )
     ours = [override.removeprefix(_SWEEP) for override in options.overrides if override.startswith(_SWEEP)]
     of_recipe = [o for o in options.overrides if not o.startswith(_SWEEP)]
@@ -181,7 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program("tune"),
         description="Search a recipe's parameters with Ray Tune: many trials, one teacher pass.",
-        epilog="Example: %(prog)s rankcse-listnet-bert-base --space tune_spaces/rankcse-listnet.yaml "
+        epilog="Example: %(prog)s rankcse-listnet-bert-base --space rankcse-listnet "
         f"corpus.path=text.txt.gz evaluation.data=data sweep.search.trials=48. {STATUSES}",
     )
     parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
@@ -191,7 +192,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="key.path=value",
         help="values that override the recipe's; sweep.key=value overrides the space's",
     )
-    parser.add_argument("--space", metavar="FILE", help="the search space: a YAML file")
+    parser.add_argument("--space", metavar="SPACE", help="the search space: a packaged one's name, or a YAML file")
     parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
     parser.add_argument(
         "--dry-run",

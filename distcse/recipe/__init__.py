@@ -20,6 +20,7 @@ from distcse.recipe.kinds.mutual import (
 from distcse.recipe.loading import (
     load_recipe,
     packaged_recipes,
+    packaged_spaces,
     read_recipe,
     read_sweep,
     recipe_yaml,
@@ -93,6 +94,7 @@ __all__ = [
     "decided",
     "load_recipe",
     "packaged_recipes",
+    "packaged_spaces",
     "read_recipe",
     "read_sweep",
     "recipe_classes",

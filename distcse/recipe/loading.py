@@ -61,8 +61,17 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 def packaged_recipes() -> list[str]:
     """List the names of the recipes in the package."""
+    return _packaged("distcse.recipes")
+
+
+def packaged_spaces() -> list[str]:
+    """List the names of the search spaces in the package."""
+    return _packaged("distcse.spaces")
+
+
+def _packaged(package: str) -> list[str]:
     return sorted(
-        entry.name.removesuffix(".yaml") for entry in files("distcse.recipes").iterdir() if entry.name.endswith(".yaml")
+        entry.name.removesuffix(".yaml") for entry in files(package).iterdir() if entry.name.endswith(".yaml")
     )
 
 
@@ -137,11 +146,11 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     return _validated(type(recipe), document, f"with {', '.join(f'{path}={value}' for path, value in values.items())}")
 
 
-def read_sweep(file: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
-    """Read a search space from a YAML file, apply `key.path=value` overrides, and validate it.
+def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
+    """Read a packaged search space (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it.
 
     Args:
-        file: Path of the file.
+        name: A packaged space's name, or the path of a file.
         overrides: `key.path=value`.
         override_prefix: What the user wrote before each path, for errors about renamed keys.
 
@@ -149,16 +158,12 @@ def read_sweep(file: str, overrides: Sequence[str] = (), override_prefix: str = 
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    if not os.path.isfile(file):
-        raise RecipeNotFoundError(
-            f"no file {file!r}; a search space is a YAML file such as tune_spaces/rankcse-listnet.yaml"
-        )
-    text = _content(file)
-    document = parse_document(text, file, "a search space", "parameters:")
-    refuse_renamed(decode(text), overrides, file=file, is_space=True, override_prefix=override_prefix)
+    text = _content(name) if os.path.isfile(name) else _packaged_text(name, "distcse.spaces", "search space")
+    document = parse_document(text, name, "a search space", "parameters:")
+    refuse_renamed(decode(text), overrides, file=name, is_space=True, override_prefix=override_prefix)
     for override in overrides:
         _apply(document, override, Sweep)
-    return _validated(Sweep, document, file)
+    return _validated(Sweep, document, name)
 
 
 def _validated(kind: type[S], document: Document, name: str) -> S:
@@ -186,17 +191,18 @@ def _read(name: str, overrides: Sequence[str]) -> Document:
         path = resolve_path(name)
         open_store(path.parent).fetch(path.name)
         file = str(path)
-    if os.path.isfile(file):
-        text = _content(file)
-    elif name in (known := packaged_recipes()):
-        text = files("distcse.recipes").joinpath(f"{name}.yaml").read_bytes()
-    else:
-        raise RecipeNotFoundError(
-            f"no recipe or file {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}"
-        )
+    text = _content(file) if os.path.isfile(file) else _packaged_text(name, "distcse.recipes", "recipe")
     document = parse_document(text, name)
     refuse_renamed(decode(text), overrides, file=name)
     return document
+
+
+def _packaged_text(name: str, package: str, kind: str) -> bytes:
+    if name not in (known := _packaged(package)):
+        raise RecipeNotFoundError(
+            f"no {kind} or file {name!r}{nearest(name, known)}; packaged {kind}s: {', '.join(known)}"
+        )
+    return files(package).joinpath(f"{name}.yaml").read_bytes()
 
 
 def decode(text: bytes) -> str:

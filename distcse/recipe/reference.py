@@ -15,7 +15,9 @@ from distcse.recipe.key_paths import section_in, sections_of
 from distcse.recipe.section import Name
 from distcse.recipe.sweep import Sweep
 
-_SPACE = "`python -m distcse.tune RECIPE --space FILE`; over it `sweep.KEY=VALUE`. [How it works](../how-to/sweeps.md)."
+_SPACE = (
+    "`python -m distcse.tune RECIPE --space SPACE`; over it `sweep.KEY=VALUE`. [How it works](../how-to/sweeps.md)."
+)
 _HEAD = """\
 # Recipe reference
 

@@ -193,7 +193,7 @@ def test_a_models_own_code_runs_only_where_it_is_asked_for(model: Path, marker: 
 
 
 def test_no_recipe_that_comes_with_distcse_trusts_anybody() -> None:
-    for file in (*(ROOT / "distcse" / "recipes").glob("*.yaml"), *(ROOT / "tune_spaces").glob("*.yaml")):
+    for file in (*(ROOT / "distcse" / "recipes").glob("*.yaml"), *(ROOT / "distcse" / "spaces").glob("*.yaml")):
         assert "trust_remote_code: true" not in file.read_text()
 
 

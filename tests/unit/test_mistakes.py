@@ -111,7 +111,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", ["--resume", "{p.run}", "training.lr=1e-4"], 2, ["training.lr cannot change in a resumed run", "start a new run"]),
     ("train", [R, "--resume", "{p.run}"], 2, ["--resume takes the recipe from the run's folder", "take", "away"]),
     # the other doors
-    ("tune", [R], 2, ["name a recipe and a space: distcse tune RECIPE --space FILE"]),
+    ("tune", [R], 2, ["name a recipe and a space: distcse tune RECIPE --space SPACE"]),
     ("tune", [R, "--space", "{p.folder}/space.yaml"], 2, ["objective.rank.tua2", "did you mean 'tau2'?"]),
     ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["DCSE-E04", "'stss'", "sts, transfer"]),
     ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["DCSE-E04", "--data"]),

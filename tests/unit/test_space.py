@@ -31,7 +31,7 @@ from distcse.tuning.trial_table import rows_of, write_tables
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 
-SPACES = Path(__file__).parents[2] / "tune_spaces"
+SPACES = Path(__file__).parents[2] / "distcse" / "spaces"
 
 
 @pytest.fixture

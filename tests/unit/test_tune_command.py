@@ -9,7 +9,7 @@ import pytest
 from distcse.tune import main
 
 pytestmark = pytest.mark.usefixtures("without_ray")
-SPACES = Path(__file__).parents[2] / "tune_spaces"
+SPACES = Path(__file__).parents[2] / "distcse" / "spaces"
 RECIPE = ["rankcse-listnet-bert-base", "evaluation.data=data"]
 
 
@@ -25,7 +25,11 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     [
         ([], 2, "name a recipe and a space"),
         (RECIPE, 2, "name a recipe and a space"),
-        ([*RECIPE, "--space", "nowhere.yaml"], 2, "no file 'nowhere.yaml'"),
+        (
+            [*RECIPE, "--space", "nowhere.yaml"],
+            2,
+            "no search space or file 'nowhere.yaml'; packaged search spaces: best-small, ",
+        ),
         (
             ["rankcse-lisnet-bert-base", "--space", str(SPACES / "diffcse.yaml")],
             2,

@@ -1,0 +1,1 @@
+"""The packaged search spaces."""

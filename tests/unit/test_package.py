@@ -1,0 +1,63 @@
+"""What a release contains: recipes, search spaces, constraints, the project's URLs, and a README whose links work elsewhere."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from distcse.__main__ import main
+from distcse.recipe import packaged_spaces, read_sweep
+from tests.conftest import ROOT
+
+URL = "https://example.org/owner/distcse"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    spec = importlib.util.spec_from_file_location("package", ROOT / ".ci" / "package.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    target: Path = tmp_path_factory.mktemp("release") / "package"
+    module.write_package(URL, target)
+    return target
+
+
+def test_a_wheel_carries_recipes_spaces_and_constraints(tree: Path) -> None:
+    project = tomllib.loads((tree / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["distcse"]
+    data = [file.relative_to(tree / "distcse").as_posix() for file in (tree / "distcse").rglob("*")]
+    data = [name for name in data if (tree / "distcse" / name).is_file() and not name.endswith(".py")]
+    assert [name for name in data if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
+    assert {"constraints.txt", "recipes/quickstart.yaml", "spaces/rankcse-listnet.yaml"} <= {*data}
+    constraints = tree / "distcse" / "constraints.txt"
+    assert not constraints.is_symlink() and constraints.read_text() == (ROOT / "constraints.txt").read_text()
+
+
+def test_the_package_page_has_urls_and_links_that_work_there(tree: Path) -> None:
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == URL
+    links = re.findall(r"\]\(([^)\s]+)\)", (tree / "README.md").read_text())
+    assert len(links) > 10 and all(link.startswith("https://") for link in links)
+    before = f"/v{project['version']}/"
+    linked = [link.partition("#")[0].partition(before)[2] for link in links if link.startswith(f"{URL}/")]
+    assert linked and all((ROOT / name).exists() for name in linked)
+    assert "urls" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_tested_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--constraints"]) == 0
+    assert capsys.readouterr().out == files("distcse").joinpath("constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("name", packaged_spaces())
+def test_a_packaged_space_is_read_by_its_name(name: str) -> None:
+    assert read_sweep(name) == read_sweep(str(ROOT / "distcse" / "spaces" / f"{name}.yaml"))
