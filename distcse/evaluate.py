@@ -140,7 +140,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="measure retrieval also with documents encoded by this model and queries by each of the others (asymmetric)",
     )
-    parser.add_argument("--out", metavar="DIR", help="write report.html, report.md and evaluation.json there")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="write report.html, report.md, scores.csv, scores.tex (LaTeX) and evaluation.json there",
+    )
     parser.add_argument(
         "--mteb", type=Path, metavar="DIR", help="also write MTEB's own results of its STS tasks there (extra: mteb)"
     )

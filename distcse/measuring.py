@@ -60,7 +60,7 @@ class Measurement:
         return self.evaluation.score(suite, dataset, measure, model)
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write report.html, report.md and evaluation.json into a folder, which is created; return the files."""
+        """Write the pages, evaluation.json, scores.csv and scores.tex into a folder, which is created; return the pages."""
         resolve_path(folder).mkdir(parents=True, exist_ok=True)
         return list(write_pages(self.evaluation, resolve_path(folder)))
 

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from distcse import __version__
+from distcse.errors import EncoderError, StorageError
+from distcse.models import resolve_model
 from distcse.models.source import PACKAGE
 from distcse.storage import is_uri
+
+_INHERITED = ("language", "license", "license_name", "license_link")
+"""Metadata that hold for a model because they hold for its initial model."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,8 @@ class ModelCard:
     """Markdown after the scores."""
     files: Sequence[Path] = ()
     """Files of the run to copy into the model's folder `distcse/`."""
+    evaluated_as: str = "student"
+    """The model's name in the run's evaluation, whose scores become metadata."""
 
 
 def hub_metadata(backbone: str, pipeline: str, tags: Sequence[str], rows: int) -> dict[str, Any]:
@@ -44,7 +53,33 @@ def hub_metadata(backbone: str, pipeline: str, tags: Sequence[str], rows: int) -
         "pipeline_tag": pipeline,
         "tags": ["sentence-transformers", *tags, "distillation", "distcse", f"dataset_size:{rows}"],
         **base_model(backbone),
+        **inherited_metadata(backbone),
     }
+
+
+def inherited_metadata(backbone: str) -> dict[str, Any]:
+    """Return licence and language of an initial model, from the card in its folder; empty without one on this machine."""
+    try:
+        card = resolve_model(backbone, only_local=True) / "README.md"
+    except (EncoderError, StorageError):
+        return {}
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    head, separator, _ = text.removeprefix("---\n").partition("\n---")
+    if not text.startswith("---\n") or not separator:
+        return {}
+    try:
+        metadata = yaml.safe_load(head)
+    except yaml.YAMLError:  # somebody else's card; ours is valid without it
+        return {}
+    return {key: metadata[key] for key in _INHERITED if key in metadata} if isinstance(metadata, dict) else {}
+
+
+def shown_name(model: str) -> str:
+    """Return a model's name for readers elsewhere: of a local folder, its last part."""
+    if not os.path.isabs(model):
+        return model
+    path = Path(model)
+    return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
 
 
 def base_model(backbone: str) -> dict[str, str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import yaml
 
-from distcse.evaluation import Evaluation
+from distcse.evaluation import Evaluation, Score
 from distcse.experiments.experiment import Result
 from distcse.experiments.model_card import ModelCard
 from distcse.recipe import recipe_yaml
-from distcse.report.grids import grids, legend, markdown_table
+from distcse.report.grids import MEASURES, TITLES, grids, legend, markdown_table
 from distcse.storage import open_store, write_text_atomic
 
 
@@ -28,14 +29,34 @@ def write_cards(result: Result) -> None:
 
 def card_markdown(card: ModelCard, evaluation: Evaluation | None) -> str:
     """Return a card as Markdown, with the hub's metadata in its front matter."""
+    metadata = {**card.metadata, **model_index(card, evaluation)}
     parts = [
-        f"---\n{yaml.safe_dump(dict(card.metadata), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {card.title}",
         *card.sections,
         scores_markdown(evaluation),
         *card.closing,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def model_index(card: ModelCard, evaluation: Evaluation | None) -> dict[str, Any]:
+    """Return the model's scores as the hub's `model-index` metadata; empty without scores. Averages are left out."""
+    results = [
+        {
+            "task": {"type": card.metadata["pipeline_tag"]},
+            "dataset": {"type": f"{score.suite}/{score.set}".lower().replace(" ", "-"), "name": score.set},
+            "metrics": [{"type": score.measure, "name": measure_name(score), "value": round(value, 4)}],
+        }
+        for score in ([] if evaluation is None else evaluation.scores)
+        if not score.average and (value := score.values.get(card.evaluated_as)) is not None
+    ]
+    return {"model-index": [{"name": card.title, "results": results}]} if results else {}
+
+
+def measure_name(score: Score) -> str:
+    """Return what a score measures, for readers."""
+    return MEASURES.get(score.measure, f"{TITLES.get(score.suite, score.suite)}, {score.measure}")
 
 
 def scores_markdown(evaluation: Evaluation | None) -> str:

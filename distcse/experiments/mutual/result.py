@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
-from distcse.experiments.model_card import ModelCard, hub_metadata, limits, usage
+from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
@@ -84,8 +84,9 @@ class MutualResult:
                 self.pairs,
             ),
             title=f"{self.recipe.name}: {best.group}, {kind}",
+            evaluated_as=f"{best.group} {best.kind}",
             sections=[
-                f"A {kind}, initialized from `{start}` and trained on {self.pairs:,} unlabelled sentence pairs with "
+                f"A {kind}, initialized from `{shown_name(start)}` and trained on {self.pairs:,} unlabelled sentence pairs with "
                 f"Trans-Encoder's distillation{self._other_groups(best)}. This is the best checkpoint of cycle "
                 f"{best.phase.cycle}.{dev}",
                 *(
