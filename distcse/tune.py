@@ -18,6 +18,7 @@ from distcse.storage import resolve_path, to_uri
 if TYPE_CHECKING:
     from distcse.placement.gpu_plan import GpuPlan
     from distcse.placement.resources import Node
+    from distcse.tuning.space import Space
     from distcse.tuning.sweep import SweepResult
 
 _SWEEP = "sweep."
@@ -67,13 +68,25 @@ def _main(options: argparse.Namespace) -> int:
         from distcse.tuning.space import Space
 
         space = Space(sweep, recipe)
+        sys.stdout.write("".join(f"# {line}\n" for line in _describe_space(sweep, space)))
         sys.stdout.write(recipe_yaml(sweep))
-        if sweep.search.algorithm == "grid":
-            sys.stdout.write(f"# {len(space.grid())} trials\n")
         return 0
     if options.dry_run:
         return _check(options, recipe, sweep)
     return _sweep(options, None, recipe, sweep)
+
+
+def _describe_space(sweep: Sweep, space: Space) -> list[str]:
+    """Describe a space in a few lines: trials, schedule, seeds, and a line per parameter."""
+    search = sweep.search
+    trials = len(space.grid()) if search.algorithm == "grid" else search.trials
+    seeds = len(sweep.final_runs.seeds)
+    lines = [
+        f"{trials} trials ({search.algorithm}), schedule {sweep.schedule.kind}, {seeds} final seed{'s' * (seeds != 1)}"
+    ]
+    for path, parameter in space.parameters.items():
+        lines.append(f"{path}: {parameter.kind} {getattr(parameter, parameter.kind)}")
+    return lines
 
 
 def _check(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int:

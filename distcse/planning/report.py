@@ -22,6 +22,7 @@ def student_lines(plan: StudentPlan) -> list[str]:
     step, kind = plan.step, machine.kind
     lines = [
         f"{run.recipe.name} on {plan.cluster.spec}: {_machines(plan.cluster)}",
+        f"in short   {_in_short(plan)}",
         "",
         f"student    {run.student.name}, {run.student.layers} layers of width {run.student.width}, "
         f"{run.student.parameters / 1e6:.1f} M parameters; {run.trained / 1e6:.1f} M are trained",
@@ -64,11 +65,22 @@ def student_lines(plan: StudentPlan) -> list[str]:
     ]
 
 
+def _in_short(plan: StudentPlan) -> str:
+    """Format the answer that most readers want: whether it can be done, how long it takes, and how much it holds."""
+    if plan.problems:
+        return f"IMPOSSIBLE: {plan.problems[0]}"
+    stage = plan.run.recipe.training.zero_stage
+    held = next(memory.total for memory in plan.memories if memory.stage == stage)
+    memory = f"{_bytes(held)} of {_bytes(plan.cluster.machine.memory)} per worker"
+    return f"{span(plan.seconds)}, {memory}, {_bytes(plan.disk_bytes)} of cache; bound by {plan.step.binding}"
+
+
 def mutual_lines(plan: MutualPlan) -> list[str]:
     """Format the plan of a mutual distillation as lines of text."""
     how = "in parallel" if plan.side_by_side else "one after the other"
     lines = [
         f"{plan.recipe.name} on {plan.cluster.spec}: {_machines(plan.cluster)}",
+        f"in short   {f'IMPOSSIBLE: {plan.problems[0]}' if plan.problems else span(plan.seconds)}",
         "",
         f"{plan.pairs:,} pairs, {plan.recipe.mutual.cycles} cycles, {len(plan.shapes)} groups {how}",
         "",

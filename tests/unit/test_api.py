@@ -62,6 +62,7 @@ def test_a_run_its_student_and_its_scores(
     encoder = run.encoder()
     assert encoder.encode(sentences[:3]).shape == (3, 32)
     assert run.scores is not None and "| student |" in run.scores._repr_markdown_()
+    assert "| teacher |" not in run.scores._repr_markdown_()  # the only teacher's agreement with itself is no score
 
     models: dict[str, Any] = {"from the folder": run.directory, "in memory": encoder}
     measured = distcse.measure(models, data=labelled, suites=["sts"], listen=events.append)

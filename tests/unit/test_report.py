@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import yaml
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges
+from distcse.evaluation.runs import compute_spread
 from distcse.events import Reporter
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.model_card import base_model, inherited_metadata
@@ -26,7 +28,9 @@ from distcse.report.grids import MEASURES, grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
+from distcse.report.sweep_page import _tiles
 from distcse.report.terminal import print_evaluation, print_remarks
+from distcse.tuning.summary import SummaryRow
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -291,3 +295,10 @@ def _contrast(one: str, other: str) -> float:
 
     bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (bright + 0.05) / (dark + 0.05)
+
+
+def test_a_sweep_of_one_seed_has_no_deviation() -> None:
+    row = SummaryRow("sts", "average", "all", {"best": compute_spread([71.5]), "recipe": compute_spread([70.0, 71.0])})
+    result: Any = SimpleNamespace(best_trial=None)
+    notes = {tile["name"]: tile["note"] for tile in _tiles(result, [row], {})}
+    assert notes == {"best": "STS average, one seed", "recipe": "STS average, ± 0.71 over 2 seeds"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from distcse.tune import main
 
@@ -17,7 +18,12 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     space = ["--space", str(SPACES / "rankcse-listnet-grid.yaml"), "--print-space"]
     assert main([*RECIPE, *space, "sweep.final_runs.seeds=[7]", "sweep.search.concurrent=3"]) == 0
     printed = capsys.readouterr().out
-    assert "# 18 trials" in printed and "concurrent: 3" in printed and "seeds:\n  - 7" in printed
+    assert (
+        printed.startswith("# 18 trials (grid), schedule none, 1 final seed\n# ")
+        and yaml.safe_load(printed)["search"]
+        and "concurrent: 3" in printed
+        and "seeds:\n  - 7" in printed
+    )
 
 
 @pytest.mark.parametrize(
