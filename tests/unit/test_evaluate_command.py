@@ -35,7 +35,13 @@ def test_one_command_evaluates_and_writes(
     shown = capsys.readouterr()
     assert "average of 2 of 7" in shown.out and "AUC" in shown.out and f"written {out}/report.html" in shown.out
     assert "missing   STS13" in shown.err and "second" in shown.err
-    assert {file.name for file in out.iterdir()} == {"report.html", "report.md", "evaluation.json", "scores.csv", "scores.tex"}
+    assert {file.name for file in out.iterdir()} == {
+        "report.html",
+        "report.md",
+        "evaluation.json",
+        "scores.csv",
+        "scores.tex",
+    }
     stored = json.loads((out / "evaluation.json").read_text())
     assert stored["settings"] == {"STS": "all", "transfer": "strict", "device": "cpu", "precision": "fp32"}
     assert [info["pooling"] for info in stored["models"]] == ["mean", "mean"]
