@@ -30,6 +30,7 @@ R = TypeVar("R", bound=BaseRecipe)
 S = TypeVar("S", bound=BaseRecipe | Sweep)
 
 _MOST_VALUES = 100_000
+_RECIPES, _SPACES = "recipes", "spaces"
 """Maximum values of one document with aliases expanded: ten lines of YAML can expand to a thousand million."""
 
 
@@ -61,17 +62,17 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 def packaged_recipes() -> list[str]:
     """List the names of the recipes in the package."""
-    return _packaged("distcse.recipes")
+    return _packaged(_RECIPES)
 
 
 def packaged_spaces() -> list[str]:
     """List the names of the search spaces in the package."""
-    return _packaged("distcse.spaces")
+    return _packaged(_SPACES)
 
 
-def _packaged(package: str) -> list[str]:
+def _packaged(folder: str) -> list[str]:
     return sorted(
-        entry.name.removesuffix(".yaml") for entry in files(package).iterdir() if entry.name.endswith(".yaml")
+        entry.name.removesuffix(".yaml") for entry in (files("distcse") / folder).iterdir() if entry.name.endswith(".yaml")
     )
 
 
@@ -158,7 +159,7 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    text = _content(name) if os.path.isfile(name) else _packaged_text(name, "distcse.spaces", "search space")
+    text = _content(name) if os.path.isfile(name) else _packaged_text(name, _SPACES, "search space")
     document = parse_document(text, name, "a search space", "parameters:")
     refuse_renamed(decode(text), overrides, file=name, is_space=True, override_prefix=override_prefix)
     for override in overrides:
@@ -191,18 +192,18 @@ def _read(name: str, overrides: Sequence[str]) -> Document:
         path = resolve_path(name)
         open_store(path.parent).fetch(path.name)
         file = str(path)
-    text = _content(file) if os.path.isfile(file) else _packaged_text(name, "distcse.recipes", "recipe")
+    text = _content(file) if os.path.isfile(file) else _packaged_text(name, _RECIPES, "recipe")
     document = parse_document(text, name)
     refuse_renamed(decode(text), overrides, file=name)
     return document
 
 
-def _packaged_text(name: str, package: str, kind: str) -> bytes:
-    if name not in (known := _packaged(package)):
+def _packaged_text(name: str, folder: str, kind: str) -> bytes:
+    if name not in (known := _packaged(folder)):
         raise RecipeNotFoundError(
             f"no {kind} or file {name!r}{nearest(name, known)}; packaged {kind}s: {', '.join(known)}"
         )
-    return files(package).joinpath(f"{name}.yaml").read_bytes()
+    return (files("distcse") / folder / f"{name}.yaml").read_bytes()
 
 
 def decode(text: bytes) -> str:

@@ -103,9 +103,9 @@ def test_names_match_in_their_case_alone(check: Check) -> None:
 
 def test_yaml_comments(check: Check) -> None:
     text = "# a zorp\nzorp: zorp#zorp  # of old\n  # times, `zorp`\n"
-    assert check({"distcse/spaces/a.yaml": text}) == [
-        "distcse/spaces/a.yaml:1: zorp",
-        "distcse/spaces/a.yaml:2: of old times",
+    assert check({"tune_spaces/a.yaml": text}) == [
+        "tune_spaces/a.yaml:1: zorp",
+        "tune_spaces/a.yaml:2: of old times",
     ]
 
 
