@@ -72,7 +72,9 @@ def packaged_spaces() -> list[str]:
 
 def _packaged(folder: str) -> list[str]:
     return sorted(
-        entry.name.removesuffix(".yaml") for entry in (files("distcse") / folder).iterdir() if entry.name.endswith(".yaml")
+        entry.name.removesuffix(".yaml")
+        for entry in (files("distcse") / folder).iterdir()
+        if entry.name.endswith(".yaml")
     )
 
 
