@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-LOAD_REPORT_LOGGER = "transformers.modeling_utils"
+LIBRARY_LOGGER = "transformers"
 
 
 def attention_implementation(config: Any) -> str | None:
@@ -32,19 +33,27 @@ def rotary_embedding() -> Callable[..., Any]:
 
 
 @contextmanager
-def without_load_report() -> Iterator[None]:
-    """Silence the warning of missing weights: they are intended here, or raise an error.
+def without_noise() -> Iterator[None]:
+    """Silence this thread's warnings and all progress bars of transformers while a model is loaded or saved; also a decorator.
 
-    Undocumented: the logger's name. `transformers.logging.set_verbosity_error` would also silence all other warnings, in all
-    threads.
+    Its load reports advise to train, and name weights that are not used here. `load_backbone` logs those that matter.
+
+    Undocumented: the name of the library's logger, and that it has the handlers. `transformers.logging.set_verbosity_error`
+    would also silence other threads.
     """
-    logger = logging.getLogger(LOAD_REPORT_LOGGER)
-    logger.addFilter(_reject)
+    from transformers.utils.logging import disable_progress_bar
+
+    thread, handlers = threading.get_ident(), list(logging.getLogger(LIBRARY_LOGGER).handlers)
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        is_theirs = record.name.startswith(LIBRARY_LOGGER)  # users may share their handlers with other loggers
+        return not is_theirs or record.thread != thread or record.levelno >= logging.ERROR
+
+    disable_progress_bar()
+    for handler in handlers:
+        handler.addFilter(is_shown)
     try:
         yield
     finally:
-        logger.removeFilter(_reject)
-
-
-def _reject(record: logging.LogRecord) -> bool:
-    return False
+        for handler in handlers:
+            handler.removeFilter(is_shown)

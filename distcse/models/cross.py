@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.compat.transformers import without_load_report
+from distcse.compat.transformers import without_noise
 from distcse.errors import EncoderSettingError, MissingWeightsError, ModelLoadError, UnsupportedModelError
 from distcse.models.attention import prepare_mask
 from distcse.models.fast.last_layer import can_stop_at_one
@@ -250,6 +250,7 @@ class CrossEncoder(nn.Module):
         ):
             yield 1 / (1 + np.exp(-chunk.out))
 
+    @without_noise()
     def save(self, path: str | Path) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
         with replacing(path) as folder:
@@ -273,6 +274,7 @@ def _refuse_prompt(folder: ModelFolder) -> None:
         )
 
 
+@without_noise()
 def _load_classifier(
     folder: ModelFolder,
     max_length: int | None,
@@ -290,16 +292,15 @@ def _load_classifier(
     if dropout is not None:
         set_dropout(config, dropout)
     try:
-        with without_load_report():
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder.backbone,
-                config=config,
-                use_safetensors=True,
-                trust_remote_code=folder.trust_remote_code,
-                output_loading_info=True,
-                dtype=torch.float32,
-                attn_implementation=attention_of(max_length),
-            )
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            folder.backbone,
+            config=config,
+            use_safetensors=True,
+            trust_remote_code=folder.trust_remote_code,
+            output_loading_info=True,
+            dtype=torch.float32,
+            attn_implementation=attention_of(max_length),
+        )
     except Exception as error:  # see load_backbone
         raise ModelLoadError(
             f"{folder.backbone} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
+from distcse.compat.transformers import without_noise
 from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.models.attention import prepare_mask
 from distcse.models.factorized_embeddings import factorize_embeddings
@@ -379,6 +380,7 @@ class Encoder(nn.Module):
         with replacing(path) as folder:
             self.write(folder)
 
+    @without_noise()
     def write(self, folder: Path) -> None:
         """Write the files of `save` into an existing folder.
 

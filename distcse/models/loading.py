@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distcse.compat.transformers import without_noise
 from distcse.device import has_gpu
 from distcse.errors import (
     EncoderSettingError,
@@ -35,6 +38,7 @@ from distcse.models.vocabulary import (
 )
 from distcse.recipe import EncoderSection, Pooling
 
+_LOG = logging.getLogger(__name__)
 _POOLINGS = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
 _LONG_TEXT = 128
 _INSTRUCTOR = "hkunlp/instructor-"
@@ -47,6 +51,7 @@ _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 _DROPOUT = re.compile("dropout|_pdrop$")
 
 
+@without_noise()
 def load_backbone(
     folder: Path,
     trust_remote_code: bool,
@@ -73,10 +78,6 @@ def load_backbone(
         MissingWeightsError: Weights are missing, and would be random.
         NotFiniteError: A weight is NaN or infinite.
     """
-    with gc_paused():
-        from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     config = load_config(folder, trust_remote_code, config_settings)
     kind = model_class(config)
     if dropout is not None:
@@ -103,6 +104,7 @@ def load_backbone(
             f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
         )
     backbone: nn.Module = model
+    _report_ignored(folder, model, sorted(report["unexpected_keys"]))
     require_finite(folder, backbone)
     halve_matrices(backbone, dtype)
     set_shortcuts(backbone, is_fast)
@@ -114,6 +116,23 @@ def load_backbone(
     return backbone
 
 
+def _report_ignored(folder: Path, backbone: Any, unexpected: Sequence[str]) -> None:
+    """Log weights of the folder that belong to a part of the backbone and are not used; heads of a task are no part of it."""
+    parts = {name for name, _ in backbone.named_children()}
+    ignored = [key for key in unexpected if key.removeprefix(f"{backbone.base_model_prefix}.").split(".")[0] in parts]
+    if ignored:
+        _log_once(
+            f"{folder}: {len(ignored)} weights are not used, such as {ignored[0]}, because config.json describes a smaller "
+            "model; if that is not intended, get its config.json again"
+        )
+
+
+@cache
+def _log_once(message: str) -> None:
+    _LOG.warning(message)
+
+
+@without_noise()
 def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping[str, Any] = _NO_SETTINGS) -> Any:
     """Load a backbone's config.json.
 
@@ -200,6 +219,7 @@ def dropouts(config: Any) -> list[tuple[str, float]]:
     ]
 
 
+@without_noise()
 def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str, Any] = _NO_SETTINGS) -> Any:
     """Load a folder's fast tokenizer.
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ from distcse.compat.torch import (
     tensors_in,
 )
 from distcse.compat.transformers import (
-    LOAD_REPORT_LOGGER,
+    LIBRARY_LOGGER,
     attention_implementation,
     rotary_embedding,
-    without_load_report,
+    without_noise,
 )
 
 PRIVATE = re.compile(
@@ -149,26 +150,36 @@ def test_rotary_embedding_at_position_0_changes_nothing() -> None:
     assert all(torch.equal(part, query) for part in rotated)
 
 
-def test_without_load_report(
-    tiny: Callable[..., Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_noise(
+    tiny: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils.logging import enable_progress_bar
 
-    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)
+    def load_and_save() -> None:
+        AutoModelForSequenceClassification.from_pretrained(tiny()).save_pretrained(tmp_path)
+
+    library = logging.getLogger(LIBRARY_LOGGER)
+    assert library.handlers, "the library's loggers have their handlers elsewhere"
+    monkeypatch.setattr(library, "level", logging.WARNING)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger(LOAD_REPORT_LOGGER)
-    logger.addHandler(handler)
+    library.addHandler(handler)
     try:
-        AutoModelForSequenceClassification.from_pretrained(tiny())
-        reported = len(records)
-        with without_load_report():
-            AutoModelForSequenceClassification.from_pretrained(tiny())
+        enable_progress_bar()
+        load_and_save()
+        assert len(records) == 1, "the head's missing weights are reported by another logger"
+        assert "Writing model" in capfd.readouterr().err
+        enable_progress_bar()
+        with without_noise():
+            load_and_save()
+            assert len(records) == 1 and not capfd.readouterr().err
+            with ThreadPoolExecutor(1) as other:
+                other.submit(load_and_save).result()
+        assert len(records) == 2, "another thread's warnings are not silenced"
     finally:
-        logger.removeHandler(handler)
-    assert reported > 0, "the head's missing weights are reported by another logger"
-    assert len(records) == reported
+        library.removeHandler(handler)
 
 
 def test_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

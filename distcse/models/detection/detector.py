@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distcse.compat.transformers import without_noise
 from distcse.data.collate import Tokens
 from distcse.device import default_device, is_gpu
 from distcse.errors import MissingWeightsError, ModelLoadError, TokenizerMismatchError, UnsupportedModelError
@@ -203,6 +204,7 @@ def build_detector(
     return EditDetector(fresh.backbone, generator, words, section)
 
 
+@without_noise()
 def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) -> nn.Module:
     from transformers import AutoModelForMaskedLM
 
