@@ -148,9 +148,14 @@ def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> in
 
 
 class StopOnSignal:
-    """Handles Ctrl-C and SIGTERM: the first requests a checkpoint and a stop, the second stops at once."""
+    """Handles Ctrl-C and SIGTERM: the first requests a stop, the second stops at once.
 
-    def __init__(self) -> None:
+    Args:
+        outcome: What the requested stop does, for the message. Default: that of a run.
+    """
+
+    def __init__(self, outcome: str = "stopping at the next report, with a checkpoint") -> None:
+        self._outcome = outcome
         self._requested = False
 
     def stop_requested(self) -> bool:
@@ -169,7 +174,7 @@ class StopOnSignal:
         if self._requested:
             raise KeyboardInterrupt
         self._requested = True
-        sys.stderr.write(f"stopping at the next report, with a checkpoint; {_limit(number)}\n")
+        sys.stderr.write(f"{self._outcome}; {_limit(number)}\n")
 
 
 def _limit(number: int) -> str:

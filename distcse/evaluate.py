@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
+from distcse.command import (
+    INTERRUPTED,
+    STATUSES,
+    StopOnSignal,
+    add_output_options,
+    exit_status,
+    parse_command,
+    program,
+)
 from distcse.errors import EvaluationResultError
 from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
@@ -47,7 +55,8 @@ def _main(options: argparse.Namespace) -> int:
     )
     if options.dry_run:
         return _check(options, load_options)
-    with open_view(options.quiet, options.json) as view:
+    stop = StopOnSignal("stopping with the models measured so far")
+    with open_view(options.quiet, options.json) as view, stop:
         measured = measure(
             options.models,
             options.data,
@@ -59,6 +68,7 @@ def _main(options: argparse.Namespace) -> int:
             transfer=options.transfer,
             load_options=load_options,
             listen=view.show,
+            stop_requested=stop.stop_requested,
         )
     if options.json:
         print_json(scores_as_json(measured.evaluation))
@@ -71,7 +81,7 @@ def _main(options: argparse.Namespace) -> int:
         print_json([{"event": "Finished", "written": [to_uri(file) for file in written]}])
     else:
         print_lines(["", *(f"written {to_uri(file)}" for file in written)] if written else [])
-    return 0
+    return INTERRUPTED if stop.stop_requested() else 0
 
 
 def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:

@@ -5,13 +5,13 @@ The function is not called `evaluate`: importing the module `distcse.evaluate` w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from distcse.device import default_device, speed_of, use_available_cpus
-from distcse.errors import EvaluationOptionError
+from distcse.errors import EvaluationOptionError, StoppedEarlyError
 from distcse.evaluation import (
     Candidate,
     Contamination,
@@ -31,7 +31,7 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
-from distcse.events import Listener, LogMessage, StageProgress
+from distcse.events import Listener, LogMessage, Reporter, StageProgress
 from distcse.models import Encoder
 from distcse.precision import Role, report_precisions
 from distcse.report.grids import grids, legend, markdown_table
@@ -87,6 +87,7 @@ def measure(
     transfer: Any = "strict",
     load_options: LoadOptions | None = None,
     listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Measurement:
     """Evaluate models and compare them with the first one, as `python -m distcse.evaluate` does.
 
@@ -101,8 +102,11 @@ def measure(
         transfer: Protocol of the transfer tasks: strict or fast.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
         listen: Receives every event. Default: shows progress on standard error.
+        stop_requested: Polled while texts are encoded and before each set. True ends the evaluation with the models measured so
+            far. Default: never stops.
 
     Raises:
+        StoppedEarlyError: It was stopped before the first model was measured.
         EvaluationOptionError: An option is invalid, or there is nothing to measure.
         EvaluationError: A labelled set is missing or malformed.
         EncoderError: A model cannot be loaded.
@@ -116,6 +120,7 @@ def measure(
     folder = None if data is None else Path(data)
     load_options = load_options or LoadOptions(device=default_device())
     with open_listener(listen) as emit:
+        reporter = Reporter(emit, stop_requested)
         report_precisions([_precision_role(load_options)], emit)
         config = EvalConfig(
             aggregate,
@@ -123,7 +128,7 @@ def measure(
             load_options.device,
             lambda name, done: emit(StageProgress(f"{name} fits", done, None, "done")),
         )
-        candidates, tasks = _load(models, folder, suites, add, documents, config, load_options, emit)
+        candidates, tasks = _load(models, folder, suites, add, documents, config, load_options, reporter)
         settings = {
             "STS": aggregate,
             "transfer": transfer,
@@ -134,7 +139,7 @@ def measure(
             from distcse.evaluation.mteb import write_results
 
             write_results(candidates, folder, Path(mteb))
-        evaluation = evaluate(candidates, tasks, settings=settings, emit=emit)
+        evaluation = evaluate(candidates, tasks, settings=settings, emit=emit, stop_requested=stop_requested)
     return Measurement(evaluation)
 
 
@@ -170,7 +175,7 @@ def check_measurement(
     with open_listener(listen) as emit:
         load_options = load_options or LoadOptions(device=default_device())
         report_precisions([_precision_role(load_options)], emit)
-        candidates, tasks = _load(models, folder, suites, add, documents, EvalConfig(), load_options, emit)
+        candidates, tasks = _load(models, folder, suites, add, documents, EvalConfig(), load_options, Reporter(emit))
         for candidate in candidates:
             info = candidate.info
             note = f"{info.kind}, pooling {info.pooling}, {info.parameters / 1e6:.1f} M parameters"
@@ -198,7 +203,7 @@ def _load(
     documents: str | None,
     config: EvalConfig,
     load_options: LoadOptions,
-    emit: Listener,
+    reporter: Reporter,
 ) -> tuple[list[Candidate], Tasks]:
     """Load the candidates and read the tasks."""
     if isinstance(models, str):
@@ -208,15 +213,17 @@ def _load(
         raise EvaluationOptionError("there is no model to measure; name at least one")
     custom = [CustomSet.parse(text) for text in add]
     tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, config)
-    candidates = [_candidate(name, source, load_options, emit) for name, source in sources.items()]
+    candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
     if documents is not None:
         _add_retrieval_with_documents_by(documents, load_options, tasks, candidates)
     return candidates, tasks
 
 
-def _candidate(name: str, source: Model, load_options: LoadOptions, emit: Listener) -> Candidate:
+def _candidate(name: str, source: Model, load_options: LoadOptions, reporter: Reporter) -> Candidate:
     def report_progress(done: int, total: int) -> None:
-        emit(StageProgress(name, done, total, "texts"))
+        if reporter.stop_requested():
+            raise StoppedEarlyError(f"stopped after {done:,} of the {total:,} texts of {name}")
+        reporter.emit(StageProgress(name, done, total, "texts"))
 
     if isinstance(source, Encoder):
         return make_candidate(

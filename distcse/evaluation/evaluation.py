@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,7 @@ def evaluate(
     base: str | None = None,
     settings: Mapping[str, str] | None = None,
     emit: Listener = ignore,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Evaluate every model on every task it supports.
 
@@ -177,11 +178,22 @@ def evaluate(
         base: Name of the model to compare with. Default: the first.
         settings: Stored in the result.
         emit: Receives the progress.
+        stop_requested: Polled during the evaluation. True leaves out the models that are not measured yet, and a warning names
+            them. Default: never stops.
+
+    Raises:
+        StoppedEarlyError: It was stopped before the first model was measured.
     """
     started_at = time.perf_counter()
-    results = []
+    results: list[ModelResults] = []
     for candidate in candidates:
-        results.append(measure_model(candidate, tasks, emit))
+        try:
+            results.append(measure_model(candidate, tasks, emit, stop_requested))
+        except StoppedEarlyError as stop:
+            if not results:
+                raise
+            tasks = replace(tasks, warnings=[*tasks.warnings, f"{stop}; the tables have the models before it"])
+            break
         del candidate  # frees its memory before the next one is loaded
     return compare_models(results, tasks, base=base, settings=settings, started_at=started_at)
 

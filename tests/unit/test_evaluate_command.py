@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from distcse import measuring
+from distcse.command import INTERRUPTED
 from distcse.device import DeviceSpeed
 from distcse.errors import (
     DistcseError,
@@ -19,9 +21,12 @@ from distcse.errors import (
     EvaluationOptionError,
     EvaluationResultError,
     ModelNotFoundError,
+    StoppedEarlyError,
 )
 from distcse.evaluate import main
+from distcse.events import Event, StageProgress
 from distcse.models import Encoder
+from distcse.report.progress import JsonView
 from tests.failures import fails_with
 
 
@@ -65,6 +70,41 @@ def test_auto_precision_follows_the_devices_speed_and_is_stored(
     assert f"{chosen}: models (a CPU: bf16 products {speedup:g}x as fast as fp32)" in capsys.readouterr().err
     assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--precision", "bf16", "--dry-run"]) == 0
     assert ("precision: bf16" in capsys.readouterr().err) == (chosen == "fp32")  # the warning names the key
+
+
+@pytest.mark.parametrize("stops_in", ["texts", "sets"])
+@pytest.mark.parametrize("stopped", ["first", "second"])
+def test_ctrl_c_shows_the_models_measured_so_far(
+    stopped: str,
+    stops_in: str,
+    labelled: Path,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    show = JsonView.show
+
+    def press(view: JsonView, event: Event) -> None:
+        show(view, event)
+        if isinstance(event, StageProgress) and event.name == stopped and event.unit.startswith(stops_in):
+            monkeypatch.setattr(JsonView, "show", show)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(JsonView, "show", press)
+    models = [f"first={tiny()}", f"second={tiny('bert')}", f"third={tiny('bert', width=64)}"]
+    options = ["--suite", "sts,pairs", "--data", str(labelled), "--pooling", "mean", "--out", str(tmp_path), "--json"]
+    assert main([*models, *options]) == INTERRUPTED
+    shown = capsys.readouterr()
+    assert "press Ctrl-C again" in shown.err and "checkpoint" not in shown.err
+    events = [json.loads(line) for line in shown.out.splitlines()]
+    if stopped == "first":
+        assert events[-1]["code"] == StoppedEarlyError.code and not (tmp_path / "evaluation.json").exists()
+        return
+    assert {name for event in events if event["event"] == "Score" for name in event["values"]} == {"first"}
+    warnings = json.loads((tmp_path / "evaluation.json").read_text())["warnings"]
+    (stop,) = (warning for warning in warnings if "stopped" in warning)
+    assert "of second" in stop
 
 
 def test_runs_with_one_name_are_averaged(
