@@ -22,13 +22,14 @@ class EndpointSection(Section):
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the API key, if the endpoint needs one. Recipes never contain the key."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Sentences per request."""
+    """Sentences per request, at most. A request that the server finds too large is halved, and so are later ones."""
     connections: Annotated[int, Field(ge=1)] = 4
     """Concurrent requests."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds to wait for a response."""
     retries: Annotated[int, Field(ge=0)] = 5
-    """Retries after a lost connection or a status such as 429 or 503. The delay starts at 0.5 s, times 2 for each retry."""
+    """Retries after a lost connection or a status such as 429 or 503. The delay is what the server asks for (`Retry-After`, at most
+    15 minutes), or else starts at 0.5 s, times 2 for each retry."""
 
     @field_validator("url")
     @classmethod

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from distcse.data import Corpus
 from distcse.models import Encoder
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.teacher import Embedder
+from distcse.teachers.teacher import Embedder, naming_rows
 
 
 def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
@@ -44,14 +47,21 @@ def embed_shards(
         tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
     """
     rows = [table.shard_range(shard) for shard in shards]
-    texts, precision = (corpus.texts(each) for each in rows), table.identity.precision
+    precision = table.identity.precision
     each_vectors = (
-        encoder.encode_each(texts, batch_tokens=tokens_per_batch, precision=precision, normalize=False)
-        if isinstance(encoder, Encoder)
-        else (
-            encoder.encode(each, batch_tokens=tokens_per_batch, precision=precision, normalize=False) for each in texts
+        encoder.encode_each(
+            map(corpus.texts, rows), batch_tokens=tokens_per_batch, precision=precision, normalize=False
         )
+        if isinstance(encoder, Encoder)
+        else (_encode_rows(encoder, each, corpus, batch_tokens=tokens_per_batch, precision=precision) for each in rows)
     )
     for shard, shard_rows, vectors in zip(shards, rows, each_vectors, strict=True):
         table.write_shard(shard, vectors)
         yield len(shard_rows)
+
+
+def _encode_rows(
+    encoder: Embedder, rows: range, corpus: Corpus, batch_tokens: int | None, precision: str
+) -> NDArray[np.float32]:
+    with naming_rows(rows):
+        return encoder.encode(corpus.texts(rows), batch_tokens=batch_tokens, precision=precision, normalize=False)

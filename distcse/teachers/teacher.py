@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.errors import RefusedTextError
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 
 if TYPE_CHECKING:
@@ -77,13 +79,23 @@ class LiveTeacher:
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         steps, length = columns.shape
         unique, indices = np.unique(columns.ravel(), return_inverse=True)
-        encoded = self._encoder.encode(
-            self._corpus.texts(unique),
-            batch_tokens=self._tokens_per_batch,
-            precision=self._precision,
-            normalize=False,
-        )
+        with naming_rows(unique):
+            encoded = self._encoder.encode(
+                self._corpus.texts(unique),
+                batch_tokens=self._tokens_per_batch,
+                precision=self._precision,
+                normalize=False,
+            )
         return _cosines(normalize_rows(encoded, unique)[indices].reshape(steps, length, -1), rows)
+
+
+@contextmanager
+def naming_rows(rows: Sequence[int] | NDArray[np.int64]) -> Iterator[None]:
+    """Context manager: an error of one of the texts of these rows names its row."""
+    try:
+        yield
+    except RefusedTextError as error:
+        raise error.in_corpus(int(rows[error.index])) from None
 
 
 def _cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:

@@ -5,9 +5,13 @@ Its vectors are stored in an embedding table like any teacher's, so that each se
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from distcse.checks import Check, fail, ok, warn
-from distcse.errors import EndpointError, TeacherError
+from distcse.errors import EndpointError, RefusedTextError, TeacherError
 from distcse.models.prompts import SENTENCE, is_template
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.storage import text_checksum
@@ -25,7 +29,16 @@ from distcse.teachers.kinds.base import TeacherKind
 from distcse.teachers.kinds.registry import register_kind
 from distcse.teachers.teacher import Embedder
 
+_ROUTE = "/embeddings"
+_LOG = logging.getLogger(__name__)
 _RETRIED_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
+_TOO_LARGE_STATUSES = (413, 422)
+"""With which TEI and infinity refuse a request of too many texts, or of a text with too many tokens."""
+_TOO_LARGE_WORDS = re.compile(r"batch|too (long|large|many)|length|tokens|at most|max", re.IGNORECASE)
+"""In the answer 400 with which vLLM, OpenAI and other services do."""
+_FIRST_DELAY_S = 0.5
+_LONGEST_WAIT_S = 900.0
+"""Seconds that a `Retry-After` may ask for. A longer one, such as until a quota is renewed, is an error."""
 _MAX_ERROR_CHARS = 200
 _CHECK_TIMEOUT_S = 5.0
 """Seconds that the doctor waits for an answer."""
@@ -100,12 +113,13 @@ class Endpoint:
 
     def __init__(self, model: str, section: EndpointSection, prompt: str = "") -> None:
         self._model, self._section, self._prompt = model, section, prompt
+        self._batch_size = section.batch_size
+        # For lost connections. `_post` repeats refused requests: urllib3 would wait for hours, in silence, if asked to.
         retry = Retry(
             total=section.retries,
-            backoff_factor=0.5,
-            status_forcelist=_RETRIED_STATUSES,
+            backoff_factor=_FIRST_DELAY_S,
             allowed_methods=["POST"],
-            raise_on_status=False,
+            respect_retry_after_header=False,
         )
         self._session = requests.Session()
         for scheme in ("http://", "https://"):
@@ -124,9 +138,11 @@ class Endpoint:
     ) -> NDArray[np.float32]:
         """Embed texts, with `section.connections` concurrent requests.
 
+        A request that the endpoint finds too large is halved, and so are later ones.
+
         Args:
             texts: n texts.
-            batch_tokens: Ignored: requests have `section.batch_size` texts.
+            batch_tokens: Ignored: requests have at most `section.batch_size` texts.
             normalize: Whether to scale vectors to unit length; None does not.
             precision: Ignored: the server decides.
             on_progress: Called after each batch with the number of texts embedded so far.
@@ -135,13 +151,14 @@ class Endpoint:
             (n, d) float32 vectors, in the texts' order.
 
         Raises:
+            RefusedTextError: The endpoint refuses one of the texts, such as one with too many tokens.
             EndpointError: The endpoint cannot be reached, refuses, or does not answer with one vector per text.
         """
-        size = self._section.batch_size
-        batches = [texts[begin : begin + size] for begin in range(0, len(texts), size)]
+        size = self._batch_size
+        batches = [range(begin, min(begin + size, len(texts))) for begin in range(0, len(texts), size)]
         batch_vectors: list[NDArray[np.float32]] = []
         with ThreadPoolExecutor(self._section.connections) as pool:
-            for vectors in pool.map(self._request, batches):
+            for vectors in pool.map(lambda batch: self._embed(texts, batch), batches):
                 batch_vectors.append(vectors)
                 if on_progress is not None:
                     on_progress(sum(map(len, batch_vectors)))
@@ -154,23 +171,69 @@ class Endpoint:
             vectors = np.asarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
         return vectors
 
-    def _request(self, texts: Sequence[str]) -> NDArray[np.float32]:
+    def _embed(self, texts: Sequence[str], batch: range) -> NDArray[np.float32]:
+        """Embed the texts with these indices, in several requests if the endpoint finds one too large."""
+        if len(batch) > self._batch_size:
+            return self._embed_halves(texts, batch)
+        response = self._post([texts[index] for index in batch])
+        if response.ok:
+            return self._parsed(response, len(batch))
+        if not _is_too_large(response):
+            raise self._error(f"answers {_quote(response)}{self._hint(response)}")
+        if len(batch) == 1:
+            (index,) = batch
+            teacher = f"teacher {self._model} at {self._section.url}"
+            raise RefusedTextError(teacher, _quote(response), len(texts[index]), index)
+        vectors = self._embed_halves(texts, batch)
+        if (half := -(-len(batch) // 2)) < self._batch_size:
+            self._batch_size = half
+            _LOG.warning(
+                "teacher %s at %s refuses %d texts in a request (%s): requests have at most %d from now on; endpoint.batch_size "
+                "sets it",
+                *(self._model, self._section.url, len(batch), _quote(response), half),
+            )
+        return vectors
+
+    def _embed_halves(self, texts: Sequence[str], batch: range) -> NDArray[np.float32]:
+        half = -(-len(batch) // 2)
+        return np.concatenate([self._embed(texts, part) for part in (batch[:half], batch[half:])])
+
+    def _post(self, texts: Sequence[str]) -> requests.Response:
         template = self._prompt if is_template(self._prompt) else self._prompt + SENTENCE
         inputs = [template.replace(SENTENCE, text) for text in texts]
         body = {"model": self._model, "input": inputs, "encoding_format": "float"}
+        for delay in [_FIRST_DELAY_S * 2**retry for retry in range(self._section.retries)]:
+            response = self._post_once(body)
+            if response.status_code not in _RETRIED_STATUSES:
+                return response
+            wait = _retry_after(response)
+            if wait is not None and wait > _LONGEST_WAIT_S:
+                raise self._error(
+                    f"answers {_quote(response)}, and asks to wait {wait:,.0f} s; start again then: finished shards are kept"
+                )
+            if wait is not None and wait > delay:
+                _LOG.warning("teacher %s at %s asks to wait %.0f s", self._model, self._section.url, wait)
+            time.sleep(delay if wait is None else wait)
+        return self._post_once(body)
+
+    def _post_once(self, body: Mapping[str, Any]) -> requests.Response:
         try:
-            response = self._session.post(f"{self._section.url}/embeddings", json=body, timeout=self._section.timeout_s)
+            return self._session.post(f"{self._section.url}{_ROUTE}", json=body, timeout=self._section.timeout_s)
         except requests.RequestException as error:
             raise self._error(f"cannot be reached after {self._section.retries} retries: {error}") from None
-        if not response.ok:
-            hint = f" (the key is read from {self._section.api_key_env})" if response.status_code in (401, 403) else ""
-            raise self._error(
-                f"answers {response.status_code}: {' '.join(response.text.split())[:_MAX_ERROR_CHARS]}{hint}"
-            )
+
+    def _hint(self, response: requests.Response) -> str:
+        if response.status_code in (401, 403):
+            return f" (the key is read from {self._section.api_key_env})"
+        if response.status_code in (404, 405):
+            return f"; check the model's name, and the URL: TEI and vLLM serve {_ROUTE} below /v1, infinity at its root"
+        return ""
+
+    def _parsed(self, response: requests.Response, expected: int) -> NDArray[np.float32]:
         try:
-            return self._parse(response.json(), len(texts))
+            return self._parse(response.json(), expected)
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise self._error(f"does not answer with a list of {len(texts)} embeddings: {error!r}") from None
+            raise self._error(f"does not answer with a list of {expected} embeddings: {error!r}") from None
 
     @staticmethod
     def _parse(response: Any, expected: int) -> NDArray[np.float32]:
@@ -181,3 +244,26 @@ class Endpoint:
 
     def _error(self, problem: str) -> TeacherError:
         return EndpointError(f"teacher {self._model} at {self._section.url} {problem}")
+
+
+def _is_too_large(response: requests.Response) -> bool:
+    """Whether an answer may mean that fewer or shorter texts would be accepted."""
+    status = response.status_code
+    return status in _TOO_LARGE_STATUSES or (status == 400 and _TOO_LARGE_WORDS.search(response.text) is not None)
+
+
+def _quote(response: requests.Response) -> str:
+    return f"{response.status_code}: {' '.join(response.text.split())[:_MAX_ERROR_CHARS]}"
+
+
+def _retry_after(response: requests.Response) -> float | None:
+    """Return the seconds for which a `Retry-After` asks, as a number or a date; None if there is none to read."""
+    text = response.headers.get("Retry-After", "")
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return None

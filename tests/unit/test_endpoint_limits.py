@@ -1,0 +1,253 @@
+"""Endpoints as TEI, vLLM, infinity and services are: limits of a request, texts that are too long, and requests to wait."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcse.data import Corpus
+from distcse.errors import EndpointError, RefusedTextError
+from distcse.events import Reporter
+from distcse.experiments.distillation.preparation import embed_corpus
+from distcse.experiments.local_backend import LocalBackend
+from distcse.recipe import EndpointSection
+from distcse.recipe.loading import read_recipe
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.kinds.endpoint import Endpoint
+from tests.failures import fails_with
+
+Refusal = Callable[[list[str]], tuple[int, str] | None]
+"""Maps the texts of a request to a status and the answer's text; None accepts them."""
+
+_TEI_TOO_LONG = "Input validation error: `inputs` must have less than 512 tokens. Given: {tokens}"
+
+
+def tei(texts: list[str], status: int = 413) -> tuple[int, str] | None:
+    """Refuse as TEI does: 413 in some versions, 422 in others."""
+    if len(texts) > 32:
+        return status, f"batch size {len(texts)} > maximum allowed batch size 32"
+    longest = max(len(text.split()) for text in texts)
+    return (413, _TEI_TOO_LONG.format(tokens=longest)) if longest >= 512 else None
+
+
+def vllm(texts: list[str]) -> tuple[int, str] | None:
+    longest = max(len(text.split()) for text in texts)
+    message = f"This model's maximum context length is 512 tokens. However, you requested {longest} tokens in the input"
+    return (400, message) if longest >= 512 else None
+
+
+def infinity(texts: list[str]) -> tuple[int, str] | None:
+    return (422, "List should have at most 20 items after validation") if len(texts) > 20 else None
+
+
+def dash_scope(texts: list[str]) -> tuple[int, str] | None:
+    return (400, "Value error, batch size is invalid, it should not be larger than 10") if len(texts) > 10 else None
+
+
+def open_ai(texts: list[str]) -> tuple[int, str] | None:
+    return (400, "'$.input' is invalid. Expected an array with maximum length 7") if len(texts) > 7 else None
+
+
+def proxy(texts: list[str]) -> tuple[int, str] | None:
+    return (413, "<html><h1>413 Request Entity Too Large</h1></html>") if sum(map(len, texts)) > 400 else None
+
+
+class Server(ThreadingHTTPServer):
+    """An embeddings endpoint whose vectors are a text's length and number of words; it refuses, or asks to wait."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.refusal: Refusal = lambda texts: None
+        self.delays: list[tuple[int, str | None]] = []
+        """Status and `Retry-After` of the first answers."""
+        self.requests: list[int] = []
+        """Number of texts of each request."""
+        self.accepted: list[int] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input"]
+        self.server.requests.append(len(texts))
+        status, wait = self.server.delays.pop(0) if self.server.delays else (200, None)
+        refusal = self.server.refusal(texts) or (status, "busy" if status != 200 else "")
+        if refusal[0] == 200:
+            self.server.accepted.append(len(texts))
+            rows = [{"index": n, "embedding": vector_of(text)} for n, text in enumerate(texts)]
+            self._answer(200, json.dumps({"data": rows}), wait)
+        else:
+            self._answer(*refusal, wait)
+
+    def _answer(self, status: int, text: str, wait: str | None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text.encode())))
+        if wait is not None:
+            self.send_header("Retry-After", wait)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def vector_of(text: str) -> list[float]:
+    return [float(len(text)), float(len(text.split())), 1.0]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that are waited between requests; none is."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    return waits
+
+
+TEXTS = [" ".join(["word"] * (1 + number % 7)) for number in range(150)]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "largest"),
+    [
+        (tei, 32),
+        (lambda texts: tei(texts, 422), 32),
+        (infinity, 16),
+        (dash_scope, 8),
+        (open_ai, 4),
+        (proxy, 16),
+        (lambda texts: (413, "") if len(texts) > 1 else None, 1),
+    ],
+    ids=["TEI 413", "TEI 422", "infinity", "DashScope", "OpenAI", "a proxy", "one"],
+)
+@pytest.mark.parametrize("connections", [1, 4])
+def test_the_limit_of_a_request_is_found_by_halving(
+    refusal: Refusal, largest: int, connections: int, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.refusal = refusal
+    endpoint = Endpoint("name", EndpointSection(url=server.url, connections=connections))
+    found = endpoint.encode(TEXTS)
+    np.testing.assert_array_equal(found, [vector_of(text) for text in TEXTS])
+    assert sum(server.accepted) == len(TEXTS)
+    if connections == 1:
+        assert max(server.accepted) == largest
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert f"at most {largest}" in line and "batch_size" in line and server.url in line
+    refused = len(server.requests) - len(server.accepted)
+    endpoint.encode(TEXTS)
+    assert len(server.requests) - len(server.accepted) == refused  # the limit is kept
+
+
+@pytest.mark.parametrize(("refusal", "status"), [(tei, "413"), (vllm, "400")], ids=["TEI", "vLLM"])
+def test_a_text_that_is_too_long_is_named_by_its_number_and_length(
+    refusal: Refusal, status: str, server: Server
+) -> None:
+    server.refusal = refusal
+    texts = [*TEXTS[:70], "long " * 600, *TEXTS[70:]]
+    with fails_with(RefusedTextError, "text 70,", "3,000 characters", status, "512 tokens", "auto-truncate"):
+        Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(texts)
+
+
+def test_a_row_that_is_too_long_is_named_as_the_corpus_numbers_it(server: Server, tmp_path: Path) -> None:
+    server.refusal = tei
+    file = tmp_path / "corpus.txt"
+    file.write_text("\n".join([*TEXTS[:70], "long " * 600, *TEXTS[70:]]))
+    recipe = read_recipe(
+        "minilm-3layer",
+        [
+            f"corpus.path={file}",
+            f"storage.cache={tmp_path / 'cache'}",
+            "teachers.shard_rows=50",
+            f"teachers.encoders=[{{backbone: name, endpoint: {{url: '{server.url}'}}}}]",
+            "training.workers=0",
+        ],
+    )
+    with fails_with(RefusedTextError, "corpus row 70,", "2,999 characters"):
+        embed_corpus(recipe, LocalBackend(), Reporter())
+    live = kind_of(recipe.teachers.encoders[0]).open_live(
+        Corpus.prepare(recipe.corpus, tmp_path / "cache"), tokens_per_batch=None
+    )
+    with fails_with(RefusedTextError, "corpus row 70,"):
+        live.similarities(np.array([[3, 70, 5]]), slice(0, 1))
+
+
+def test_the_error_of_a_text_survives_pickling() -> None:
+    error = RefusedTextError("teacher name", "413: too long", 3000, 2)
+    assert str(pickle.loads(pickle.dumps(error.in_corpus(7)))) == str(error.in_corpus(7))
+
+
+def test_another_mistake_in_a_request_is_not_halved(server: Server) -> None:
+    server.refusal = lambda texts: (400, "unknown parameter: encoding_format")
+    with fails_with(EndpointError, "400", "encoding_format"):
+        Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(TEXTS[:64])
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_wrong_route_or_model_is_explained(status: int, server: Server) -> None:
+    server.refusal = lambda texts: (status, "")
+    with fails_with(EndpointError, str(status), "/v1", "model's name"):
+        Endpoint("name", EndpointSection(url=server.url)).encode(TEXTS[:1])
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [("40", 40), ("1.5", 1.5), ("0", 0), (None, 0.5), ("soon", 0.5), ("-3", 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
+)
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured(
+    header: str | None, expected: float, status: int, server: Server, waits: list[float]
+) -> None:
+    server.delays = [(status, header)]
+    Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(TEXTS[:3])
+    assert waits == [expected] and server.requests == [3, 3]
+
+
+def test_retry_after_may_be_a_date(server: Server, waits: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    moment = datetime.now(UTC) + timedelta(seconds=600)
+    server.delays = [(429, format_datetime(moment, usegmt=True))]
+    Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(TEXTS[:3])
+    (wait,) = waits
+    assert 300 < wait <= 600 and "asks to wait" in caplog.text
+
+
+def test_delays_double_where_no_wait_is_asked_for(server: Server, waits: list[float]) -> None:
+    server.delays = [(503, None)] * 3
+    Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(TEXTS[:3])
+    assert waits == [0.5, 1, 2]
+
+
+def test_a_wait_of_hours_ends_the_run_with_the_reason(server: Server, waits: list[float]) -> None:
+    server.delays = [(429, "7200")]
+    with fails_with(EndpointError, "429", "7,200 s", "finished shards are kept"):
+        Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(TEXTS[:3])
+    assert not waits
+
+
+def test_a_too_large_request_that_asks_to_wait_is_halved(server: Server, waits: list[float]) -> None:
+    server.refusal = tei
+    server.delays = [(413, "30")]
+    Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(TEXTS[:64])
+    assert not waits and server.accepted == [32, 32]
