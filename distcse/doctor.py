@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(options: argparse.Namespace) -> int:
     recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
     from distcse.checks import run_checks
-    from distcse.health import machine, sources, storage
+    from distcse.health import machine, settings, sources, storage
     from distcse.ray_backend import cluster_checks
     from distcse.report.terminal import print_lines
 
@@ -53,7 +53,11 @@ def _main(options: argparse.Namespace) -> int:
         ),
     ]
     if recipe is not None:
-        checks += [partial(sources.check_models, recipe), partial(sources.check_text, recipe)]
+        checks += [
+            partial(sources.check_models, recipe),
+            partial(sources.check_text, recipe),
+            partial(settings.check_settings, recipe),
+        ]
     found = run_checks(checks)
     if options.json:
         json.dump([vars(check) for check in found], sys.stdout, indent=2)

@@ -89,6 +89,17 @@ class Corpus:
         return cls(directory, label, reused=False)
 
     @classmethod
+    def find(cls, section: CorpusSection, cache: Path, excluded: Excluded | None = None) -> Corpus | None:
+        """Return the corpus if the cache has it, as `prepare` would; None if it would be read.
+
+        Raises:
+            CorpusError: The source is missing.
+        """
+        directory = cache / "corpora" / _key(_source(section), section, excluded)
+        cached = find_cached(directory, _LABEL)
+        return None if cached is None else cls(directory, cached, reused=True)
+
+    @classmethod
     def open(cls, directory: Path) -> Corpus:
         """Open a corpus that `prepare` wrote.
 

@@ -13,6 +13,7 @@ from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.model_card import ModelCard
+from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.precision import Role
@@ -113,6 +114,13 @@ class Experiment(ABC, Generic[R]):
         Raises:
             DistcseError: The recipe, the data or the cluster has a problem. Finished work is kept.
         """
+
+    def warnings(self) -> list[SettingsWarning]:
+        """Return warnings of the recipe's settings, from what is on this machine: nothing is downloaded.
+
+        `check` and `run` report the same ones. Default: those of any recipe.
+        """
+        return warn_of_session_folders(self.recipe.storage)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         """Return the parts of the run that have a precision, each on the given devices. Default: none."""

@@ -28,8 +28,8 @@ class EndpointSection(Section):
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds to wait for a response."""
     retries: Annotated[int, Field(ge=0)] = 5
-    """Retries after a lost connection or a status such as 429 or 503. The delay is what the server asks for (`Retry-After`, at most
-    15 minutes), or else starts at 0.5 s, times 2 for each retry."""
+    """Retries after a lost connection or a status such as 429 or 503. The delay is what the server asks for (`Retry-After`, at
+    most 15 minutes), or else starts at 0.5 s, times 2 for each retry."""
 
     @field_validator("url")
     @classmethod

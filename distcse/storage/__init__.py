@@ -20,7 +20,7 @@ from distcse.storage.checksums import (
     without_checksum_line,
 )
 from distcse.storage.folder_store import FolderStore
-from distcse.storage.job_copy import is_in_job_copy, refuse_job_copy
+from distcse.storage.job_copy import is_in_job_copy, is_in_session, refuse_job_copy
 from distcse.storage.locations import is_uri, resolve_path, to_uri
 from distcse.storage.runs import find_model
 from distcse.storage.stores import open_store
@@ -37,6 +37,7 @@ __all__ = [
     "dump_label",
     "find_model",
     "is_in_job_copy",
+    "is_in_session",
     "is_uri",
     "load_checked_json",
     "load_checked_label",

@@ -1,8 +1,9 @@
-"""Ray's copy of a job's working directory (`ray job submit --working-dir`), which Ray deletes."""
+"""Folders that Ray deletes: its copy of a job's working directory (`ray job submit --working-dir`), and its sessions' folders."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from distcse.errors import TemporaryPathError
@@ -10,6 +11,15 @@ from distcse.storage.locations import is_mirror
 
 # <session>/runtime_resources/working_dir_files/_ray_pkg_<hash>; packages that Ray downloaded have other last names.
 _JOB_COPIES = os.path.join(os.sep, "runtime_resources", "working_dir_files", "")
+# <temporary folder>/session_<date>_<time>_<microseconds>_<process>, with the logs and sockets of one start of Ray.
+_SESSION = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d+_\d+")
+
+
+def is_in_session(path: str | Path) -> bool:
+    """Whether a path, after resolving links, is in the folder of a Ray session, which goes with the cluster or its container."""
+    if "\0" in str(path) or is_mirror(Path(path)):
+        return False
+    return any(_SESSION.fullmatch(part) for part in Path(os.path.realpath(path)).parts)
 
 
 def is_in_job_copy(path: str | Path) -> bool:

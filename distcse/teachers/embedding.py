@@ -18,8 +18,13 @@ from distcse.teachers.teacher import Embedder, naming_rows
 
 def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
     """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none."""
+    return EmbeddingTable.locate(cache, identity_of(teacher, corpus, shard_rows))
+
+
+def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int) -> TableIdentity:
+    """Return what determines the values of this teacher's vectors of this corpus."""
     kind = kind_of(teacher)
-    identity = TableIdentity(
+    return TableIdentity(
         model=kind.source_fingerprint(),
         corpus=corpus.fingerprint,
         rows=len(corpus),
@@ -29,7 +34,6 @@ def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: i
         precision=kind.precision,
         shard_rows=shard_rows,
     )
-    return EmbeddingTable.locate(cache, identity)
 
 
 def embed_shards(

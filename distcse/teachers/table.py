@@ -114,11 +114,16 @@ class EmbeddingTable:
         Raises:
             StorageWriteError: The folder or table.json cannot be written.
         """
-        table = cls(cache / "tables" / identity.key, identity)
+        table = cls.at(cache, identity)
         with storage_errors(table.directory):
             table.directory.mkdir(parents=True, exist_ok=True)
         table.store.write_text("table.json", json.dumps(asdict(identity), indent=2))
         return table
+
+    @classmethod
+    def at(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
+        """Return the table with this identity in `cache`, which may not exist. Nothing is written."""
+        return cls(cache / "tables" / identity.key, identity)
 
     def shard_range(self, shard: int) -> range:
         """Return the row ids of a shard."""

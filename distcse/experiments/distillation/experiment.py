@@ -21,10 +21,12 @@ from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
+from distcse.experiments.distillation.warnings import band_warnings, cached_band_warnings, settings_warnings
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.settings_warnings import SettingsWarning, report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
 from distcse.placement.gpu_plan import GpuPlan
@@ -53,6 +55,9 @@ class Distillation(Experiment[Recipe]):
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             check_run(self.recipe, backend, reporter, plans_of_trials)
 
+    def warnings(self) -> list[SettingsWarning]:
+        return [*settings_warnings(self.recipe, only_local=True), *cached_band_warnings(self.recipe)]
+
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
 
@@ -74,6 +79,8 @@ class Distillation(Experiment[Recipe]):
                 CheckpointStore(directory.path).rescue(reporter.emit)
             recipe = self.recipe if backend.is_for_trials else with_precisions(self.recipe, backend.cluster, reporter)
             report_gpus(recipe, backend.cluster, reporter)
+            if not backend.is_for_trials:
+                report_warnings(settings_warnings(recipe), reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
             if recipe != self.recipe:
@@ -84,6 +91,8 @@ class Distillation(Experiment[Recipe]):
                 with joined_for_run(recipe, backend.cluster, directory.path):
                     reporter = backend.metered(reporter, directory.path.name)
                     tables = prepared.tables(backend, reporter)
+                    if not backend.is_for_trials:
+                        report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
                     spec = prepared.spec(directory.path, tables, backend, reporter, lease)
                     train_result = backend.train(spec, corpus, tables, reporter)
                 student = EncoderHandle(partial(_load_trained, recipe, directory.store))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distcse.data import Corpus, TokenTable
+from distcse.data import Corpus, Excluded, TokenTable
 from distcse.device import default_device, use_available_cpus
 from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
 from distcse.evaluation import evaluation_sentences
@@ -311,10 +311,7 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
         CorpusError: The corpus cannot be read, or is empty.
     """
     require_lasting(recipe.storage, ["cache"])
-    cache = resolve_path(recipe.storage.cache)
-    dev = read_labelled_dev(recipe) if recipe.corpus.exclude_evaluation else None
-    dev_sentences = [] if dev is None else [*dev.first, *dev.second]
-    excluded = evaluation_sentences(recipe.corpus, recipe.evaluation.data, dev_sentences)
+    cache, excluded = resolve_path(recipe.storage.cache), _excluded_sentences(recipe)
     corpus = Corpus.prepare(recipe.corpus, cache, _progress_callback(reporter, "corpus", recipe.corpus.limit), excluded)
     skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
@@ -324,6 +321,23 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     reused = ", reused" if corpus.reused else ""
     _report_finished(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{skipped}{reused}")
     return corpus
+
+
+def find_corpus(recipe: Recipe) -> Corpus | None:
+    """Return the recipe's corpus if the cache has it; None if it would be read, or is a data set, which would be opened.
+
+    Raises:
+        CorpusError: The corpus's files are missing.
+    """
+    if recipe.corpus.dataset is not None:
+        return None
+    return Corpus.find(recipe.corpus, resolve_path(recipe.storage.cache), _excluded_sentences(recipe))
+
+
+def _excluded_sentences(recipe: Recipe) -> Excluded | None:
+    dev = read_labelled_dev(recipe) if recipe.corpus.exclude_evaluation else None
+    dev_sentences = [] if dev is None else [*dev.first, *dev.second]
+    return evaluation_sentences(recipe.corpus, recipe.evaluation.data, dev_sentences)
 
 
 def prepare_tables(

@@ -27,7 +27,9 @@ from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
 from distcse.experiments.mutual.trials import MutualTrials
+from distcse.experiments.mutual.warnings import settings_warnings
 from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.settings_warnings import SettingsWarning, report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, resolve_model
 from distcse.placement.gpu_plan import GpuPlan
@@ -54,6 +56,9 @@ class MutualDistillation(Experiment[MutualRecipe]):
     ) -> None:
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             check_groups(self.recipe, backend, reporter, plans_of_trials)
+
+    def warnings(self) -> list[SettingsWarning]:
+        return settings_warnings(self.recipe, only_local=True)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -84,6 +89,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
                     CheckpointStore(phase).rescue(reporter.emit)
             recipe = with_precisions(self.recipe, backend.cluster, reporter, groups=groups)
             groups = [recipe.groups[number] for number in active]
+            if not backend.is_for_trials:
+                report_warnings(settings_warnings(recipe), reporter)
             report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)

@@ -13,6 +13,8 @@ from distcse.experiments.mutual.mining import require_mining
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
+from distcse.experiments.mutual.warnings import settings_warnings
+from distcse.experiments.settings_warnings import report_warnings
 from distcse.models import CrossEncoder, Encoder
 from distcse.placement.gpu_plan import GpuPlan, report_plans
 from distcse.placement.resources import Node
@@ -65,6 +67,7 @@ def check_groups(
         length, layers = recipe.cross.max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
         _report(reporter, group.name, "both of its models load")
+    report_warnings(settings_warnings(recipe), reporter)
     if backend.cluster is None:
         return
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None

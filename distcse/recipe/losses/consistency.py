@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class ConsistencySection(LossSection):
     """Consistency between the two views' lists (RankCSE Eq. 2)."""
 
+    contrasts_views = True
     weight_key = "beta"
     shared_keys = ("tau1",)
 

@@ -26,6 +26,7 @@ class FalseNegativesSection(Section):
 class InfoNCESection(LossSection):
     """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4.2, Eq. 1)."""
 
+    contrasts_views = True
     shared_keys = ("tau1",)
 
     weight: Weight = 1.0

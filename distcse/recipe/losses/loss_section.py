@@ -62,6 +62,9 @@ class LossSection(Section):
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the values that the term reports besides its share."""
 
+    contrasts_views: ClassVar[bool] = False
+    """Whether the term compares a sentence's two views, and needs dropout to tell them apart."""
+
     @property
     def weight_in_sum(self) -> float:
         """Weight of the term in the sum, whatever its key."""

@@ -1,0 +1,82 @@
+"""The warnings of a student's recipe: what the run, `--dry-run` and the doctor report of its settings."""
+
+from __future__ import annotations
+
+from distcse.data import Corpus
+from distcse.events import Reporter
+from distcse.experiments.distillation.preparation import find_corpus
+from distcse.experiments.distillation.roles import with_teacher_precisions
+from distcse.experiments.settings_warnings import (
+    SettingsWarning,
+    teacher_encoders,
+    warn_of_equal_views,
+    warn_of_narrow_bands,
+    warn_of_session_folders,
+    warn_of_unused_prompts,
+)
+from distcse.models.source import find_local_model
+from distcse.recipe import Recipe, TeacherSection
+from distcse.storage import resolve_path
+from distcse.teachers.cosine_band import cosine_band
+from distcse.teachers.embedding import identity_of
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.table import EmbeddingTable
+
+
+def settings_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
+    """Return the warnings that need no vectors.
+
+    Args:
+        recipe: The recipe.
+        only_local: Skip models that would have to be downloaded. Default: False.
+    """
+    encoders = {"student": recipe.student, **teacher_encoders(recipe)}
+    return [
+        *warn_of_session_folders(recipe.storage),
+        *warn_of_equal_views(recipe, only_local),
+        *warn_of_unused_prompts(encoders, only_local),
+    ]
+
+
+def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[SettingsWarning]:
+    """Return the warnings of the teachers' cosines, from their tables in the cache.
+
+    Args:
+        recipe: The recipe, with its precisions decided.
+        corpus: Its sentences.
+        keep: Store what is measured with the tables. Default: False.
+    """
+    cache, bands = resolve_path(recipe.storage.cache), {}
+    for number, teacher in _averaged(recipe).items():
+        table = EmbeddingTable.at(cache, identity_of(teacher, corpus, recipe.teachers.shard_rows))
+        if (band := cosine_band(table, keep)) is not None:
+            bands[number] = band
+    return warn_of_narrow_bands(recipe, bands)
+
+
+def cached_band_warnings(recipe: Recipe) -> list[SettingsWarning]:
+    """Return the warnings of `band_warnings`, with the precisions that this machine decides, if the cache has the corpus."""
+    teachers = _averaged(recipe).values()
+    if not all(
+        find_local_model(teacher.backbone, teacher.trust_remote_code) for teacher in teachers if _is_model(teacher)
+    ):
+        return []
+    corpus = find_corpus(recipe) if teachers else None
+    return [] if corpus is None else band_warnings(with_teacher_precisions(recipe, None, Reporter()), corpus)
+
+
+def _averaged(recipe: Recipe) -> dict[int, TeacherSection]:
+    """Return the teachers of whose cosines the lists are the mean, by their index; none where only one teacher has cosines."""
+    if not recipe.objective.keys_that_need("lists", "clean_lists", active=True):
+        return {}
+    mode = recipe.teachers.mode
+    found = {
+        number: teacher
+        for number, teacher in enumerate(recipe.teachers.encoders)
+        if kind_of(teacher, only_local=True).serving(mode) == "table"
+    }
+    return found if len(found) > 1 else {}
+
+
+def _is_model(teacher: TeacherSection) -> bool:
+    return kind_of(teacher, only_local=True).is_model

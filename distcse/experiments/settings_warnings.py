@@ -1,0 +1,168 @@
+"""Settings that work and probably do not do what is meant; the run, `--dry-run` and the doctor report the same ones.
+
+docs/reference/troubleshooting.md lists the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distcse.compat.transformers import without_noise
+from distcse.events import LogMessage, Reporter
+from distcse.models import resolve_model
+from distcse.models.loading import dropouts
+from distcse.models.source import CONFIG_FILE, find_local_model
+from distcse.models.st_format import read_json
+from distcse.recipe import EncoderSection, Recipe, StorageSection
+from distcse.storage import is_in_session, resolve_path
+from distcse.teachers.cosine_band import CosineBand
+from distcse.teachers.kinds import kind_of
+
+_SETTINGS_FILE = "config_sentence_transformers.json"
+_NARROW = 0.5
+"""Spread of a teacher's cosines, relative to the widest one's, below which its band counts as narrow."""
+
+
+@dataclass(frozen=True)
+class SettingsWarning:
+    """A warning of a recipe's settings.
+
+    Attributes:
+        code: Stable code, `DCSE-W…`.
+        problem: The setting, and what it leads to.
+        fix: How to fix it, as an imperative.
+    """
+
+    code: str
+    problem: str
+    fix: str
+
+    @property
+    def text(self) -> str:
+        """The warning as one line."""
+        return f"[{self.code}] {self.problem}; {self.fix}"
+
+
+def report_warnings(warnings: Sequence[SettingsWarning], reporter: Reporter) -> None:
+    """Report warnings to a run's caller, one line each."""
+    for warning in warnings:
+        reporter.emit(LogMessage(warning.text, warning=True))
+
+
+def warn_of_equal_views(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
+    """Warn of a student without dropout whose objective contrasts the two views of a sentence.
+
+    Args:
+        recipe: The recipe.
+        only_local: Skip a student that would have to be downloaded. Default: False.
+    """
+    keys = [f"objective.{key}" for key, term in recipe.objective.active_terms.items() if term.contrasts_views]
+    student = recipe.student
+    folder = _folder(student, only_local) if keys and student.dropout is None else None
+    probabilities = [0.0 if student.dropout is None else student.dropout]
+    if not keys or (student.dropout is None and folder is None):
+        return []
+    if folder is not None:
+        probabilities = _dropouts(folder, student.trust_remote_code)
+    if any(probabilities):
+        return []
+    return [
+        SettingsWarning(
+            "DCSE-W01",
+            f"{student.backbone} has no dropout, so that both views of a sentence are equal, and {' and '.join(keys)} "
+            f"{'compare' if len(keys) > 1 else 'compares'} them",
+            f"write student.dropout: 0.1, or {keys[0]}: null",
+        )
+    ]
+
+
+def warn_of_narrow_bands(recipe: Recipe, bands: Mapping[int, CosineBand]) -> list[SettingsWarning]:
+    """Warn of teachers with a narrow band of cosines, which count for little in a mean of cosines.
+
+    Args:
+        recipe: The recipe.
+        bands: The bands of the teachers whose cosines are averaged, by their index.
+    """
+    if len(bands) < 2:
+        return []
+    teachers = recipe.teachers.encoders
+    widest = max(bands, key=lambda number: bands[number].spread)
+    alphas = {number: teachers[number].alpha for number in bands}
+    effective = {number: alphas[number] * band.spread for number, band in bands.items()}
+    return [
+        SettingsWarning(
+            "DCSE-W02",
+            f"teacher {number}, {teachers[number].backbone}, has a narrow band of cosines, {band}, and teacher {widest} has "
+            f"{bands[widest]}: in their mean it weighs {effective[number] / sum(effective.values()):.0%} in effect, not "
+            f"{alphas[number] / sum(alphas.values()):.0%}",
+            f"raise teachers.encoders.{number}.alpha if it should count for more "
+            f"({alphas[number] * bands[widest].spread / max(band.spread, 1e-6):.2g} makes up for its band)",
+        )
+        for number, band in bands.items()
+        if band.spread < _NARROW * bands[widest].spread
+    ]
+
+
+def warn_of_session_folders(storage: StorageSection) -> list[SettingsWarning]:
+    """Warn of storage in the folder of a Ray session."""
+    return [
+        SettingsWarning(
+            "DCSE-W03",
+            f"storage.{key} is {folder}, in the folder of a Ray session, which is deleted with the cluster",
+            f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}",
+        )
+        for key in ("runs", "cache")
+        if is_in_session(folder := resolve_path(getattr(storage, key)).absolute())
+    ]
+
+
+def warn_of_unused_prompts(encoders: Mapping[str, EncoderSection], only_local: bool = False) -> list[SettingsWarning]:
+    """Warn of encoders that read texts without a prompt, and whose folders name one for every kind of text.
+
+    Args:
+        encoders: The encoders' sections by recipe key.
+        only_local: Skip models that would have to be downloaded. Default: False.
+    """
+    warnings = []
+    for key, section in encoders.items():
+        folder = None if section.prompt else _folder(section, only_local)
+        settings = {} if folder is None else read_json(folder / _SETTINGS_FILE)
+        prompts = settings.get("prompts") or {}
+        if prompts and all(prompts.values()) and settings.get("default_prompt_name") is None:
+            named = ", ".join(f"{name}: {prompt!r:.60}" for name, prompt in prompts.items())
+            warnings.append(
+                SettingsWarning(
+                    "DCSE-W04",
+                    f"{key} reads texts without a prompt, and the folder of {section.backbone} names prompts ({named})",
+                    f"write {key}.prompt: {next(iter(prompts.values()))!r:.60}, or another that fits the texts",
+                )
+            )
+    return warnings
+
+
+def teacher_encoders(recipe: Recipe) -> dict[str, EncoderSection]:
+    """Return the sections of the teachers that are models with sentence vectors, by recipe key."""
+    kinds = [kind_of(teacher, only_local=True) for teacher in recipe.teachers.encoders]
+    return {
+        f"teachers.encoders.{number}": kind.section
+        for number, kind in enumerate(kinds)
+        if kind.is_model and kind.has_vectors
+    }
+
+
+def _folder(section: EncoderSection, only_local: bool) -> Path | None:
+    """Return the folder with an encoder's settings; None if it would have to be downloaded and `only_local` is set."""
+    wanted = [CONFIG_FILE, _SETTINGS_FILE]
+    if only_local:
+        return find_local_model(section.backbone, section.trust_remote_code, wanted)
+    return resolve_model(section.backbone, section.trust_remote_code, wanted)
+
+
+@without_noise()
+def _dropouts(folder: Path, trust_remote_code: bool) -> list[float]:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    return [probability for _, probability in dropouts(config)]
