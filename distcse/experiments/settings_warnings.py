@@ -21,6 +21,8 @@ from distcse.teachers.cosine_band import CosineBand
 from distcse.teachers.kinds import kind_of
 
 _SETTINGS_FILE = "config_sentence_transformers.json"
+_OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_")
+"""Beginnings of the dropout settings of heads, which an encoder does not have; ALBERT has no other one above 0."""
 _NARROW = 0.5
 """Spread of a teacher's cosines, relative to the widest one's, below which its band counts as narrow."""
 
@@ -165,4 +167,4 @@ def _dropouts(folder: Path, trust_remote_code: bool) -> list[float]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return [probability for _, probability in dropouts(config)]
+    return [probability for name, probability in dropouts(config) if not name.startswith(_OF_HEADS)]

@@ -58,5 +58,10 @@ def test_weights_of_layers_that_the_config_lacks_are_logged_once(
     for _ in range(2):
         Encoder.load(tmp_path)
     (line,) = (record.getMessage() for record in caplog.records)
-    assert str(tmp_path) in line and "weights are not used" in line and "encoder.layer.1." in line and "config.json" in line
+    assert (
+        str(tmp_path) in line
+        and "weights are not used" in line
+        and "encoder.layer.1." in line
+        and "config.json" in line
+    )
     assert not reports

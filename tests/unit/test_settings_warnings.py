@@ -15,13 +15,13 @@ from distcse.data import Corpus
 from distcse.doctor import main as doctor
 from distcse.events import Event, LogMessage, Reporter
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.warnings import settings_warnings
+from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, settings_warnings
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders
+from distcse.experiments.settings_warnings import SettingsWarning, warn_of_narrow_bands, warn_of_session_folders
 from distcse.recipe import Recipe, StorageSection, recipe_yaml
 from distcse.storage import resolve_path
-from distcse.teachers.cosine_band import SAMPLE, cosine_band
+from distcse.teachers.cosine_band import SAMPLE, CosineBand, cosine_band
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
@@ -42,12 +42,11 @@ def recipe(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> R
     """Return a recipe to which all four warnings apply, once its teachers have embedded the corpus."""
     folder = tmp_path / "session_2026-11-26_06-49-30_123456_7890"
     folder.mkdir()
-    student, prompted, narrow = (tmp_path / name for name in ("student", "prompted", "narrow"))
+    student, prompted = tmp_path / "student", tmp_path / "prompted"
     shutil.copytree(tiny("bert", dropout=0.0), student)
     shutil.copytree(tiny("bert"), prompted)
     change(prompted / "config_sentence_transformers.json", prompts={"query": "query: ", "passage": "passage: "})
-    made = make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *SHORT)
-    return made
+    return make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *SHORT)
 
 
 def narrow(table: EmbeddingTable) -> None:
@@ -89,3 +88,172 @@ def test_the_run_its_dry_run_and_the_doctor_report_the_same_warnings(
     checks = json.loads(capsys.readouterr().out)
     assert [f"{check['found']}; {check['fix']}" for check in checks if check["name"] == "settings"] == run
     assert all(check["verdict"] == "warn" for check in checks if check["name"] == "settings")
+
+
+@pytest.mark.parametrize(
+    ("dropout", "overrides", "keys"),
+    [
+        (0.0, (), ["objective.info_nce", "objective.consistency"]),
+        (0.0, ("objective.consistency=null",), ["objective.info_nce"]),
+        (0.0, ("objective.info_nce.weight=0", "objective.consistency=null"), []),
+        (0.0, ("student.dropout=0.1",), []),
+        (0.1, (), []),
+        (0.1, ("student.dropout=0",), ["objective.info_nce", "objective.consistency"]),
+        (0.0, ("objective.info_nce=null", "objective.consistency=null"), []),
+    ],
+)
+def test_equal_views_are_warned_of_where_a_loss_contrasts_them(
+    dropout: float,
+    overrides: tuple[str, ...],
+    keys: list[str],
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    sentences: list[str],
+) -> None:
+    recipe = make_recipe(tmp_path, tiny("bert", dropout=dropout), [tiny("minilm")], sentences, *overrides)
+    warnings = settings_warnings(recipe)
+    assert codes(warnings) == ["DCSE-W01"] * bool(keys)
+    for warning in warnings:
+        assert " and ".join(keys) in warning.problem and "student.dropout" in warning.fix
+
+
+@pytest.mark.parametrize("family", ["modernbert", "qwen3", "llama", "albert", "bert", "electra"])
+def test_the_families_defaults_are_known(
+    family: str, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    config = AutoConfig.for_model(family)
+    config.save_pretrained(tmp_path / "student")
+    recipe = make_recipe(tmp_path, tmp_path / "student", [tiny("minilm")], sentences)
+    without = family in ("modernbert", "qwen3", "llama", "albert")
+    assert codes(settings_warnings(recipe)) == ["DCSE-W01"] * without
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompt", "warns"),
+    [
+        ({"prompts": {"query": "query: ", "passage": "passage: "}}, "", True),
+        ({"prompts": {"query": "query: ", "passage": "passage: "}, "default_prompt_name": None}, "", True),
+        ({"prompts": {"query": "query: ", "passage": "passage: "}}, "query: ", False),
+        ({"prompts": {"query": "query: "}, "default_prompt_name": "query"}, "", False),
+        ({"prompts": {"query": "Instruct: find\nQuery:", "document": ""}}, "", False),
+        ({"prompts": {"query": "", "document": ""}}, "", False),
+        ({"prompts": {}}, "", False),
+        ({"prompts": None}, "", False),
+        ({}, "", False),
+    ],
+)
+@pytest.mark.parametrize("key", ["student", "teachers.encoders.0"])
+def test_a_model_without_the_prompt_that_its_folder_names_is_warned_of(
+    settings: dict[str, object],
+    prompt: str,
+    warns: bool,
+    key: str,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    sentences: list[str],
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("bert"), folder)
+    change(folder / "config_sentence_transformers.json", **settings)
+    recipe = make_recipe(
+        tmp_path,
+        tiny("bert"),
+        [tiny("bert")],
+        sentences,
+        f"{key}.backbone={folder}",
+        f"{key}.prompt={json.dumps(prompt)}",
+    )
+    found = settings_warnings(recipe)
+    assert codes(found) == ["DCSE-W04"] * warns
+    for warning in found:
+        assert "passage: 'passage: '" in warning.problem and f"{key}.prompt" in warning.fix
+
+
+def test_groups_of_a_mutual_distillation_are_warned_of(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("bert"), folder)
+    change(folder / "config_sentence_transformers.json", prompts={"query": "query: "})
+    recipe = make_mutual_recipe(tmp_path, {"one": folder, "two": tiny("minilm")}, sentences)
+    (warning,) = MutualDistillation(recipe).warnings()
+    assert warning.code == "DCSE-W04" and "groups.0.prompt" in warning.fix
+
+
+def test_storage_in_the_folder_of_a_ray_session_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = tmp_path / "ray" / "session_2026-11-26_06-49-30_123456_7890"
+    (session / "logs").mkdir(parents=True)
+    (tmp_path / "session_latest").symlink_to(session)
+    (tmp_path / "session_of_tuesday").mkdir()
+    for runs, warns in (
+        (session / "runs", True),
+        (tmp_path / "session_latest" / "runs", True),
+        (tmp_path / "session_of_tuesday", False),
+        ("s3://bucket/session_2026-11-26_06-49-30_123456_7890", False),
+    ):
+        found = warn_of_session_folders(StorageSection(runs=str(runs), cache=str(tmp_path)))
+        assert codes(found) == ["DCSE-W03"] * warns
+    monkeypatch.chdir(session / "logs")
+    (warning,) = warn_of_session_folders(StorageSection(runs="runs", cache=str(tmp_path)))
+    assert str(session / "logs" / "runs") in warning.problem
+
+
+def test_a_band_is_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
+    identity = TableIdentity("model", "corpus", 4000, "mean", 16, "", "fp32", shard_rows=100)
+    table = EmbeddingTable.locate(tmp_path, identity)
+    assert cosine_band(table) is None
+    random = np.random.default_rng(0)
+    offset = np.eye(64, dtype=np.float32)[0] * 8
+    for shard in range(identity.shards):
+        table.write_shard(shard, random.standard_normal((100, 64)).astype(np.float32) + offset)
+    band = cosine_band(table, keep=True)
+    assert band is not None and 100 < SAMPLE < 400
+    vectors = table.vectors(np.arange(0, 4000, 4))
+    cosines = (vectors @ vectors.T)[np.triu_indices(1000, 1)]
+    assert band.mean == pytest.approx(cosines.mean(), abs=0.01) and band.spread == pytest.approx(cosines.std(), rel=0.1)
+    for shard in range(identity.shards):
+        table.write_shard(shard, -random.standard_normal((100, 64)).astype(np.float32))
+    assert cosine_band(EmbeddingTable.locate(tmp_path, identity)) == band  # not measured again
+
+
+@pytest.mark.parametrize(
+    ("spreads", "alphas", "named"),
+    [
+        ((0.09, 0.085), (1, 1), {}),
+        ((0.09, 0.026), (1, 1), {1: "22% in effect, not 50%"}),
+        ((0.026, 0.08, 0.1), (1, 1, 1), {0: "13% in effect, not 33%"}),
+        ((0.09, 0.02), (1, 9), {1: "67% in effect, not 90%"}),
+        ((0.02,), (1,), {}),
+    ],
+)
+def test_a_teacher_with_a_narrow_band_is_named_with_what_it_weighs(
+    spreads: tuple[float, ...],
+    alphas: tuple[float, ...],
+    named: dict[int, str],
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    sentences: list[str],
+) -> None:
+    weights = [f"teachers.encoders.{number}.alpha={alpha}" for number, alpha in enumerate(alphas)]
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert") for _ in spreads], sentences, *weights)
+    bands = {number: CosineBand(0.5, spread) for number, spread in enumerate(spreads)}
+    found = warn_of_narrow_bands(recipe, bands)
+    assert len(found) == len(named)
+    for warning, (number, text) in zip(found, named.items(), strict=True):
+        assert text in warning.problem and f"teacher {number}," in warning.problem
+        assert f"teachers.encoders.{number}.alpha" in warning.fix
+
+
+def test_bands_are_compared_only_where_cosines_are_averaged(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    two = make_recipe(tmp_path, tiny("bert"), [tiny("bert"), tiny("minilm")], sentences)
+    corpus = Corpus.prepare(two.corpus, resolve_path(two.storage.cache))
+    assert list(averaged_teachers(two)) == [0, 1] and not band_warnings(two, corpus)  # nothing is embedded
+    for overrides in (
+        ("teachers.mode=live",),
+        ("teachers.encoders.1.similarity=rank",),
+        ("objective.rank=null",),
+    ):
+        other = make_recipe(tmp_path, tiny("bert"), [tiny("bert"), tiny("minilm")], sentences, *overrides)
+        assert not averaged_teachers(other)

@@ -47,7 +47,7 @@ def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[Se
         keep: Store what is measured with the tables. Default: False.
     """
     cache, bands = resolve_path(recipe.storage.cache), {}
-    for number, teacher in _averaged(recipe).items():
+    for number, teacher in averaged_teachers(recipe).items():
         table = EmbeddingTable.at(cache, identity_of(teacher, corpus, recipe.teachers.shard_rows))
         if (band := cosine_band(table, keep)) is not None:
             bands[number] = band
@@ -56,7 +56,7 @@ def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[Se
 
 def cached_band_warnings(recipe: Recipe) -> list[SettingsWarning]:
     """Return the warnings of `band_warnings`, with the precisions that this machine decides, if the cache has the corpus."""
-    teachers = _averaged(recipe).values()
+    teachers = averaged_teachers(recipe).values()
     if not all(
         find_local_model(teacher.backbone, teacher.trust_remote_code) for teacher in teachers if _is_model(teacher)
     ):
@@ -65,7 +65,7 @@ def cached_band_warnings(recipe: Recipe) -> list[SettingsWarning]:
     return [] if corpus is None else band_warnings(with_teacher_precisions(recipe, None, Reporter()), corpus)
 
 
-def _averaged(recipe: Recipe) -> dict[int, TeacherSection]:
+def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
     """Return the teachers of whose cosines the lists are the mean, by their index; none where only one teacher has cosines."""
     if not recipe.objective.keys_that_need("lists", "clean_lists", active=True):
         return {}
