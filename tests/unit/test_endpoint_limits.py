@@ -20,8 +20,7 @@ from distcse.errors import EndpointError, RefusedTextError
 from distcse.events import Reporter
 from distcse.experiments.distillation.preparation import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
-from distcse.recipe import EndpointSection
-from distcse.recipe.loading import read_recipe
+from distcse.recipe import EndpointSection, load_recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.endpoint import Endpoint
 from tests.failures import fails_with
@@ -174,7 +173,7 @@ def test_a_row_that_is_too_long_is_named_as_the_corpus_numbers_it(server: Server
     server.refusal = tei
     file = tmp_path / "corpus.txt"
     file.write_text("\n".join([*TEXTS[:70], "long " * 600, *TEXTS[70:]]))
-    recipe = read_recipe(
+    recipe = load_recipe(
         "minilm-3layer",
         [
             f"corpus.path={file}",
