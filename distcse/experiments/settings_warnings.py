@@ -9,18 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distcse.compat.transformers import without_noise
 from distcse.events import LogMessage, Reporter
 from distcse.models import resolve_model
-from distcse.models.loading import dropouts
-from distcse.models.source import CONFIG_FILE, find_local_model
-from distcse.models.st_format import read_json
+from distcse.models.folder import find_local_model
+from distcse.models.loading import dropouts, load_config
+from distcse.models.st_format import backbone_folder, read_layout
+from distcse.models.st_settings import read_model_settings
 from distcse.recipe import EncoderSection, Recipe, StorageSection
 from distcse.storage import is_in_session, resolve_path
 from distcse.teachers.cosine_band import CosineBand
 from distcse.teachers.kinds import kind_of
 
-_SETTINGS_FILE = "config_sentence_transformers.json"
+_SETTINGS_FILES = [
+    "config.json",
+    "*/config.json",
+    "modules.json",
+    "sentence_*_config.json",
+    "config_sentence_transformers.json",
+]
+"""Files of a model on the hub that are read here."""
 _OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_")
 """Beginnings of the dropout settings of heads, which an encoder does not have; ALBERT has no other one above 0."""
 _NARROW = 0.5
@@ -130,9 +137,9 @@ def warn_of_unused_prompts(encoders: Mapping[str, EncoderSection], only_local: b
     warnings = []
     for key, section in encoders.items():
         folder = None if section.prompt else _folder(section, only_local)
-        settings = {} if folder is None else read_json(folder / _SETTINGS_FILE)
-        prompts = settings.get("prompts") or {}
-        if prompts and all(prompts.values()) and settings.get("default_prompt_name") is None:
+        settings = None if folder is None else read_model_settings(folder)
+        if settings and settings.prompts and not settings.default_prompt and all(settings.prompts.values()):
+            prompts = settings.prompts
             named = ", ".join(f"{name}: {prompt!r:.60}" for name, prompt in prompts.items())
             warnings.append(
                 SettingsWarning(
@@ -156,15 +163,11 @@ def teacher_encoders(recipe: Recipe) -> dict[str, EncoderSection]:
 
 def _folder(section: EncoderSection, only_local: bool) -> Path | None:
     """Return the folder with an encoder's settings; None if it would have to be downloaded and `only_local` is set."""
-    wanted = [CONFIG_FILE, _SETTINGS_FILE]
     if only_local:
-        return find_local_model(section.backbone, section.trust_remote_code, wanted)
-    return resolve_model(section.backbone, section.trust_remote_code, wanted)
+        return find_local_model(section.backbone, section.trust_remote_code, _SETTINGS_FILES)
+    return resolve_model(section.backbone, section.trust_remote_code, _SETTINGS_FILES)
 
 
-@without_noise()
 def _dropouts(folder: Path, trust_remote_code: bool) -> list[float]:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_config(backbone_folder(folder), trust_remote_code, read_layout(folder).config_settings)
     return [probability for name, probability in dropouts(config) if not name.startswith(_OF_HEADS)]

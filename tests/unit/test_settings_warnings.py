@@ -117,7 +117,7 @@ def test_equal_views_are_warned_of_where_a_loss_contrasts_them(
         assert " and ".join(keys) in warning.problem and "student.dropout" in warning.fix
 
 
-@pytest.mark.parametrize("family", ["modernbert", "qwen3", "llama", "albert", "bert", "electra"])
+@pytest.mark.parametrize("family", ["modernbert", "qwen3", "llama", "albert", "bert", "electra", "gpt2"])
 def test_the_families_defaults_are_known(
     family: str, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
 ) -> None:

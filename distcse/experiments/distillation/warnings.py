@@ -14,7 +14,7 @@ from distcse.experiments.settings_warnings import (
     warn_of_session_folders,
     warn_of_unused_prompts,
 )
-from distcse.models.source import find_local_model
+from distcse.models.folder import find_local_model
 from distcse.recipe import Recipe, TeacherSection
 from distcse.storage import resolve_path
 from distcse.teachers.cosine_band import cosine_band
