@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def markdown(evaluation: Evaluation, history: History | None = None) -> str:
     return page.render(**_content(evaluation, history)).strip() + "\n"
 
 
+@cache
 def environment(escape: bool) -> Environment:
     """Return the Jinja environment of the pages' templates; undefined variables are errors."""
     environment = Environment(

@@ -25,6 +25,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -210,7 +211,7 @@ class RunDirectory:
     @staticmethod
     def circumstances() -> dict[str, Any]:
         """Describe the software, hardware and source code of this process."""
-        packages = {dist.metadata["Name"]: dist.version for dist in distributions()}
+        packages = _packages()
         return {
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -332,6 +333,12 @@ def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
 
 def _format_fingerprints(name: str, before: str, now: str) -> str:
     return f" (fingerprint {now[:12]}, was {before[:12]})"
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """Return the version of each installed package. Cached: reading the metadata of a few hundred takes half a second."""
+    return {metadata["Name"]: metadata["Version"] for metadata in (dist.metadata for dist in distributions())}
 
 
 def _hardware() -> dict[str, Any]:
