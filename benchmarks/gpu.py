@@ -71,7 +71,6 @@ from distcse.device import default_device, gpu_module, is_gpu, to_device
 from distcse.events import Reporter
 from distcse.experiments.distillation.model import Batch, StudentModel, StudentOutput
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.losses import list_mle as our_list_mle
 from distcse.models import CrossEncoder, Encoder, build_projection
@@ -88,6 +87,7 @@ from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 from distcse.trainer.task import StepInputs
 from distcse.trainer.trainer import train, training_step
+from tests.pairs import bi_tokens, cross_tokens, make_pairs
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}
 LENGTHS = Path(__file__).with_name("lengths.json")
@@ -688,18 +688,21 @@ class PairStep:
 def trans_encoder(bench: Bench) -> Iterator[Figure]:
     """Rows 20 and 21: scoring of pairs against the reference style, and a full run of three cycles from its parts."""
     sizes, count = ((8, 4), 32) if bench.tiny else ((BI, CROSS), 8192)
-    pairs = Pairs(bench.texts(count), bench.texts(count))
+    first, second = bench.texts(count), bench.texts(count)
     torch.manual_seed(0)
     classifier = BertForSequenceClassification(bench.config("base", num_labels=1)).to(bench.device).eval()
     cross, bi = CrossEncoder(copy.deepcopy(classifier), bench.tokenizer(), 64), bench.encoder("base")
-    steps = {
-        "bi step": PairStep(bi, BiTokens(bi, pairs), sizes[0]),
-        "cross step": PairStep(cross, CrossTokens(cross, pairs, both_orders=False), sizes[1]),
-    }
-    both, few = list(pairs.both()), list(pairs.both())[: count // 8]
+    with TemporaryDirectory() as folder:  # what is mapped stays readable
+        pairs = make_pairs(Path(folder), first, second)
+        steps = {
+            "bi step": PairStep(bi, bi_tokens(bi, pairs), sizes[0]),
+            "cross step": PairStep(cross, cross_tokens(cross, pairs, both_orders=False), sizes[1]),
+        }
+    both = list(zip(first, second, strict=True))
+    few = both[: count // 8]
     frozen_cross = CrossEncoder(copy.deepcopy(classifier), bench.tokenizer(), 64)
     frozen_bi, tokenizer = bench.encoder("base"), bench.tokenizer()
-    sentences = [*dict.fromkeys([*pairs.first, *pairs.second])]
+    sentences = [*dict.fromkeys([*first, *second])]
     ways: dict[str, Sampler] = {
         **{name: bench.sampler(step) for name, step in steps.items()},
         "bi scores": bench.sampler(lambda: frozen_bi.encode(sentences, precision="bf16"), 1),

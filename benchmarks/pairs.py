@@ -22,7 +22,6 @@ from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens
 from benchmarks.step import equal_or_stop, load
 from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.models.batching import by_length
 from distcse.models.detection.edits import _choose, _masked
@@ -32,6 +31,7 @@ from distcse.trainer.dropout_rng import dropout_rng
 from distcse.trainer.engines import make_engine
 from distcse.trainer.trainer import training_step
 from tests.counting import with_padding
+from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file
 
@@ -43,22 +43,20 @@ def measure(options: Options) -> Report:
     """All rows of this script."""
     effort = Effort(pairs=options.pairs, shortest=0.0 if options.quick else 0.5, warmups=1 if options.quick else 3)
     found: list[Figure] = []
-    pairs = sts_pairs(options.data)
     with tempfile.TemporaryDirectory() as folder:
         if options.wants(12, 20, 21):
-            found += trans_encoder(pairs, options, effort)
+            found += trans_encoder(Path(folder), options, effort)
         if options.wants(23):
             found += diffcse(Path(folder), options, effort)
     return Report("pairs", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
 
 
-def sts_pairs(data: Path) -> Pairs:
+def sts_pairs(data: Path) -> list[tuple[str, str]]:
     """The unlabelled STS pairs, in a fixed random order."""
     (file,) = (data / "pairs" / "sts_unlabelled").iterdir()
     table = read_table(file)
-    first, second = table.texts("sentence1"), table.texts("sentence2")
-    order = np.random.default_rng(0).permutation(len(first))
-    return Pairs([first[row] for row in order], [second[row] for row in order])
+    pairs = list(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
+    return [pairs[row] for row in np.random.default_rng(0).permutation(len(pairs))]
 
 
 class OurPairStep:
@@ -82,19 +80,24 @@ class OurPairStep:
         return self.task.compute_loss(inputs.loss_inputs, self.engine.forward(inputs.model_inputs))[0]
 
 
-def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure]:
+def trans_encoder(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Rows 12, 20 and 21. Mean pooling, MiniLM's size, fp32."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(0)
     sizes = (16, 8) if options.quick else (BI, CROSS)
+    pairs = sts_pairs(options.data)
     kept = pairs[: 64 if options.quick else 2048]
+    stored = make_pairs(folder, *zip(*kept, strict=True))
     bi, cross = Encoder.load(MINILM, pooling="mean", max_length=32), CrossEncoder.fresh(resolve_model(MINILM), 64)
-    bi_tokens, cross_tokens = BiTokens(bi, kept), CrossTokens(cross, kept, both_orders=False)
+    sentence_tokens, pair_tokens = bi_tokens(bi, stored), cross_tokens(cross, stored, both_orders=False)
     sections = [
         LoopSection(batch_size=size, engine="torch", epochs=1e6, warmup=0.0, precision="fp32") for size in sizes
     ]
-    ours = {"bi": OurPairStep(bi, bi_tokens, sections[0]), "cross": OurPairStep(cross, cross_tokens, sections[1])}
+    ours = {
+        "bi": OurPairStep(bi, sentence_tokens, sections[0]),
+        "cross": OurPairStep(cross, pair_tokens, sections[1]),
+    }
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(MINILM))
     their_bi = load(MINILM)
     their_cross = AutoModelForSequenceClassification.from_pretrained(resolve_model(MINILM), num_labels=1)
@@ -105,12 +108,11 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
 
         def batch(step: int) -> tuple[Any, Any, torch.Tensor]:
             rows = task._rank_rows(step)
-            labels = task._labels[torch.from_numpy(rows)]
+            labels = torch.from_numpy(task._labels[rows])
             if kind == "bi":
-                first, second = bi_tokens._first[rows], bi_tokens._second[rows]
-                return [bi_tokens._rows[p] for p in first], [bi_tokens._rows[p] for p in second], labels
-            assert cross_tokens._kinds is not None
-            return [cross_tokens._rows[row] for row in rows], [cross_tokens._kinds[row] for row in rows], labels
+                both = sentence_tokens.rows(rows)
+                return both[: len(rows)], both[len(rows) :], labels
+            return *pair_tokens.rows(rows), labels
 
         return batch
 
@@ -123,11 +125,11 @@ def trans_encoder(pairs: Pairs, options: Options, effort: Effort) -> list[Figure
         theirs[kind].model.eval()
         _equal_or_stop(kind, ours[kind], theirs[kind])
     found = [_filled(ours)]
-    scored = list(kept[: 32 if options.quick else 64].both())
+    scored = kept[: 32 if options.quick else 64]
     sides = [one for one, _ in scored], [other for _, other in scored]
     sentences, both = (
-        Batches([*dict.fromkeys([*pairs.first, *pairs.second])], bi),
-        Batches([*pairs.both()], cross),
+        Batches([*dict.fromkeys([*(one for one, _ in pairs), *(other for _, other in pairs)])], bi),
+        Batches(pairs, cross),
     )
     bi_start, cross_start, half = copy.deepcopy(bi).eval(), copy.deepcopy(cross).eval(), copy.deepcopy(cross).eval()
     for model, precision in ((bi_start, "fp32"), (cross_start, "fp32"), (half, "bf16")):

@@ -27,9 +27,9 @@ from benchmarks.simulator import PhaseTimes
 from distcse.events import Reporter
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.group import Group, SerializedGroup
-from distcse.experiments.mutual.phase_store import Scores
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.placement.resources import Resources
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import cluster
@@ -106,7 +106,7 @@ class Clocked:
         if self._ahead:
             self._group.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
+    def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         with self._noted(phase):
             return self._group.train(phase, labels)
 

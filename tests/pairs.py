@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from distcse.data import Pairs, PairTokenTable, TokenTable
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
+from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe, read_recipe
 
 
@@ -53,6 +57,28 @@ def make_mutual_recipe(
     recipe = read_recipe(str(file), overrides)
     assert isinstance(recipe, MutualRecipe)
     return recipe
+
+
+def make_pairs(folder: Path, first: Sequence[str], second: Sequence[str]) -> Pairs:
+    """Store pairs in a new folder below `folder`."""
+    return Pairs.write(Path(tempfile.mkdtemp(dir=folder)) / "pairs", zip(first, second, strict=True))
+
+
+def bi_tokens(encoder: Encoder, pairs: Pairs) -> BiTokens:
+    """Tokenize pairs for a bi-encoder; the table is next to the pairs."""
+    cache = pairs.directory.parent
+    return BiTokens(
+        encoder,
+        pairs,
+        TokenTable.prepare(pairs.sentences, encoder.tokenizer, encoder.max_length, cache, prompt=encoder.prompt),
+    )
+
+
+def cross_tokens(encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> CrossTokens:
+    """Tokenize pairs for a cross-encoder; the table is next to the pairs."""
+    cache = pairs.directory.parent
+    table = PairTokenTable.prepare(pairs, encoder.tokenizer, encoder.max_length, both_orders, cache)
+    return CrossTokens(encoder, table)
 
 
 def labels_of(run: Path) -> list[NDArray[np.float32]]:

@@ -30,14 +30,13 @@ from benchmarks.reference_style import (
 from benchmarks.step import RANKCSE, equal_or_stop, load
 from distcse.data import Corpus
 from distcse.evaluation import PairScores, VectorModel
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.losses import list_mle as ours_list_mle
 from distcse.models import CrossEncoder, Encoder
 from distcse.rank_space import RankSpace
 from distcse.recipe import LoopSection, ObjectiveSection
 from tests.models import make_masked_lm
+from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep
 
 
@@ -112,34 +111,35 @@ def test_diffcse_step_with_the_same_masks(spec: Callable[..., Any], tiny: Callab
     assert torch.isfinite(theirs())
 
 
-def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str]) -> None:
+def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str], tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(0)
-    pairs = Pairs(sentences[:40], sentences[40:80])
+    pairs = make_pairs(tmp_path, sentences[:40], sentences[40:80])
     bi, cross = Encoder.load(tiny("bert"), pooling="mean", max_length=32), CrossEncoder.fresh(tiny("bert"), 64)
-    bi_tokens, cross_tokens = BiTokens(bi, pairs), CrossTokens(cross, pairs, both_orders=False)
+    sentence_tokens, pair_tokens = bi_tokens(bi, pairs), cross_tokens(cross, pairs, both_orders=False)
     section = LoopSection(batch_size=16, engine="torch", precision="fp32")
     model = AutoModelForSequenceClassification.from_pretrained(tiny("bert"), num_labels=1)
     model.load_state_dict(cross.model.state_dict())
     for ours, theirs, is_cross in (
-        (OurPairStep(bi, bi_tokens, section), load(str(tiny("bert"))), False),
-        (OurPairStep(cross, cross_tokens, section), model, True),
+        (OurPairStep(bi, sentence_tokens, section), load(str(tiny("bert"))), False),
+        (OurPairStep(cross, pair_tokens, section), model, True),
     ):
         places = ours.task._rank_rows(0)
-        labels = ours.task._labels[torch.from_numpy(places)]
+        labels = torch.from_numpy(ours.task._labels[places])
         if is_cross:
-            read = [cross_tokens._rows[p] for p in places]
+            read, _ = pair_tokens.rows(places)
             batch = read, [np.zeros_like(row) for row in read], labels  # this tokenizer tells no sides apart
         else:
-            sides = [[bi_tokens._rows[p] for p in side[places]] for side in (bi_tokens._first, bi_tokens._second)]
+            both = sentence_tokens.rows(places)
+            sides = both[: len(places)], both[len(places) :]
             batch = (*sides, labels)
         loop = PairLoop(theirs, lambda step, batch=batch: batch, is_cross)  # type: ignore[misc]
         ours.task.model.eval()
         loop.model.eval()
         assert loop.loss().item() == pytest.approx(ours.loss().item(), rel=1e-5)
     tokenizer, sentences_of_pairs = AutoTokenizer.from_pretrained(tiny("bert")), list(pairs.both())
-    found = VectorModel.of(bi).similarities(pairs.first, pairs.second)
+    found = VectorModel.of(bi).similarities(*pairs.texts(0, len(pairs)))
     np.testing.assert_allclose(score_bi(load(str(tiny("bert"))), tokenizer, sentences_of_pairs), found, atol=1e-5)
-    scores = PairScores(cross).similarities(pairs.first, pairs.second)
+    scores = PairScores(cross).similarities(*pairs.texts(0, len(pairs)))
     np.testing.assert_allclose(score_cross(model, tokenizer, sentences_of_pairs), scores, atol=1e-5)

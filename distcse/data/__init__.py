@@ -9,6 +9,8 @@ from distcse.data.collate import Tokens, collate
 from distcse.data.corpus import Corpus, check_source, source_rows
 from distcse.data.neighbor_batching import Grouping
 from distcse.data.normalized_key import Excluded, normalized_key
+from distcse.data.pair_tokens import PairTokenTable
+from distcse.data.pairs import Pairs
 from distcse.data.sampler import BatchSampler, duplicate_mask, split_held_out
 from distcse.data.token_table import TokenTable, tokenizer_fingerprint
 
@@ -17,6 +19,8 @@ __all__ = [
     "Corpus",
     "Excluded",
     "Grouping",
+    "PairTokenTable",
+    "Pairs",
     "TokenTable",
     "Tokens",
     "check_source",

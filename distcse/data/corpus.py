@@ -84,7 +84,7 @@ class Corpus:
         with write_cache_folder(directory, _LABEL) as (temporary, label):
             rows = source.rows(section.column)
             domains = _Domains(source.rows(section.domain)) if section.domain is not None else None
-            summary = _write(temporary, rows, domains, section.limit, excluded, on_progress or _ignore_progress)
+            summary = _write(temporary, rows, domains, section.limit, excluded, on_progress)
             label.update(summary, sources=source.names)
         return cls(directory, label, reused=False)
 
@@ -128,6 +128,28 @@ class Corpus:
     def sizes(self, ids: RowIds) -> NDArray[np.int64]:
         """Return the sentences' sizes in bytes of UTF-8, without reading the sentences."""
         return self._rows.lengths(ids)
+
+
+def write_sentences(folder: Path, sentences: Iterator[str], on_progress: Progress | None = None) -> tuple[int, str]:
+    """Stream sentences into a folder, and return their number and the hash of them and their order.
+
+    Args:
+        folder: An existing folder.
+        sentences: The sentences.
+        on_progress: Called with the number of sentences written so far.
+    """
+    digest, written = Digest(), 0
+    with RaggedWriter(folder) as writer:
+        while chunk := [text.encode() for text in islice(sentences, _CHUNK)]:
+            for text in chunk:
+                digest.update(len(text).to_bytes(8, "little"))
+                digest.update(text)
+            writer.append(b"".join(chunk), [len(text) for text in chunk])
+            written += len(chunk)
+            if on_progress is not None:
+                on_progress(written)
+        writer.finish()
+    return written, digest.hexdigest()
 
 
 def source_rows(section: CorpusSection) -> Iterator[Row]:
@@ -273,10 +295,9 @@ def _write(
     domains: _Domains | None,
     limit: int | None,
     excluded: Excluded | None,
-    on_progress: Progress,
+    on_progress: Progress | None,
 ) -> dict[str, Any]:
-    digest = Digest()
-    blank = num_excluded = written = 0
+    blank = num_excluded = 0
     hashes = array("q")
 
     def kept_rows() -> Iterator[str]:
@@ -292,17 +313,12 @@ def _write(
             else:
                 yield row
 
-    sentences = islice(kept_rows(), limit)
-    with RaggedWriter(folder) as writer:
-        while chunk := [text.encode() for text in islice(sentences, _CHUNK)]:
-            for text in chunk:
-                digest.update(len(text).to_bytes(8, "little"))
-                digest.update(text)
-            hashes.extend(map(hash, chunk))
-            writer.append(b"".join(chunk), [len(text) for text in chunk])
-            written += len(chunk)
-            on_progress(written)
-        writer.finish()
+    def hashed_rows() -> Iterator[str]:
+        for row in islice(kept_rows(), limit):
+            hashes.append(hash(row))
+            yield row
+
+    written, fingerprint = write_sentences(folder, hashed_rows(), on_progress)
     if not written:
         raise EmptyCorpusError(
             "the corpus contains no sentence"
@@ -313,11 +329,7 @@ def _write(
         "blank_rows": blank,
         "excluded_rows": num_excluded,
         "doubled_rows": written - len(np.unique(np.frombuffer(hashes, np.int64))),
-        "fingerprint": digest.hexdigest(),
+        "fingerprint": fingerprint,
         "format": FORMAT,
     }
     return label if domains is None else {**label, **domains.write(folder)}
-
-
-def _ignore_progress(done: int) -> None:
-    """Default of `on_progress`."""

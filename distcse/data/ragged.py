@@ -157,7 +157,7 @@ def _load_label(folder: Path, label: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def write_cache_folder(target: Path, label: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+def write_cache_folder(target: Path, label: str, key: str = "storage.cache") -> Iterator[tuple[Path, dict[str, Any]]]:
     """Create a cache folder atomically: it is written under a temporary name and renamed to `target` at the end.
 
     Several processes may write the same target, also from machines that share storage. The first to finish wins, and the
@@ -166,6 +166,7 @@ def write_cache_folder(target: Path, label: str) -> Iterator[tuple[Path, dict[st
     Args:
         target: Final path of the folder.
         label: Name of the label file in it.
+        key: The recipe's key of the location, for the error message. Default: that of the caches.
 
     Yields:
         The temporary folder, and the label's content, to be filled.
@@ -185,7 +186,7 @@ def write_cache_folder(target: Path, label: str) -> Iterator[tuple[Path, dict[st
         cause = error.__cause__
         reason = getattr(cause, "strerror", None) or cause
         raise CorpusCacheError(
-            f"cache folder {target.parent} cannot be written: {reason}; set storage.cache to another folder"
+            f"folder {target.parent} cannot be written: {reason}; set {key} to another folder"
         ) from cause
     store.publish()
 

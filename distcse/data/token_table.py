@@ -60,16 +60,23 @@ class TokenTable:
             TokenizationError: The tokenizer is slow, or returns no token for a sentence.
             CorpusCacheError: The cache cannot be written.
         """
-        identity = [FORMAT, corpus.fingerprint, tokenizer_fingerprint(tokenizer), _side(tokenizer), max_length, prompt]
+        identity = [
+            FORMAT,
+            corpus.fingerprint,
+            tokenizer_fingerprint(tokenizer),
+            truncation_side(tokenizer),
+            max_length,
+            prompt,
+        ]
         key = text_checksum(json.dumps(identity))
         directory = cache / "tokens" / key
         if (label := find_cached(directory, _LABEL)) is not None:
             return cls(directory, label, reused=True)
         with write_cache_folder(directory, _LABEL) as (temporary, label):
-            dtype = _dtype(tokenizer)
+            dtype = id_dtype(tokenizer)
             # Without a padding token, any valid id serves: the attention mask hides it.
             label.update(dtype=dtype.str, pad_id=tokenizer.pad_token_id or 0, rows=len(corpus))
-            with RaggedWriter(temporary) as writer, _truncating(tokenizer, max_length) as backend:
+            with RaggedWriter(temporary) as writer, truncating(tokenizer, max_length) as backend:
                 for first in range(0, len(corpus), _CHUNK):
                     texts = corpus.texts(range(first, min(first + _CHUNK, len(corpus))))
                     ids = _ids(backend, [prompt + text for text in texts] if prompt else texts)
@@ -123,22 +130,24 @@ def _backend(tokenizer: Any) -> Any:
     return backend
 
 
-def _side(tokenizer: Any) -> str:
+def truncation_side(tokenizer: Any) -> str:
+    """Return the side at which a tokenizer truncates."""
     return str(getattr(tokenizer, "truncation_side", "right"))
 
 
-def _dtype(tokenizer: Any) -> np.dtype[Any]:
+def id_dtype(tokenizer: Any) -> np.dtype[Any]:
+    """Return the smaller of two types that holds all token ids."""
     # The largest id, not the number of tokens, because ids may have gaps.
     largest = max(_backend(tokenizer).get_vocab(with_added_tokens=True).values(), default=0)
     return np.dtype(np.uint16 if largest < 2**16 else np.int32)
 
 
 @contextmanager
-def _truncating(tokenizer: Any, max_length: int) -> Iterator[Any]:
+def truncating(tokenizer: Any, max_length: int) -> Iterator[Any]:
     """Yield the Rust tokenizer with truncation and without padding; restore its settings afterwards."""
     backend = _backend(tokenizer)
     truncation, padding = backend.truncation, backend.padding
-    backend.enable_truncation(max_length, direction=_side(tokenizer))
+    backend.enable_truncation(max_length, direction=truncation_side(tokenizer))
     backend.no_padding()
     try:
         yield backend

@@ -28,7 +28,7 @@ from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
 from distcse.evaluation.suites import CustomSet, EvalConfig, Tasks, collect
-from distcse.evaluation.tables import read_table
+from distcse.evaluation.tables import read_table, stream_texts
 
 __all__ = [
     "DEV_SETS",
@@ -73,5 +73,6 @@ __all__ = [
     "parse_suites",
     "read_table",
     "refuse_test_as_dev",
+    "stream_texts",
     "sts_score",
 ]

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 ENDINGS = (".tsv", ".tsv.gz", ".parquet", ".jsonl", ".jsonl.gz")
 _JSON = (".jsonl", ".jsonl.gz")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,28 @@ def read_table(file: Path) -> Table:
         EvaluationDataError: The file does not exist.
         EvaluationFormatError: The file is malformed; names the line (from 1, including the header) or row.
     """
-    if not os.path.isfile(file):
-        raise EvaluationDataError(f"{file} does not exist; correct the path")
-    if not file.name.endswith(ENDINGS):
-        raise EvaluationFormatError(f"{file}: unknown file type; use one of {', '.join(ENDINGS)}")
-    if file.suffix == ".parquet":
-        return Table(file, _parquet(file))
-    return Table(file, _json_lines(file) if file.name.endswith(_JSON) else _tab_separated(file))
+    rows = _stream(file)
+    header = next(rows)
+    return Table(file, {name: list(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)})
+
+
+def stream_texts(file: Path, *columns: str) -> Iterator[tuple[str, ...]]:
+    """Stream columns of sentences, row by row; an empty sentence becomes `.` (see `Table.texts`).
+
+    Args:
+        file: A file that `read_table` reads.
+        columns: Names of the columns.
+
+    Raises:
+        EvaluationDataError: The file does not exist.
+        EvaluationFormatError: The file is malformed, or a column is missing; raised at the first such row.
+    """
+    rows = _stream(file)
+    header = next(rows)
+    empty = Table(file, {name: [] for name in header})
+    indices = [header.index(empty.find_column(name)) for name in columns]
+    for row in rows:
+        yield tuple(row[index] or "." for index in indices)
 
 
 def find_table(folder: Path, stem: str) -> Path | None:
@@ -120,76 +136,95 @@ def describe_row(file: Path, row: int) -> str:
     return f"{file}, line {row + (1 if file.name.endswith(_JSON) else 2)}"
 
 
-def _tab_separated(file: Path) -> dict[str, list[str]]:
-    lines = _read_text(file).split("\n")
-    while lines and not lines[-1].strip("\r"):
-        lines.pop()
-    if not lines:
-        raise EvaluationFormatError(f"{file} is empty; write a header line with the columns' names, and rows")
-    header = lines[0].rstrip("\r").split("\t")
-    _check_distinct(file, header)
-    rows = []
-    for number, line in enumerate(lines[1:], start=2):
+def _stream(file: Path) -> Iterator[Sequence[str]]:
+    """Yield the names of the columns, then the rows' fields; at least one row."""
+    if not os.path.isfile(file):
+        raise EvaluationDataError(f"{file} does not exist; correct the path")
+    if not file.name.endswith(ENDINGS):
+        raise EvaluationFormatError(f"{file}: unknown file type; use one of {', '.join(ENDINGS)}")
+    if file.suffix == ".parquet":
+        return _parquet(file)
+    return _json_lines(file) if file.name.endswith(_JSON) else _tab_separated(file)
+
+
+def _tab_separated(file: Path) -> Iterator[Sequence[str]]:
+    header: list[str] | None = None
+    number = 0
+    for number, line in _lines(file, "\r"):
         fields = line.rstrip("\r").split("\t")
-        if len(fields) != len(header):
+        if header is None:
+            header = fields
+            _check_distinct(file, header)
+        elif len(fields) != len(header):
             raise EvaluationFormatError(
                 f"{file}, line {number}: expected {len(header)} fields as in the header, found {len(fields)}"
             )
-        rows.append(fields)
-    if not rows:
+        yield fields
+    if header is None:
+        raise EvaluationFormatError(f"{file} is empty; write a header line with the columns' names, and rows")
+    if number == 1:
         raise EvaluationFormatError(f"{file} has a header and no rows; add rows")
-    return {name: list(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)}
 
 
-def _json_lines(file: Path) -> dict[str, list[str]]:
-    lines = _read_text(file).split("\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+def _json_lines(file: Path) -> Iterator[Sequence[str]]:
+    header: list[str] | None = None
+    for number, line in _lines(file):
         try:
-            row = json.loads(line)
+            row: Any = json.loads(line)
         except json.JSONDecodeError as error:
             raise EvaluationFormatError(f"{file}, line {number}: invalid JSON: {error}") from None
-        if not isinstance(row, dict) or (rows and row.keys() != rows[0].keys()):
-            expected = f"the keys of line 1 ({', '.join(rows[0])})" if rows else "a JSON object"
+        if not isinstance(row, dict) or (header is not None and row.keys() != set(header)):
+            expected = f"the keys of line 1 ({', '.join(header)})" if header else "a JSON object"
             raise EvaluationFormatError(f"{file}, line {number}: expected {expected}")
-        rows.append(row)
-    if not rows:
+        if header is None:
+            header = list(row)
+            yield header
+        yield ["" if row[key] is None else str(row[key]) for key in header]
+    if header is None:
         raise EvaluationFormatError(f"{file} is empty; write one JSON object per line")
-    return {key: ["" if row[key] is None else str(row[key]) for row in rows] for key in rows[0]}
 
 
-def _read_text(file: Path) -> str:
+def _lines(file: Path, blank: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the lines with their numbers, without the blank ones at the end: those of only `blank`, by default of spaces."""
+    pending: list[tuple[int, str]] = []
     try:
-        content = file.read_bytes()
-        content = gzip.decompress(content) if file.suffix == ".gz" else content
+        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as opened:
+            for number, raw in enumerate(opened, start=1):
+                line = _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
+                pending.append((number, line))
+                if line.strip(blank):
+                    yield from pending
+                    pending.clear()
     except (OSError, EOFError, zlib.error) as error:
         raise EvaluationFormatError(f"{file} cannot be read: {error}") from None
+
+
+def _decode(raw: bytes, file: Path, number: int) -> str:
     try:
-        return content.decode("utf-8-sig")
+        return raw.removesuffix(b"\n").decode("utf-8")
     except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
         raise EvaluationFormatError(
-            f"{file}, line {line}: byte {content[error.start]:#04x} is not UTF-8; convert the file to UTF-8"
+            f"{file}, line {number}: byte {raw[error.start]:#04x} is not UTF-8; convert the file to UTF-8"
         ) from None
 
 
-def _parquet(file: Path) -> dict[str, list[str]]:
+def _parquet(file: Path) -> Iterator[Sequence[str]]:
     import pyarrow as pa  # takes 30 ms, and only Parquet files need it
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(file)
+        with pq.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            _check_distinct(file, names)
+            if not table.metadata.num_rows:
+                raise EvaluationFormatError(f"{file} has no rows; add rows")
+            yield names
+            for batch in table.iter_batches(batch_size=8192):
+                columns = [column.to_pylist() for column in batch.columns]
+                for row in zip(*columns, strict=True):
+                    yield ["" if value is None else str(value) for value in row]
     except (pa.ArrowException, OSError) as error:
         raise EvaluationFormatError(f"{file} is not a readable Parquet file: {' '.join(str(error).split())}") from None
-    _check_distinct(file, table.column_names)
-    if not table.num_rows:
-        raise EvaluationFormatError(f"{file} has no rows; add rows")
-    return {
-        name: ["" if value is None else str(value) for value in table.column(name).to_pylist()]
-        for name in table.column_names
-    }
 
 
 def _check_distinct(file: Path, header: Sequence[str]) -> None:

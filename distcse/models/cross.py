@@ -17,7 +17,7 @@ from distcse.models.attention import prepare_mask
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
 from distcse.models.folder import ModelFolder, open_model
-from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
+from distcse.models.frozen_pass import TOKENIZED_TEXTS, Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.json_files import read_json
 from distcse.models.layers import keep_layers
 from distcse.models.loading import (
@@ -163,16 +163,20 @@ class CrossEncoder(nn.Module):
 
     def token_ids(self, pairs: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]] | None]:
         """Return the token ids of each pair, truncated to `max_length`, and token type ids if the tokenizer has them."""
-        if not pairs:
-            return [], None
-        encoded = self.tokenizer(
-            [first for first, _ in pairs],
-            [second for _, second in pairs],
-            truncation="longest_first",
-            max_length=self.max_length,
-            padding=False,
-        )
-        return encoded["input_ids"], encoded.get("token_type_ids")
+        ids: list[list[int]] = []
+        kinds: list[list[int]] = []
+        for begin in range(0, len(pairs), TOKENIZED_TEXTS):
+            part = pairs[begin : begin + TOKENIZED_TEXTS]
+            encoded = self.tokenizer(
+                [first for first, _ in part],
+                [second for _, second in part],
+                truncation="longest_first",
+                max_length=self.max_length,
+                padding=False,
+            )
+            ids += encoded["input_ids"]
+            kinds += encoded.get("token_type_ids", [])
+        return ids, kinds or None
 
     def score(
         self,

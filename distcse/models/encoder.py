@@ -21,7 +21,7 @@ from distcse.models.factorized_embeddings import factorize_embeddings
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
 from distcse.models.folder import open_model
-from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
+from distcse.models.frozen_pass import TOKENIZED_TEXTS, Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.head import Dense, build_head
 from distcse.models.layers import depth_of, keep_layers
 from distcse.models.loading import (
@@ -220,16 +220,17 @@ class Encoder(nn.Module):
             texts: The texts.
             prompt: Prefix of every text, or a template. Default: the encoder's.
         """
-        if not texts:
-            return []
-        encoded = self.tokenizer(
-            apply_prompt(self.tokenizer, texts, self.prompt if prompt is None else prompt, self.max_length),
-            truncation=True,
-            max_length=self.max_length,
-            padding=False,
-            return_attention_mask=False,
-        )
-        ids: list[list[int]] = encoded["input_ids"]
+        prompt = self.prompt if prompt is None else prompt
+        ids: list[list[int]] = []
+        for begin in range(0, len(texts), TOKENIZED_TEXTS):
+            encoded = self.tokenizer(
+                apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, self.max_length),
+                truncation=True,
+                max_length=self.max_length,
+                padding=False,
+                return_attention_mask=False,
+            )
+            ids += encoded["input_ids"]
         return ids
 
     def encode(

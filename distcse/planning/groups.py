@@ -205,9 +205,10 @@ def _shapes(section: GroupSection, cross_start: str) -> dict[Kind, Shape]:
 
 def _count_pairs(recipe: MutualRecipe) -> int | None:
     """Count the pairs in the recipe's files; None if they cannot be read."""
-    from distcse.experiments.mutual.pairs import read_pairs
+    from distcse.experiments.mutual.pairs import temporary_pairs
 
     try:
-        return len(read_pairs(recipe))
+        with temporary_pairs(recipe) as pairs:
+            return len(pairs)
     except DistcseError:
         return None

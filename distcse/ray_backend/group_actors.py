@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from distcse.experiments.mutual.phase_store import Scores
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import PairScorer
+from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.placement.gpu_shares import process_group_backend
 from distcse.ray_backend.assigned_resources import use_gpus
 from distcse.ray_backend.event_channel import reporter_of
@@ -79,7 +79,7 @@ class TrainingActor(GroupActor):
         with self._working():
             self._trainer.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores, channel: Any, passes: int) -> PhaseResult | None:
+    def train(self, phase: Phase, labels: StoredScores, channel: Any, passes: int) -> PhaseResult | None:
         """See `PhaseTrainer.train`."""
         with self._working():
             return self._trainer.train(phase, labels, reporter_of(channel), passes)

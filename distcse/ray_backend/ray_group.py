@@ -16,11 +16,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distcse.errors import DistcseError, OutOfMemoryError, ProcessLostError, RunError, WorkersLostError, WorkFailedError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.mutual.label_exchange import RunEnded
-from distcse.experiments.mutual.phase_store import Scores
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import ScoringProgress
 from distcse.experiments.mutual.step_passes import StepPasses
+from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.placement.resources import format_resources
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, unique_name
@@ -65,11 +65,10 @@ class RayGroup:
         # Not awaited, so its errors are lost: training prepares again, and raises them.
         self._retry(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
 
-    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
-        reference = ray.put(labels)
+    def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         while True:
             try:
-                trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, reference))
+                trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels))
                 return trained
             except OutOfMemoryError as problem:
                 self._passes.double(phase, problem, self._reporter)
@@ -85,7 +84,7 @@ class RayGroup:
         self._end_all()
         remove_placement_group(self._placement_group)
 
-    def _train(self, phase: Phase, labels: Any) -> PhaseResult | None:
+    def _train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         # Preparing takes minutes with many pairs, and hears no stop request: this waits for it, and does.
         self._get([trainer.prepare.remote(phase) for trainer in self._trainers])
         channel = EventChannel(f"{self._context.run.name}-{self.name}")

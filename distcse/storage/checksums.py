@@ -44,7 +44,7 @@ def bytes_checksum(content: bytes, size_bytes: int = 16) -> str:
     return hashlib.blake2b(content, digest_size=size_bytes).hexdigest()
 
 
-def sha256(parts: Iterable[bytes]) -> str:
+def sha256(parts: Iterable[bytes | memoryview]) -> str:
     """Compute the SHA-256 of concatenated bytes: 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:

@@ -69,7 +69,8 @@ def _work(file: str, mutual_file: str) -> None:
         "loaded": loaded_before,
         "layers": [chosen.student.layers, layers],
         "evaluations are equal": comparable(remote) == comparable(local),
-        "pairs are equal": mined == load_pairs(mutual, RunDirectory.create(mutual).path, here, Reporter()),
+        "pairs are equal": mined.fingerprint
+        == load_pairs(mutual, RunDirectory.create(mutual).path, here, Reporter()).fingerprint,
         "stages": [event.name for event in events if isinstance(event, StageProgress) and event.finished],
         "searched": sum(isinstance(event, StageProgress) and event.name == "layers" for event in events),
     }

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distcse import train
-from distcse.data import Corpus, TokenTable
+from distcse.data import Corpus, Pairs, TokenTable
 from distcse.errors import (
     CheckpointError,
     CorpusCacheError,
@@ -29,7 +29,6 @@ from distcse.errors import (
 from distcse.events import Event, LogMessage, Reporter
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.local_backend import LocalBackend
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder
@@ -256,12 +255,6 @@ RECORDS = (
         lambda folder: RunDirectory(folder).record(1, {"corpus": "c"}),
     ),
     Record(
-        "pairs.parquet",
-        lambda folder: Pairs(["a"] * 99, ["b"] * 99).write(folder / "pairs.parquet"),
-        lambda folder: Pairs.read(folder / "pairs.parquet"),
-        CorpusCacheError,
-    ),
-    Record(
         "projection.safetensors",
         lambda folder: write_projection(np.ones((4, 2), dtype=np.float32), "key", folder / "projection.safetensors"),
         lambda folder: read_projection(folder / "projection.safetensors"),
@@ -275,11 +268,19 @@ RECORDS = (
 def test_damaged_records_of_a_run_are_refused_by_name(tmp_path: Path, record: Record, damage: Damage) -> None:
     record.write(tmp_path)
     record.read(tmp_path)
-    if (record.name, damage) == ("pairs.parquet", flip):
-        pytest.skip("a flipped bit of text in Parquet is valid text; the fingerprint in phases.json detects it")
     damage(tmp_path / record.name)
     with fails_with(record.error, record.name):
         record.read(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["values.bin", "offsets.npy", "rows.npy", "pairs.json"])
+@pytest.mark.parametrize("damage", [cut, empty, zeros, flip, Path.unlink], ids=lambda damage: damage.__name__)
+def test_damaged_pairs_of_a_run_are_refused(tmp_path: Path, file: str, damage: Damage) -> None:
+    Pairs.write(tmp_path / "pairs", [(f"a {n}", f"b {n}") for n in range(99)])
+    Pairs.open_verified(tmp_path / "pairs")
+    damage(tmp_path / "pairs" / file)
+    with fails_with(CorpusCacheError, f"{tmp_path / 'pairs'} is incomplete or damaged", "delete it and --resume"):
+        Pairs.open_verified(tmp_path / "pairs")
 
 
 def test_every_flipped_bit_of_a_record_is_detected(tmp_path: Path) -> None:
@@ -332,6 +333,10 @@ def write_corpus(folder: Path, step: int) -> None:
     Corpus.prepare(CorpusSection(path=str(source)), folder)
 
 
+def write_pairs(folder: Path, step: int) -> None:
+    Pairs.write(folder / f"pairs-{step}", [(f"{n} {step}", "b") for n in range(999)])
+
+
 def write_labels(folder: Path, step: int) -> None:
     store = PhaseStore(folder)
     store.post(f"group-{step}", Phase(0), np.zeros(5000, dtype=np.float32), None)
@@ -345,7 +350,7 @@ def write_labels(folder: Path, step: int) -> None:
         write_corpus,
         write_labels,
         lambda folder, step: write_text_atomic(folder / "report.html", f"{step}" * 10_000),
-        lambda folder, step: Pairs([f"{n} {step}" for n in range(999)], ["b"] * 999).write(folder / "pairs.parquet"),
+        write_pairs,
         lambda folder, step: write_projection(np.full((99, 99), step, np.float32), "key", folder / "p.safetensors"),
     ],
     ids=["checkpoint", "table", "corpus", "labels", "report", "pairs", "projection"],
@@ -358,7 +363,7 @@ def test_a_refused_write_is_one_error_and_changes_nothing(
     before = content_of(storage.path)
     with (
         storage.refusing(),
-        fails_with(CorpusCacheError if write is write_corpus else StorageWriteError, str(storage.path)),
+        fails_with(CorpusCacheError if write in (write_corpus, write_pairs) else StorageWriteError, str(storage.path)),
     ):
         write(storage.path, 1)
     assert content_of(storage.path) == before

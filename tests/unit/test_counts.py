@@ -16,8 +16,6 @@ from distcse.device_defaults import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.experiments.distillation.distillation_task import train_student
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import by_length
@@ -28,6 +26,7 @@ from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from tests.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
 from tests.jobs import make_spec
+from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_sentences
 
@@ -147,12 +146,12 @@ def test_an_embedding_pass_processes_little_padding(data: Path, minilm: str) -> 
 
 
 def test_a_cross_encoder_and_a_pair_step_process_little_padding(
-    tiny: Callable[..., Path], sentences: list[str]
+    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
     longer = [" ".join(sentences[start : start + 1 + start % 3]) for start in range(0, 200)]
-    pairs = Pairs(longer[:100], longer[100:])
+    pairs = make_pairs(tmp_path, longer[:100], longer[100:])
     bi, cross = Encoder.load(tiny("bert"), pooling="mean", max_length=32), CrossEncoder.fresh(tiny("bert"), 64)
-    for tokens in (BiTokens(bi, pairs), CrossTokens(cross, pairs, both_orders=False)):
+    for tokens in (bi_tokens(bi, pairs), cross_tokens(cross, pairs, both_orders=False)):
         parts = tokens.batch(np.arange(64), 0, torch.device("cpu")).parts
         processed = [len(part.token_index) for part in parts if part.token_index is not None]
         assert len(processed) == len(parts)

@@ -13,8 +13,7 @@ import pytest
 from distcse.data import Corpus
 from distcse.events import DevScore, Event
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
-from distcse.experiments.mutual.pairs import Pairs
+from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
@@ -27,6 +26,7 @@ from distcse.trainer.trainer import training_step
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_recipe, make_spec, train
 from tests.models import KINDS, make_cross_encoder, make_masked_lm
+from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep
 from tests.weights import assert_equal_weights, weights_of
 
@@ -185,15 +185,15 @@ def test_a_step_of_pairs_waits_for_nothing(
     sentences: list[str],
     recipe_of: MakeRecipe,
 ) -> None:
-    pairs, labels = Pairs(sentences[:32], sentences[32:64]), np.linspace(0, 1, 32, dtype=np.float32)
+    pairs, labels = make_pairs(tmp_path, sentences[:32], sentences[32:64]), np.linspace(0, 1, 32, dtype=np.float32)
     section = recipe_of(f"training.precision={precision}").training
     with simulated() as gpu:
         if formulation == "bi":
             encoder = Encoder.load(tiny(kind), pooling="mean", max_length=16)
-            task = PairTask(encoder, BiTokens(encoder, pairs), labels, section, None, 100, 0)
+            task = PairTask(encoder, bi_tokens(encoder, pairs), labels, section, None, 100, 0)
         else:
             scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny(kind)), max_length=32)
-            task = PairTask(scorer, CrossTokens(scorer, pairs, both_orders=True), labels, section, None, 100, 0)
+            task = PairTask(scorer, cross_tokens(scorer, pairs, both_orders=True), labels, section, None, 100, 0)
         engine = make_engine(task.model, section, task.rows, None)
         task.model.train()
         with no_wait(gpu):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from distcse.data import Pairs
 from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError
 from distcse.events import Event, StageProgress
 from distcse.experiments.mutual.mining import mine_pairs, prepare_mining
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.teachers.knn import knn
@@ -31,14 +32,15 @@ def mine(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Min
         source = f"pairs={{mine: {{corpus: {{path: '{corpus}'}}, pairs: {pairs}, num_neighbors: 10}}}}"
         recipe = make_mutual_recipe(tmp_path / "recipe", {"bert": tiny("bert")}, sentences, source, *overrides)
         events: list[Event] = []
-        return mine_pairs(recipe, prepare_mining(recipe), events.append), recipe, events
+        folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "pairs"
+        return mine_pairs(recipe, prepare_mining(recipe), folder, events.append), recipe, events
 
     return run
 
 
 def cosines(pairs: Pairs, recipe: MutualRecipe) -> np.ndarray:
     encoder = Encoder.from_section(recipe.groups[0])
-    one, other = (encoder.encode(texts, normalize=True) for texts in (pairs.first, pairs.second))
+    one, other = (encoder.encode(texts, normalize=True) for texts in pairs.texts(0, len(pairs)))
     return np.einsum("nd,nd->n", one, other)
 
 
@@ -46,8 +48,8 @@ def test_the_requested_number_of_different_pairs_is_mined(mine: Mine) -> None:
     pairs, _, events = mine()
     assert len(pairs) == 300 == len({frozenset(pair) for pair in pairs.both()})
     assert all(one != other for one, other in pairs.both())
-    assert mine()[0] == pairs
-    assert mine("seed=3")[0] != pairs
+    assert mine()[0].fingerprint == pairs.fingerprint
+    assert mine("seed=3")[0].fingerprint != pairs.fingerprint
     notes = [event.note for event in events if isinstance(event, StageProgress) and event.finished]
     assert len(notes) == 4 and "BM25" in notes[-1]
 

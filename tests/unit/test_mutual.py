@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity
 
-from distcse.data import BatchSampler
+from distcse.data import BatchSampler, Pairs
 from distcse.errors import (
     CorpusNotFoundError,
     EvaluationFormatError,
@@ -33,8 +33,8 @@ from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter,
 from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.labels import combine
-from distcse.experiments.mutual.pair_task import BiPairs, BiTokens, CrossPairs, CrossTokens
-from distcse.experiments.mutual.pairs import Pairs, read_pairs
+from distcse.experiments.mutual.pair_task import BiPairs, CrossPairs
+from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
@@ -54,7 +54,7 @@ from tests.backends import run, run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_encoder
-from tests.pairs import make_mutual_recipe
+from tests.pairs import bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
 
 MakeRecipe = Callable[..., MutualRecipe]
 
@@ -80,7 +80,7 @@ class PlainLoop:
     """The paper's self-distillation (references §4.1) in one process, in as few lines as possible."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self.recipe, self.context = recipe, GroupContext(recipe, 0, open_store(run), Lease(open_store(run), ""))
+        self.recipe, self.context = recipe, GroupContext(recipe, 0, open_store(run), Lease(open_store(run), ""), {})
         table = read_table(Path(str(recipe.pairs.path)))
         unique = dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
         self.pairs = list(unique)
@@ -203,7 +203,7 @@ def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: Make
     from sentence_transformers import CrossEncoder as Theirs
 
     result = run_mutual(both("mutual.cycles=1"), Reporter())
-    pairs = list(Pairs.read(result.directory.path / "pairs.parquet").both())[:20]
+    pairs = list(Pairs.open(result.directory.path / "pairs").both())[:20]
     for best in result.best:
         if best.kind == "cross":
             ours, theirs = CrossEncoder.load(best.model), Theirs(str(best.model), device="cpu")
@@ -452,7 +452,10 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
     history = read_run(result.directory.path)
     assert history.cycles is not None and history.cycles.number == 2
     seconds = {name: duration for name, duration, _ in history.stages}
-    assert list(seconds)[:3] == ["pairs", "groups", "contamination"] and seconds["groups"] > seconds["contamination"]
+    assert (
+        list(seconds)[:4] == ["pairs", "tokens", "groups", "contamination"]
+        and seconds["groups"] > seconds["contamination"]
+    )
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
     assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
     with fails_with(ModelNotFoundError, str(result.directory.path), "models/bert/bi, models/bert/cross"):
@@ -480,8 +483,8 @@ def test_pairs_of_a_task_are_transductive_by_name(alone: MakeRecipe, labelled: P
         run_mutual(alone(*overrides, "pairs={task: mrcp}"), Reporter())
 
 
-def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labelled: Path) -> None:
-    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"))
+def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labelled: Path, tmp_path: Path) -> None:
+    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"), tmp_path / "stsb")
     tables = [read_table(labelled / "sts" / "stsb" / f"{split}.tsv.gz") for split in ("dev", "test")]
     expected = {
         pair for table in tables for pair in zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)
@@ -491,23 +494,24 @@ def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labe
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_batches_split_by_length_equal_one_padded_batch(
-    tiny: Callable[..., Path], sentences: list[str], kind: str
+    tiny: Callable[..., Path], sentences: list[str], kind: str, tmp_path: Path
 ) -> None:
-    pairs = Pairs([f"{a} {b}" for a, b in zip(sentences[:24], sentences[5:29], strict=True)], sentences[100:124])
-    pairs = Pairs([*pairs.first[:12], *("a cat" for _ in range(12))], pairs.second)
+    longer = [f"{a} {b}" for a, b in zip(sentences[:12], sentences[5:17], strict=True)]
+    first, second = [*longer, *("a cat" for _ in range(12))], sentences[100:124]
+    pairs = make_pairs(tmp_path, first, second)
     rows, cpu = np.arange(24)[::-1].copy(), torch.device("cpu")
     bi = Encoder.load(tiny(kind), pooling="mean", max_length=32)
     cross = CrossEncoder.fresh(tiny(kind), 48).eval()
-    batch = BiTokens(bi, pairs).batch(rows, 0, cpu)
+    batch = bi_tokens(bi, pairs).batch(rows, 0, cpu)
     assert len(batch.parts) > 1
     token_counts = [len(part.token_index) for part in batch.parts if part.token_index is not None]
     assert len(token_counts) == len(batch.parts)
     assert sum(token_counts) < sum(part.mask.numel() for part in batch.parts)
-    first, second = BiPairs(bi.eval())(batch)
-    np.testing.assert_allclose(first.detach(), bi.encode([pairs.first[row] for row in rows]), atol=1e-5)
-    np.testing.assert_allclose(second.detach(), bi.encode([pairs.second[row] for row in rows]), atol=1e-5)
-    tokens = CrossTokens(cross, pairs, both_orders=True)
+    ours, theirs = BiPairs(bi.eval())(batch)
+    np.testing.assert_allclose(ours.detach(), bi.encode([first[row] for row in rows]), atol=1e-5)
+    np.testing.assert_allclose(theirs.detach(), bi.encode([second[row] for row in rows]), atol=1e-5)
+    tokens = cross_tokens(cross, pairs, both_orders=True)
     assert len(tokens) == 48
     logits = CrossPairs(cross)(tokens.batch(rows + 24, 0, cpu))
-    swapped = cross.score([(pairs.second[row], pairs.first[row]) for row in rows])
+    swapped = cross.score([(second[row], first[row]) for row in rows])
     np.testing.assert_allclose(logits.sigmoid().detach(), swapped, atol=1e-5)

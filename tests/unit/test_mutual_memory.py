@@ -12,13 +12,12 @@ import torch
 
 from distcse.events import CheckpointSaved, Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from tests.backends import run_mutual
 from tests.gpusim import Simulation, simulated
-from tests.pairs import assert_same_labels, make_mutual_recipe
+from tests.pairs import assert_same_labels, bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
 
 
 @pytest.mark.parametrize("kind", ["bi", "cross"])
@@ -26,7 +25,7 @@ def test_smaller_passes_have_the_same_gradient_and_need_less_memory(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], simulated_gpu: Simulation, kind: str
 ) -> None:
     recipe = make_mutual_recipe(tmp_path, {"only": tiny("bert")}, sentences)
-    pairs, labels = Pairs(sentences[:16], sentences[16:32]), np.linspace(0, 1, 16, dtype=np.float32)
+    pairs, labels = make_pairs(tmp_path, sentences[:16], sentences[16:32]), np.linspace(0, 1, 16, dtype=np.float32)
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")
     gradients: list[dict[str, torch.Tensor]] = []
     peaks: list[int] = []
@@ -36,10 +35,10 @@ def test_smaller_passes_have_the_same_gradient_and_need_less_memory(
         torch.manual_seed(0)
         if kind == "bi":
             encoder = Encoder.from_section(recipe.groups[0].model_copy(update={"dropout": 0.0}))
-            tokens = BiTokens(encoder, pairs)
+            tokens = bi_tokens(encoder, pairs)
         else:
             encoder = CrossEncoder.fresh(tiny("bert"), 32, dropout=0.0)
-            tokens = CrossTokens(encoder, pairs, both_orders=False)
+            tokens = cross_tokens(encoder, pairs, both_orders=False)
         task = PairTask(encoder, tokens, labels, recipe.bi, None, 1, seed=3, passes=passes)
         task.model.to(device).train()
         inputs = task.prepare_batch(0, device)

@@ -38,7 +38,7 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> M
 def context(recipe: MutualRecipe) -> GroupContext:
     directory = RunDirectory.create(recipe)
     load_pairs(recipe, directory.path, LocalBackend(), Reporter())
-    return GroupContext(recipe, 0, open_store(directory.path), Lease.acquire(directory.path))
+    return GroupContext(recipe, 0, open_store(directory.path), Lease.acquire(directory.path), {})
 
 
 def test_a_run_stopped_while_it_scores_resumes_with_the_missing_shards(
@@ -50,9 +50,9 @@ def test_a_run_stopped_while_it_scores_resumes_with_the_missing_shards(
     scored: list[tuple[str, int]] = []
     score = PairScorer._score
 
-    def note(self: PairScorer, model: Any, phase: Phase, pairs: Any, on_progress: Any) -> Any:
-        scored.append((phase.name, len(pairs)))
-        return score(self, model, phase, pairs, on_progress)
+    def note(self: PairScorer, model: Any, phase: Phase, first: list[str], *rest: Any) -> Any:
+        scored.append((phase.name, len(first)))
+        return score(self, model, phase, first, *rest)
 
     monkeypatch.setattr(PairScorer, "_score", note)
     emitted: list[Event] = []

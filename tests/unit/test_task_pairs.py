@@ -54,7 +54,7 @@ def test_the_first_1000_of_qnlis_validation_rows_are_dev_and_the_4463_others_tes
     assert [task.name for task in tasks.tasks] == ["QNLI"] and not tasks.warnings
     recipe = read_recipe("trans-encoder-bert-base-qnli", [f"evaluation.data={data}"])
     assert isinstance(recipe, MutualRecipe)
-    assert len(read_pairs(recipe)) == 10_000 + 1_000 + 4_463
+    assert len(read_pairs(recipe, tmp_path / "read")) == 10_000 + 1_000 + 4_463
 
 
 def test_another_number_of_test_rows_is_warned_of(qnli: list[Path], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from distcse.experiments.mutual.preflight import check_groups
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
+from distcse.experiments.mutual.tokens import prepare_tokens
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.experiments.mutual.warnings import settings_warnings
 from distcse.experiments.run_scope import joined_for_devices, open_run
@@ -98,7 +99,11 @@ class MutualDistillation(Experiment[MutualRecipe]):
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
             store = PhaseStore(directory.path, lease)
             store.record_pairs(pairs.fingerprint)
-            contexts = [GroupContext(recipe, number, directory.store, lease) for number in active]
+            tokens = prepare_tokens(recipe, groups, pairs, backend, reporter)
+            contexts = [
+                GroupContext(recipe, number, directory.store, lease, tables)
+                for number, tables in zip(active, tokens, strict=True)
+            ]
             best = []
             with track_run(recipe, directory.path, reporter.emit) as tracked:
                 with open_groups(recipe, contexts, backend, tracked.relay(reporter)) as (opened, groups_reporter):

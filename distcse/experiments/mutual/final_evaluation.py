@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from distcse.data import Pairs
 from distcse.device import default_device
 from distcse.evaluation import (
     SUITES,
@@ -33,7 +34,6 @@ from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phases import Kind
 from distcse.experiments.mutual.result import Best
 from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
@@ -100,7 +100,7 @@ def final_scores(
         The scores of the models that were measured; none without labelled sets.
     """
     started_at = time.perf_counter()
-    contamination = Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
+    contamination = Contamination.measure(pairs.distinct(), [task.sentences() for task in tasks.tasks])
     for model in best:
         contamination.write(model.model)
     if not tasks.tasks:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
+from distcse.data import Pairs
 from distcse.evaluation import Tasks
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import wanted_tasks
-from distcse.experiments.mutual.pairs import Pairs, read_pairs
+from distcse.experiments.mutual.pairs import temporary_pairs
 from distcse.models import model_fingerprint, resolve_model
 from distcse.recipe import GroupSection, MutualRecipe
 
 
 def data_fingerprints(
-    recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs, tasks: Tasks
+    recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs | None, tasks: Tasks
 ) -> dict[str, str]:
     """Fingerprint the pairs, the dev set, the models and the test sets, by name.
 
     Args:
         recipe: The recipe.
         groups: The groups whose models to include.
-        pairs: The run's pairs.
+        pairs: The run's pairs; None leaves them out.
         tasks: The labelled test sets.
     """
-    fingerprints = {"pairs": pairs.fingerprint}
+    fingerprints = {} if pairs is None else {"pairs": pairs.fingerprint}
     if (dev := DevPairs.of(recipe)) is not None:
         fingerprints["dev set"] = dev.fingerprint
     for group in groups:
@@ -37,7 +39,5 @@ def data_fingerprints(
 
 def read_fingerprints(recipe: MutualRecipe) -> dict[str, str]:
     """Read the pairs and the labelled sets, and fingerprint them and the models. Pairs to be mined are left out."""
-    is_mined = recipe.pairs.mine is not None
-    pairs = Pairs([], []) if is_mined else read_pairs(recipe)
-    fingerprints = data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))
-    return {name: value for name, value in fingerprints.items() if not (is_mined and name == "pairs")}
+    with nullcontext() if recipe.pairs.mine is not None else temporary_pairs(recipe) as pairs:
+        return data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))

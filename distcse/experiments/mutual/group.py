@@ -10,11 +10,11 @@ from typing import Protocol
 from distcse.errors import DistcseError, OutOfMemoryError, WorkFailedError
 from distcse.events import Reporter
 from distcse.experiments.mutual.label_exchange import RunEnded
-from distcse.experiments.mutual.phase_store import Scores
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import PairScorer, ScoringProgress
 from distcse.experiments.mutual.step_passes import StepPasses
+from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.trainer import allocator
 
 
@@ -27,8 +27,8 @@ class Group(Protocol):
         """Start preparing what a phase needs before its labels are available. May return before that has finished."""
         ...
 
-    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
-        """Train the model of a phase on (n,) labels; None if the run was asked to stop."""
+    def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
+        """Train the model of a phase on labels; None if the run was asked to stop."""
         ...
 
     def score(self, phase: Phase) -> Scores:
@@ -61,7 +61,7 @@ class LocalGroup:
     def prepare(self, phase: Phase) -> None:
         self._trainer.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
+    def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         while True:
             try:
                 return self._trainer.train(phase, labels, self._reporter, self._passes.of(phase.kind))
@@ -101,7 +101,7 @@ class SerializedGroup:
         with self._exclusive(phase):
             self._group.prepare(phase)
 
-    def train(self, phase: Phase, labels: Scores) -> PhaseResult | None:
+    def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         with self._exclusive(phase):
             return self._group.train(phase, labels)
 

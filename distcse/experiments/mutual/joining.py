@@ -10,6 +10,7 @@ from distcse.experiments.mutual.resources import plan_groups
 from distcse.placement.cluster import Cluster
 from distcse.placement.resources import Resources
 from distcse.recipe import GroupSection, MutualRecipe
+from distcse.storage import resolve_path
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def joined_for_groups(
     run: Path,
     in_sweep: bool = False,
 ) -> Iterator[list[Resources]]:
-    """Context manager: join the cluster, and check its room for all groups at once and that its nodes see the run's folder.
+    """Context manager: join the cluster, and check its room for all groups at once and that its nodes see the folders.
 
     Args:
         recipe: The recipe to run.
@@ -46,7 +47,9 @@ def joined_for_groups(
     with cluster.joined():
         resources = plan_groups(recipe, groups, cluster.nodes())
         labels = [None] if in_sweep else [group.node_labels for group in groups]
-        cluster.require_shared({"storage.runs": run}, read_by_groups(recipe, groups), labels)
+        # A sweep's trial prepares its tokens in the process that trains on them.
+        cache = {} if in_sweep else {"storage.cache": resolve_path(recipe.storage.cache)}
+        cluster.require_shared({"storage.runs": run, **cache}, read_by_groups(recipe, groups), labels)
         yield [*resources.per_worker]
 
 

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from distcse.experiments.mutual.labels import combine
-from distcse.experiments.mutual.phase_store import PhaseStore, Scores
+from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.recipe import MutualRecipe
 
 _POLL_S = 0.5
@@ -56,8 +57,8 @@ class LabelExchange:
             posted = self._store.posted(phase)
             return [name for name in self._members() if name not in posted]
 
-    def labels(self, phase: Phase) -> Scores | None:
-        """Wait for the (n,) labels of a phase; None if the run stops early after it.
+    def labels(self, phase: Phase) -> StoredScores | None:
+        """Wait for the labels of a phase; None if the run stops early after it.
 
         Raises:
             RunEnded: The run was asked to stop, or another group failed.
@@ -67,7 +68,7 @@ class LabelExchange:
                 # Polled: a signal handler sets the stop flag without notifying the condition.
                 if self._ending.is_set() or self._stop_requested():
                     raise RunEnded
-                if (labels := self._store.labels(phase)) is not None:
+                if (labels := self._store.stored_labels(phase)) is not None:
                     stopped = self._store.stopped_after
                     return None if stopped is not None and stopped <= phase else labels
                 self._changed.wait(_POLL_S)
@@ -101,7 +102,7 @@ class LabelExchange:
 
     def _combine_if_complete(self, phase: Phase) -> None:
         members, posted = self._members(), self._store.posted(phase)
-        if self._store.labels(phase) is not None or not members or any(name not in posted for name in members):
+        if self._store.stored_labels(phase) is not None or not members or any(name not in posted for name in members):
             return
         weights = {group.name: group.weight for group in self._recipe.groups}
         scores = [self._store.scores(name, phase) for name in members]

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from distcse.recipe import MutualSection
 
+_PAIRS_PER_PART = 200_000
+"""Pairs whose scores are combined together, which limits the memory: 8 bytes per pair and group, and a copy."""
+
 
 def combine(
     scores: Sequence[NDArray[np.floating]], weights: Sequence[float], section: MutualSection, cosines: bool
@@ -16,20 +19,31 @@ def combine(
     """Combine the (n,) scores of G groups into (n,) labels.
 
     Args:
-        scores: One array per group: raw cosines of bi-encoders or sigmoid outputs of cross-encoders, not logits.
+        scores: One array per group, which may be memory-mapped: raw cosines of bi-encoders or sigmoid outputs of
+            cross-encoders, not logits.
         weights: Weights of the groups in the mean; their scale does not matter.
         section: How to combine the scores, and whether to clamp cosines to [0, 1].
         cosines: Whether the scores are cosines.
     """
+    number = len(scores[0])
+    labels = np.empty(number, dtype=np.float32)
+    parts = -(-number // _PAIRS_PER_PART)
+    for part in range(parts):
+        rows = slice(number * part // parts, number * (part + 1) // parts)
+        labels[rows] = _combine([group_scores[rows] for group_scores in scores], weights, section)
+    return labels.clip(0, 1) if cosines and section.clamp else labels
+
+
+def _combine(
+    scores: Sequence[NDArray[np.floating]], weights: Sequence[float], section: MutualSection
+) -> NDArray[np.float64]:
     table = np.stack(scores).astype(np.float64)
     if section.combine == "median":
-        labels = np.median(table, axis=0)
-    elif section.combine == "trimmed_mean":
+        return np.asarray(np.median(table, axis=0))
+    if section.combine == "trimmed_mean":
         trimmed = _num_trimmed(len(table), section.trim)
-        labels = np.sort(table, axis=0)[trimmed : len(table) - trimmed].mean(axis=0)
-    else:
-        labels = np.average(table, axis=0, weights=weights)
-    return (labels.clip(0, 1) if cosines and section.clamp else labels).astype(np.float32)
+        return np.asarray(np.sort(table, axis=0)[trimmed : len(table) - trimmed].mean(axis=0))
+    return np.asarray(np.average(table, axis=0, weights=weights))
 
 
 def _num_trimmed(groups: int, trim: float) -> int:

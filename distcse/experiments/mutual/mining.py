@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse import host
-from distcse.data import Corpus
+from distcse.data import Corpus, Pairs
 from distcse.device import default_device
 from distcse.errors import CorpusTooSmallError, MissingDependencyError
 from distcse.evaluation import evaluation_sentences
 from distcse.events import Listener, Reporter, StageProgress
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pairs import Pairs, sample_pairs
+from distcse.experiments.mutual.pairs import sample_pairs
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import MiningSection, MutualRecipe
@@ -54,16 +55,16 @@ def prepare_mining(recipe: MutualRecipe) -> Corpus:
     return Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), excluded=excluded)
 
 
-def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, file: ArtifactStore, reporter: Reporter) -> None:
+def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactStore, reporter: Reporter) -> None:
     """Mine pairs from a prepared corpus, and store them.
 
     Args:
         recipe: A recipe with `pairs.mine`.
         prepared: The corpus's folder.
-        file: The file to write.
+        folder: The folder to write.
         reporter: Receives progress.
     """
-    mine_pairs(recipe, Corpus.open(prepared.path), reporter.emit).write(file.path)
+    mine_pairs(recipe, Corpus.open(prepared.path), folder.path, reporter.emit)
 
 
 def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
@@ -72,7 +73,7 @@ def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
     return model_memory(recipe.groups[0].backbone) + rows * (_TEXT_BYTES + _VECTOR_COPIES * _VECTOR_BYTES)
 
 
-def mine_pairs(recipe: MutualRecipe, corpus: Corpus, emit: Listener) -> Pairs:
+def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, emit: Listener) -> Pairs:
     """Mine the recipe's number of different pairs, with a share from each source.
 
     A source with too few pairs is topped up from the others.
@@ -80,6 +81,7 @@ def mine_pairs(recipe: MutualRecipe, corpus: Corpus, emit: Listener) -> Pairs:
     Args:
         recipe: A recipe with `pairs.mine`.
         corpus: Its sentences, from `prepare_mining`.
+        folder: The folder to write.
         emit: Receives progress events.
 
     Raises:
@@ -103,7 +105,8 @@ def mine_pairs(recipe: MutualRecipe, corpus: Corpus, emit: Listener) -> Pairs:
     if section.random_share:
         pools.append((section.random_share, _random_pairs(len(texts), section.pairs, random)))
     rows = _draw(pools, section.pairs, random)
-    return sample_pairs([(texts[one], texts[other]) for one, other in rows.tolist()], recipe)
+    rows = rows[sample_pairs(len(rows), recipe)]
+    return Pairs.write_rows(folder, lambda ids: [texts[row] for row in ids.tolist()], rows)
 
 
 def require_mining(section: MiningSection) -> None:
@@ -194,15 +197,18 @@ def _random_pairs(sentences: int, pairs: int, random: np.random.Generator) -> Pa
 
 
 def _unique_pairs(pairs: NDArray[np.int64]) -> PairRows:
-    """Return each pair once, ignoring the order of its two sentences."""
-    return np.unique(np.sort(pairs, axis=1), axis=0)
+    """Return each pair once, ignoring the order of its two sentences, sorted."""
+    low, high = np.sort(pairs, axis=1).T
+    base = int(high.max(initial=0)) + 1
+    return np.stack(np.divmod(np.unique(low * base + high), base), axis=1)
 
 
 def _draw(pools: Sequence[tuple[float, PairRows]], count: int, random: np.random.Generator) -> PairRows:
     """Draw `count` different pairs from all pools by their shares; pools with pairs left make up for exhausted ones."""
     shuffled = [pool[random.permutation(len(pool))] for _, pool in pools]
     shares = np.array([share for share, _ in pools])
-    drawn: dict[tuple[int, int], None] = {}
+    base = max((int(pool.max(initial=0)) for pool in shuffled), default=0) + 1
+    drawn = np.empty(0, dtype=np.int64)  # each pair as one number: first row · base + second row
     used = [0] * len(shuffled)
     while len(drawn) < count and any(used[n] < len(pool) and shares[n] for n, pool in enumerate(shuffled)):
         open_shares = np.array([share if used[n] < len(shuffled[n]) else 0.0 for n, share in enumerate(shares)])
@@ -210,7 +216,7 @@ def _draw(pools: Sequence[tuple[float, PairRows]], count: int, random: np.random
         for number, share in enumerate(open_shares / open_shares.sum()):
             candidates = shuffled[number][used[number] : used[number] + int(np.ceil(share * missing))]
             used[number] += len(candidates)
-            still_missing = count - len(drawn)
-            new = dict.fromkeys(pair for pair in map(tuple, candidates.tolist()) if pair not in drawn)
-            drawn.update(dict.fromkeys(list(new)[:still_missing]))
-    return np.array(list(drawn), dtype=np.int64).reshape(-1, 2)
+            keys = candidates[:, 0] * base + candidates[:, 1]
+            new = keys[~np.isin(keys, drawn)]
+            drawn = np.concatenate([drawn, new[: count - len(drawn)]])
+    return np.stack(np.divmod(drawn, base), axis=1)

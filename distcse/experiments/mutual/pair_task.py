@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distcse.data import BatchSampler, collate
+from distcse.data import BatchSampler, Pairs, PairTokenTable, TokenTable, collate
 from distcse.device import to_device
 from distcse.device_defaults import defaults_of
 from distcse.evaluation import PairModel, PairScores, VectorModel
 from distcse.evaluation.models import Progress
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import group_similar_lengths
@@ -26,11 +25,9 @@ from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from distcse.trainer.schedule import total_steps
 from distcse.trainer.task import StepInputs, describe_rows
 
-T = TypeVar("T")
-Row = NDArray[np.int32]
+Row = NDArray[np.integer]
 MIN_LENGTH_RATIO = 0.5
 """Smallest ratio of the shortest to the longest text in a padded tensor."""
-_ROWS_PER_SLICE = 10_000
 
 
 class Texts(NamedTuple):
@@ -139,20 +136,24 @@ def _batch(
 
 
 class BiTokens:
-    """Token ids of pairs for a bi-encoder. Each different sentence is tokenized and stored once."""
+    """Token ids of n pairs for a bi-encoder.
 
-    def __init__(self, encoder: Encoder, pairs: Pairs) -> None:
-        index = {text: number for number, text in enumerate(dict.fromkeys([*pairs.first, *pairs.second]))}
-        self._rows: list[Row] = [
-            np.array(ids, dtype=np.int32) for part in slices(list(index)) for ids in encoder.token_ids(part)
-        ]
-        self._first = np.array([index[text] for text in pairs.first])
-        self._second = np.array([index[text] for text in pairs.second])
-        self._pad_id = encoder.tokenizer.pad_token_id or 0
+    Args:
+        encoder: The bi-encoder.
+        pairs: The pairs.
+        table: The tokens of their distinct sentences.
+    """
+
+    def __init__(self, encoder: Encoder, pairs: Pairs, table: TokenTable) -> None:
+        self._pairs, self._table = pairs.rows, table
         self._max_length = encoder.max_length
 
     def __len__(self) -> int:
-        return len(self._first)
+        return len(self._pairs)
+
+    def rows(self, rows: NDArray[np.int64]) -> list[Row]:
+        """Return the token ids of the first sentences of the pairs at these rows, then those of the second ones."""
+        return self._table.rows(self._pairs[rows].T.reshape(-1).astype(np.int64))
 
     def batch(
         self,
@@ -171,37 +172,27 @@ class BiTokens:
             length_ratio: Smallest ratio of the shortest to the longest text in a padded tensor; used on CPUs only.
             passes: Number of forward passes into which the texts are split, with recomputed activations. Default: 1, none split.
         """
-        sentences = [self._rows[sentence] for sentence in (*self._first[rows], *self._second[rows])]
-        return _batch(sentences, None, self._pad_id, self._max_length, seed, device, length_ratio, passes)
-
-    def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the labels of all rows, given the (n,) labels of the pairs."""
-        return labels
+        sentences = self.rows(rows)
+        return _batch(sentences, None, self._table.pad_id, self._max_length, seed, device, length_ratio, passes)
 
 
 class CrossTokens:
-    """Token ids of n pairs for a cross-encoder.
+    """Token ids of n pairs for a cross-encoder; in both orders, rows n to 2n - 1 are the pairs with their sentences swapped.
 
-    With `both_orders`, rows n to 2n - 1 are the pairs with their sentences swapped.
+    Args:
+        encoder: The cross-encoder.
+        table: The pairs' tokens.
     """
 
-    def __init__(self, encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> None:
-        texts = list(pairs.both())
-        self._orders = 2 if both_orders else 1
-        if both_orders:
-            texts += [(second, first) for first, second in texts]
-        self._rows: list[Row] = []
-        kinds: list[Row] = []
-        for part in slices(texts):
-            part_ids, part_kinds = encoder.token_ids(part)
-            self._rows += [np.array(row, dtype=np.int32) for row in part_ids]
-            kinds += [np.array(row, dtype=np.int32) for row in part_kinds or []]
-        self._kinds = kinds or None
-        self._pad_id = encoder.tokenizer.pad_token_id or 0
-        self._max_length = encoder.max_length
+    def __init__(self, encoder: CrossEncoder, table: PairTokenTable) -> None:
+        self._table, self._max_length = table, encoder.max_length
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._table)
+
+    def rows(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
+        """Return the token ids and token type ids at these rows (see `PairTokenTable.rows`)."""
+        return self._table.rows(rows)
 
     def batch(
         self,
@@ -212,18 +203,8 @@ class CrossTokens:
         passes: int = 1,
     ) -> PairBatch:
         """Collate the pairs at these rows; see `BiTokens.batch`."""
-        kinds = None if self._kinds is None else [self._kinds[row] for row in rows]
-        texts = [self._rows[row] for row in rows]
-        return _batch(texts, kinds, self._pad_id, self._max_length, seed, device, length_ratio, passes)
-
-    def labels(self, labels: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the labels of all rows, given the (n,) labels of the pairs."""
-        return np.tile(labels, self._orders)
-
-
-def slices(rows: list[T]) -> Iterator[list[T]]:
-    """Split rows for tokenization: the token ids of all rows as Python integers could exceed the memory."""
-    return (rows[begin : begin + _ROWS_PER_SLICE] for begin in range(0, len(rows), _ROWS_PER_SLICE))
+        texts, kinds = self.rows(rows)
+        return _batch(texts, kinds, self._table.pad_id, self._max_length, seed, device, length_ratio, passes)
 
 
 class PairTask:
@@ -234,7 +215,7 @@ class PairTask:
     Args:
         encoder: The model to train.
         tokens: The tokenized pairs.
-        labels: (n,) labels of the pairs.
+        labels: (n,) labels of the pairs, which may be memory-mapped.
         section: The recipe's training section of the formulation.
         dev: Dev pairs that select the best model; None selects the last.
         eval_steps: Steps between two dev scores within an epoch.
@@ -267,7 +248,7 @@ class PairTask:
     ) -> None:
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
-        self._labels = torch.from_numpy(tokens.labels(labels))
+        self._labels = labels
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
         self._dev_precision, self._passes = dev_precision, passes
         self._dev, self._eval_steps, self._seed, self._rank = dev, eval_steps, seed, rank
@@ -282,7 +263,7 @@ class PairTask:
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs[PairBatch, Tensor]:
         rows, seed = self._rank_rows(step), dropout_seed(self._seed, step, self._rank)
-        labels = self._labels[torch.from_numpy(rows)]
+        labels = torch.from_numpy(self._labels[rows % len(self._labels)])  # both orders of a pair have one label
         batch = self._tokens.batch(rows, seed, device, self._length_ratio, self._passes)
         return StepInputs(batch, to_device(labels, device))
 

@@ -1,94 +1,53 @@
-"""The unlabelled sentence pairs of a mutual distillation: read, deduplicated, sampled and stored in the run's folder."""
+"""The unlabelled sentence pairs of a mutual distillation: read or mined, sampled, and stored in the run's folder."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from distcse.errors import CorpusCacheError, CorpusNotFoundError, CorpusTooSmallError
-from distcse.evaluation import read_table
+from distcse.data import Pairs
+from distcse.errors import CorpusNotFoundError, CorpusTooSmallError
+from distcse.evaluation import stream_texts
 from distcse.evaluation.tables import ENDINGS
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
 from distcse.recipe import MutualRecipe
-from distcse.storage import ArtifactStore, open_store, resolve_path, sha256
+from distcse.storage import ArtifactStore, open_store, resolve_path
 
 _SAMPLE_STREAM = 2**31
 """Random stream that samples the pairs."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """n sentence pairs."""
-
-    first: list[str]
-    second: list[str]
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    def __getitem__(self, rows: slice) -> Pairs:
-        return Pairs(self.first[rows], self.second[rows])
-
-    def both(self) -> Iterator[tuple[str, str]]:
-        """Iterate over the pairs as tuples."""
-        return zip(self.first, self.second, strict=True)
-
-    @property
-    def fingerprint(self) -> str:
-        """Checksum of the pairs and their order."""
-        return sha256(f"{one}\t{other}\n".encode() for one, other in self.both())
-
-    def write(self, file: Path) -> None:
-        """Store the pairs as Parquet, atomically."""
-        import pyarrow as pa  # here and in `read`: a benchmark of pairs on a bare GPU image has no pyarrow
-        import pyarrow.parquet as pq
-
-        with open_store(file.parent).write(file.name) as temporary:
-            pq.write_table(pa.table({"sentence1": self.first, "sentence2": self.second}), temporary)
-
-    @classmethod
-    def read(cls, file: Path) -> Pairs:
-        """Read the pairs that `write` stored.
-
-        Raises:
-            CorpusCacheError: The file is damaged.
-        """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        store = open_store(file.parent)
-        store.fetch(file.name)
-        try:
-            table = pq.read_table(file)
-        except (pa.ArrowException, OSError) as broken:
-            reason = " ".join(str(broken).split())
-            raise CorpusCacheError(
-                f"{store}/{file.name} cannot be read: {reason}; delete it and --resume to read the pairs again"
-            ) from None
-        return cls(table["sentence1"].to_pylist(), table["sentence2"].to_pylist())
-
-
-def read_pairs(recipe: MutualRecipe) -> Pairs:
+def read_pairs(recipe: MutualRecipe, folder: Path) -> Pairs:
     """Read the different pairs in a recipe's files, in the files' order; `pairs.limit` of them, sampled by the seed.
+
+    Args:
+        recipe: A recipe without `pairs.mine`.
+        folder: The folder to write.
 
     Raises:
         CorpusNotFoundError: The folder of pairs.task has no table.
         CorpusTooSmallError: There are fewer different pairs than a batch needs.
         EvaluationError: A file is missing or malformed.
+        CorpusCacheError: The folder cannot be written.
     """
-    section = recipe.pairs
-    first_column, second_column = section.columns
-    unique: dict[tuple[str, str], None] = {}
-    for file in _files(recipe):
-        table = read_table(file)
-        unique.update(dict.fromkeys(zip(table.texts(first_column), table.texts(second_column), strict=True)))
-    return sample_pairs(list(unique), recipe)
+    first, second = recipe.pairs.columns
+    pairs = ((one, other) for file in _files(recipe) for one, other in stream_texts(file, first, second))
+    return Pairs.write(folder, pairs, lambda number: sample_pairs(number, recipe))
+
+
+@contextmanager
+def temporary_pairs(recipe: MutualRecipe) -> Iterator[Pairs]:
+    """Context manager: read the pairs in a recipe's files into a temporary folder (see `read_pairs`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield read_pairs(recipe, Path(folder) / "pairs")
 
 
 def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Reporter) -> Pairs:
@@ -99,49 +58,52 @@ def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Repo
         run: The run's folder.
         backend: Where the pairs are mined.
         reporter: Receives progress.
+
+    Raises:
+        CorpusCacheError: The stored pairs are damaged.
     """
-    file = run / "pairs.parquet"
-    if not open_store(run).fetch(file.name):
+    store = open_store(run) / "pairs"
+    if not store.fetch_folder():
         if recipe.pairs.mine is None:
-            read_pairs(recipe).write(file)
+            read_pairs(recipe, store.path)
         else:
-            _mine(recipe, open_store(file), backend, reporter)
-    pairs = Pairs.read(file)
+            _mine(recipe, store, backend, reporter)
+    pairs = Pairs.open_verified(store.path)
     reporter.emit(
         StageProgress("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs")
     )
     return pairs
 
 
-def _mine(recipe: MutualRecipe, file: ArtifactStore, backend: Backend, reporter: Reporter) -> None:
+def _mine(recipe: MutualRecipe, folder: ArtifactStore, backend: Backend, reporter: Reporter) -> None:
     from distcse.experiments.mutual.mining import mine_into, mining_memory, prepare_mining
 
     corpus = prepare_mining(recipe)
     call = DeviceCall(
         "mining of pairs",
-        partial(mine_into, recipe, open_store(corpus.directory), file),
+        partial(mine_into, recipe, open_store(corpus.directory), folder),
         mining_memory(recipe, corpus),
     )
-    written = {"storage.runs": file.path.parent, "storage.cache": resolve_path(recipe.storage.cache)}
+    written = {"storage.runs": folder.path.parent, "storage.cache": resolve_path(recipe.storage.cache)}
     backend.run_on_devices([call], device_options(recipe, recipe.groups, written), reporter)
 
 
-def sample_pairs(pairs: list[tuple[str, str]], recipe: MutualRecipe) -> Pairs:
-    """Sample `pairs.limit` pairs, keeping their order; all of them without a limit.
+def sample_pairs(number: int, recipe: MutualRecipe) -> NDArray[np.int64]:
+    """Sample `pairs.limit` rows of a number of different pairs, ascending; all of them without a limit.
 
     Raises:
         CorpusTooSmallError: There are fewer pairs than a batch needs.
     """
     batch_size = max(recipe.bi.batch_size, recipe.cross.batch_size)
-    limit = recipe.pairs.limit
-    if limit is not None and limit < len(pairs):
-        sample = np.random.Generator(np.random.PCG64([recipe.seed, _SAMPLE_STREAM])).permutation(len(pairs))[:limit]
-        pairs = [pairs[row] for row in np.sort(sample)]
-    if len(pairs) < batch_size:
+    limit, rows = recipe.pairs.limit, np.arange(number)
+    if limit is not None and limit < number:
+        sample = np.random.Generator(np.random.PCG64([recipe.seed, _SAMPLE_STREAM])).permutation(number)[:limit]
+        rows = np.sort(sample)
+    if len(rows) < batch_size:
         raise CorpusTooSmallError(
-            f"there are {len(pairs)} different pairs, but a batch needs {batch_size}; add pairs, or lower batch_size"
+            f"there are {len(rows)} different pairs, but a batch needs {batch_size}; add pairs, or lower batch_size"
         )
-    return Pairs([first for first, _ in pairs], [second for _, second in pairs])
+    return rows
 
 
 def _files(recipe: MutualRecipe) -> list[Path]:

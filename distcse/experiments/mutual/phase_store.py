@@ -12,19 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from distcse.errors import ResumeMismatchError, RunRecordError
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.score_shards import ScoreShards
+from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.runs.lease import Lease
-from distcse.storage import open_store, sha256, storage_errors
+from distcse.storage import open_store, storage_errors
 
 _STATE = "phases.json"
-
-Scores = NDArray[np.float32]
 
 
 class PhaseStore:
@@ -72,7 +68,7 @@ class PhaseStore:
         with self._lock:
             if self._state["pairs"] not in (None, fingerprint):
                 raise ResumeMismatchError(
-                    f"the pairs have changed since {self._store} began; restore pairs.parquet, or start a new run"
+                    f"the pairs have changed since {self._store} began; restore the folder pairs, or start a new run"
                 )
             self._state["pairs"] = fingerprint
             self._write()
@@ -98,8 +94,8 @@ class PhaseStore:
         return dict(self._state["posted"].get(str(phase.number), {}))
 
     def scores(self, group: str, phase: Phase) -> Scores:
-        """Load the (n,) scores that a group posted for a phase."""
-        return self._load(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]["sha256"])
+        """Map the (n,) scores that a group posted for a phase."""
+        return self._stored(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]["sha256"]).read()
 
     def store_labels(self, phase: Phase, groups: Sequence[str], labels: Scores) -> None:
         """Store the final labels of a phase, and the groups whose scores they combine."""
@@ -111,9 +107,14 @@ class PhaseStore:
             self._write()
 
     def labels(self, phase: Phase) -> Scores | None:
-        """Load the (n,) labels of a phase; None if not all groups have posted."""
+        """Map the (n,) labels of a phase; None if not all groups have posted."""
+        stored = self.stored_labels(phase)
+        return None if stored is None else stored.read()
+
+    def stored_labels(self, phase: Phase) -> StoredScores | None:
+        """Return the file with the labels of a phase; None if not all groups have posted."""
         entry = self._state["labels"].get(str(phase.number))
-        return None if entry is None else self._load(phase.name, entry["sha256"])
+        return None if entry is None else self._stored(phase.name, entry["sha256"])
 
     def drop(self, group: str, why: str) -> None:
         """Record that the run continues without a group, and why."""
@@ -128,22 +129,10 @@ class PhaseStore:
             self._write()
 
     def _write_scores(self, name: str, scores: Scores) -> str:
-        with self._labels.write(f"{name}.npy") as temporary, open(temporary, "wb") as out:
-            np.save(out, scores)
-        return sha256([scores.tobytes()])
+        return StoredScores.write(self._labels, f"{name}.npy", scores).sha256
 
-    def _load(self, name: str, expected: str) -> Scores:
-        file = f"{name}.npy"
-        self._labels.fetch(file)
-        try:
-            scores: Scores = np.load(self._labels.path / file, allow_pickle=False)
-        except (OSError, EOFError, ValueError) as broken:
-            raise RunRecordError(f"{self._labels}/{file} cannot be read: {broken}; start a new run") from None
-        if sha256([scores.tobytes()]) != expected:
-            raise RunRecordError(
-                f"{self._labels}/{file} has changed since it was stored (checksum mismatch); start a new run"
-            )
-        return scores
+    def _stored(self, name: str, sha256: str) -> StoredScores:
+        return StoredScores(self._labels, f"{name}.npy", sha256)
 
     def _write(self) -> None:
         if self._lease is not None:

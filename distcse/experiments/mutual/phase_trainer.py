@@ -6,17 +6,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.distributed import barrier, rank, world_size
 from distcse.errors import CheckpointError, OutOfMemoryError
 from distcse.events import Reporter
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phases import Kind, Phase
+from distcse.experiments.mutual.stored_scores import StoredScores
+from distcse.experiments.mutual.tokens import TokenStores
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
@@ -50,6 +50,8 @@ class GroupContext:
     run: ArtifactStore
     lease: Lease
     """Lease on `run`, checked before writes."""
+    tokens: TokenStores
+    """The group's token tables."""
 
     @property
     def group(self) -> GroupSection:
@@ -57,9 +59,9 @@ class GroupContext:
         return self.recipe.groups[self.number]
 
     @property
-    def pairs_file(self) -> Path:
-        """File with the run's pairs."""
-        return self.run.path / "pairs.parquet"
+    def pairs(self) -> Pairs:
+        """The run's pairs."""
+        return Pairs.open((self.run / "pairs").path)
 
     def folder(self, phase: Phase) -> Path:
         """Return the folder of a phase of this group."""
@@ -79,29 +81,20 @@ class PhaseTrainer:
 
     def __init__(self, context: GroupContext) -> None:
         self._context = context
-        self._tokens: dict[Kind, BiTokens | CrossTokens] = {}
 
     def prepare(self, phase: Phase) -> None:
-        """Tokenize the pairs and read the dev pairs, which needs no labels."""
-        if phase.kind not in self._tokens:
-            encoder = self._initial_model(phase)
-            self._tokens[phase.kind] = (
-                BiTokens(encoder, self._pairs)
-                if isinstance(encoder, Encoder)
-                else CrossTokens(encoder, self._pairs, self._context.recipe.cross.both_orders)
-            )
+        """Fetch the tokens and read the dev pairs, which needs no labels."""
+        self._context.tokens[phase.kind].fetch_folder()
         _ = self._dev
 
-    def train(
-        self, phase: Phase, labels: NDArray[np.float32], reporter: Reporter, passes: int = 1
-    ) -> PhaseResult | None:
+    def train(self, phase: Phase, labels: StoredScores, reporter: Reporter, passes: int = 1) -> PhaseResult | None:
         """Train the model of a phase, from its latest checkpoint if there is one.
 
         The folder of the phase then has the best model and `result.json`; its checkpoints are deleted.
 
         Args:
             phase: The phase; one that has already finished returns its result at once.
-            labels: (n,) labels of the pairs.
+            labels: The labels of the pairs.
             reporter: Receives the training's events.
             passes: Forward passes per step; see `PairTask`. Default: one.
 
@@ -121,8 +114,8 @@ class PhaseTrainer:
         encoder = self._initial_model(phase)
         task = PairTask(
             encoder,
-            self._tokens[kind],
-            labels,
+            self._tokens(encoder),
+            labels.read(),
             context.section(kind),
             self._dev,
             context.recipe.evaluation.eval_steps,
@@ -147,9 +140,11 @@ class PhaseTrainer:
         barrier()
         return _load_result(folder)
 
-    @cached_property
-    def _pairs(self) -> Pairs:
-        return Pairs.read(self._context.pairs_file)
+    def _tokens(self, encoder: Encoder | CrossEncoder) -> BiTokens | CrossTokens:
+        tokens = self._context.tokens
+        if isinstance(encoder, Encoder):
+            return BiTokens(encoder, self._context.pairs, TokenTable.open(tokens["bi"].path))
+        return CrossTokens(encoder, PairTokenTable.open(tokens["cross"].path))
 
     @cached_property
     def _dev(self) -> DevPairs | None:

@@ -10,7 +10,7 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.mining import require_mining
-from distcse.experiments.mutual.pairs import read_pairs
+from distcse.experiments.mutual.pairs import temporary_pairs
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.mutual.warnings import settings_warnings
@@ -56,7 +56,8 @@ def check_groups(
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:
-        _report(reporter, "pairs", f"{len(read_pairs(recipe)):,} different pairs")
+        with temporary_pairs(recipe) as pairs:
+            _report(reporter, "pairs", f"{len(pairs):,} different pairs")
     else:
         require_mining(recipe.pairs.mine)
         corpus = Corpus.prepare(recipe.pairs.mine.corpus, resolve_path(recipe.storage.cache))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.data import Pairs
 from distcse.device import default_device, is_gpu
 from distcse.errors import NotFiniteError
 from distcse.evaluation.models import Progress
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.mutual.pair_task import pair_model
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.score_shards import ScoreShards
@@ -68,21 +69,27 @@ class PairScorer:
             shard = shards.read(begin, stop)
             if shard is None:
                 model = model or self._model(phase)
-                shard = self._score(model, phase, self._pairs[begin:stop], _in_part(report, begin - first, len(scores)))
+                texts = self._pairs.texts(begin, stop)
+                shard = self._score(model, phase, *texts, _in_part(report, begin - first, len(scores)))
                 shards.write(begin, shard)
             scores[begin - first : stop - first] = shard
             report(stop - first, len(scores))
         return scores
 
     def _score(
-        self, model: Encoder | CrossEncoder, phase: Phase, pairs: Pairs, on_progress: Progress
+        self,
+        model: Encoder | CrossEncoder,
+        phase: Phase,
+        first: Sequence[str],
+        second: Sequence[str],
+        on_progress: Progress,
     ) -> NDArray[np.float32]:
         def before_the_last(done: int, total: int) -> None:  # the shard is stored first
             if done < total:
-                on_progress(len(pairs) * done // total, len(pairs))
+                on_progress(len(first) * done // total, len(first))
 
         scorer = pair_model(model, decided(self._context.recipe.mutual.precision), before_the_last)
-        scores = scorer.similarities(pairs.first, pairs.second).astype(np.float32)
+        scores = scorer.similarities(first, second).astype(np.float32)
         if not_finite := int((~np.isfinite(scores)).sum()):
             group = self._context.group.name
             raise NotFiniteError(
@@ -94,7 +101,7 @@ class PairScorer:
     @cached_property
     def _pairs(self) -> Pairs:
         # Not in the constructor: reading can hang, and an actor has no heartbeat before its constructor returns.
-        return Pairs.read(self._context.pairs_file)
+        return self._context.pairs
 
     def _model(self, phase: Phase) -> Encoder | CrossEncoder:
         group = self._context.group

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from distcse.data import Pairs
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.mutual.final_evaluation import checked_tasks, wanted_tasks
 from distcse.experiments.mutual.joining import read_by_groups
-from distcse.experiments.mutual.pairs import Pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.roles import with_precisions
@@ -64,8 +64,7 @@ class MutualTrials(Trials):
         }
 
     def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
-        pairs = Pairs.read(run / "pairs.parquet")
-        return Contamination.measure((*pairs.first, *pairs.second), [task.sentences() for task in tasks.tasks])
+        return Contamination.measure(Pairs.open(run / "pairs").distinct(), [task.sentences() for task in tasks.tasks])
 
 
 class CycleScores:

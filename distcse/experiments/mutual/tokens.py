@@ -1,0 +1,94 @@
+"""The token tables of a mutual distillation: the pairs are tokenized once per tokenizer, for all groups and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from distcse.data import Pairs, PairTokenTable, TokenTable, tokenizer_fingerprint
+from distcse.errors import StoppedEarlyError
+from distcse.events import Reporter, StageProgress
+from distcse.experiments.backend import GIB, Backend, DeviceCall
+from distcse.experiments.mutual.devices import device_options
+from distcse.experiments.mutual.phases import Kind
+from distcse.models import TokenizerSpec, resolve_model
+from distcse.models.loading import load_tokenizer
+from distcse.recipe import GroupSection, MutualRecipe
+from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
+
+TokenStores = Mapping[Kind, ArtifactStore]
+"""The folders of a group's token tables: a `TokenTable` of the sentences, and a `PairTokenTable`."""
+
+
+def prepare_tokens(
+    recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs, backend: Backend, reporter: Reporter
+) -> list[TokenStores]:
+    """Tokenize the pairs for groups, or reuse the tables in the cache. Groups of different tokenizers are done in parallel.
+
+    Args:
+        recipe: The recipe.
+        groups: The groups.
+        pairs: The run's pairs.
+        backend: Where the pairs are tokenized.
+        reporter: Receives progress.
+
+    Returns:
+        The tables of each group.
+
+    Raises:
+        TokenizationError: A sentence has no token.
+        StoppedEarlyError: A stop was requested before all pairs were tokenized.
+        CorpusCacheError: The cache cannot be written.
+    """
+    sharing: dict[str, list[GroupSection]] = {}
+    for group in groups:
+        sharing.setdefault(tokenizer_fingerprint(TokenizerSpec.of(group).tokenizer), []).append(group)
+    cache = resolve_path(recipe.storage.cache)
+    with storage_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    stores = open_store(pairs.directory), open_store(cache)
+    calls = [
+        DeviceCall(f"tokenization for {members[0].name}", partial(_prepare, recipe, members, *stores), 2 * GIB)
+        for members in sharing.values()
+    ]
+    written = {"storage.runs": pairs.directory.parent, "storage.cache": cache}
+    found = backend.run_on_devices(calls, device_options(recipe, groups, written, uses_gpu=False), reporter)
+    tables = {name: tables for prepared in found for name, tables in prepared.items()}
+    return [tables[group.name] for group in groups]
+
+
+def _prepare(
+    recipe: MutualRecipe,
+    groups: Sequence[GroupSection],
+    stored: ArtifactStore,
+    cache: ArtifactStore,
+    reporter: Reporter,
+) -> dict[str, TokenStores]:
+    """Prepare the tables of groups with one tokenizer, one after the other: groups of equal settings share them."""
+    pairs, prepared = Pairs.open(stored.path), dict[str, TokenStores]()
+    orders = 2 if recipe.cross.both_orders else 1
+    for group in groups:
+        spec = TokenizerSpec.of(group)
+        report = _progress(reporter, len(pairs.sentences), "sentences")
+        sentences = TokenTable.prepare(
+            pairs.sentences, spec.tokenizer, spec.max_length, cache.path, report, prompt=spec.prompt
+        )
+        source = resolve_model(recipe.cross_start(group), group.trust_remote_code)
+        tokenizer = load_tokenizer(source, group.trust_remote_code)
+        report = _progress(reporter, orders * len(pairs), "pairs")
+        both = PairTokenTable.prepare(pairs, tokenizer, recipe.cross.max_length, orders == 2, cache.path, report)
+        note = f"{group.name}: {'reused' if sentences.reused and both.reused else 'tokenized'}"
+        reporter.emit(StageProgress("tokens", len(pairs), len(pairs), "pairs", finished=True, note=note))
+        prepared[group.name] = {"bi": open_store(sentences.directory), "cross": open_store(both.directory)}
+    return prepared
+
+
+def _progress(reporter: Reporter, total: int, unit: str) -> Callable[[int], None]:
+    """Return a callback that reports the number of rows tokenized so far, and ends when a stop was requested."""
+
+    def report(done: int) -> None:
+        if reporter.stop_requested():
+            raise StoppedEarlyError("stopped before all pairs were tokenized; continue with --resume")
+        reporter.emit(StageProgress("tokens", done, total, unit))
+
+    return report

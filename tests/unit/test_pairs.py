@@ -1,0 +1,254 @@
+"""Mapped pairs, their tokens and their labels equal those in memory; they are written once, and shared by all groups."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+from torch.nn import Linear
+
+from distcse.data import Pairs, PairTokenTable, TokenTable
+from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecordError
+from distcse.evaluation import VectorModel, models, read_table, stream_texts
+from distcse.events import Reporter, StageProgress
+from distcse.experiments.mutual import labels, mining
+from distcse.experiments.mutual.pairs import read_pairs
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.stored_scores import StoredScores
+from distcse.models import CrossEncoder, Encoder
+from distcse.recipe import MutualSection
+from distcse.report import cycles
+from distcse.storage import open_store, sha256
+from tests.backends import run_mutual
+from tests.failures import fails_with
+from tests.models import KINDS
+from tests.pairs import bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
+
+
+def drawn_pairs(sentences: list[str], number: int) -> list[tuple[str, str]]:
+    """Pairs with repeated sentences, repeated pairs and pairs of one sentence."""
+    draw = random.Random(0)
+    return [(draw.choice(sentences[:30]), draw.choice(sentences[:30])) for _ in range(number)]
+
+
+# -- pairs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [7, 8192])
+def test_stored_pairs_are_the_different_pairs_of_the_stream_in_its_order(
+    tmp_path: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr("distcse.data.pairs._CHUNK", chunk)
+    stream = drawn_pairs(sentences, 700)
+    expected = list(dict.fromkeys(stream))
+    assert 400 < len(expected) < 700
+    pairs = Pairs.write(tmp_path / "pairs", iter(stream))
+    assert list(pairs.both()) == expected and len(pairs) == len(expected)
+    assert list(pairs.distinct()) == list(dict.fromkeys(text for pair in expected for text in pair))
+    assert pairs.fingerprint == sha256(f"{one}\t{other}\n".encode() for one, other in expected)
+    assert pairs.texts(3, 5) == ([one for one, _ in expected[3:5]], [other for _, other in expected[3:5]])
+    for opened in (Pairs.open(tmp_path / "pairs"), Pairs.open_verified(tmp_path / "pairs")):
+        assert list(opened.both()) == expected and opened.fingerprint == pairs.fingerprint
+    assert {entry.name for entry in tmp_path.iterdir()} == {"pairs"}
+    assert {file.name for file in (tmp_path / "pairs").iterdir()} == {
+        "pairs.json",
+        "rows.npy",
+        "values.bin",
+        "offsets.npy",
+    }
+
+
+def test_pairs_given_by_rows_equal_pairs_given_by_texts(tmp_path: Path, sentences: list[str]) -> None:
+    rows = np.array([[5, 2], [2, 9], [0, 5]])
+    by_rows = Pairs.write_rows(tmp_path / "rows", lambda ids: [sentences[row] for row in ids], rows)
+    by_texts = make_pairs(tmp_path, *zip(*((sentences[one], sentences[other]) for one, other in rows), strict=True))
+    assert list(by_rows.both()) == list(by_texts.both()) and by_rows.fingerprint == by_texts.fingerprint
+    assert len(by_rows.sentences) == 4
+
+
+def test_a_limit_samples_the_pairs_that_it_sampled_in_memory(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, "pairs.limit=20", "seed=5")
+    table = read_table(tmp_path / "pairs.tsv")
+    different = list(dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)))
+    sample = np.random.Generator(np.random.PCG64([5, 2**31])).permutation(len(different))[:20]
+    assert list(read_pairs(recipe, tmp_path / "pairs").both()) == [different[row] for row in np.sort(sample)]
+    with fails_with(CorpusTooSmallError, "20 different pairs", "32"):
+        read_pairs(recipe.model_copy(update={"bi": recipe.bi.model_copy(update={"batch_size": 32})}), tmp_path / "few")
+    assert not (tmp_path / "few").exists()
+
+
+@pytest.mark.parametrize("ending", [".tsv", ".jsonl"])
+def test_a_stream_of_texts_equals_the_table(tmp_path: Path, ending: str) -> None:
+    lines = {
+        ".tsv": ["b\ta", "x\t1", "\t2", "\t", "z\tnull", "\r", ""],
+        ".jsonl": ['{"b": "x", "a": "1"}', '{"a": "2", "b": null}', '{"b": "", "a": ""}', '{"b": "z", "a": null}', " "],
+    }
+    (file := tmp_path / f"pairs{ending}").write_text("\n".join(lines[ending]))
+    table = read_table(file)
+    expected = list(zip(table.texts("a"), table.texts("b"), strict=True))
+    assert len(expected) == 4 and expected[1] == ("2", ".")
+    assert list(stream_texts(file, "a", "b")) == expected
+    with fails_with(EvaluationFormatError, "'c'", "b, a"):
+        next(stream_texts(file, "a", "c"))
+
+
+def test_blank_lines_between_rows_are_malformed_rows(tmp_path: Path) -> None:
+    (file := tmp_path / "pairs.tsv").write_text("a\tb\n1\t2\n\n3\t4\n")
+    with fails_with(EvaluationFormatError, "line 3", "found 1"):
+        list(stream_texts(file, "a", "b"))
+
+
+# -- tokens ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_have_the_tokens_that_the_models_read(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], kind: str
+) -> None:
+    texts = drawn_pairs(sentences, 60)
+    texts += [(" ".join(sentences[:9]), "."), (".", " ".join(sentences[9:18])), ("ä 漢字 🙂", sentences[0])]
+    expected = list(dict.fromkeys(texts))
+    pairs = make_pairs(tmp_path, *zip(*texts, strict=True))
+    bi = Encoder.load(tiny(kind), pooling="mean", max_length=12, prompt="query: ")
+    cross = CrossEncoder(Linear(1, 1), bi.tokenizer, 21)
+    every = np.random.default_rng(0).permutation(len(pairs))
+    found = [row.tolist() for row in bi_tokens(bi, pairs).rows(every)]
+    assert found == bi.token_ids([expected[row][side] for side in (0, 1) for row in every])
+    tokens = cross_tokens(cross, pairs, both_orders=True)
+    assert len(tokens) == 2 * len(pairs)
+    for rows, ordered in (
+        (every, [expected[row] for row in every]),
+        (every + len(pairs), [expected[row][::-1] for row in every]),
+    ):
+        ids, kinds = tokens.rows(rows)
+        expected_ids, expected_kinds = cross.token_ids(ordered)
+        assert [row.tolist() for row in ids] == expected_ids
+        assert (None if kinds is None else [row.tolist() for row in kinds]) == expected_kinds
+    assert len(cross_tokens(cross, pairs, both_orders=False)) == len(pairs)
+
+
+def test_groups_of_one_tokenizer_share_tables_and_a_second_run_reuses_them(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbones = {"one": tiny("bert"), "two": tiny("bert"), "three": tiny("roberta")}
+    recipe = make_mutual_recipe(tmp_path, backbones, sentences, "mutual.cycles=1", "bi.epochs=1")
+    notes: list[list[str]] = []
+    for _ in range(2):
+        events: list[StageProgress] = []
+        run_mutual(recipe, Reporter(lambda event, events=events: events.append(event)))  # type: ignore[misc]
+        finished = [event for event in events if isinstance(event, StageProgress) and event.name == "tokens"]
+        notes.append([event.note for event in finished if event.finished])
+        for kind in (TokenTable, PairTokenTable):
+            folder = tmp_path / "cache" / ("tokens" if kind is TokenTable else "pair_tokens")
+            assert len([entry for entry in folder.iterdir() if not entry.name.startswith(".")]) == 2
+    assert notes[0] == ["one: tokenized", "two: reused", "three: tokenized"]
+    assert notes[1] == ["one: reused", "two: reused", "three: reused"]
+
+
+# -- labels and scores ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [MutualSection(), MutualSection(combine="median"), MutualSection(clamp=True)])
+@pytest.mark.parametrize("groups", [2, 9, 20])
+def test_labels_combined_in_parts_are_bit_equal(
+    section: MutualSection, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = np.random.default_rng(0)
+    scores = [draw.uniform(-0.2, 1, 1001).astype(np.float32) for _ in range(groups)]
+    weights = draw.uniform(0.5, 2, groups).tolist()
+    whole = labels.combine(scores, weights, section, cosines=True)
+    monkeypatch.setattr(labels, "_PAIRS_PER_PART", 10)
+    np.testing.assert_array_equal(labels.combine(scores, weights, section, cosines=True), whole)
+    assert whole.dtype == np.float32
+
+
+def test_labels_are_one_mapped_file_for_all_groups(tmp_path: Path) -> None:
+    store = PhaseStore(tmp_path)
+    assert store.stored_labels(Phase(0)) is None
+    written = np.linspace(0, 1, 9, dtype=np.float32)
+    store.store_labels(Phase(0), ["bert"], written)
+    stored = store.stored_labels(Phase(0))
+    assert stored == StoredScores(open_store(tmp_path) / "labels", "start.npy", sha256([written.tobytes()]))
+    mapped = stored.read()
+    np.testing.assert_array_equal(mapped, written)
+    assert not mapped.flags.writeable and not mapped.flags.owndata
+    (tmp_path / "labels" / "start.npy").unlink()
+    with fails_with(RunRecordError, "start.npy"):
+        stored.read()
+
+
+def test_cosines_computed_in_blocks_are_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = np.random.default_rng(0).normal(size=(50, 384)).astype(np.float32)
+    vectors[7] = 0
+    texts = [str(number) for number in range(50)]
+    first, second = texts[:40], texts[10:]
+
+    def model() -> VectorModel:
+        return VectorModel(lambda wanted: vectors[[int(text) for text in wanted]])
+
+    whole = model().similarities(first, second)
+    monkeypatch.setattr(models, "_PAIRS_PER_BLOCK", 7)
+    np.testing.assert_array_equal(model().similarities(first, second), whole)
+
+
+def test_agreement_in_the_report_is_the_spearman_correlation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, store = np.random.default_rng(0), PhaseStore(tmp_path)
+    scores = {name: draw.integers(0, 40, 500).astype(np.float32) for name in ("a", "b", "c")}  # with ties
+    scores["constant"] = np.ones(500, dtype=np.float32)
+    for name, values in scores.items():
+        store.post(name, Phase(0), values, None)
+    found = cycles.read_cycles(tmp_path, list(scores), []).agreement["start"]
+    for one, other in combinations(("a", "b", "c"), 2):
+        assert found[f"{one} – {other}"] == pytest.approx(100 * spearmanr(scores[one], scores[other]).statistic)
+    assert found["a – constant"] == 0
+    monkeypatch.setattr(cycles, "_COMPARED_PAIRS", 100)
+    sampled = cycles.read_cycles(tmp_path, list(scores), []).agreement["start"]
+    assert sampled["a – b"] == pytest.approx(100 * spearmanr(scores["a"][::5], scores["b"][::5]).statistic)
+
+
+# -- mining ---------------------------------------------------------------------------------------------------------------
+
+
+def test_unique_pairs_equal_those_of_numpy() -> None:
+    drawn = np.random.default_rng(0).integers(0, 30, size=(2000, 2))
+    np.testing.assert_array_equal(mining._unique_pairs(drawn), np.unique(np.sort(drawn, axis=1), axis=0))
+    assert mining._unique_pairs(drawn[:0]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("count", [10, 300, 10_000])
+def test_pairs_are_drawn_from_pools_as_with_a_dictionary(count: int) -> None:
+    draw = np.random.default_rng(1)
+    pools = [(share, mining._unique_pairs(draw.integers(0, 40, size=(size, 2)))) for share, size in POOLS]
+    found = mining._draw(pools, count, np.random.default_rng(2))
+    expected = draw_with_a_dictionary(pools, count, np.random.default_rng(2))
+    assert list(map(tuple, found.tolist())) == expected
+    assert mining._draw([], count, draw).shape == (0, 2)
+
+
+POOLS = [(0.5, 200), (0.0, 50), (0.3, 100), (0.2, 1)]
+
+
+def draw_with_a_dictionary(
+    pools: list[tuple[float, np.ndarray]], count: int, generator: np.random.Generator
+) -> list[tuple[int, int]]:
+    """The definition of `_draw`, pair by pair."""
+    shuffled = [pool[generator.permutation(len(pool))].tolist() for _, pool in pools]
+    used, drawn = [0] * len(pools), dict[tuple[int, int], None]()
+    while len(drawn) < count and any(used[n] < len(pool) and pools[n][0] for n, pool in enumerate(shuffled)):
+        shares = np.array([pools[n][0] if used[n] < len(pool) else 0.0 for n, pool in enumerate(shuffled)])
+        missing = count - len(drawn)
+        for number, share in enumerate(shares / shares.sum()):
+            candidates = shuffled[number][used[number] : used[number] + int(np.ceil(share * missing))]
+            used[number] += len(candidates)
+            for pair in map(tuple, candidates):
+                if len(drawn) < count:
+                    drawn.setdefault(pair)
+    return list(drawn)
