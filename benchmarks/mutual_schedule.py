@@ -1,0 +1,515 @@
+"""How busy are the GPUs of a mutual distillation, with a fixed GPU per group and with one pool? A simulation, deterministic.
+
+    python -m benchmarks.mutual_schedule [--seconds 600] [--pause 20] [--checkpoint 0] [--serial 0.04] [--error 0.3]
+
+Cost 1 is `--seconds` of training and scoring per phase on one GPU; a tenth of it is scoring, which splits freely. k workers take
+serial + (1 - serial) / k of one worker's seconds per step. A group that starts or changes its workers does not work for `--pause`
+seconds, and takes more workers every `--checkpoint` seconds of training (0: at once, since a stop writes a checkpoint). What the
+scheduler believes of a group is wrong by up to `--error`, until ten seconds of training have been measured.
+
+Columns:
+    busy      GPU-seconds of training and scoring / (GPUs · makespan). Pauses, and GPUs that wait for a checkpoint, are not busy.
+    useful    The same work on one GPU per group / (GPUs · makespan): what data parallelism loses is not useful.
+    bound     Makespan that no schedule is below: each phase, with pauses, checkpoints and rounding of workers left out.
+    limit     Largest useful share of any schedule: work / (GPUs · bound).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from distcse.experiments.mutual.label_sources import label_sources
+from distcse.experiments.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.scheduling import (
+    RemainingWork,
+    StepTimes,
+    allocate_workers,
+    worker_counts,
+)
+from distcse.recipe import BiSection, CrossSection
+from distcse.recipe.exchange import Exchange
+
+BATCH_SIZES: Mapping[Kind, int] = {"bi": BiSection().batch_size, "cross": CrossSection().batch_size}
+"""Default global batches: 128 and 32."""
+MEASURED_S = 10.0
+"""Seconds of training after which a group's step time is known."""
+ASSUMED_SERIAL = 0.05
+"""Serial share that the scheduler assumes of a group that it has not measured."""
+ALL = Exchange("all")
+_ROUNDING = 1e-9
+Event = tuple[float, int, Callable[[], None]]
+"""When something happens, its place among events of one moment, and what handles it."""
+Allocate = Callable[[Sequence[RemainingWork], int], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class SimulatedGroup:
+    """A group's costs.
+
+    Attributes:
+        name: Its name.
+        bi_s: Seconds of a phase that trains the bi-encoder and scores with it, on one worker.
+        cross_s: The same of the cross-encoder.
+        serial_share: Share of a step that more workers do not shorten.
+        scoring_share: Share of a phase that is scoring. Default: 0.1.
+        believed: What the scheduler assumes before it has measured, as a factor. Default: 1.
+        batch_sizes: Global batch by formulation. Default: the recipe's.
+    """
+
+    name: str
+    bi_s: float
+    cross_s: float
+    serial_share: float
+    scoring_share: float = 0.1
+    believed: float = 1.0
+    batch_sizes: Mapping[Kind, int] = field(default_factory=lambda: BATCH_SIZES)
+
+    def phase_s(self, kind: Kind) -> float:
+        """Seconds of a phase on one worker."""
+        return self.bi_s if kind == "bi" else self.cross_s
+
+    def training_s(self, phase: Phase) -> float:
+        """Seconds of the phase's training on one worker: the start has none."""
+        return self.phase_s(phase.kind) * (1 - self.scoring_share) if phase.number else 0.0
+
+    def scoring_s(self, phase: Phase) -> float:
+        """Seconds of the phase's scoring on one worker."""
+        return self.phase_s(phase.kind) * self.scoring_share
+
+    def speedup(self, workers: int) -> float:
+        """One worker's step time over that of `workers`."""
+        return 1 / (self.serial_share + (1 - self.serial_share) / workers)
+
+    def counts(self, kind: Kind, slots: int) -> list[int]:
+        """Permitted numbers of training workers."""
+        return worker_counts(self.batch_sizes[kind], slots)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The pool, and what changing a group costs."""
+
+    slots: int
+    pause_s: float
+    checkpoint_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated run."""
+
+    makespan_s: float
+    busy_s: float
+    """Slot-seconds of training and scoring."""
+    work_s: float
+    """Seconds of all work on one worker per group."""
+    slots: int
+    changes: int
+    """How often a group took more workers while it trained."""
+    sources: float
+    """Mean share of the groups whose scores of the previous phase are in a group's labels."""
+
+    @property
+    def busy(self) -> float:
+        """Share of the slots' time in which they train or score."""
+        return self.busy_s / (self.slots * self.makespan_s)
+
+    @property
+    def useful(self) -> float:
+        """Share of the slots' time that one worker per group would need for the work."""
+        return self.work_s / (self.slots * self.makespan_s)
+
+
+def fixed(work: Sequence[RemainingWork], slots: int) -> dict[str, int]:
+    """Policy of a GPU per group, held for the entire run."""
+    return {group.group: 1 for group in work}
+
+
+def waves(work: Sequence[RemainingWork], slots: int) -> dict[str, int]:
+    """Policy of the pool without growth: groups keep the number of workers with which they start."""
+    allocated = allocate_workers(work, slots)
+    return {group.group: group.workers or allocated[group.group] for group in work}
+
+
+class _Track:
+    """The state of one group in a simulation."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        self.group = group
+        self.phase = Phase(0)
+        self.stage: Literal["labels", "slots", "training", "scoring", "finished"] = "labels"
+        self.left_s = 0.0
+        """Seconds that the stage still takes on one worker."""
+        self.workers = self.reserved = 0
+        """Workers at work, and slots held; more slots than workers wait for a checkpoint."""
+        self.resumes_at = self.measured_at = 0.0
+        self.known: set[Kind] = set()
+        self.times: dict[Kind, StepTimes] = {
+            kind: StepTimes(group.believed * group.phase_s(kind), ASSUMED_SERIAL) for kind in ("bi", "cross")
+        }
+
+    @property
+    def rate(self) -> float:
+        """Progress per second, in seconds of one worker."""
+        return float(self.workers) if self.stage == "scoring" else self.group.speedup(self.workers)
+
+    def expected_s(self, phase: Phase, training_s: float, scoring_s: float, workers: int) -> float:
+        """What the scheduler expects of this much work in a phase."""
+        kind = phase.kind
+        times, factor = self.times[kind], 1.0 if kind in self.known else self.group.believed
+        return times.seconds(workers) * training_s / self.group.phase_s(kind) + factor * scoring_s / workers
+
+    def measure(self) -> None:
+        kind, group = self.phase.kind, self.group
+        self.known.add(kind)
+        if self.stage == "training":
+            self.times[kind].measure(self.workers, group.phase_s(kind) / group.speedup(self.workers))
+
+    def until_checkpoint_s(self, checkpoint_s: float) -> float:
+        """Seconds until the group can change its workers."""
+        if self.stage == "scoring" or not checkpoint_s:
+            return 0.0
+        done_s = (self.group.training_s(self.phase) - self.left_s) / self.rate
+        return math.ceil((done_s + _ROUNDING) / checkpoint_s) * checkpoint_s - done_s
+
+
+def simulate(
+    groups: Sequence[SimulatedGroup], machine: Machine, allocate: Allocate, cycles: int, exchange: Exchange = ALL
+) -> Outcome:
+    """Run groups until all have posted their last scores.
+
+    Args:
+        groups: The groups.
+        machine: The pool.
+        allocate: The policy: the number of workers of each group that can work.
+        cycles: Cycles of cross and bi after the start.
+        exchange: Whose scores a group waits for. Default: all.
+    """
+    return _Simulation(groups, machine, allocate, cycles, exchange).run()
+
+
+class _Simulation:
+    def __init__(
+        self, groups: Sequence[SimulatedGroup], machine: Machine, allocate: Allocate, cycles: int, exchange: Exchange
+    ) -> None:
+        self.tracks = [_Track(group) for group in groups]
+        self.machine, self.allocate, self.exchange, self.last = machine, allocate, exchange, last_phase(cycles)
+        self.newest: dict[str, Phase | None] = dict.fromkeys(group.name for group in groups)
+        self.now = self.busy_s = 0.0
+        self.changes = 0
+        self.shares: list[float] = []
+
+    def run(self) -> Outcome:
+        while any(track.stage != "finished" for track in self.tracks):
+            self._give_labels()
+            self._allocate()
+            self._advance()
+        phases = [Phase(number) for number in range(self.last.number + 1)]
+        groups = [track.group for track in self.tracks]
+        work_s = sum(group.training_s(phase) + group.scoring_s(phase) for group in groups for phase in phases)
+        sources = sum(self.shares) / len(self.shares)
+        return Outcome(self.now, self.busy_s, work_s, self.machine.slots, self.changes, sources)
+
+    def _give_labels(self) -> None:
+        """Let groups that have labels wait for slots."""
+        for track in self.tracks:
+            if track.stage != "labels":
+                continue
+            if track.phase.number:
+                found = label_sources(self.exchange, track.phase, self.newest)
+                if found is None:
+                    continue
+                fresh = sum(source.number == track.phase.number - 1 for source in found.values())
+                self.shares.append(fresh / len(self.tracks))
+            track.stage = "slots"
+
+    def _allocate(self) -> None:
+        work = [self._work(track) for track in self.tracks if track.stage in ("slots", "training", "scoring")]
+        allocated = self.allocate(work, self.machine.slots)
+        assert sum(allocated.values()) <= self.machine.slots
+        for track in self.tracks:
+            count = allocated.get(track.group.name, 0)
+            if track.stage == "slots" and count:
+                track.workers = count
+                self._begin("training", track, track.group.training_s(track.phase))
+                self._pause(track)
+            track.reserved = max(track.reserved, count)
+
+    def _work(self, track: _Track) -> RemainingWork:
+        """Describe a group to the policy. Without a barrier after each phase, the rest of the run counts."""
+        group, phase, slots = track.group, track.phase, self.machine.slots
+        scoring_s = group.scoring_s(phase)
+        training_s = group.training_s(phase) if track.stage == "slots" else track.left_s
+        if track.stage == "scoring":
+            training_s, scoring_s = 0.0, track.left_s
+        later = [] if self.exchange == ALL else [Phase(n) for n in range(phase.number + 1, self.last.number + 1)]
+        counts = group.counts(phase.kind, slots) if training_s else range(1, slots + 1)
+        seconds = {
+            count: track.expected_s(phase, training_s, scoring_s, count)
+            + sum(track.expected_s(after, group.training_s(after), group.scoring_s(after), count) for after in later)
+            for count in counts
+        }
+        return RemainingWork(group.name, seconds, track.reserved, self.machine.pause_s)
+
+    def _begin(self, stage: Literal["training", "scoring"], track: _Track, left_s: float) -> None:
+        track.stage, track.left_s = stage, left_s
+        track.measured_at = math.inf if track.phase.kind in track.known else self.now + MEASURED_S
+
+    def _pause(self, track: _Track) -> None:
+        track.resumes_at = self.now + self.machine.pause_s
+        track.measured_at = track.resumes_at + MEASURED_S
+
+    def _advance(self) -> None:
+        """Go to the next event, and handle it."""
+        events = [
+            event for track in self.tracks if track.stage in ("training", "scoring") for event in self._events(track)
+        ]
+        at, _, handle = min(events, key=lambda event: event[:2])
+        for track in self.tracks:
+            if track.stage in ("training", "scoring"):
+                worked_s = max(0.0, at - max(self.now, track.resumes_at))
+                track.left_s -= track.rate * worked_s
+                self.busy_s += track.workers * worked_s
+        self.now = at
+        handle()
+
+    def _events(self, track: _Track) -> list[Event]:
+        """List what happens to a group next."""
+        begin = max(self.now, track.resumes_at)
+        number = 3 * self.tracks.index(track)
+        end_at = begin + max(0.0, track.left_s) / track.rate
+        events: list[Event] = [(end_at, number, partial(self._end_stage, track))]
+        if self.now <= track.measured_at < math.inf:
+            events.append((track.measured_at, number + 1, partial(self._measure, track)))
+        if track.reserved > track.workers:
+            wait_s = track.until_checkpoint_s(self.machine.checkpoint_s)
+            events.append((begin + wait_s, number + 2, partial(self._add_workers, track)))
+        return events
+
+    def _end_stage(self, track: _Track) -> None:
+        if track.stage == "training":
+            track.measure()
+            track.workers = track.reserved
+            self._begin("scoring", track, track.group.scoring_s(track.phase))
+            return
+        track.measure()
+        self.newest[track.group.name] = track.phase
+        track.workers = track.reserved = 0
+        track.stage = "finished" if track.phase == self.last else "labels"
+        track.phase = Phase(track.phase.number + 1)
+
+    def _measure(self, track: _Track) -> None:
+        track.measure()
+        track.measured_at = math.inf
+
+    def _add_workers(self, track: _Track) -> None:
+        self.changes += track.stage == "training"
+        track.workers = track.reserved
+        self._pause(track)
+
+
+def fluid_bound(groups: Sequence[SimulatedGroup], slots: int, cycles: int) -> float:
+    """Return a makespan that no schedule with a barrier after each phase is below.
+
+    In a phase of T seconds, a group must train within T less its shortest scoring. Since its speedup is concave in the workers,
+    it needs the fewest slot-seconds if it holds the same share of the pool all the time; where that is no permitted number, time
+    is divided between the two next to it. T is the smallest for which the pool has the slot-seconds of all groups.
+    """
+    return sum(_fluid_phase(groups, slots, Phase(number)) for number in range(last_phase(cycles).number + 1))
+
+
+def _fluid_phase(groups: Sequence[SimulatedGroup], slots: int, phase: Phase) -> float:
+    low, high = 0.0, sum(group.training_s(phase) + group.scoring_s(phase) for group in groups)
+    for _ in range(100):
+        middle = (low + high) / 2
+        is_enough = sum(_slot_seconds(group, slots, phase, middle) for group in groups) <= slots * middle
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
+
+
+def _slot_seconds(group: SimulatedGroup, slots: int, phase: Phase, makespan_s: float) -> float:
+    """Return the fewest slot-seconds with which a group ends within the makespan; infinite if it cannot."""
+    training_s, scoring_s = group.training_s(phase), group.scoring_s(phase)
+    if not training_s:
+        return scoring_s
+    time_s = makespan_s - scoring_s / slots
+    if time_s <= 0:
+        return math.inf
+    needed = training_s / time_s
+    counts = [0, *group.counts(phase.kind, slots)]
+    speedups = [group.speedup(count) if count else 0.0 for count in counts]
+    for count, speedup, next_count, next_speedup in zip(counts, speedups, counts[1:], speedups[1:], strict=False):
+        if needed <= next_speedup:
+            share = (needed - speedup) / (next_speedup - speedup)
+            return (count + share * (next_count - count)) * time_s + scoring_s
+    return math.inf
+
+
+@dataclass(frozen=True)
+class Case:
+    """Groups and a pool to simulate."""
+
+    name: str
+    groups: Sequence[SimulatedGroup]
+    slots: int
+
+
+STANDARD = [1] * 12 + [4] * 6 + [14] * 2
+"""Costs of twenty models, seen in ../shared/scale.md."""
+
+
+def make_groups(costs: Sequence[float], options: argparse.Namespace) -> list[SimulatedGroup]:
+    """Make groups of these costs, whose estimates are wrong by up to `--error`, drawn with a fixed seed."""
+    drawn, unit = random.Random(0), options.seconds
+    return [
+        SimulatedGroup(
+            f"group-{number}",
+            cost * unit,
+            cost * unit,
+            options.serial,
+            believed=1 + drawn.uniform(-options.error, options.error),
+        )
+        for number, cost in enumerate(costs)
+    ]
+
+
+def standard_cases(options: argparse.Namespace) -> list[Case]:
+    """2, 8 and 20 groups of the seen costs with a GPU per group; 20 on fewer and on more GPUs."""
+    sizes = {
+        "2 groups: 1, 14": [1, 14],
+        "8 groups: 5x1 2x4 1x14": [1] * 5 + [4] * 2 + [14],
+        "20 groups: 12x1 6x4 2x14": STANDARD,
+    }
+    cases = [Case(name, make_groups(costs, options), len(costs)) for name, costs in sizes.items()]
+    return cases + [Case(f"20 groups on {slots} GPUs", make_groups(STANDARD, options), slots) for slots in (8, 16, 64)]
+
+
+def asymmetric_cases(options: argparse.Namespace) -> list[Case]:
+    """Cases that make sharing hard."""
+    giant = make_groups([1] * 19 + [100], options)
+    twenty = make_groups(STANDARD, options)
+    steep = make_groups([1.12**number for number in range(40)], options)
+    least_favourable = [
+        replace(group, believed=1 + options.error * (1 - 2 * number / 39)) for number, group in enumerate(steep)
+    ]
+    return [
+        Case("giant: 19x1, 1x100", giant, 20),
+        Case("waves that leave one over: 20x1", make_groups([1] * 20, options), 19),
+        Case("40 from 1 to 83, longest believed shortest", least_favourable, 8),
+        Case("three equal groups: 20 is no sum of divisors", make_groups([7] * 3, options), 20),
+        Case("the two longest gain little by workers", [*twenty[:-2], *_with_serial(twenty[-2:], 0.25)], 20),
+        Case("giant whose batch splits in 2 at most", [*giant[:-1], _with_batch(giant[-1], 2)], 20),
+    ]
+
+
+def _with_serial(groups: Sequence[SimulatedGroup], share: float) -> list[SimulatedGroup]:
+    return [replace(group, serial_share=share) for group in groups]
+
+
+def _with_batch(group: SimulatedGroup, size: int) -> SimulatedGroup:
+    return replace(group, batch_sizes={"bi": size, "cross": size})
+
+
+def print_schedules(title: str, cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """Print a row per case: a fixed GPU per group, the pool without growth, the pool, and what no schedule exceeds."""
+    print(f"\n{title}")
+    header = f"{'':44}{'GPUs':>4} | {'fixed: busy':>11} {'hours':>6} | {'waves: busy':>11} {'hours':>6}"
+    print(
+        header
+        + f" | {'pool: busy':>10} {'useful':>7} {'hours':>6} {'changes':>7} | {'bound':>6} {'limit':>6} {'ratio':>6}"
+    )
+    for case in cases:
+        machine = Machine(case.slots, options.pause, options.checkpoint)
+        pool, wave = (simulate(case.groups, machine, policy, options.cycles) for policy in (allocate_workers, waves))
+        before = "           -      -"  # each group needs a GPU
+        if case.slots >= len(case.groups):
+            today = simulate(case.groups, replace(machine, pause_s=0.0), fixed, options.cycles)
+            before = f"{today.busy:>11.0%} {today.makespan_s / 3600:>6.1f}"
+        bound = fluid_bound(case.groups, case.slots, options.cycles)
+        limit, hours = pool.work_s / (case.slots * bound), pool.makespan_s / 3600
+        print(
+            f"{case.name:44}{case.slots:>4} | {before} | {wave.busy:>11.0%} {wave.makespan_s / 3600:>6.1f} | "
+            f"{pool.busy:>10.0%} {pool.useful:>7.0%} {hours:>6.1f} {pool.changes:>7} | "
+            f"{bound / 3600:>6.1f} {limit:>6.0%} {pool.makespan_s / bound:>6.2f}"
+        )
+
+
+def print_exchanges(options: argparse.Namespace) -> None:
+    """Print what the rules of exchange do to twenty groups on twenty GPUs."""
+    print(
+        "\nmutual.exchange: 20 groups on 20 GPUs; fresh is the mean share of groups whose newest scores are in the labels"
+    )
+    print(f"{'':16} | {'fixed: busy':>11} {'hours':>6} {'fresh':>6} | {'pool: busy':>10} {'hours':>6} {'fresh':>6}")
+    for rule in ("all", "quorum(18)", "quorum(10)", "quorum(2)", "stale(1)", "stale(2)"):
+        cells = []
+        for policy, width, pause_s in ((fixed, 11, 0.0), (allocate_workers, 10, options.pause)):
+            machine = Machine(20, pause_s, options.checkpoint)
+            groups = make_groups(STANDARD, options)
+            found = simulate(groups, machine, policy, options.cycles, Exchange.parse(rule))
+            cells.append(f"{found.busy:>{width}.0%} {found.makespan_s / 3600:>6.1f} {found.sources:>6.0%}")
+        print(f"{rule:16} | {' | '.join(cells)}")
+
+
+def print_assumptions(options: argparse.Namespace) -> None:
+    """Print the pool's busy share and its makespan over the bound for twenty groups on twenty GPUs, one assumption changed."""
+    print("\nOne assumption changed, 20 groups on 20 GPUs: busy share of the pool, and its makespan over the bound")
+    changes: dict[str, Sequence[float]] = {
+        "seconds": (60, 180, 600, 3600),
+        "pause": (0, 20, 60, 120),
+        "checkpoint": (0, 30, 120, 600),
+        "serial": (0.0, 0.02, 0.04, 0.1),
+        "error": (0.0, 0.15, 0.3, 0.6),
+    }
+    for name, values in changes.items():
+        cells = []
+        for value in values:
+            changed = argparse.Namespace(**{**vars(options), name: value})
+            groups = make_groups(STANDARD, changed)
+            found = simulate(groups, Machine(20, changed.pause, changed.checkpoint), allocate_workers, changed.cycles)
+            ratio = found.makespan_s / fluid_bound(groups, 20, changed.cycles)
+            cells.append(f"{value:>6g}: {found.busy:>4.0%} {ratio:.2f}")
+        print(f"{name:12} {' | '.join(cells)}")
+
+
+def print_random(number: int = 100) -> None:
+    """Print how far random cases with correct estimates and without pauses are from the bound."""
+    drawn, ratios = random.Random(1), []
+    for _ in range(number):
+        slots = drawn.randint(1, 40)
+        groups = [
+            SimulatedGroup(f"group-{index}", cost := math.exp(drawn.uniform(0, 5)), cost, drawn.uniform(0, 0.3))
+            for index in range(drawn.randint(1, 40))
+        ]
+        found = simulate(groups, Machine(slots, 0.0), allocate_workers, 1)
+        ratios.append(found.makespan_s / fluid_bound(groups, slots, 1))
+    ratios.sort()
+    print(
+        f"\n{number} random cases of 1 to 40 groups on 1 to 40 GPUs, one cycle, no pauses: makespan over the bound "
+        f"{ratios[number // 2]:.2f} (median), {ratios[int(0.95 * number)]:.2f} (95 %), {ratios[-1]:.2f} (largest)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600, help="seconds of cost 1 per phase on one GPU")
+    parser.add_argument("--pause", type=float, default=20, help="seconds without work when a group starts or grows")
+    parser.add_argument("--checkpoint", type=float, default=0, help="seconds between checkpoints; 0: on request")
+    parser.add_argument("--serial", type=float, default=0.04, help="share of a step that more workers do not shorten")
+    parser.add_argument("--error", type=float, default=0.3, help="largest relative error of an estimate")
+    parser.add_argument("--cycles", type=int, default=3)
+    options = parser.parse_args()
+    print_schedules("Costs 12x1, 6x4, 2x14", standard_cases(options), options)
+    print_schedules("Asymmetric cases", asymmetric_cases(options), options)
+    print_exchanges(options)
+    print_assumptions(options)
+    print_random()
+
+
+if __name__ == "__main__":
+    main()
