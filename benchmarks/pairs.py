@@ -245,7 +245,8 @@ def _filled(steps: dict[str, OurPairStep]) -> Figure:
     real = processed = 0
     for step in steps.values():
         for number in range(20):
-            for part in step.task.prepare_batch(number, torch.device("cpu")).model_inputs.parts:
+            (stream,) = step.task.prepare_batch(number, torch.device("cpu")).model_inputs
+            for part in stream.parts:
                 assert part.token_index is not None
                 real, processed = real + int(part.mask.sum()), processed + len(part.token_index)
     return counted(12, "Trans-Encoder training", round(real / processed, 4), "both formulations")

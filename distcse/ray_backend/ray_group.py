@@ -49,7 +49,7 @@ class RayGroup:
         self._context, self._reporter, self._resources = context, reporter, dict(resources)
         self._losses: Counter[tuple[Phase, str]] = Counter()
         self._closed = False
-        self._passes = StepPasses(context, context.group.workers)
+        self._passes = StepPasses(context)
         self._placement_group: PlacementGroup = _reserve(context.group, self._resources)
         self._trainers: list[Any] = []
         self._scorers: list[Any] = []

@@ -100,13 +100,6 @@ class BaseRecipe(Section):
         """Folders of a finished run's models, relative to the run's folder."""
         return ["model"]
 
-    def refuse_changes(self, changed: Sequence[str]) -> None:
-        """Raise `FrozenKeyError` if a resumed run of this recipe may not change these keys, although they are resumable.
-
-        Args:
-            changed: Keys whose value differs from that of the interrupted run.
-        """
-
     @model_validator(mode="after")
     def _switch_reaches_encoders(self) -> Self:
         """Set `is_fast` of all encoder sections, so that it travels to every process that loads a model."""

@@ -42,7 +42,7 @@ def test_smaller_passes_have_the_same_gradient_and_need_less_memory(
         task = PairTask(encoder, tokens, labels, recipe.bi, None, 1, seed=3, passes=passes)
         task.model.to(device).train()
         inputs = task.prepare_batch(0, device)
-        assert len(inputs.model_inputs.parts) == passes
+        assert [len(stream.parts) for stream in inputs.model_inputs] == [passes]
         before = simulated_gpu.peak_bytes = simulated_gpu.allocated_bytes
         share, _ = task.compute_loss(inputs.loss_inputs, task.model(inputs.model_inputs))
         peaks.append(simulated_gpu.peak_bytes - before)
@@ -77,7 +77,7 @@ def test_a_group_without_memory_continues_from_its_checkpoint_to_the_same_labels
         if isinstance(event, LogMessage) and event.text.startswith("out of memory in cycle-1-cross")
     ]
     warning = events[number]
-    assert isinstance(warning, LogMessage) and warning.warning and "8 of a worker's 16 pairs" in warning.text
+    assert isinstance(warning, LogMessage) and warning.warning and "8 of 16 pairs" in warning.text
     saved = [event.step for event in events[:number] if isinstance(event, CheckpointSaved)]
     repeated = next(event.step for event in events[number:] if isinstance(event, StepReport))
     assert saved and repeated == saved[-1] + 1
@@ -104,7 +104,8 @@ def test_a_resumed_run_begins_with_the_smaller_passes(
 
     def note(self: PairTask, step: int, device: torch.device) -> object:
         inputs = original(self, step, device)
-        passes.append(len(inputs.model_inputs.parts) if inputs.model_inputs.recomputes else 1)
+        (stream,) = inputs.model_inputs
+        passes.append(len(stream.parts) if stream.recomputes else 1)
         return inputs
 
     with simulated(), pytest.MonkeyPatch.context() as patch:

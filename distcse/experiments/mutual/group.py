@@ -56,7 +56,7 @@ class LocalGroup:
         self.name = context.group.name
         self._reporter = reporter
         self._trainer, self._scorer = PhaseTrainer(context), PairScorer(context)
-        self._passes = StepPasses(context, workers=1)
+        self._passes = StepPasses(context)
 
     def prepare(self, phase: Phase) -> None:
         self._trainer.prepare(phase)

@@ -50,7 +50,7 @@ class Texts(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """The texts of this worker's pairs in a step."""
+    """The texts of one dropout random stream in a step: all pairs of the batch, or a part of them."""
 
     parts: list[Texts]
     """The texts, grouped by length to reduce padding."""
@@ -62,22 +62,27 @@ class PairBatch(NamedTuple):
     """Recompute each part's activations in the backward pass (GradCache, Gao et al. 2021), so that only one part's are in memory.
     Each part then has its own dropout seed."""
 
-    def encode(self, encoder: nn.Module) -> Tensor:
-        """Return the encoder's outputs for all texts, in the batch's order."""
+    def encode(self, encoder: nn.Module, is_last: bool = True) -> Tensor:
+        """Return the encoder's outputs for all texts, in the batch's order.
+
+        Args:
+            encoder: The encoder.
+            is_last: Whether it is the step's last forward pass. Default: True.
+        """
         if self.recomputes:
-            outputs = torch.cat([self._encode_part(encoder, number) for number in range(len(self.parts))])
+            outputs = torch.cat([self._encode_part(encoder, number, is_last) for number in range(len(self.parts))])
         else:
             with dropout_rng(self.seed, self.order.device):
                 outputs = torch.cat([part.encode(encoder) for part in self.parts])
         return outputs[self.order.argsort()]
 
-    def _encode_part(self, encoder: nn.Module, number: int) -> Tensor:
+    def _encode_part(self, encoder: nn.Module, number: int, is_last: bool) -> Tensor:
         def forward(part: Texts) -> Tensor:
             with dropout_rng(dropout_seed(self.seed, 0, number), self.order.device):
                 return part.encode(encoder)
 
         part = self.parts[number]
-        if number == len(self.parts) - 1:  # its backward pass comes first
+        if is_last and number == len(self.parts) - 1:  # its backward pass comes first
             return forward(part)
         outputs: Tensor = checkpoint(forward, part, use_reentrant=False, preserve_rng_state=False)
         return outputs
@@ -90,10 +95,10 @@ class BiPairs(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def forward(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
-        """Encode 2B sentences, the first ones before the second ones, into two tensors of (B, d) vectors."""
-        first, second = batch.encode(self.encoder).chunk(2)
-        return first, second
+    def forward(self, streams: Sequence[PairBatch]) -> tuple[Tensor, Tensor]:
+        """Encode 2B sentences into two tensors of (B, d) vectors. In each stream, the first sentences precede the second ones."""
+        halves = [vectors.chunk(2) for vectors in encode_streams(self.encoder, streams)]
+        return torch.cat([first for first, _ in halves]), torch.cat([second for _, second in halves])
 
 
 class CrossPairs(nn.Module):
@@ -103,9 +108,14 @@ class CrossPairs(nn.Module):
         super().__init__()
         self.encoder = encoder
 
-    def forward(self, batch: PairBatch) -> Tensor:
+    def forward(self, streams: Sequence[PairBatch]) -> Tensor:
         """Compute the (B,) logits of B pairs."""
-        return batch.encode(self.encoder)
+        return torch.cat(encode_streams(self.encoder, streams))
+
+
+def encode_streams(encoder: nn.Module, streams: Sequence[PairBatch]) -> list[Tensor]:
+    """Return the encoder's outputs of each stream."""
+    return [batch.encode(encoder, number == len(streams)) for number, batch in enumerate(streams, start=1)]
 
 
 def _batch(
@@ -223,9 +233,11 @@ class PairTask:
         rank: Rank of this worker.
         workers: Number of workers.
         dev_precision: Precision of the dev scores' forward passes.
-        passes: Number of forward passes of a step, each with a part of this worker's pairs. From two on, the backward pass
+        passes: Number of forward passes of a stream, each with a part of its pairs. From two on, the backward pass
             recomputes activations, so that memory shrinks with the number. The gradient differs from that of one pass by
             rounding, and by its dropout masks. Default: 1.
+        streams: Parts of the global batch with a dropout random stream each, a multiple of `workers`. With equal streams, any
+            number of workers has the same gradient up to the order of its sum. Default: one per worker.
     """
 
     evaluates_initial_model = False
@@ -245,6 +257,7 @@ class PairTask:
         workers: int = 1,
         dev_precision: str = "fp32",
         passes: int = 1,
+        streams: int | None = None,
     ) -> None:
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
@@ -254,18 +267,25 @@ class PairTask:
         self._dev, self._eval_steps, self._seed, self._rank = dev, eval_steps, seed, rank
         self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
+        streams = streams or workers
+        own_streams = streams // workers
+        self._streams = range(rank * own_streams, (rank + 1) * own_streams)
+        self.rows_per_stream = section.batch_size // streams
         # With sharded weights (ZeRO 3), all workers must make the same number of forward passes.
-        self._length_ratio = 0.0 if section.zero_stage == 3 and workers > 1 else MIN_LENGTH_RATIO
+        self._length_ratio = 0.0 if section.zero_stage == 3 and streams > 1 else MIN_LENGTH_RATIO
         self.steps = total_steps(section, self._sampler.steps_per_epoch)
 
     def on_start(self, first_step: int) -> None:
         """Do nothing: the labels are already available."""
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[PairBatch, Tensor]:
-        rows, seed = self._rank_rows(step), dropout_seed(self._seed, step, self._rank)
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[list[PairBatch], Tensor]:
+        rows = self._rank_rows(step)
         labels = torch.from_numpy(self._labels[rows % len(self._labels)])  # both orders of a pair have one label
-        batch = self._tokens.batch(rows, seed, device, self._length_ratio, self._passes)
-        return StepInputs(batch, to_device(labels, device))
+        streams = [
+            self._tokens.batch(part, dropout_seed(self._seed, step, stream), device, self._length_ratio, self._passes)
+            for stream, part in zip(self._streams, np.split(rows, len(self._streams)), strict=True)
+        ]
+        return StepInputs(streams, to_device(labels, device))
 
     def compute_loss(self, inputs: Tensor, output: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if isinstance(output, Tensor):

@@ -124,12 +124,13 @@ class PhaseTrainer:
             world_size(),
             decided(context.recipe.evaluation.precision),
             passes,
+            context.group.rng_streams,
         )
         checkpoints = CheckpointStore(folder, context.lease)
         try:
             result = train(task, context.section(kind), checkpoints, reporter, key=kind)
         except OutOfMemoryError as error:
-            pairs = -(-task.rows // passes)
+            pairs = -(-task.rows_per_stream // passes)
             place = f"group {context.group.name}, {phase.name}, {pairs} pairs per forward pass"
             raise OutOfMemoryError(f"{place}: {error}") from None
         if result.interrupted:

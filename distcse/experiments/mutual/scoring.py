@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,9 @@ class PairScorer:
     ) -> NDArray[np.float32]:
         """Score one part of the pairs, in their order, except shards that are stored already.
 
+        Shards do not depend on the number of parts, if that is at most the group's random streams. The pairs of a shard share
+        forward passes, so any number of parts computes the same scores.
+
         Args:
             phase: The phase whose best model scores.
             part: Index of the part.
@@ -56,16 +60,16 @@ class PairScorer:
             RunTakenOverError: A later start has taken over the run.
             StorageError: A shard cannot be written.
         """
-        first, end = (len(self._pairs) * edge // parts for edge in (part, part + 1))
+        context = self._context
+        size = _PAIRS_PER_SHARD["gpu" if is_gpu(default_device()) else "cpu"]
+        bounds = _shard_bounds(len(self._pairs), max(context.group.rng_streams, parts), part, parts, size)
+        first, end = bounds[0], bounds[-1]
         scores = np.empty(end - first, dtype=np.float32)
         report = on_progress or (lambda done, total: None)
         report(0, len(scores))
-        context = self._context
         shards = ScoreShards(context.run, context.group.name, phase, context.lease)
-        size = _PAIRS_PER_SHARD["gpu" if is_gpu(default_device()) else "cpu"]
         model: Encoder | CrossEncoder | None = None
-        for begin in range(first, end, size):
-            stop = min(end, begin + size)
+        for begin, stop in pairwise(bounds):
             shard = shards.read(begin, stop)
             if shard is None:
                 model = model or self._model(phase)
@@ -138,6 +142,20 @@ class ScoringProgress:
         """Report `done` of `total` pairs; None if the total is unknown."""
         self._due_at = time.monotonic() + _REPORT_S
         self._reporter.emit(StageProgress("scoring", done, total, "pairs"))
+
+
+def _shard_bounds(pairs: int, ranges: int, part: int, parts: int, size: int) -> list[int]:
+    """Return where a part's shards begin, and where the last one ends.
+
+    Args:
+        pairs: Number of all pairs.
+        ranges: Even ranges of the pairs, of which each part has consecutive ones. No shard is in two.
+        part: Index of the part.
+        parts: Number of parts.
+        size: Most pairs of a shard.
+    """
+    edges = [pairs * number // ranges for number in range(ranges * part // parts, ranges * (part + 1) // parts + 1)]
+    return [*(begin for low, high in pairwise(edges) for begin in range(low, high, size)), edges[-1]]
 
 
 def _in_part(report: Progress, before: int, total: int) -> Progress:

@@ -13,14 +13,13 @@ class StepPasses:
 
     Args:
         context: The group's part of the run.
-        workers: Number of training workers.
 
     Raises:
         RunRecordError: The stored numbers are damaged.
     """
 
-    def __init__(self, context: GroupContext, workers: int) -> None:
-        self._context, self._workers = context, workers
+    def __init__(self, context: GroupContext) -> None:
+        self._context = context
         self._run, self._file = context.run, f"memory/{context.group.name}.json"
         try:
             self._passes: dict[str, int] = self._run.read_json(self._file) or {}
@@ -30,7 +29,7 @@ class StepPasses:
             ) from None
 
     def of(self, kind: Kind) -> int:
-        """Return the number of passes per training step of a formulation."""
+        """Return the number of passes per training step and random stream of a formulation."""
         return self._passes.get(kind, 1)
 
     def double(self, phase: Phase, problem: OutOfMemoryError, reporter: Reporter) -> None:
@@ -45,7 +44,7 @@ class StepPasses:
             OutOfMemoryError: A pass had one pair only.
         """
         passes = 2 * self.of(phase.kind)
-        pairs = self._context.section(phase.kind).batch_size // self._workers
+        pairs = self._context.section(phase.kind).batch_size // self._context.group.rng_streams
         if passes > pairs:
             raise problem
         self._passes[phase.kind] = passes
@@ -53,8 +52,8 @@ class StepPasses:
         self._run.write_json(self._file, self._passes)
         reporter.emit(
             LogMessage(
-                f"out of memory in {phase.name}; continuing from the last checkpoint with at most {-(-pairs // passes)} of a "
-                f"worker's {pairs} pairs per forward pass: the same batches, one more forward pass",
+                f"out of memory in {phase.name}; continuing from the last checkpoint with at most {-(-pairs // passes)} of "
+                f"{pairs} pairs per forward pass: the same batches, one more forward pass",
                 warning=True,
             )
         )

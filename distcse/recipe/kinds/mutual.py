@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from distcse.errors import FrozenKeyError
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import TrainedSection
 from distcse.recipe.hub_names import HubName
@@ -103,7 +101,12 @@ class GroupSection(TrainedSection):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this group's scores in the labels (with `combine: mean`)."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Training workers, each with a scoring actor."""
+    """Training workers, each with a scoring actor. With `mutual.shared_workers`, the fewest that the group works with."""
+    max_workers: Annotated[int, Field(ge=1)] | None = None
+    """Most workers that the group takes from `mutual.shared_workers`: a multiple of `workers` that divides both batch sizes. A
+    batch is computed in as many parts with a dropout random stream each, on any number of workers, so that this number changes
+    the results and the number of workers does not. null is `workers`; with `mutual.shared_workers`, as many times `workers` as
+    the group's model is larger than the smallest, as far as the batch sizes are divisible."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly among the workers of all groups."""
     node_labels: Labels | None = None
@@ -112,6 +115,11 @@ class GroupSection(TrainedSection):
     """GPUs per worker, shared with its scorer. null assigns one where there are enough for all groups; else groups of one worker
     share GPUs. With at most 0.5, two workers of the group may be placed on one GPU, which needs engine: torch in `bi` and
     `cross`."""
+
+    @property
+    def rng_streams(self) -> int:
+        """Parts of a batch with a dropout random stream each."""
+        return self.max_workers or self.workers
 
     @model_validator(mode="after")
     def _layers_are_named(self) -> Self:
@@ -307,13 +315,6 @@ class MutualRecipe(BaseRecipe):
     def model_folders(self) -> list[str]:
         return [f"models/{group.name}/{kind}" for group in self.groups for kind in ("bi", "cross")]
 
-    def refuse_changes(self, changed: Sequence[str]) -> None:
-        if "ray" in changed and any(group.workers > 1 for group in self.groups):
-            raise FrozenKeyError(
-                "ray cannot change in a resumed run with a group of several workers: without Ray one worker does their work, "
-                "with other dropout; start a new run, or remove the override"
-            )
-
     def with_absolute_paths(self) -> Self:
         mine, dev = self.pairs.mine, self.evaluation.dev
         if mine is not None:
@@ -350,6 +351,15 @@ class MutualRecipe(BaseRecipe):
                         f"group {group.name} has {group.workers} workers, which do not divide {kind}.batch_size "
                         f"{section.batch_size}"
                     )
+                if section.batch_size % group.rng_streams:
+                    raise ValueError(
+                        f"group {group.name} has max_workers {group.max_workers}, which does not divide {kind}.batch_size "
+                        f"{section.batch_size}"
+                    )
+            if group.rng_streams % group.workers:
+                raise ValueError(
+                    f"group {group.name} has max_workers {group.max_workers}, which is no multiple of its workers {group.workers}"
+                )
             loops = (("bi", self.bi), ("cross", self.cross))
             changes = [f"{kind}.engine: torch" for kind, section in loops if section.engine != "torch"]
             if can_share_gpu(group.workers, group.gpus_per_worker) and changes:
