@@ -4,8 +4,9 @@
 
 Cost 1 is `--seconds` of training and scoring per phase on one GPU; a tenth of it is scoring, which splits freely. k workers take
 serial + (1 - serial) / k of one worker's seconds per step. A group that starts or changes its workers does not work for `--pause`
-seconds, and takes more workers every `--checkpoint` seconds of training (0: at once, since a stop writes a checkpoint). What the
-scheduler believes of a group is wrong by up to `--error`, until ten seconds of training have been measured.
+seconds. It takes more workers every `--checkpoint` seconds of training (0: at once, since a stop writes a checkpoint), and when
+it begins to score. What the scheduler believes of a group is wrong by up to `--error`, until ten seconds of training are
+measured.
 
 Columns:
     busy      GPU-seconds of training and scoring / (GPUs · makespan). Pauses, and GPUs that wait for a checkpoint, are not busy.
@@ -149,6 +150,7 @@ class _Track:
         self.workers = self.reserved = 0
         """Workers at work, and slots held; more slots than workers wait for a checkpoint."""
         self.resumes_at = self.measured_at = 0.0
+        self.begins_scoring = False
         self.known: set[Kind] = set()
         self.times: dict[Kind, StepTimes] = {
             kind: StepTimes(group.believed * group.phase_s(kind), ASSUMED_SERIAL) for kind in ("bi", "cross")
@@ -172,8 +174,8 @@ class _Track:
             self.times[kind].measure(self.workers, group.phase_s(kind) / group.speedup(self.workers))
 
     def until_checkpoint_s(self, checkpoint_s: float) -> float:
-        """Seconds until the group can change its workers."""
-        if self.stage == "scoring" or not checkpoint_s:
+        """Seconds until the group can change its workers while it trains."""
+        if not checkpoint_s:
             return 0.0
         done_s = (self.group.training_s(self.phase) - self.left_s) / self.rate
         return math.ceil((done_s + _ROUNDING) / checkpoint_s) * checkpoint_s - done_s
@@ -240,6 +242,9 @@ class _Simulation:
                 self._begin("training", track, track.group.training_s(track.phase))
                 self._pause(track)
             track.reserved = max(track.reserved, count)
+            if track.begins_scoring and track.reserved > track.workers:
+                self._add_workers(track)
+            track.begins_scoring = False
 
     def _work(self, track: _Track) -> RemainingWork:
         """Describe a group to the policy. Without a barrier after each phase, the rest of the run counts."""
@@ -250,6 +255,8 @@ class _Simulation:
             training_s, scoring_s = 0.0, track.left_s
         later = [] if self.exchange == ALL else [Phase(n) for n in range(phase.number + 1, self.last.number + 1)]
         counts = group.counts(phase.kind, slots) if training_s else range(1, slots + 1)
+        if track.stage == "scoring" and not track.begins_scoring:
+            counts = [track.reserved]  # the parts of the pairs are fixed
         seconds = {
             count: track.expected_s(phase, training_s, scoring_s, count)
             + sum(track.expected_s(after, group.training_s(after), group.scoring_s(after), count) for after in later)
@@ -297,6 +304,7 @@ class _Simulation:
             track.measure()
             track.workers = track.reserved
             self._begin("scoring", track, track.group.scoring_s(track.phase))
+            track.begins_scoring = True
             return
         track.measure()
         self.newest[track.group.name] = track.phase
@@ -377,6 +385,17 @@ def make_groups(costs: Sequence[float], options: argparse.Namespace) -> list[Sim
         )
         for number, cost in enumerate(costs)
     ]
+
+
+def with_default_max_workers(case: Case) -> Case:
+    """Return the case with as many workers per group, at most, as `groups.N.max_workers: null` allows: by the models' sizes."""
+    smallest = min(group.bi_s for group in case.groups)
+    largest = math.gcd(*BATCH_SIZES.values())
+    most = [
+        max(n for n in range(1, largest + 1) if not largest % n and n <= group.bi_s / smallest) for group in case.groups
+    ]
+    groups = [_with_batch(group, number) for group, number in zip(case.groups, most, strict=True)]
+    return Case(case.name, groups, case.slots)
 
 
 def standard_cases(options: argparse.Namespace) -> list[Case]:
@@ -505,6 +524,11 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=3)
     options = parser.parse_args()
     print_schedules("Costs 12x1, 6x4, 2x14", standard_cases(options), options)
+    print_schedules(
+        "The same with max_workers by the models' sizes, the default",
+        [with_default_max_workers(case) for case in standard_cases(options)],
+        options,
+    )
     print_schedules("Asymmetric cases", asymmetric_cases(options), options)
     print_exchanges(options)
     print_assumptions(options)

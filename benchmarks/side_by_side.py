@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,8 @@ from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.group import Group, SerializedGroup
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.resources import GroupResources
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
-from distcse.placement.resources import Resources
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, read_recipe
@@ -106,6 +106,9 @@ class Clocked:
         if self._ahead:
             self._group.prepare(phase)
 
+    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
+        self._group.acquire(phase, has_labels)
+
     def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         with self._noted(phase):
             return self._group.train(phase, labels)
@@ -115,6 +118,9 @@ class Clocked:
             return self._group.score(phase)
         with self._noted(phase):
             return self._group.score(phase)
+
+    def release(self) -> None:
+        self._group.release()
 
     def close(self) -> None:
         self._group.close()
@@ -139,10 +145,10 @@ class ClockedBackend(RayBackend):
 
     @contextmanager
     def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
     ) -> Iterator[list[Group]]:
         turn = threading.Lock()
-        with super().open_groups(contexts, reporters, per_worker) as groups:
+        with super().open_groups(contexts, reporters, resources) as groups:
             clocked: list[Group] = [Clocked(group, self._worked, ahead=not self._in_turns) for group in groups]
             yield [SerializedGroup(group, turn) for group in clocked] if self._in_turns else clocked
 

@@ -11,7 +11,6 @@ from distcse.data import Corpus
 from distcse.events import Reporter
 from distcse.placement.cluster import Cluster
 from distcse.placement.devices import DeviceOptions
-from distcse.placement.resources import Resources
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from distcse.experiments.distillation.batch_loader import TrainSpec
     from distcse.experiments.mutual.group import Group
     from distcse.experiments.mutual.phase_trainer import GroupContext
+    from distcse.experiments.mutual.resources import GroupResources
     from distcse.trainer.trainer import TrainResult
 
 T = TypeVar("T")
@@ -95,14 +95,14 @@ class Backend(Protocol):
         ...
 
     def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
     ) -> AbstractContextManager[list[Group]]:
         """Start the groups of a mutual distillation, and close them at the end of the block.
 
         Args:
             contexts: Each group's part of the run.
             reporters: Receive each group's events.
-            per_worker: CPUs and GPUs of one worker of each group; an empty mapping per group without a cluster.
+            resources: What their workers reserve.
         """
         ...
 

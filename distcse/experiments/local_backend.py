@@ -15,7 +15,6 @@ from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.distillation.teacher_clients import teacher_clients, with_worker_tables
 from distcse.placement.devices import DeviceOptions
-from distcse.placement.resources import Resources
 from distcse.teachers.embedding import embed_shards
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.kinds import kind_of
@@ -27,6 +26,7 @@ from distcse.trainer.trainer import TrainResult
 if TYPE_CHECKING:
     from distcse.experiments.mutual.group import Group
     from distcse.experiments.mutual.phase_trainer import GroupContext
+    from distcse.experiments.mutual.resources import GroupResources
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class LocalBackend:
 
     @contextmanager
     def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
     ) -> Iterator[list[Group]]:
         from distcse.experiments.mutual.group import LocalGroup, SerializedGroup  # a student's run needs none of it
 

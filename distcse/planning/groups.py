@@ -7,7 +7,10 @@ from functools import cached_property
 from typing import Any
 
 from distcse.errors import DistcseError
+from distcse.events import Reporter
+from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.scheduling import RemainingWork, makespan_bound, worker_counts
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import FITS, WorkerMemory, gathered_bytes, states
@@ -73,30 +76,50 @@ class MutualPlan:
             why = "pairs in files are not tokenised for a plan"
             why += "" if rows or counted else f"; {pairs:,} pairs assumed: give --corpus-rows"
             lengths = assumed_lengths(2 * pairs, why)
+        recipe = with_max_workers(recipe, Reporter())
         shapes = [_shapes(group, recipe.cross_start(group)) for group in recipe.groups]
         return cls(recipe, cluster, shapes, lengths, pairs)
 
     @property
     def side_by_side(self) -> bool:
         """Whether all groups run at the same time, each on its own devices."""
-        return self.recipe.ray and self.cluster.devices >= sum(group.workers for group in self.recipe.groups)
+        return (
+            self.recipe.ray
+            and self.shared_workers is None
+            and self.cluster.devices >= sum(group.workers for group in self.recipe.groups)
+        )
+
+    @property
+    def shared_workers(self) -> int | None:
+        """Number of workers that all groups share; None if each has its own."""
+        shared = self.recipe.mutual.shared_workers
+        if shared is None or not self.recipe.ray:
+            return None
+        return self.cluster.devices if shared == "auto" else shared
 
     @cached_property
     def stages(self) -> list[list[GroupPhaseCost]]:
         """Costs by phase, then by group: the start, then cross and bi of every cycle."""
-        phases = [Phase(number) for number in range(last_phase(self.recipe.mutual.cycles).number + 1)]
-        return [[self._stage(number, phase) for number in range(len(self.shapes))] for phase in phases]
+        groups = self.recipe.groups
+        return [[self._stage(n, phase, group.workers) for n, group in enumerate(groups)] for phase in self._phases]
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run: a phase takes as long as its slowest group, or as all groups together without side_by_side."""
+        """Seconds of the run: a phase takes as long as its slowest group, or as all groups together without side_by_side.
+
+        With shared workers, it takes as long as `makespan_bound`, which leaves out the start of workers.
+        """
+        if self.shared_workers is not None:
+            return sum(self._shared_seconds(phase, self.shared_workers) for phase in self._phases)
         combine = max if self.side_by_side else sum
         return sum(combine(stage.seconds for stage in stages) for stages in self.stages)
 
     @property
     def idle(self) -> float:
-        """Fraction of the groups' time spent waiting for other groups."""
+        """Fraction of the groups' time spent waiting for other groups, or of the shared workers' time without work."""
         worked = sum(stage.seconds for stages in self.stages for stage in stages)
+        if self.shared_workers is not None:
+            return max(0.0, 1 - worked / (self.shared_workers * self.seconds))
         return 1 - worked / (len(self.shapes) * self.seconds) if self.side_by_side else 0.0
 
     @cached_property
@@ -122,7 +145,10 @@ class MutualPlan:
         if machine.kind == "cpu" and self.cluster.nodes == 1 and not found:
             # One machine holds all groups that run at the same time.
             each = [group.workers * max(totals[group.name].values()) for group in self.recipe.groups]
+            workers = [max(totals[group.name].values()) for group in self.recipe.groups]
             need = sum(each) if self.side_by_side else max(each)
+            if self.shared_workers is not None:
+                need = max(workers) * self.shared_workers
             if need > FITS * machine.memory:
                 found.append(
                     f"all groups need {gib(need)} together, more than {machine.name} has; lower cross.batch_size and "
@@ -153,17 +179,35 @@ class MutualPlan:
             "problems": self.problems,
         }
 
-    def _stage(self, number: int, phase: Phase) -> GroupPhaseCost:
+    @property
+    def _phases(self) -> list[Phase]:
+        return [Phase(number) for number in range(last_phase(self.recipe.mutual.cycles).number + 1)]
+
+    def _shared_seconds(self, phase: Phase, slots: int) -> float:
+        """Return the seconds of a phase in which groups share workers."""
+        work = [
+            RemainingWork(
+                group.name,
+                {
+                    count: self._stage(number, phase, count).seconds
+                    for count in worker_counts(group.rng_streams, max(slots, group.workers), group.workers)
+                },
+            )
+            for number, group in enumerate(self.recipe.groups)
+        ]
+        return makespan_bound(work, slots)
+
+    def _stage(self, number: int, phase: Phase, workers: int) -> GroupPhaseCost:
         scoring, group = self._pass(number, phase.kind, self.pairs, False), self.recipe.groups[number]
-        scored = scoring.batched_seconds(self.cluster.machine) / group.workers
+        scored = scoring.batched_seconds(self.cluster.machine) / workers
         if phase.number == 0:
             return GroupPhaseCost(group.name, phase.name, 0, 0.0, scored, scoring.flops, "scoring")
         section = self._section(phase.kind)
         rows = self.pairs * (2 if phase.kind == "cross" and self.recipe.cross.both_orders else 1)
         steps = total_steps(section, max(1, rows // section.batch_size))
-        work = self._pass(number, phase.kind, section.batch_size / group.workers, True)
-        step = self._step(work, section, group.workers)
-        flops, seconds = scoring.flops + steps * group.workers * work.flops, steps * step.seconds(work.kind)
+        work = self._pass(number, phase.kind, section.batch_size / workers, True)
+        step = self._step(work, section, workers)
+        flops, seconds = scoring.flops + steps * workers * work.flops, steps * step.seconds(work.kind)
         return GroupPhaseCost(group.name, phase.name, steps, seconds, scored, flops, step.binding)
 
     def _step(self, work: Pass, section: LoopSection, workers: int) -> Terms:

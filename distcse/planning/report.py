@@ -78,6 +78,9 @@ def _in_short(plan: StudentPlan) -> str:
 def mutual_lines(plan: MutualPlan) -> list[str]:
     """Format the plan of a mutual distillation as lines of text."""
     how = "in parallel" if plan.side_by_side else "one after the other"
+    if plan.shared_workers is not None:
+        how = f"on {plan.shared_workers} shared workers"
+        how += f", in {waves} waves" if (waves := -(-len(plan.shapes) // plan.shared_workers)) > 1 else ""
     lines = [
         f"{plan.recipe.name} on {plan.cluster.spec}: {_machines(plan.cluster)}",
         f"in short   {f'IMPOSSIBLE: {plan.problems[0]}' if plan.problems else span(plan.seconds)}",
@@ -95,6 +98,8 @@ def mutual_lines(plan: MutualPlan) -> list[str]:
     lines += [f"{'all':<16}{'':<12}{'':>8}{span(plan.seconds):>12}", ""]
     if plan.side_by_side:
         lines.append(f"idle       {plan.idle:.0%} of the groups' time: a phase ends with its slowest group")
+    if plan.shared_workers is not None:
+        lines.append(f"idle       {plan.idle:.0%} of the shared workers' time, without their starts")
     for name, kinds in plan.memories.items():
         sizes = ", ".join(f"{kind} {_bytes(memory.total)}" for kind, memory in sorted(kinds.items()))
         lines.append(f"memory     {name}: {sizes} per worker, including its scorer")

@@ -19,9 +19,10 @@ from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.resources import GroupResources
 from distcse.placement.cluster import ClusterSpeeds, Labels, Paths
 from distcse.placement.devices import DeviceOptions
-from distcse.placement.resources import Node, Resources
+from distcse.placement.resources import Node
 from distcse.ray_backend.cluster import cluster, starting_ray, wait_for_ray
 from distcse.recipe import BaseRecipe
 from distcse.teachers.table import EmbeddingTable
@@ -111,18 +112,14 @@ class RayBackend:
 
     @contextmanager
     def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
     ) -> Iterator[list[Group]]:
-        from distcse.ray_backend.ray_group import RayGroup
+        from distcse.ray_backend.group_opening import groups_of_own_workers, groups_of_shared_workers
 
-        groups: list[Group] = []
-        try:
-            for context, reporter, resources in zip(contexts, reporters, per_worker, strict=True):
-                groups.append(RayGroup(context, reporter, resources))
+        is_shared = resources.shared_workers is not None
+        open_each = groups_of_shared_workers if is_shared else groups_of_own_workers
+        with open_each(contexts, reporters, resources) as groups:
             yield groups
-        finally:
-            for group in groups:
-                group.close()
 
     def share(self, value: T) -> Callable[[], T]:
         if self.cluster.is_one_cpu():

@@ -1,17 +1,16 @@
-"""A group on Ray: a placement group of training workers, each with a scorer that shares its resources."""
+"""A group on Ray: training workers, each with a scorer that shares its resources, in bundles of placement groups."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distcse.errors import DistcseError, OutOfMemoryError, ProcessLostError, RunError, WorkersLostError, WorkFailedError
 from distcse.events import LogMessage, Reporter
@@ -26,7 +25,7 @@ from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, unique_name
 from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
 from distcse.ray_backend.heartbeat import CONCURRENCY, HeartbeatMonitor
-from distcse.recipe import GroupSection
+from distcse.ray_backend.slots import Slot
 
 _POLL_S = 0.2
 _LOSS_DETECTION_S = 15
@@ -42,15 +41,24 @@ class RayGroup:
         context: The group's part of the run.
         reporter: Receives the group's events.
         resources: CPUs and GPUs of one worker, which its scorer uses while it does not train.
+        slots: Where its workers run, one in each slot.
+        pool: Slots for `use`. Default: none, the group keeps its slots.
     """
 
-    def __init__(self, context: GroupContext, reporter: Reporter, resources: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        context: GroupContext,
+        reporter: Reporter,
+        resources: Mapping[str, float],
+        slots: Sequence[Slot] = (),
+        pool: Sequence[Slot] = (),
+    ) -> None:
         self.name = context.group.name
         self._context, self._reporter, self._resources = context, reporter, dict(resources)
+        self._slots, self._pool = list(slots), pool
         self._losses: Counter[tuple[Phase, str]] = Counter()
         self._closed = False
         self._passes = StepPasses(context)
-        self._placement_group: PlacementGroup = _reserve(context.group, self._resources)
         self._trainers: list[Any] = []
         self._scorers: list[Any] = []
         monitor = HeartbeatMonitor(
@@ -65,10 +73,26 @@ class RayGroup:
         # Not awaited, so its errors are lost: training prepares again, and raises them.
         self._retry(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
 
-    def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
+    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
+        """Do nothing: the group keeps its slots."""
+
+    def use(self, slots: Sequence[int]) -> None:
+        """Work in these slots of the pool from now on; see `ResizableGroup.use`."""
+        new = [self._pool[number] for number in slots]
+        if new == self._slots:
+            return
+        is_grown = bool(self._slots) and new[: len(self._slots)] == self._slots
+        self._trainers = self._end(self._trainers)  # a process group has a fixed size
+        if not is_grown:
+            self._scorers = self._end(self._scorers)
+        self._slots = new
+
+    def train(
+        self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
+    ) -> PhaseResult | None:
         while True:
             try:
-                trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels))
+                trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels, should_pause))
                 return trained
             except OutOfMemoryError as problem:
                 self._passes.double(phase, problem, self._reporter)
@@ -78,16 +102,21 @@ class RayGroup:
         scores: Scores = self._retry(phase, lambda: self._score(phase))
         return scores
 
-    def close(self) -> None:
-        self._closed = True
-        self._monitoring.close()
-        self._end_all()
-        remove_placement_group(self._placement_group)
+    def release(self) -> None:
+        """Do nothing: the group keeps its slots."""
 
-    def _train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._monitoring.close()
+            self._end_all()
+
+    def _train(self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool]) -> PhaseResult | None:
         # Preparing takes minutes with many pairs, and hears no stop request: this waits for it, and does.
         self._get([trainer.prepare.remote(phase) for trainer in self._trainers])
         channel = EventChannel(f"{self._context.run.name}-{self.name}")
+        stop_requested = self._reporter.stop_requested
+        reporter = replace(self._reporter, stop_requested=lambda: stop_requested() or should_pause())
         try:
             options, passes = {"name": f"train {self.name} {phase.name}"}, self._passes.of(phase.kind)
             tasks = [
@@ -97,7 +126,7 @@ class RayGroup:
             waiting = tasks
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-                channel.relay(self._reporter)
+                channel.relay(reporter)
                 try:
                     ray.get(done)  # raises early: when a worker is lost, the others wait for it or fail
                 except RayTaskError as failed:
@@ -203,58 +232,56 @@ class RayGroup:
 
     def _start_actors(self) -> None:
         """Start the trainers and scorers that are not running, and join the trainers into a process group."""
-        if self._trainers and self._scorers:
+        number = len(self._slots)
+        if self._trainers and len(self._scorers) == number:
             return
-        number = self._context.group.workers
-        self._wait_for_resources(number)
-        if not self._scorers:
-            self._scorers = [self._start(ScoringActor, part, self._context) for part in range(number)]
+        self._wait_for_resources(self._slots)
+        for part in range(len(self._scorers), number):
+            self._scorers.append(self._start(ScoringActor, part, self._context))
         if not self._trainers:
             self._trainers = [self._start(TrainingActor, rank, self._context, rank, number) for rank in range(number)]
             (address,) = self._get([self._trainers[0].address.remote()])
             self._get([trainer.join.remote(address) for trainer in self._trainers])
 
-    def _start(self, kind: type[GroupActor], bundle: int, *arguments: Any) -> Any:
-        """Start an actor in a bundle of the placement group, and monitor it."""
+    def _start(self, kind: type[GroupActor], number: int, *arguments: Any) -> Any:
+        """Start the trainer or scorer of this number in its slot, and monitor it."""
         cpus, gpus = self._resources["CPU"], self._resources.get("GPU", 0.0)
         role = "trainer" if kind is TrainingActor else "scorer"
         # A loss must be noticed, because the others of a process group fail with it: Ray restarts no actor.
         actor = (
             ray.remote(**CONCURRENCY)(kind)
             .options(
-                name=f"{role}-{unique_name(f'{self._context.run.name}-{self.name}')}-{bundle}",
+                name=f"{role}-{unique_name(f'{self._context.run.name}-{self.name}')}-{number}",
                 num_cpus=cpus if kind is TrainingActor else 0,
                 num_gpus=gpus / 2,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement_group, placement_group_bundle_index=bundle
-                ),
+                scheduling_strategy=self._slots[number].strategy,
                 runtime_env={"env_vars": worker_environment(gpus)},
             )
             .remote(*arguments, cpus, gpus)
         )
-        self._monitor.add(f"{role} {bundle} of group {self.name}", actor)
+        self._monitor.add(f"{role} {number} of group {self.name}", actor)
         return actor
 
     def _replace_scorer(self, part: int) -> None:
         self._end([self._scorers[part]])
-        self._wait_for_resources(1)  # its node may be lost, and the bundle waits for another
+        self._wait_for_resources([self._slots[part]])  # its node may be lost, and the bundle waits for another
         self._scorers[part] = self._start(ScoringActor, part, self._context)
 
-    def _wait_for_resources(self, workers: int) -> None:
-        """Wait for the placement group without a timeout, because a cluster may grow; warn after a while.
+    def _wait_for_resources(self, slots: Sequence[Slot]) -> None:
+        """Wait for slots without a timeout, because a cluster may grow; warn after a while.
 
         Raises:
             RunEnded: The run was asked to stop.
         """
-        ready, waited = self._placement_group.ready(), 0.0
-        while not ray.wait([ready], timeout=1)[0]:
+        ready, waited = [group.ready() for group in {slot.placement_group for slot in slots}], 0.0
+        while ray.wait(ready, num_returns=len(ready), timeout=1)[1]:
             if self._closed or self._reporter.stop_requested():
                 raise RunEnded
             waited += 1
             if waited == _WAIT_WARNING_S:
                 needed = format_resources(self._resources)
                 warning = (
-                    f"waiting for nodes with room for {workers} workers of {needed} each; "
+                    f"waiting for nodes with room for {len(slots)} workers of {needed} each; "
                     "ray: false runs the groups one after the other"
                 )
                 self._reporter.emit(LogMessage(warning, warning=True))
@@ -269,12 +296,6 @@ class RayGroup:
 
     def _end_all(self) -> None:
         self._trainers, self._scorers = self._end(self._trainers), self._end(self._scorers)
-
-
-def _reserve(group: GroupSection, resources: Mapping[str, float]) -> PlacementGroup:
-    """Request a placement group with one bundle per worker."""
-    labels = [group.node_labels] * group.workers if group.node_labels else None
-    return placement_group([dict(resources)] * group.workers, strategy="PACK", bundle_label_selector=labels)
 
 
 def _find_lost_actor(tasks: Sequence[Any], failed: RayTaskError) -> RayActorError | None:

@@ -16,8 +16,8 @@ from distcse.experiments.distillation.teacher_clients import teacher_clients, wi
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.resources import GroupResources
 from distcse.placement.devices import DeviceOptions
-from distcse.placement.resources import Resources
 from distcse.ray_backend.metrics import QueueMetrics, metered
 from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
 from distcse.storage import to_uri
@@ -81,7 +81,7 @@ class TrialBackend:
         return train_student(spec, teacher_clients(spec, served), reporter)
 
     def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], per_worker: Sequence[Resources]
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
     ) -> AbstractContextManager[list[Group]]:
         """Raise an error: the groups of a mutual distillation's trial run in the trial's process, with `LocalBackend`."""
         raise NotImplementedError

@@ -6,12 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 _PATTERN = r"^(all|quorum\([1-9][0-9]{0,5}\)|stale\([1-9][0-9]{0,5}\))$"
-
-ExchangeRule = Annotated[str, Field(pattern=_PATTERN)]
-"""Type of a recipe key whose text `Exchange.parse` reads."""
 
 
 @dataclass(frozen=True)
@@ -39,3 +36,12 @@ class Exchange:
             raise ValueError(f"got {rule!r}; write all, quorum(K) or stale(S), with K and S from 1")
         kind, _, number = rule.rstrip(")").partition("(")
         return cls(kind, int(number or 0))  # type: ignore[arg-type]  # the pattern admits these three alone
+
+
+def _checked(rule: str) -> str:
+    Exchange.parse(rule)
+    return rule
+
+
+ExchangeRule = Annotated[str, AfterValidator(_checked), Field(json_schema_extra={"pattern": _PATTERN})]
+"""Type of a recipe key whose text `Exchange.parse` reads."""

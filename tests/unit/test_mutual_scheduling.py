@@ -40,10 +40,10 @@ def test_workers_divide_the_global_batch() -> None:
     assert worker_counts(32, 20, least=3) == [4, 8, 16]
 
 
-@pytest.mark.parametrize(("batch_size", "slots", "least"), [(32, 3, 3), (7, 6, 2), (4, 20, 5)])
-def test_a_pool_too_small_for_a_group_is_refused(batch_size: int, slots: int, least: int) -> None:
-    with pytest.raises(ClusterTooSmallError, match=f"batch of {batch_size} on at least {least} workers"):
-        worker_counts(batch_size, slots, least)
+@pytest.mark.parametrize(("streams", "slots", "least"), [(32, 3, 3), (7, 6, 2), (4, 20, 5)])
+def test_a_pool_too_small_for_a_group_is_refused(streams: int, slots: int, least: int) -> None:
+    with pytest.raises(ClusterTooSmallError, match=f"batch of {streams} parts on at least {least} workers"):
+        worker_counts(streams, slots, least)
 
 
 def test_measured_steps_correct_the_estimate() -> None:

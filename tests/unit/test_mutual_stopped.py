@@ -56,11 +56,17 @@ class FakeGroup:
     def prepare(self, phase: Phase) -> None:
         pass
 
+    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
+        pass
+
     def train(self, phase: Phase, labels: Any) -> None:
         raise AssertionError("trained without labels")
 
     def score(self, phase: Phase) -> Any:
         return np.zeros(3, dtype=np.float32) if self._scores is None else self._scores()
+
+    def release(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -137,7 +143,7 @@ def test_a_stop_request_wakes_a_waiting_group_though_the_other_does_not_react(bo
     exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
     threading.Timer(0.3, stop.requested.set).start()
     with pytest.raises(RunEnded):
-        exchange.labels(Phase(0))
+        exchange.labels("bert", Phase(1))
 
 
 def test_a_group_that_waits_for_the_lock_does_not_start(both: MakeRecipe) -> None:

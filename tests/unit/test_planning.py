@@ -766,6 +766,9 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     assert main([*arguments, "--cluster", "3xL4-24G"]) == 0
     printed = capsys.readouterr().out
     assert "3 groups in parallel" in printed and "cycle-2-bi" in printed and "idle" in printed
+    assert main([*arguments, "--cluster", "2xL4-24G", "mutual.shared_workers=auto"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 groups on 2 shared workers, in 2 waves" in printed and "of the shared workers' time" in printed
     assert main([*arguments, "--cluster", "L4-24G", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert not described["side_by_side"] and described["pairs"] == 10_000 and len(described["phases"]) == 5

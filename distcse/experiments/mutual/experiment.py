@@ -19,6 +19,7 @@ from distcse.experiments.mutual.final_evaluation import checked_tasks, final_sco
 from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.mutual.gpus import report_gpus
 from distcse.experiments.mutual.label_exchange import LabelExchange
+from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
@@ -82,13 +83,16 @@ class MutualDistillation(Experiment[MutualRecipe]):
             joined.enter_context(joined_for_devices(backend.cluster))
             groups = [self.recipe.groups[number] for number in active]
             _check_models(self.recipe, groups, backend, reporter)
+            is_new = directory is None  # a resumed run keeps what it began with
             directory, lease, reporter = joined.enter_context(open_run(self.recipe, backend, reporter, directory))
             ending, stop_requested = threading.Event(), reporter.stop_requested
             caller, reporter = reporter, replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
             if lease.has_local_changes:
                 for phase in (directory.path / "groups").glob("*/*"):
                     CheckpointStore(phase).rescue(reporter.emit)
-            recipe = with_precisions(self.recipe, backend.cluster, reporter, groups=groups)
+            recipe = with_max_workers(self.recipe, reporter) if is_new else self.recipe
+            groups = [recipe.groups[number] for number in active]
+            recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
             groups = [recipe.groups[number] for number in active]
             if not backend.is_for_trials:
                 report_warnings(settings_warnings(recipe), reporter)

@@ -27,6 +27,18 @@ class Group(Protocol):
         """Start preparing what a phase needs before its labels are available. May return before that has finished."""
         ...
 
+    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
+        """Wait for a phase's labels and workers, if the group shares workers with others. Others return at once.
+
+        Args:
+            phase: The phase.
+            has_labels: Returns whether the phase's labels are available.
+
+        Raises:
+            RunEnded: The run was asked to stop.
+        """
+        ...
+
     def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         """Train the model of a phase on labels; None if the run was asked to stop."""
         ...
@@ -39,8 +51,12 @@ class Group(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Give shared workers back after a phase. Workers that it does not share remain."""
+        ...
+
     def close(self) -> None:
-        """Release the group's resources."""
+        """Release all of the group's resources. May be called again."""
         ...
 
 
@@ -61,6 +77,9 @@ class LocalGroup:
     def prepare(self, phase: Phase) -> None:
         self._trainer.prepare(phase)
 
+    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
+        """Do nothing: the group shares no workers."""
+
     def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         while True:
             try:
@@ -79,6 +98,9 @@ class LocalGroup:
                 raise RunEnded
 
         return self._scorer.score(phase, on_progress=on_progress)
+
+    def release(self) -> None:
+        """Do nothing: the group shares no workers."""
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""
@@ -101,6 +123,9 @@ class SerializedGroup:
         with self._exclusive(phase):
             self._group.prepare(phase)
 
+    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
+        self._group.acquire(phase, has_labels)
+
     def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         with self._exclusive(phase):
             return self._group.train(phase, labels)
@@ -108,6 +133,9 @@ class SerializedGroup:
     def score(self, phase: Phase) -> Scores:
         with self._exclusive(phase):
             return self._group.score(phase)
+
+    def release(self) -> None:
+        self._group.release()
 
     def close(self) -> None:
         self._group.close()

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from distcse.experiments.mutual.resources import plan_groups
+from distcse.experiments.mutual.resources import GroupResources, plan_groups
 from distcse.placement.cluster import Cluster
-from distcse.placement.resources import Resources
+from distcse.placement.gpu_plan import GpuPlan
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.storage import resolve_path
 
@@ -20,7 +20,7 @@ def joined_for_groups(
     cluster: Cluster | None,
     run: Path,
     in_sweep: bool = False,
-) -> Iterator[list[Resources]]:
+) -> Iterator[GroupResources]:
     """Context manager: join the cluster, and check its room for all groups at once and that its nodes see the folders.
 
     Args:
@@ -32,7 +32,7 @@ def joined_for_groups(
             Default: False.
 
     Yields:
-        CPUs and GPUs of one worker of each group; an empty mapping per group without a cluster.
+        What the groups' workers reserve; without a cluster, an empty mapping per group.
 
     Raises:
         ClusterTooSmallError: The cluster does not have the resources.
@@ -42,7 +42,7 @@ def joined_for_groups(
         RayConnectionError: The cluster cannot be joined or started.
     """
     if cluster is None:
-        yield [{} for _ in groups]
+        yield GroupResources([{} for _ in groups], GpuPlan([], [], []))
         return
     with cluster.joined():
         resources = plan_groups(recipe, groups, cluster.nodes())
@@ -50,7 +50,7 @@ def joined_for_groups(
         # A sweep's trial prepares its tokens in the process that trains on them.
         cache = {} if in_sweep else {"storage.cache": resolve_path(recipe.storage.cache)}
         cluster.require_shared({"storage.runs": run, **cache}, read_by_groups(recipe, groups), labels)
-        yield [*resources.per_worker]
+        yield resources
 
 
 def read_by_groups(recipe: MutualRecipe, groups: Sequence[GroupSection]) -> dict[str, Path]:

@@ -1,16 +1,22 @@
-"""Exchange of scores between groups: each posts its scores, and waits for the labels that combine those of all groups."""
+"""Exchange of scores between groups: each posts its scores, and waits for the labels that combine those of all groups.
+
+With `mutual.exchange: quorum(K)` or `stale(S)`, a group does not wait for all. What its labels combine then depends on who was
+faster, and is stored, so that a resumed run trains on the same labels.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from distcse.experiments.mutual.label_sources import label_sources
 from distcse.experiments.mutual.labels import combine
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.recipe import MutualRecipe
+from distcse.recipe.exchange import Exchange
 
 _POLL_S = 0.5
 """Seconds between checks for a stop request while a group waits."""
@@ -38,6 +44,7 @@ class LabelExchange:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._recipe = recipe
+        self._rule = Exchange.parse(recipe.mutual.exchange)
         self._store = store
         self._ending = ending
         self._stop_requested = stop_requested
@@ -57,8 +64,15 @@ class LabelExchange:
             posted = self._store.posted(phase)
             return [name for name in self._members() if name not in posted]
 
-    def labels(self, phase: Phase) -> StoredScores | None:
-        """Wait for the labels of a phase; None if the run stops early after it.
+    def has_labels(self, group: str, phase: Phase) -> bool:
+        """Return whether a group can begin a phase: `labels` would return at once, or it is phase 0."""
+        with self._changed:
+            if not phase.number or self._stops_before(phase) or self._stored(group, phase) is not None:
+                return True
+            return self._rule.kind != "all" and self._sources(phase) is not None
+
+    def labels(self, group: str, phase: Phase) -> StoredScores | None:
+        """Wait for the labels on which a group trains a phase; None if the run stops early before it.
 
         Raises:
             RunEnded: The run was asked to stop, or another group failed.
@@ -68,10 +82,19 @@ class LabelExchange:
                 # Polled: a signal handler sets the stop flag without notifying the condition.
                 if self._ending.is_set() or self._stop_requested():
                     raise RunEnded
-                if (labels := self._store.stored_labels(phase)) is not None:
-                    stopped = self._store.stopped_after
-                    return None if stopped is not None and stopped <= phase else labels
+                if self._stops_before(phase):
+                    return None
+                if self._rule.kind != "all" and self._stored(group, phase) is None and (found := self._sources(phase)):
+                    self._store.store_own_labels(group, phase, found, self._combine(found, Phase(phase.number - 1)))
+                if (labels := self._stored(group, phase)) is not None:
+                    return labels
                 self._changed.wait(_POLL_S)
+
+    def left_out(self, group: str, phase: Phase) -> list[str]:
+        """Return the groups whose scores of the previous phase are not in a group's labels of a phase."""
+        sources = self._store.sources(group, phase) or {}
+        newest = [name for name, source in sources.items() if source.number == phase.number - 1]
+        return [name for name in self._members() if sources and name not in newest]
 
     def drop(self, group: str, why: str) -> bool:
         """Continue without a group, and complete the labels that were waiting only for it.
@@ -104,12 +127,34 @@ class LabelExchange:
         members, posted = self._members(), self._store.posted(phase)
         if self._store.stored_labels(phase) is not None or not members or any(name not in posted for name in members):
             return
-        weights = {group.name: group.weight for group in self._recipe.groups}
-        scores = [self._store.scores(name, phase) for name in members]
-        labels = combine(scores, [weights[name] for name in members], self._recipe.mutual, phase.kind == "bi")
+        labels = self._combine(dict.fromkeys(members, phase), phase)
         if phase.ends_cycle and self._should_stop(phase, members):
             self._store.stop_after(phase)
         self._store.store_labels(phase, members, labels)
+
+    def _stops_before(self, phase: Phase) -> bool:
+        stopped = self._store.stopped_after
+        return stopped is not None and stopped < phase
+
+    def _stored(self, group: str, phase: Phase) -> StoredScores | None:
+        """Return the stored labels on which a group trains a phase."""
+        if self._rule.kind == "all":
+            return self._store.stored_labels(Phase(phase.number - 1))
+        return self._store.own_labels(group, phase)
+
+    def _sources(self, phase: Phase) -> dict[str, Phase] | None:
+        """Return the scores that a group which begins a phase now would learn from; None if it has to wait."""
+        phases = [Phase(number) for number in range(2 * self._recipe.mutual.cycles + 1)]
+        newest: dict[str, Phase | None] = dict.fromkeys(self._members())
+        for posted in phases:
+            newest |= {name: posted for name in self._store.posted(posted) if name in newest}
+        return label_sources(self._rule, phase, newest)
+
+    def _combine(self, sources: Mapping[str, Phase], phase: Phase) -> Scores:
+        """Combine scores of the same formulation as those of a phase."""
+        weights = {group.name: group.weight for group in self._recipe.groups}
+        scores = [self._store.scores(name, source) for name, source in sources.items()]
+        return combine(scores, [weights[name] for name in sources], self._recipe.mutual, phase.kind == "bi")
 
     def _should_stop(self, phase: Phase, members: Sequence[str]) -> bool:
         """Return whether no formulation of any group had a new best dev score in the last `patience` cycles."""

@@ -3,6 +3,7 @@
 <run>/phases.json                 the state, replaced atomically
       labels/start-bert.npy       scores of one group in a phase
       labels/start.npy            labels from a phase, on which the next phase trains
+      labels/cycle-1-cross.for.bert.npy   labels on which one group trains a phase, if groups do not wait for all others
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ class PhaseStore:
         with storage_errors(self._labels.path):
             self._labels.path.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "dropped": {}, "stopped_after": None}
+        self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "own_labels": {}}
+        self._state |= {"dropped": {}, "stopped_after": None}
         try:
-            self._state = self._store.read_json(_STATE) or self._state
+            self._state |= self._store.read_json(_STATE) or {}
         except (OSError, ValueError) as broken:
             raise RunRecordError(f"{self._store}/{_STATE} cannot be read: {broken}; start a new run") from None
 
@@ -116,6 +118,33 @@ class PhaseStore:
         entry = self._state["labels"].get(str(phase.number))
         return None if entry is None else self._stored(phase.name, entry["sha256"])
 
+    def store_own_labels(self, group: str, phase: Phase, sources: Mapping[str, Phase], labels: Scores) -> None:
+        """Store the labels on which one group trains a phase, and whose scores they combine.
+
+        Args:
+            group: The group's name.
+            phase: The phase that it trains on them.
+            sources: The phase whose scores were taken, by group.
+            labels: (n,) labels.
+        """
+        with self._lock:
+            entry = {
+                "sources": {name: source.number for name, source in sources.items()},
+                "sha256": self._write_scores(_own_name(group, phase), labels),
+            }
+            self._state["own_labels"].setdefault(str(phase.number), {})[group] = entry
+            self._write()
+
+    def own_labels(self, group: str, phase: Phase) -> StoredScores | None:
+        """Return the file with the labels on which one group trains a phase; None before `store_own_labels`."""
+        entry = self._state["own_labels"].get(str(phase.number), {}).get(group)
+        return None if entry is None else self._stored(_own_name(group, phase), entry["sha256"])
+
+    def sources(self, group: str, phase: Phase) -> Mapping[str, Phase] | None:
+        """Return the phase whose scores were taken for a group's labels of a phase, by group; None before `store_own_labels`."""
+        entry = self._state["own_labels"].get(str(phase.number), {}).get(group)
+        return None if entry is None else {name: Phase(number) for name, number in entry["sources"].items()}
+
     def drop(self, group: str, why: str) -> None:
         """Record that the run continues without a group, and why."""
         with self._lock:
@@ -138,3 +167,7 @@ class PhaseStore:
         if self._lease is not None:
             self._lease.check()
         self._store.write_json(_STATE, self._state)
+
+
+def _own_name(group: str, phase: Phase) -> str:
+    return f"{phase.name}.for.{group}"

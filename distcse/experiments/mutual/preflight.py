@@ -9,6 +9,7 @@ from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.experiments.mutual.joining import joined_for_groups
+from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.mining import require_mining
 from distcse.experiments.mutual.pairs import temporary_pairs
 from distcse.experiments.mutual.resources import plan_groups
@@ -51,7 +52,7 @@ def check_groups(
     uses_deepspeed(recipe.cross)
     require_lasting(recipe.storage)
     check_storage(recipe.storage)
-    recipe = with_precisions(recipe, backend.cluster, reporter)
+    recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter), reporter)
     tasks = checked_tasks(recipe)
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
@@ -72,13 +73,13 @@ def check_groups(
     if backend.cluster is None:
         return
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None
-    with joined_for_groups(recipe, recipe.groups, backend.cluster, runs, in_sweep) as per_worker:
+    with joined_for_groups(recipe, recipe.groups, backend.cluster, runs, in_sweep) as resources:
         nodes = backend.cluster.nodes()
         plan = plan_groups(recipe, recipe.groups, nodes).gpus
         report_plans([plan] if plans_of_trials is None else plans_of_trials(nodes), reporter.emit)
         notes = (
-            f"{group.name} {resources['CPU']:g} CPUs per worker"
-            for group, resources in zip(recipe.groups, per_worker, strict=True)
+            f"{group.name} {each['CPU']:g} CPUs per worker"
+            for group, each in zip(recipe.groups, resources.per_worker, strict=True)
         )
         _report(reporter, "cluster", ", ".join(notes))
 

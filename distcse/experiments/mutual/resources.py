@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distcse.experiments.mutual.scheduling import worker_counts
 from distcse.placement.gpu_plan import GpuPlan, plan_gpus
 from distcse.placement.gpu_shares import GpuRole
-from distcse.placement.resources import Node, ResourceRequest, Resources, even_share, nodes_with, refuse_impossible
+from distcse.placement.resources import (
+    Node,
+    ResourceRequest,
+    Resources,
+    count_fitting,
+    even_share,
+    nodes_with,
+    refuse_impossible,
+)
 from distcse.recipe import GroupSection, MutualRecipe
 
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
@@ -22,10 +31,17 @@ class GroupResources:
     """CPUs and GPUs of one worker of each group."""
     gpus: GpuPlan
     """The GPUs of all groups, for messages."""
+    shared_workers: int | None = None
+    """Number of workers that all groups share; None if each has its own."""
+
+    @property
+    def gpus_of_groups(self) -> Sequence[float]:
+        """GPUs of one worker of each group."""
+        return [each.get("GPU", 0.0) for each in self.per_worker]
 
 
 def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Sequence[Node]) -> GroupResources:
-    """Decide the CPUs and GPUs of one worker of each group.
+    """Decide the CPUs and GPUs of one worker of each group, and how many workers they share.
 
     CPUs that a group does not set are its even share of the nodes. GPUs that it does not set are shared out by `share_gpus`.
 
@@ -35,10 +51,12 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
         nodes: The nodes of the cluster.
 
     Raises:
-        ClusterTooSmallError: The cluster does not have the resources for all groups at once.
+        ClusterTooSmallError: The cluster does not have the resources for all groups at once, or for one that shares workers.
         GpuRequiredError: `resources.gpu` is `required`, and a group gets no GPU.
         NodeLabelError: No node has the labels of a group.
     """
+    if recipe.mutual.shared_workers is not None:
+        return _plan_shared(recipe, groups, nodes)
     numbers = [recipe.groups.index(group) for group in groups]
     usable = [
         nodes_with(nodes, group.node_labels, f"groups.{number}.node_labels")
@@ -62,6 +80,44 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
     refuse_impossible(requests, nodes)
     plan.require_room()
     return GroupResources(per_worker, plan)
+
+
+def _plan_shared(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Sequence[Node]) -> GroupResources:
+    """Decide the number of shared workers and their resources: a GPU each, or without GPUs an even share of the CPUs."""
+    first, key, number = groups[0], "mutual.shared_workers", recipe.mutual.shared_workers
+    found = nodes_with(nodes, first.node_labels, f"groups.{recipe.groups.index(first)}.node_labels")
+    most = number if isinstance(number, int) else _count_shared(recipe, groups, found)
+    role = GpuRole(
+        "shared workers",
+        most,
+        first.node_labels,
+        first.gpus_per_worker,
+        key,
+        "groups.N.gpus_per_worker",
+        needs_own_gpu=True,
+        counts=range(1, most),
+    )
+    plan = plan_gpus([role], nodes, recipe.gpu_mode)
+    (gpus,) = plan.gpus
+    cpus = [node.get("CPU", 0.0) for node in found if not gpus or node.get("GPU")]
+    each = {"CPU": first.cpus_per_worker or even_share(cpus, most), **({"GPU": gpus} if gpus else {})}
+    request = ResourceRequest(f"{key}={most}", most, each, first.node_labels, key, _SMALLER, _ALTERNATIVE)
+    refuse_impossible([request], nodes)
+    plan.require_room()
+    for group in groups:
+        worker_counts(group.rng_streams, most, group.workers)
+    return GroupResources([each] * len(groups), plan, most)
+
+
+def _count_shared(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Sequence[Resources]) -> int:
+    """Count the workers that fit on the nodes: by GPUs, by `cpus_per_worker`, or one worker per CPU as far as groups need it."""
+    first = groups[0]
+    gpus = 0.0 if recipe.gpu_mode == "none" else 1.0 if first.gpus_per_worker is None else first.gpus_per_worker
+    each = {"CPU": first.cpus_per_worker or 1.0, **({"GPU": gpus} if gpus and any(n.get("GPU") for n in nodes) else {})}
+    fitting = count_fitting(nodes, each)
+    if "GPU" not in each and first.cpus_per_worker is None:
+        fitting = min(fitting, sum(group.workers for group in groups))
+    return max(1, fitting)
 
 
 def _gpu_role(recipe: MutualRecipe, number: int) -> GpuRole:

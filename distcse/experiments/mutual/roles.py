@@ -56,7 +56,7 @@ def _roles_of(
     speeds, nodes = cluster.speeds(), cluster.nodes()
     devices = [
         device
-        for group, gpus in zip(groups, plan_groups(recipe, groups, nodes).gpus.gpus, strict=True)
+        for group, gpus in zip(groups, plan_groups(recipe, groups, nodes).gpus_of_groups, strict=True)
         for device in speeds.of(group.node_labels, gpus)
     ]
     final = usable_devices(device_options(recipe, groups, {}), speeds, nodes)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 from distcse.errors import DistcseError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
@@ -31,10 +32,10 @@ def open_groups(
         The groups, and the reporter for their events.
     """
     active, run = [context.group for context in contexts], contexts[0].run
-    with joined_for_groups(recipe, active, backend.cluster, run.path) as per_worker:
+    with joined_for_groups(recipe, active, backend.cluster, run.path) as resources:
         reporter = backend.metered(reporter, run.name)
         reporters = [_group_reporter(reporter, group.name) for group in active]
-        with backend.open_groups(contexts, reporters, per_worker) as groups:
+        with backend.open_groups(contexts, reporters, resources) as groups:
             yield groups, reporter
 
 
@@ -57,7 +58,6 @@ def run_groups(
         except DistcseError as failed:
             if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, failed.coded_message):
                 raise
-            group.close()
             group_reporter.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
             group_reporter.emit(GroupActivity("", "dropped"))
 
@@ -67,6 +67,8 @@ def run_groups(
         except BaseException:
             exchange.end()
             raise
+        finally:
+            groups[number].close()
 
     threads = ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group")
     futures = [threads.submit(run_group_or_end, number) for number in range(len(groups))]
@@ -96,18 +98,23 @@ def _run_phases(
         if number:
             reporter.emit(GroupActivity(phase.name, "preparing", phase_index=number))
             group.prepare(phase)
-            previous = Phase(number - 1)
-            if missing := exchange.missing(previous):
-                reporter.emit(GroupActivity(phase.name, "waiting", missing, number))
-            labels = exchange.labels(previous)
+            if not exchange.has_labels(group.name, phase):
+                reporter.emit(GroupActivity(phase.name, "waiting", exchange.missing(Phase(number - 1)), number))
+        group.acquire(phase, partial(exchange.has_labels, group.name, phase))
+        if number:
+            labels = exchange.labels(group.name, phase)
             if labels is None:
                 break
+            if left_out := exchange.left_out(group.name, phase):
+                text = f"the labels of {phase.name} are without the newest scores of {', '.join(left_out)}"
+                reporter.emit(LogMessage(text))
             reporter.emit(GroupActivity(phase.name, "training", phase_index=number))
             trained = group.train(phase, labels)
             if trained is None:
                 return False
         reporter.emit(GroupActivity(phase.name, "scoring", phase_index=number))
         exchange.post(group.name, phase, group.score(phase), trained)
+        group.release()
     reporter.emit(GroupActivity("", "finished"))
     return True
 

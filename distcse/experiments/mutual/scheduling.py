@@ -35,22 +35,23 @@ START_SLACK = 1.5
 growth corrects what turns out too few; benchmarks/mutual_schedule.py compares values."""
 
 
-def worker_counts(batch_size: int, slots: int, least: int = 1) -> list[int]:
+def worker_counts(streams: int, slots: int, least: int = 1) -> list[int]:
     """List the numbers of workers that split a global batch evenly, in rising order.
 
     Args:
-        batch_size: Pairs per step over all workers.
+        streams: Equal parts of the batch, each of which one worker computes at once.
         slots: Workers that the pool can hold.
         least: Smallest number that the model needs, for example because ZeRO must split its states. Default: 1.
 
     Raises:
         ClusterTooSmallError: The pool holds fewer workers than the smallest such number.
     """
-    counts = [count for count in range(least, batch_size + 1) if batch_size % count == 0]
+    counts = [count for count in range(least, streams + 1) if streams % count == 0]
     if not counts or counts[0] > slots:
         needed = counts[0] if counts else least
         raise ClusterTooSmallError(
-            f"a batch of {batch_size} on at least {least} workers needs {needed} slots of {slots}; add nodes, or lower workers"
+            f"a batch of {streams} parts on at least {least} workers needs {needed} of {slots} shared workers; add nodes, or "
+            "lower groups.N.workers"
         )
     return [count for count in counts if count <= slots]
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import TrainedSection
+from distcse.recipe.exchange import Exchange, ExchangeRule
 from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.models import ModelsSection
@@ -182,6 +183,14 @@ class MutualSection(Section):
     initialization: Literal["refresh", "sequential"] = "refresh"
     """Initial weights of each phase: `refresh` starts from the backbones, `sequential` from the previous phase's model, the
     first cross-encoder from the bi-encoder `backbone` that computed the first labels."""
+    shared_workers: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Workers that all groups share: a group takes some for each phase, more while it is the last one at work, and none while it
+    waits for labels. `auto` is as many as fit on the cluster's GPUs, or CPUs. null gives each group its own `workers` for the
+    entire run."""
+    exchange: ExchangeRule = "all"
+    """Whose scores a group waits for before it trains its next phase. `all`: all groups, as in the paper. `quorum(K)`: K groups;
+    the others are left out of its labels. `stale(S)`: all, but scores of a group that is behind may be up to S cycles old. With
+    the last two, labels depend on which groups are faster."""
     combine: Literal["mean", "median", "trimmed_mean"] = "mean"
     """How the groups' scores of a pair become its label. Scores are raw cosines or sigmoid outputs, never logits."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
@@ -250,6 +259,7 @@ class MutualRecipe(BaseRecipe):
         "cross.zero_stage",
         "cross.deepspeed",
         "cross.log_every",
+        "mutual.shared_workers",
         "mutual.on_failure",
         "mutual.max_failures",
         "mutual.heartbeat_timeout_s",
@@ -368,6 +378,13 @@ class MutualRecipe(BaseRecipe):
                     "two may be placed on one GPU; NCCL refuses that, and DeepSpeed communicates by NCCL on GPUs; "
                     f"write {' and '.join(changes)}, or gpus_per_worker: 1"
                 )
+        exchange = Exchange.parse(self.mutual.exchange)
+        if exchange.kind == "quorum" and exchange.number > len(names):
+            raise ValueError(
+                f"mutual.exchange is {self.mutual.exchange}, but there are {len(names)} groups; write quorum({len(names)}) or all"
+            )
+        if self.mutual.shared_workers is not None:
+            self._check_shared_workers()
         check_gpu_keys(
             self.resources.gpu,
             {f"groups.{number}.gpus_per_worker": group.gpus_per_worker for number, group in enumerate(self.groups)},
@@ -384,3 +401,17 @@ class MutualRecipe(BaseRecipe):
         if self.evaluation.dev == "none" and self.mutual.patience is not None:
             raise ValueError("mutual.patience needs a dev score; write evaluation.dev, or mutual.patience: null")
         return self
+
+    def _check_shared_workers(self) -> None:
+        """Check that each group can use each shared worker."""
+        for key in ("cpus_per_worker", "gpus_per_worker", "node_labels"):
+            if any(getattr(group, key) != getattr(self.groups[0], key) for group in self.groups):
+                raise ValueError(
+                    f"groups share workers, but differ in {key}; write the same in each group, or mutual.shared_workers: null"
+                )
+        gpus = self.groups[0].gpus_per_worker
+        if gpus is not None and 0 < gpus <= 0.5:
+            raise ValueError(
+                f"groups share workers, but two with gpus_per_worker {gpus:g} may be placed on one GPU, which NCCL refuses; "
+                "write gpus_per_worker: 1, or mutual.shared_workers: null"
+            )

@@ -1,0 +1,44 @@
+"""The groups of a run as members of its pool of workers: what they cost, and how many workers they can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from distcse.experiments.mutual.max_workers import count_parameters
+from distcse.experiments.mutual.phase_costs import PhaseCosts
+from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.phases import Phase, last_phase
+from distcse.experiments.mutual.scheduling import worker_counts
+from distcse.experiments.mutual.worker_pool import PoolMember
+from distcse.recipe import MutualRecipe
+from distcse.recipe.exchange import Exchange
+
+
+def pool_members(contexts: Sequence[GroupContext], slots: int) -> dict[str, PoolMember]:
+    """Return the groups by name. A model whose size is not known counts as the mean of the others.
+
+    Args:
+        contexts: Each group's part of the run.
+        slots: Number of workers that the groups share.
+
+    Raises:
+        ClusterTooSmallError: A group needs more workers.
+    """
+    sizes = [count_parameters(context.group) for context in contexts]
+    known = [size for size in sizes if size is not None] or [1]
+    mean, pairs = sum(known) // len(known), len(contexts[0].pairs)
+    return {
+        context.group.name: PoolMember(
+            PhaseCosts.of(context.recipe, pairs, size or mean),
+            worker_counts(context.group.rng_streams, slots, context.group.workers),
+        )
+        for context, size in zip(contexts, sizes, strict=True)
+    }
+
+
+def later_phases(recipe: MutualRecipe) -> Callable[[Phase], Sequence[Phase]]:
+    """Return a function of the phases after one that a group can do without waiting for all others."""
+    if Exchange.parse(recipe.mutual.exchange).kind == "all":
+        return lambda phase: []
+    last = last_phase(recipe.mutual.cycles)
+    return lambda phase: [Phase(number) for number in range(phase.number + 1, last.number + 1)]

@@ -1,0 +1,78 @@
+"""A group whose workers are slots of a pool: it has some while it trains and scores, and none while it waits for labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from distcse.events import LogMessage, Reporter
+from distcse.experiments.mutual.phase_trainer import PhaseResult
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.stored_scores import Scores, StoredScores
+from distcse.experiments.mutual.worker_pool import WorkerPool
+
+
+class ResizableGroup(Protocol):
+    """The workers of a group on slots of a pool."""
+
+    name: str
+
+    def use(self, slots: Sequence[int]) -> None:
+        """Work on these slots from now on, and end the workers on others. Called between two trainings or scorings."""
+        ...
+
+    def train(
+        self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
+    ) -> PhaseResult | None:
+        """Train as `Group.train` does; also return None, after a checkpoint, soon after `should_pause` returns true."""
+        ...
+
+    def score(self, phase: Phase) -> Scores:
+        """See `Group.score`."""
+        ...
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        ...
+
+
+class PooledGroup:
+    """A group that takes its workers from a pool (see `Group`).
+
+    Args:
+        group: Its workers.
+        pool: The pool.
+        reporter: Receives the group's events.
+    """
+
+    def __init__(self, group: ResizableGroup, pool: WorkerPool, reporter: Reporter) -> None:
+        self.name = group.name
+        self._group, self._pool, self._reporter = group, pool, reporter
+
+    def prepare(self, phase: Phase) -> None:
+        """Do nothing: the group has no workers yet."""
+
+    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
+        self._group.use(self._pool.acquire(self.name, phase, has_labels, self._reporter))
+
+    def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
+        while True:
+            trained = self._group.train(phase, labels, partial(self._pool.wants_more, self.name))
+            if trained is not None or self._reporter.stop_requested():
+                return trained
+            slots = self._pool.grow(self.name)
+            self._reporter.emit(LogMessage(f"continuing {phase.name} with {len(slots)} workers"))
+            self._group.use(slots)
+
+    def score(self, phase: Phase) -> Scores:
+        self._group.use(self._pool.begin_scoring(self.name))
+        return self._group.score(phase)
+
+    def release(self) -> None:
+        self._group.use([])  # ends the workers before others start on their slots
+        self._pool.release(self.name)
+
+    def close(self) -> None:
+        self._group.close()
+        self._pool.leave(self.name)

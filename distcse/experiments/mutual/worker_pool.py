@@ -1,0 +1,222 @@
+"""Gives the groups of a mutual distillation slots of one pool for each phase (`mutual.shared_workers`).
+
+A slot is what one worker reserves, usually a GPU. `allocate_workers` decides how many a group has, by what all groups have left
+to do. While a group is between two phases nothing is decided, because what it will ask for is not known.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport
+from distcse.experiments.mutual.label_exchange import RunEnded
+from distcse.experiments.mutual.phase_costs import PhaseCosts
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.scheduling import RemainingWork, allocate_workers
+
+_POLL_S = 0.5
+"""Seconds between checks for labels, nodes and a stop request while a group waits."""
+_FIRST_PAUSE_S = 20.0
+"""Assumed seconds in which workers start, until they are measured."""
+_WAIT_WARNING_S = 30.0
+"""Seconds without a usable slot after which a group warns."""
+
+
+@dataclass
+class PoolMember:
+    """A group in the pool, and what it is doing.
+
+    Attributes:
+        costs: Expected seconds of its phases.
+        counts: Numbers of training workers that it can have, ascending. It scores with any number from the first to the last.
+    """
+
+    costs: PhaseCosts
+    counts: Sequence[int]
+    stage: Literal["between phases", "waiting", "training", "scoring"] = "between phases"
+    phase: Phase = field(default_factory=lambda: Phase(0))
+    has_labels: Callable[[], bool] = lambda: False
+    slots: list[int] = field(default_factory=list)
+    """Slots that are reserved for it."""
+    workers: int = 0
+    """Number of them that it uses."""
+    done_steps: int = 0
+    began_at: float = 0.0
+    """When it began to train or score with this number of workers."""
+    is_starting: bool = False
+    """Whether its workers have not reported a step yet."""
+
+    @property
+    def can_work(self) -> bool:
+        """Whether it is at work, or waits for nothing but slots."""
+        return self.stage in ("training", "scoring") or (self.stage == "waiting" and self.has_labels())
+
+
+class WorkerPool:
+    """Slots that groups share. Thread-safe: each group runs in a thread.
+
+    Args:
+        members: The groups, by name.
+        usable: Returns the numbers of the slots whose nodes are alive, those of one node next to each other.
+        later_phases: Returns the phases after one that a group can do without waiting for all others: without a barrier after
+            each phase, a group's rest of the run counts. Default: none.
+        clock: Returns seconds. Default: the time.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, PoolMember],
+        usable: Callable[[], Sequence[int]],
+        later_phases: Callable[[Phase], Sequence[Phase]] = lambda phase: [],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._members = dict(members)
+        self._usable, self._later_phases, self._clock = usable, later_phases, clock
+        self._pause_s = _FIRST_PAUSE_S
+        self._changed = threading.Condition()
+
+    def observed(self, group: str, reporter: Reporter) -> Reporter:
+        """Return a reporter for a group's workers that also measures their training steps."""
+
+        def emit(event: Event) -> None:
+            if isinstance(event, StepReport):
+                self.measure_steps(group, event.step, event.seconds)
+            reporter.emit(event)
+
+        return Reporter(emit, reporter.stop_requested)
+
+    def acquire(self, group: str, phase: Phase, has_labels: Callable[[], bool], reporter: Reporter) -> list[int]:
+        """Wait until a group can begin a phase, and return its slots.
+
+        Args:
+            group: The group's name.
+            phase: The phase.
+            has_labels: Returns whether the phase's labels are available.
+            reporter: Receives what the group waits for; its stop request ends the wait.
+
+        Raises:
+            RunEnded: The run was asked to stop.
+        """
+        with self._changed:
+            member = self._members[group]
+            member.stage, member.phase, member.has_labels, member.done_steps = "waiting", phase, has_labels, 0
+            began_at, is_reported, has_warned = self._clock(), False, False
+            while True:
+                # Polled: a signal handler sets the stop flag, and nodes come and go, without notifying the condition.
+                if reporter.stop_requested():
+                    raise RunEnded
+                self._allocate()
+                if member.slots:
+                    return self._begin(member, "training" if phase.number else "scoring")
+                if has_labels() and not is_reported:
+                    is_reported = True
+                    reporter.emit(GroupActivity(phase.name, "waiting", phase_index=phase.number))
+                if not has_warned and self._clock() - began_at > _WAIT_WARNING_S and not self._usable():
+                    has_warned = True
+                    reporter.emit(LogMessage("waiting for nodes with room for a shared worker", warning=True))
+                self._changed.wait(_POLL_S)
+
+    def wants_more(self, group: str) -> bool:
+        """Return whether slots are reserved for a group that its workers do not use yet."""
+        member = self._members[group]
+        return len(member.slots) > member.workers
+
+    def grow(self, group: str) -> list[int]:
+        """Return all slots of a group that trains, those that it uses already first."""
+        with self._changed:
+            return self._begin(self._members[group], "training")
+
+    def begin_scoring(self, group: str) -> list[int]:
+        """Return the slots of a group that has trained, with those that are free and shorten its scoring."""
+        with self._changed:
+            member = self._members[group]
+            slots = self._begin(member, "scoring")
+            self._allocate(begins_scoring=member)
+            return self._begin(member, "scoring") if len(member.slots) > len(slots) else slots
+
+    def release(self, group: str) -> None:
+        """Take back the slots of a group that has scored. They are given away once it waits for its next phase, or leaves."""
+        with self._changed:
+            member = self._members[group]
+            elapsed_s = self._clock() - member.began_at
+            pause_s = 0.0 if member.phase.number else self._pause_s  # scorers start together with trainers
+            member.costs.measure_scores(member.phase, member.workers, max(elapsed_s - pause_s, elapsed_s / 10))
+            member.stage, member.slots, member.workers = "between phases", [], 0
+
+    def leave(self, group: str) -> None:
+        """Continue without a group, which has finished or failed."""
+        with self._changed:
+            self._members.pop(group, None)
+            self._changed.notify_all()
+
+    def measure_steps(self, group: str, step: int, seconds: float) -> None:
+        """Record training steps of a group.
+
+        Args:
+            group: The group's name.
+            step: Number of its steps so far.
+            seconds: Mean wall time of its recent steps.
+        """
+        with self._changed:
+            member = self._members.get(group)
+            if member is None or member.stage != "training":
+                return
+            if member.is_starting:
+                member.is_starting = False
+                worked_s = seconds * (step - member.done_steps)  # too much after a resume, whose first step is unknown
+                pause_s = self._clock() - member.began_at - worked_s
+                self._pause_s = (self._pause_s + pause_s) / 2 if pause_s > 0 else self._pause_s
+            member.done_steps = step
+            member.costs.measure_step(member.phase, member.workers, seconds)
+            self._allocate()
+
+    def _begin(self, member: PoolMember, stage: Literal["training", "scoring"]) -> list[int]:
+        """Let a group use all slots that are reserved for it, and return them."""
+        member.stage, member.workers = stage, len(member.slots)
+        member.began_at, member.is_starting = self._clock(), True
+        return list(member.slots)
+
+    def _allocate(self, begins_scoring: PoolMember | None = None) -> None:
+        """Reserve free slots for groups that can work.
+
+        Args:
+            begins_scoring: A group that has not begun to score, so that it can take more slots for it.
+        """
+        if any(member.stage == "between phases" for member in self._members.values()):
+            return
+        held = {slot for member in self._members.values() for slot in member.slots}
+        usable = self._usable()
+        free = [slot for slot in usable if slot not in held]
+        if not free:
+            return
+        working = {name: member for name, member in self._members.items() if member.can_work}
+        work = [self._remaining(name, member, member is begins_scoring) for name, member in working.items()]
+        for name, count in allocate_workers(work, len(held.union(usable))).items():
+            member = working[name]
+            added = count - len(member.slots)
+            member.slots += free[:added]
+            del free[:added]
+        self._changed.notify_all()
+
+    def _remaining(self, name: str, member: PoolMember, begins_scoring: bool) -> RemainingWork:
+        counts, phase = member.counts, member.phase
+        if begins_scoring or not phase.number:
+            counts = range(counts[0], counts[-1] + 1)
+        if member.stage == "scoring" and not begins_scoring:
+            counts = [len(member.slots)]  # its parts are fixed
+        later = self._later_phases(phase)
+        seconds = {
+            count: self._rest_s(member, count) + sum(member.costs.seconds(after, count) for after in later)
+            for count in {*counts, *([len(member.slots)] if member.slots else [])}
+        }
+        return RemainingWork(name, seconds, len(member.slots), self._pause_s)
+
+    def _rest_s(self, member: PoolMember, count: int) -> float:
+        """Return the expected seconds of the rest of a group's phase."""
+        if member.stage == "scoring":
+            return max(0.0, member.costs.scoring_s(member.phase, count) - (self._clock() - member.began_at))
+        return member.costs.seconds(member.phase, count, member.done_steps)

@@ -1,0 +1,82 @@
+"""Slots of a mutual distillation's workers: bundles of placement groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+_STATES_AGE_S = 1.0
+"""Seconds for which the states of a pool's placement groups are not asked for again."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Resources of one worker and its scorer."""
+
+    placement_group: PlacementGroup
+    bundle: int
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """The strategy that schedules an actor in the slot."""
+        return PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=self.bundle)
+
+
+def reserve(number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None) -> list[Slot]:
+    """Request a placement group for workers that start together, with one slot each.
+
+    Args:
+        number: Number of slots.
+        resources: CPUs and GPUs of a slot.
+        node_labels: Labels that the slots' nodes must have.
+    """
+    labels = [dict(node_labels)] * number if node_labels else None
+    group = placement_group([dict(resources)] * number, strategy="PACK", bundle_label_selector=labels)
+    return [Slot(group, bundle) for bundle in range(number)]
+
+
+def remove(slots: Sequence[Slot]) -> None:
+    """Remove the placement groups of slots. Actors that still run there are killed."""
+    for group in {slot.placement_group for slot in slots}:
+        remove_placement_group(group)
+
+
+class SlotPool:
+    """Slots that are reserved and lost one by one, each a placement group.
+
+    Args:
+        number: Number of slots.
+        resources: CPUs and GPUs of a slot.
+        node_labels: Labels that the slots' nodes must have.
+    """
+
+    def __init__(self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None) -> None:
+        self.slots = [slot for _ in range(number) for slot in reserve(1, resources, node_labels)]
+        self._usable: list[int] = []
+        self._asked_at = float("-inf")
+
+    def usable(self) -> list[int]:
+        """Return the numbers of the slots whose nodes are there, those of one node next to each other."""
+        if time.monotonic() - self._asked_at > _STATES_AGE_S:
+            tables = [placement_group_table(slot.placement_group) for slot in self.slots]
+            nodes = {
+                number: table["bundles_to_node_id"][0]
+                for number, table in enumerate(tables)
+                if table.get("state") == "CREATED"
+            }
+            self._usable = sorted(nodes, key=lambda number: (nodes[number], number))
+            self._asked_at = time.monotonic()
+        return self._usable
+
+    def remove(self) -> None:
+        """Remove all slots."""
+        remove(self.slots)

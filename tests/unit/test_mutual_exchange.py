@@ -1,0 +1,135 @@
+"""Labels of groups that do not wait for all others: `mutual.exchange`."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
+from distcse.experiments.mutual.group import SerializedGroup
+from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_trainer import PhaseResult
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.stored_scores import Scores
+from distcse.recipe import MutualRecipe
+from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease
+from distcse.storage import dump_checked_json, load_checked_json
+from tests.backends import run_mutual
+from tests.pairs import make_mutual_recipe
+
+MakeRecipe = Callable[..., MutualRecipe]
+GROUPS = ("bert", "roberta")
+
+
+@pytest.fixture
+def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    models = {name: tiny(name) for name in GROUPS}
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
+
+
+class Run:
+    """The exchange of a run, to which groups post scores of three pairs that are all alike."""
+
+    def __init__(self, recipe: MutualRecipe, folder: Path) -> None:
+        self._recipe, self._folder, self._lease = recipe, folder, Lease.acquire(folder)
+        self.resume()
+
+    def resume(self) -> None:
+        self.store, self.ending = PhaseStore(self._folder, self._lease), threading.Event()
+        self.exchange = LabelExchange(self._recipe, self.store, self.ending)
+
+    def post(self, group: str, phase: int, score: float) -> None:
+        trained = PhaseResult("model", 1, 0.5, 1) if phase else None
+        self.exchange.post(group, Phase(phase), np.full(3, score, dtype=np.float32), trained)
+
+    def label(self, group: str, phase: int) -> float:
+        stored = self.exchange.labels(group, Phase(phase))
+        assert stored is not None
+        (label,) = {round(float(label), 6) for label in stored.read()}
+        return label
+
+
+def test_a_quorum_leaves_out_the_slower_group_and_a_resumed_run_too(both: MakeRecipe, tmp_path: Path) -> None:
+    run = Run(both("mutual.exchange=quorum(1)", "groups.1.weight=3"), tmp_path)
+    assert all(run.exchange.has_labels(group, Phase(0)) for group in GROUPS)
+    assert not run.exchange.has_labels("bert", Phase(1))
+    run.post("bert", 0, 0.4)
+    assert run.exchange.has_labels("bert", Phase(1)) and run.exchange.missing(Phase(0)) == ["roberta"]
+    assert run.label("bert", 1) == 0.4 and run.exchange.left_out("bert", Phase(1)) == ["roberta"]
+    run.post("roberta", 0, 0.8)
+    assert run.label("roberta", 1) == 0.7 and run.exchange.left_out("roberta", Phase(1)) == []
+    run.resume()
+    assert run.label("bert", 1) == 0.4 and run.store.sources("bert", Phase(1)) == {"bert": Phase(0)}
+    np.testing.assert_allclose(run.store.labels(Phase(0)), 0.7)  # of all groups, for the report and `mutual.patience`
+
+
+def test_stale_scores_have_the_formulation_of_the_newest(both: MakeRecipe, tmp_path: Path) -> None:
+    run = Run(both("mutual.exchange=stale(1)"), tmp_path)
+    run.post("bert", 0, 0.2)
+    assert not run.exchange.has_labels("bert", Phase(1))
+    run.post("roberta", 0, 0.4)
+    assert run.label("bert", 1) == 0.3
+    run.post("bert", 1, 0.9)
+    assert not run.exchange.has_labels("bert", Phase(2)), "roberta has no sigmoid outputs yet"
+    run.post("roberta", 1, 0.7)
+    assert run.label("bert", 2) == 0.8
+    run.post("bert", 2, 0.6)
+    assert run.label("bert", 3) == 0.5  # with the cosines from which roberta started
+    assert run.exchange.left_out("bert", Phase(3)) == ["roberta"]
+    run.ending.set()
+    with pytest.raises(RunEnded):
+        run.label("bert", 4)
+
+
+def test_a_dropped_group_is_not_waited_for(both: MakeRecipe, tmp_path: Path) -> None:
+    run = Run(both("mutual.exchange=quorum(2)"), tmp_path)
+    run.post("bert", 0, 0.4)
+    assert not run.exchange.has_labels("bert", Phase(1))
+    assert run.exchange.drop("roberta", "lost")
+    assert run.label("bert", 1) == 0.4
+
+
+def test_a_resumed_run_trains_on_the_same_labels(both: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group roberta posts its first scores after bert has begun to train."""
+    texts: list[str] = []
+    trains, score = threading.Event(), SerializedGroup.score
+
+    def score_late(self: SerializedGroup, phase: Phase) -> Scores:
+        assert (self.name, phase.number) != ("roberta", 0) or trains.wait(60)
+        return score(self, phase)
+
+    def note(event: Event) -> None:
+        inner = event.event if isinstance(event, GroupEvent) else event
+        if isinstance(inner, LogMessage):
+            texts.append(inner.text)
+        if isinstance(inner, GroupActivity) and inner.activity == "training":
+            trains.set()
+
+    monkeypatch.setattr(SerializedGroup, "score", score_late)
+    result = run_mutual(both("mutual.cycles=1", "mutual.exchange=quorum(1)"), Reporter(note))
+    monkeypatch.undo()
+    run = result.directory.path
+    first = PhaseStore(run)
+    assert first.sources("bert", Phase(1)) == {"bert": Phase(0)}
+    assert "the labels of cycle-1-cross are without the newest scores of roberta" in texts
+    expected = {group: first.scores(group, Phase(2)).copy() for group in GROUPS}
+    state = load_checked_json(run / "phases.json")
+    state["posted"] = {"0": state["posted"]["0"]}
+    state["labels"] = {}
+    (run / "phases.json").write_text(dump_checked_json(state))
+    for group in GROUPS:
+        for phase in ("cycle-1-cross", "cycle-1-bi"):
+            shutil.rmtree(run / "groups" / group / phase)
+    directory, recipe = RunDirectory.reopen(run, [])
+    assert isinstance(recipe, MutualRecipe)
+    run_mutual(recipe, Reporter(), directory)
+    resumed = PhaseStore(run)
+    for group in GROUPS:
+        np.testing.assert_array_equal(resumed.scores(group, Phase(2)), expected[group])
