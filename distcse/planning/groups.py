@@ -135,10 +135,10 @@ class MutualPlan:
         """Reasons why the plan cannot run, and how to fix them."""
         machine, found = self.cluster.machine, []
         totals = {name: {kind: held.total for kind, held in kinds.items()} for name, kinds in self.memories.items()}
-        for name, kinds in totals.items():
+        for group, (name, kinds) in zip(self.recipe.groups, totals.items(), strict=True):
             found += [
                 f"group {name} needs {gib(need)} for its {kind}-encoder, more than {machine.name} has; "
-                f"lower {kind}.batch_size, or raise workers of the group"
+                f"lower {self.recipe.loop_path(group, kind)}.batch_size, or raise workers of the group"
                 for kind, need in kinds.items()
                 if need > FITS * machine.memory
             ]
@@ -154,8 +154,12 @@ class MutualPlan:
                     f"all groups need {gib(need)} together, more than {machine.name} has; lower cross.batch_size and "
                     "bi.batch_size, or write ray=false: one group runs after the other"
                 )
-        if self.pairs < self.recipe.bi.batch_size:
-            found.append(f"{self.pairs:,} pairs are fewer than one batch; lower bi.batch_size, or give more pairs")
+        path, largest = max(
+            ((self.recipe.loop_path(group, "bi"), self.recipe.bi_of(group).batch_size) for group in self.recipe.groups),
+            key=lambda loop: loop[1],
+        )
+        if self.pairs < largest:
+            found.append(f"{self.pairs:,} pairs are fewer than one batch; lower {path}.batch_size, or give more pairs")
         return found
 
     @property
@@ -202,8 +206,8 @@ class MutualPlan:
         scored = scoring.batched_seconds(self.cluster.machine) / workers
         if phase.number == 0:
             return GroupPhaseCost(group.name, phase.name, 0, 0.0, scored, scoring.flops, "scoring")
-        section = self._section(phase.kind)
-        rows = self.pairs * (2 if phase.kind == "cross" and self.recipe.cross.both_orders else 1)
+        section = self.recipe.loop_of(group, phase.kind)
+        rows = self.pairs * (2 if phase.kind == "cross" and self.recipe.cross_of(group).both_orders else 1)
         steps = total_steps(section, max(1, rows // section.batch_size))
         work = self._pass(number, phase.kind, section.batch_size / workers, True)
         step = self._step(work, section, workers)
@@ -218,7 +222,8 @@ class MutualPlan:
         return total + Terms(network=waited_seconds(sent, workers, self.cluster, seconds, accumulation))
 
     def _memory(self, number: int, kind: Kind) -> WorkerMemory:
-        section, machine, workers = self._section(kind), self.cluster.machine, self.recipe.groups[number].workers
+        group, machine = self.recipe.groups[number], self.cluster.machine
+        section, workers = self.recipe.loop_of(group, kind), group.workers
         work = self._pass(number, kind, section.batch_size / workers, True)
         parameters, stage, on_cpu = work.shape.parameters, section.zero_stage, machine.kind == "cpu"
         scorer = 4.0 * parameters + (machine.process if on_cpu else 0.0)
@@ -229,16 +234,13 @@ class MutualPlan:
     def _pass(self, number: int, kind: Kind, pairs: float, training: bool) -> Pass:
         """Return a pass over pairs: a bi-encoder encodes each sentence, a cross-encoder both as one text."""
         group, shape = self.recipe.groups[number], self.shapes[number][kind]
-        longest = self.recipe.cross.max_length if kind == "cross" else group.max_length or 512
+        longest = self.recipe.cross_of(group).max_length if kind == "cross" else group.max_length or 512
         lengths = self.lengths if kind == "bi" else self.lengths.pairs()
         length = lengths.mean(longest) * (_FILLED if training else 1.0)
-        precision = self._section(kind).precision if training else self.recipe.mutual.precision
+        precision = self.recipe.loop_of(group, kind).precision if training else self.recipe.mutual.precision
         dropout = training and (shape.dropout if group.dropout is None else group.dropout) > 0
         texts = 2 * pairs if kind == "bi" else pairs
         return Pass(shape, texts, length, training, precision, dropout, self.cluster.machine.kind)
-
-    def _section(self, kind: Kind) -> LoopSection:
-        return self.recipe.bi if kind == "bi" else self.recipe.cross
 
 
 def _shapes(section: GroupSection, cross_start: str) -> dict[Kind, Shape]:

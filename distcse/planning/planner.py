@@ -112,8 +112,12 @@ class MutualPlanner(Planner[MutualRecipe]):
         return max(1, host.cpus() // threads)
 
     def pass_kinds(self) -> list[PassKind]:
-        trained, scored = self.recipe.bi.precision, self.recipe.mutual.precision
-        return [kind for group in self.recipe.groups for kind in _trained_kinds(group, trained, scored)]
+        recipe = self.recipe
+        return [
+            kind
+            for group in recipe.groups
+            for kind in _trained_kinds(group, recipe.bi_of(group).precision, recipe.mutual.precision)
+        ]
 
     def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
         if device_counts:

@@ -9,8 +9,6 @@ from distcse.recipe.encoders import (
     TrainedSection,
 )
 from distcse.recipe.kinds.mutual import (
-    BiSection,
-    CrossSection,
     GroupSection,
     MiningSection,
     MutualRecipe,
@@ -37,6 +35,7 @@ from distcse.recipe.losses.rank_regression import RankRegressionSection
 from distcse.recipe.losses.regression import RegressionSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import ObjectiveSection
+from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
 from distcse.recipe.resources import GpuMode, ResourcesSection
 from distcse.recipe.schema import CorpusSection, EvaluationSection, RankInferenceSection, Recipe, StorageSection
 from distcse.recipe.section import decided
@@ -45,10 +44,12 @@ from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSec
 from distcse.recipe.training import LoopSection, NeighborBatchingSection, TrainingSection
 
 __all__ = [
+    "KINDS",
     "BaseRecipe",
     "BiSection",
     "ConsistencySection",
     "CorpusSection",
+    "CrossOverrides",
     "CrossSection",
     "CustomLossSection",
     "DetectionSection",
@@ -61,6 +62,7 @@ __all__ = [
     "GroupSection",
     "InfoNCESection",
     "LoggersSection",
+    "LoopOverrides",
     "LoopSection",
     "MLflowSection",
     "MiningSection",

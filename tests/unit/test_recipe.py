@@ -43,7 +43,8 @@ RANK_ENCODER = {
 
 _MODELS = [f"trans-encoder-{kind}-{size}" for kind in ("bert", "roberta", "mutual") for size in ("base", "large")]
 BINARY = {f"{model}-{task}" for model in _MODELS for task in ("qqp", "qnli", "mrpc")}
-TRANS_ENCODER = {*_MODELS, *BINARY, "trans-encoder-bert-base-sickr", "trans-encoder-mutual-base-sickr"}
+SICKR = {"trans-encoder-bert-base-sickr", "trans-encoder-mutual-base-sickr"}
+TRANS_ENCODER = {*_MODELS, *BINARY, *SICKR, "trans-encoder-mutual-base-large"}
 
 
 def test_all_packaged_recipes_load() -> None:

@@ -125,7 +125,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
             )
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
-        return roles_on(self.recipe, list(devices), list(devices))
+        return roles_on(self.recipe, {group.name: devices for group in self.recipe.groups}, devices)
 
     @property
     def trials(self) -> MutualTrials:

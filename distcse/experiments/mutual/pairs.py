@@ -94,7 +94,7 @@ def sample_pairs(number: int, recipe: MutualRecipe) -> NDArray[np.int64]:
     Raises:
         CorpusTooSmallError: There are fewer pairs than a batch needs.
     """
-    batch_size = max(recipe.bi.batch_size, recipe.cross.batch_size)
+    batch_size = max(section.batch_size for section in recipe.loop_sections)
     limit, rows = recipe.pairs.limit, np.arange(number)
     if limit is not None and limit < number:
         sample = np.random.Generator(np.random.PCG64([recipe.seed, _SAMPLE_STREAM])).permutation(number)[:limit]

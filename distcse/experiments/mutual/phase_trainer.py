@@ -68,8 +68,8 @@ class GroupContext:
         return self.run.path / "groups" / self.group.name / phase.name
 
     def section(self, kind: Kind) -> LoopSection:
-        """Return the recipe's training section of a formulation."""
-        return self.recipe.bi if kind == "bi" else self.recipe.cross
+        """Return the group's training settings of a formulation."""
+        return self.recipe.loop_of(self.group, kind)
 
     def seed(self, phase: Phase) -> int:
         """Return the seed of new weights, row order and dropout, different for each group and phase."""
@@ -128,7 +128,9 @@ class PhaseTrainer:
         )
         checkpoints = CheckpointStore(folder, context.lease)
         try:
-            result = train(task, context.section(kind), checkpoints, reporter, key=kind)
+            result = train(
+                task, context.section(kind), checkpoints, reporter, key=context.recipe.loop_path(context.group, kind)
+            )
         except OutOfMemoryError as error:
             pairs = -(-task.rows_per_stream // passes)
             place = f"group {context.group.name}, {phase.name}, {pairs} pairs per forward pass"
@@ -170,7 +172,7 @@ class PhaseTrainer:
             converted.take_settings(encoder)
             return converted
         source = model if is_sequential else recipe.cross_start(group)
-        length, trusts_code = recipe.cross.max_length, group.trust_remote_code
+        length, trusts_code = recipe.cross_of(group).max_length, group.trust_remote_code
         return CrossEncoder.fresh(source, length, layers, group.dropout, trusts_code, group.is_fast)
 
 

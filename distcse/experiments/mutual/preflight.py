@@ -48,8 +48,8 @@ def check_groups(
         DistcseError: A check failed.
     """
     require_packages(recipe.loggers)
-    uses_deepspeed(recipe.bi)
-    uses_deepspeed(recipe.cross)
+    for section in recipe.loop_sections:
+        uses_deepspeed(section)
     require_lasting(recipe.storage)
     check_storage(recipe.storage)
     recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter), reporter)
@@ -66,7 +66,7 @@ def check_groups(
     for group in recipe.groups:
         Encoder.from_section(group)
         source = recipe.cross_start(group)
-        length, layers = recipe.cross.max_length, group.named_layers
+        length, layers = recipe.cross_of(group).max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
         _report(reporter, group.name, "both of its models load")
     report_warnings(settings_warnings(recipe), reporter)

@@ -17,7 +17,7 @@ from distcse.placement.resources import (
     nodes_with,
     refuse_impossible,
 )
-from distcse.recipe import GroupSection, MutualRecipe
+from distcse.recipe import KINDS, GroupSection, MutualRecipe
 
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
 _ALTERNATIVE = "write ray: false to run them one after the other"
@@ -122,10 +122,10 @@ def _count_shared(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: S
 
 def _gpu_role(recipe: MutualRecipe, number: int) -> GpuRole:
     group = recipe.groups[number]
-    batches = (recipe.bi.batch_size, recipe.cross.batch_size)
-    loops = (("bi", recipe.bi), ("cross", recipe.cross))
+    loops = [(recipe.loop_path(group, kind), recipe.loop_of(group, kind)) for kind in KINDS]
+    batches = [section.batch_size for _, section in loops]
     can_use_torch = all(not section.zero_stage and section.deepspeed is None for _, section in loops)
-    to_torch = tuple((f"{key}.engine", "torch") for key, section in loops if section.engine != "torch")
+    to_torch = tuple((f"{path}.engine", "torch") for path, section in loops if section.engine != "torch")
     return GpuRole(
         f"group {group.name}",
         group.workers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import TrainedSection
@@ -13,6 +13,7 @@ from distcse.recipe.exchange import Exchange, ExchangeRule
 from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.models import ModelsSection
+from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
 from distcse.recipe.paths import absolute, absolute_folder, absolute_paths
 from distcse.recipe.resources import ResourcesSection, can_share_gpu, check_gpu_keys
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
@@ -92,7 +93,7 @@ class PairsSection(Section):
 
 
 class GroupSection(TrainedSection):
-    """One pre-trained language model: its initial bi-encoder and the resources of its actors."""
+    """One pre-trained language model: its initial bi-encoder, its own settings of training, and the resources of its actors."""
 
     name: Name
     """Name of the group in folders, tables and messages."""
@@ -101,6 +102,10 @@ class GroupSection(TrainedSection):
     model that the bi-encoder came from."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this group's scores in the labels (with `combine: mean`)."""
+    bi: LoopOverrides = LoopOverrides()
+    """Settings of this group's bi-encoders that differ from `bi`; their length is `max_length`."""
+    cross: CrossOverrides = CrossOverrides()
+    """Settings of this group's cross-encoders that differ from `cross`."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Training workers, each with a scoring actor. With `mutual.shared_workers`, the fewest that the group works with."""
     max_workers: Annotated[int, Field(ge=1)] | None = None
@@ -122,6 +127,10 @@ class GroupSection(TrainedSection):
         """Parts of a batch with a dropout random stream each."""
         return self.max_workers or self.workers
 
+    def overrides(self, kind: Literal["bi", "cross"]) -> LoopOverrides:
+        """Return the group's own settings of a kind of encoder."""
+        return self.bi if kind == "bi" else self.cross
+
     @model_validator(mode="after")
     def _layers_are_named(self) -> Self:
         if self.layers == "auto":
@@ -139,40 +148,6 @@ class GroupSection(TrainedSection):
                 f"a fraction above 1; write {gpus - 1:g} or {gpus + 1:g}"
             )
         return self
-
-
-class BiSection(LoopSection):
-    """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
-
-    batch_size: Annotated[int, Field(ge=2)] = 128
-    """Pairs per step over all workers of a group."""
-    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
-    """Passes over the pairs: 10 for STS, 15 for binary tasks."""
-    lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
-    """Peak learning rate of AdamW."""
-    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of steps over which the learning rate rises linearly from 0."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay."""
-
-
-class CrossSection(LoopSection):
-    """Training of cross-encoders on the bi-encoders' labels: binary cross-entropy with soft labels."""
-
-    batch_size: Annotated[int, Field(ge=2)] = 32
-    """Pairs per step over all workers of a group."""
-    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 1
-    """Passes over the pairs: 1 for STS, 3 for binary tasks."""
-    lr: Annotated[float, Field(gt=0, le=1)] = 2e-5
-    """Peak learning rate of AdamW."""
-    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of steps over which the learning rate rises linearly from 0."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay."""
-    max_length: Annotated[int, Field(ge=8, le=8192)] = 64
-    """Maximum tokens per pair, in training, in labelling and in the saved model."""
-    both_orders: bool = True
-    """Train on each pair in both orders. Labels are computed in one order."""
 
 
 class MutualSection(Section):
@@ -251,6 +226,10 @@ class MutualRecipe(BaseRecipe):
         "groups.cpus_per_worker",
         "groups.gpus_per_worker",
         "groups.node_labels",
+        "groups.bi.engine",
+        "groups.bi.zero_stage",
+        "groups.cross.engine",
+        "groups.cross.zero_stage",
         "bi.engine",
         "bi.zero_stage",
         "bi.deepspeed",
@@ -316,6 +295,26 @@ class MutualRecipe(BaseRecipe):
         corpus = None if mine is None else mine.corpus
         return RecipeInputs(backbones, corpus=corpus, pairs=self.pairs.path, labelled=self.evaluation.data)
 
+    @property
+    def loop_sections(self) -> list[LoopSection]:
+        return [self.loop_of(group, kind) for group in self.groups for kind in KINDS]
+
+    def bi_of(self, group: GroupSection) -> BiSection:
+        """Return the settings with which a group's bi-encoders are trained."""
+        return group.bi.over(self.bi)
+
+    def cross_of(self, group: GroupSection) -> CrossSection:
+        """Return the settings with which a group's cross-encoders are trained."""
+        return group.cross.over(self.cross)
+
+    def loop_of(self, group: GroupSection, kind: Literal["bi", "cross"]) -> LoopSection:
+        """Return the settings with which a group's encoders of a kind are trained."""
+        return self.bi_of(group) if kind == "bi" else self.cross_of(group)
+
+    def loop_path(self, group: GroupSection, kind: Literal["bi", "cross"]) -> str:
+        """Return the path of the section to change in advice: the group's own if it sets any key, else the run's."""
+        return f"groups.{self.groups.index(group)}.{kind}" if group.overrides(kind).named else kind
+
     def cross_start(self, group: GroupSection) -> str:
         """Return the model from which a group's first cross-encoder starts (Trans-Encoder §5.2)."""
         is_sequential = self.mutual.initialization == "sequential"
@@ -354,24 +353,25 @@ class MutualRecipe(BaseRecipe):
         names = [group.name for group in self.groups]
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two groups are called {repeated}; each needs a different name")
-        for group in self.groups:
-            for kind, section in (("bi", self.bi), ("cross", self.cross)):
+        for number, group in enumerate(self.groups):
+            loops = {self.loop_path(group, kind): self.loop_of(group, kind) for kind in KINDS}
+            for path, section in loops.items():
+                _require_valid(section, path)
                 if section.batch_size % group.workers:
                     raise ValueError(
-                        f"group {group.name} has {group.workers} workers, which do not divide {kind}.batch_size "
-                        f"{section.batch_size}"
+                        f"group {group.name} has {group.workers} workers, which do not divide {path}.batch_size "
+                        f"{section.batch_size}; write another number in groups.{number}.workers, or another batch_size"
                     )
                 if section.batch_size % group.rng_streams:
                     raise ValueError(
-                        f"group {group.name} has max_workers {group.max_workers}, which does not divide {kind}.batch_size "
+                        f"group {group.name} has max_workers {group.max_workers}, which does not divide {path}.batch_size "
                         f"{section.batch_size}"
                     )
             if group.rng_streams % group.workers:
                 raise ValueError(
                     f"group {group.name} has max_workers {group.max_workers}, which is no multiple of its workers {group.workers}"
                 )
-            loops = (("bi", self.bi), ("cross", self.cross))
-            changes = [f"{kind}.engine: torch" for kind, section in loops if section.engine != "torch"]
+            changes = [f"{path}.engine: torch" for path, section in loops.items() if section.engine != "torch"]
             if can_share_gpu(group.workers, group.gpus_per_worker) and changes:
                 raise ValueError(
                     f"group {group.name} has {group.workers} workers and gpus_per_worker {group.gpus_per_worker:g}, with which "
@@ -415,3 +415,12 @@ class MutualRecipe(BaseRecipe):
                 f"groups share workers, but two with gpus_per_worker {gpus:g} may be placed on one GPU, which NCCL refuses; "
                 "write gpus_per_worker: 1, or mutual.shared_workers: null"
             )
+
+
+def _require_valid(section: LoopSection, path: str) -> None:
+    """Raise `ValueError` if a group's settings and the run's, each valid, do not go together."""
+    try:
+        type(section).model_validate(section.model_dump())
+    except ValidationError as invalid:
+        reason = invalid.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{path}: {reason}") from None
