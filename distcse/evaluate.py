@@ -66,6 +66,7 @@ def _main(options: argparse.Namespace) -> int:
             mteb=options.mteb,
             aggregate=options.aggregate,
             transfer=options.transfer,
+            ensembles=options.ensemble,
             load_options=load_options,
             listen=view.show,
             stop_requested=stop.stop_requested,
@@ -98,6 +99,7 @@ def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:
             options.add,
             documents=options.documents,
             mteb=options.mteb,
+            ensembles=options.ensemble,
             load_options=load_options,
             listen=view.show,
         )
@@ -149,6 +151,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--documents",
         metavar="MODEL",
         help="measure retrieval also with documents encoded by this model and queries by each of the others (asymmetric)",
+    )
+    parser.add_argument(
+        "--ensemble",
+        action="append",
+        default=[],
+        metavar="[NAME=]MODEL,MODEL",
+        help="add a row: the mean of these models' similarities, by their names in tables; "
+        "a NAME of several models is all of them, all is every model",
     )
     parser.add_argument(
         "--out",

@@ -25,6 +25,7 @@ from distcse.evaluation import (
     collect,
     evaluate,
     make_candidate,
+    make_ensembles,
     open_candidate,
     parse_models,
     parse_suites,
@@ -83,6 +84,7 @@ def measure(
     *,
     documents: str | None = None,
     mteb: str | Path | None = None,
+    ensembles: Iterable[str] = (),
     aggregate: Any = "all",
     transfer: Any = "strict",
     load_options: LoadOptions | None = None,
@@ -98,6 +100,7 @@ def measure(
         add: Custom sets: "SUITE[:NAME]=PATH".
         documents: Model to encode the documents; each retrieval set is measured once more with it.
         mteb: Folder to write MTEB's results of its STS tasks into.
+        ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
         aggregate: STS score over a year's subsets: all, mean or wmean.
         transfer: Protocol of the transfer tasks: strict or fast.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
@@ -129,6 +132,7 @@ def measure(
             lambda name, done: emit(StageProgress(f"{name} fits", done, None, "done")),
         )
         candidates, tasks = _load(models, folder, suites, add, documents, config, load_options, reporter)
+        combined = make_ensembles(ensembles, candidates)
         settings = {
             "STS": aggregate,
             "transfer": transfer,
@@ -139,7 +143,8 @@ def measure(
             from distcse.evaluation.mteb import write_results
 
             write_results(candidates, folder, Path(mteb))
-        evaluation = evaluate(candidates, tasks, settings=settings, emit=emit, stop_requested=stop_requested)
+        measured = [*candidates, *combined]
+        evaluation = evaluate(measured, tasks, settings=settings, emit=emit, stop_requested=stop_requested)
     return Measurement(evaluation)
 
 
@@ -151,6 +156,7 @@ def check_measurement(
     *,
     documents: str | None = None,
     mteb: str | Path | None = None,
+    ensembles: Iterable[str] = (),
     load_options: LoadOptions | None = None,
     listen: Listener | None = None,
 ) -> None:
@@ -163,6 +169,7 @@ def check_measurement(
         add: Custom sets.
         documents: Model to encode the documents.
         mteb: Folder for MTEB's results; checked, not written.
+        ensembles: Ensembles of the models.
         load_options: How to load the models.
         listen: Receives an event per model and set, and a warning per missing set.
 
@@ -176,10 +183,13 @@ def check_measurement(
         load_options = load_options or LoadOptions(device=default_device())
         report_precisions([_precision_role(load_options)], emit)
         candidates, tasks = _load(models, folder, suites, add, documents, EvalConfig(), load_options, Reporter(emit))
+        combined = make_ensembles(ensembles, candidates)
         for candidate in candidates:
             info = candidate.info
             note = f"{info.kind}, pooling {info.pooling}, {info.parameters / 1e6:.1f} M parameters"
             emit(StageProgress(info.name, 1, 1, "", finished=True, note=note))
+        for ensemble in combined:
+            emit(StageProgress(ensemble.info.name, 1, 1, "", finished=True, note=ensemble.info.source))
         for task in tasks.tasks:
             texts = len(set(task.sentences()))
             emit(

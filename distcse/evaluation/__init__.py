@@ -12,6 +12,7 @@ from distcse.evaluation.candidates import (
 from distcse.evaluation.catalogue import DEV_SETS, SUITES, DatasetFolder, parse_suites
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.dev import LabelledDev, labelled_dev
+from distcse.evaluation.ensembles import make_ensembles, measure_ensemble
 from distcse.evaluation.evaluation import (
     Candidate,
     Evaluation,
@@ -65,8 +66,10 @@ __all__ = [
     "evaluation_sentences",
     "labelled_dev",
     "make_candidate",
+    "make_ensembles",
     "make_pair_candidate",
     "make_rank_candidate",
+    "measure_ensemble",
     "measure_model",
     "open_candidate",
     "parse_models",

@@ -99,6 +99,14 @@ class Contamination:
             ) from None
 
     @classmethod
+    def of_several(cls, members: Iterable[Contamination]) -> Contamination:
+        """Return the contamination of an ensemble: of each set, the largest share that a member has seen."""
+        shares: dict[str, float] = {}
+        for member in members:
+            shares |= {key: max(share, shares.get(key, 0.0)) for key, share in member.overlap.items()}
+        return cls(shares)
+
+    @classmethod
     def measure(cls, corpus: Iterable[str], sets: Iterable[Iterable[str]]) -> Contamination:
         """Measure which of the sets' distinct sentences a corpus contains, in one pass over the corpus."""
         texts = [{_one_line(sentence): normalized_key(sentence) for sentence in sentences} for sentences in sets]

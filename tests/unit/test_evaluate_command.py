@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from distcse import measuring
 from distcse.command import INTERRUPTED
@@ -24,6 +25,15 @@ from distcse.errors import (
     StoppedEarlyError,
 )
 from distcse.evaluate import main
+from distcse.evaluation import (
+    Candidate,
+    Contamination,
+    Ensemble,
+    ModelInfo,
+    VectorModel,
+    make_ensembles,
+    read_table,
+)
 from distcse.events import Event, StageProgress
 from distcse.models import Encoder
 from distcse.report.progress import JsonView
@@ -121,6 +131,50 @@ def test_runs_with_one_name_are_averaged(
     assert f"{stored['row, run 1']:.2f} ± 0.00" in row and f"{stored['other']:.2f}" in other and "±" not in other
     for page in ("report.html", "report.md"):
         assert "mean ± standard deviation over runs" in (tmp_path / "out" / page).read_text()
+
+
+def test_an_ensemble_is_a_row_with_the_mean_of_its_members_similarities(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [Path(shutil.copytree(tiny(), tmp_path / "seed-0")), tiny("minilm")]
+    models = [f"row={folders[0]}", f"row={folders[1]}", f"other={tiny('bert', width=64)}"]
+    options = ["--data", str(labelled), "--pooling", "mean", "--suite", "sts", "--precision", "fp32", "--quiet"]
+    ensembles = ["--ensemble", "row", "--ensemble", "mix=row,other", "--ensemble", "all"]
+    assert main([*models, *options, *ensembles, "--out", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    stored = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    names = [model["name"] for model in stored["models"]]
+    assert names == ["row, run 1", "row, run 2", "other", "ensemble of row", "mix", "ensemble"]
+    assert stored["models"][3]["source"] == "mean of row, run 1, row, run 2"
+    values = next(score["values"] for score in stored["scores"] if score["set"] == "STS-B")
+    table = read_table(labelled / "sts" / "stsb" / "test.tsv.gz")
+    first, second = table.texts("sentence1"), table.texts("sentence2")
+    encoders = [Encoder.load(folder, pooling="mean") for folder in folders]
+    cosines = [VectorModel.of(encoder).similarities(first, second) for encoder in encoders]
+    expected = 100 * float(spearmanr(np.mean(cosines, axis=0), table.numbers("score")).statistic)
+    assert values["ensemble of row"] == pytest.approx(expected, abs=1e-6)
+    assert values["mix"] == values["ensemble"]
+
+
+@pytest.mark.parametrize(
+    ("ensemble", "named"),
+    [
+        ("one", ("one", "at least two")),
+        ("one,three", ("'three'", "one, two")),
+        ("two=one,two", ("'two'", "NAME=one,two")),
+        ("one,cross", ("bi-encoder", "cross-encoder", "one kind")),
+    ],
+)
+def test_ensembles_of_unfit_models_are_refused(ensemble: str, named: tuple[str, ...]) -> None:
+    kinds = {"one": "bi-encoder", "two": "bi-encoder", "cross": "cross-encoder"}
+    candidates = [Candidate(ModelInfo(name, name, kind, "cls", 32, 0), Ensemble([])) for name, kind in kinds.items()]
+    with fails_with(EvaluationOptionError, "--ensemble", *named):
+        make_ensembles([ensemble], candidates)
+
+
+def test_an_ensemble_has_seen_what_a_member_has_seen() -> None:
+    known = [Contamination({"a": 0.2, "b": 0.9}), Contamination({"a": 0.6}), Contamination({})]
+    assert Contamination.of_several(known).overlap == {"a": 0.6, "b": 0.9}
 
 
 def test_tables_are_printed_if_the_report_cannot_be_written(

@@ -446,7 +446,7 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
     assert result.evaluation is not None
     models = [info.name for info in result.evaluation.models]
     assert models == [
-        *("bert start", "roberta start"),
+        *("bert start", "roberta start", "start ensemble"),
         *("bert bi", "roberta bi", "bi ensemble", "bert cross", "roberta cross", "cross ensemble"),
     ]
     values = next(row for row in result.evaluation.scores if (row.set, row.measure) == ("STS-B", "all")).values

@@ -138,6 +138,7 @@ def groups(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labe
         sentences,
         f"evaluation.data={labelled}",
         "evaluation.final_suites=[sts]",
+        "evaluation.final_cycles=all",
         "mutual.cycles=1",
     )
 
@@ -155,6 +156,13 @@ def test_an_evaluation_of_groups_continues_after_a_stop(groups: MutualRecipe) ->
     done = run_mutual(groups, Reporter(later.append), stopped.directory)
     assert not done.interrupted and done.evaluation is not None and undisturbed.evaluation is not None
     assert measured_in(later)[0] == "roberta cross" and "bert bi" not in measured_in(later)
+    for score in done.evaluation.scores:  # there is one cycle, which is the best
+        of_cycles = {name: value for name, value in score.values.items() if name.endswith(", cycle 1")}
+        kinds = ("bi", "cross")
+        assert set(of_cycles) == {f"{name} {kind}, cycle 1" for name in ("bert", "roberta") for kind in kinds} | {
+            f"{kind} ensemble, cycle 1" for kind in kinds
+        }
+        assert all(value == score.values[name.removesuffix(", cycle 1")] for name, value in of_cycles.items())
     assert values_of(done.evaluation) == values_of(undisturbed.evaluation)
 
 

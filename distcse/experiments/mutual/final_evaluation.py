@@ -6,8 +6,9 @@ The test sets may overlap with the training pairs; such scores are marked.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,15 +18,14 @@ from distcse.evaluation import (
     SUITES,
     Candidate,
     Contamination,
-    Ensemble,
     EvalConfig,
-    ModelInfo,
     ModelResults,
     RecordedScores,
     Tasks,
     collect,
     make_candidate,
     make_pair_candidate,
+    measure_ensemble,
     measure_model,
     refuse_test_as_dev,
 )
@@ -34,11 +34,12 @@ from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.phases import Kind
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.experiments.mutual.result import Best
 from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
 from distcse.models import CrossEncoder, Encoder, resolve_model
-from distcse.recipe import GroupSection, MutualRecipe, decided
+from distcse.recipe import KINDS, GroupSection, MutualRecipe, decided
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
 
@@ -81,7 +82,7 @@ def final_scores(
     backend: Backend,
     reporter: Reporter,
 ) -> FinalScores:
-    """Evaluate each group's initial and best models, and the ensemble of all groups for each formulation.
+    """Evaluate each group's initial and best models, with evaluation.final_cycles also those of each cycle, and their ensembles.
 
     Each model is evaluated on one of the backend's devices. Test sentences that were among the training pairs are recorded in
     the models' folders. Scores on such sets are transductive, and marked so in tables and model cards. A stop request leaves
@@ -110,47 +111,38 @@ def final_scores(
     precision, finished = decided(recipe.evaluation.precision), {model.group for model in best}
     groups = {group.name: group for group in recipe.groups if group.name in finished}
     shared = backend.share((tasks, contamination))
-    calls = [
-        DeviceCall(
-            f"evaluation of {name} start",
-            partial(_measure_start, group, precision, shared),
-            model_memory(group.backbone),
-        )
-        for name, group in groups.items()
-    ]
-    by_kind = sorted(best, key=lambda model: model.kind)  # bi-encoders first
-    calls += [
-        DeviceCall(
-            f"evaluation of {model.group} {model.kind}",
-            partial(
-                _measure_best,
-                groups[model.group],
-                model.kind,
-                open_store(model.model),
-                str(model.model),
-                precision,
-                shared,
-            ),
-            model_memory(str(model.model)),
-        )
-        for model in by_kind
-    ]
+    rows = [_start_rows(groups, precision, shared)]
+    for kind in KINDS:
+        folders = {model.group: model.model for model in best if model.kind == kind}
+        rows.append(_trained_rows(kind, "", groups, folders, precision, shared))
+    if recipe.evaluation.final_cycles == "all":
+        rows += [
+            _trained_rows(phase.kind, f", cycle {phase.cycle}", groups, folders, precision, shared)
+            for phase, folders in _models_by_phase(recipe, run, list(groups)).items()
+        ]
+    calls = [call for row in rows for call in row.calls]
     options = device_options(recipe, list(groups.values()), {"storage.runs": run.path})
     returned = measure_models(calls, tasks, [precision], run.store, backend, options, reporter)
-    measured = [None if model is None else _Measured(*model) for model in returned]
-    results = [model.results for model in measured[: len(groups)] if model is not None]
-    trained = measured[len(groups) :]
-    for kind in ("bi", "cross"):
-        of_kind = [scored for model, scored in zip(by_kind, trained, strict=True) if model.kind == kind]
-        members = [scored for scored in of_kind if scored is not None]
+    measured = iter([None if model is None else _Measured(*model) for model in returned])
+    results: list[ModelResults] = []
+    for row in rows:
+        members = [model for model in islice(measured, len(row.calls)) if model is not None]
         results += [member.results for member in members]
-        if len(members) == len(of_kind) > 1:
-            info = ModelInfo(f"{kind} ensemble", "mean of predictions", f"{kind}-encoders", "pair", 0, 0)
-            ensemble = Ensemble([member.scores for member in members])
-            results.append(measure_model(Candidate(info, ensemble, contamination), tasks, reporter.emit))
-    devices = ", ".join(sorted({model.results.device for model in measured if model is not None}))
+        if len(members) == len(row.calls) > 1:
+            scores = [member.scores for member in members]
+            measurements = [member.results for member in members]
+            results.append(measure_ensemble(row.ensemble, measurements, scores, tasks, reporter.emit))
+    devices = ", ".join(sorted({model.device for model in results}))
     settings = {"STS": "all", "device": devices, "precision": precision}
     return compare_measured(results, tasks, calls, returned, settings, started_at)
+
+
+class _Rows(NamedTuple):
+    """Models of one kind, one per group, whose rows stand next to that of their ensemble."""
+
+    ensemble: str
+    """Name of the ensemble in tables."""
+    calls: list[DeviceCall[_Measured]]
 
 
 class _Measured(NamedTuple):
@@ -158,7 +150,67 @@ class _Measured(NamedTuple):
 
     results: ModelResults
     scores: RecordedScores
-    """Similarities of the tasks' pairs, for the ensemble; none for an initial model."""
+    """Similarities of the tasks' pairs, for the ensemble."""
+
+
+def _start_rows(
+    groups: Mapping[str, GroupSection], precision: str, shared: Callable[[], tuple[Tasks, Contamination]]
+) -> _Rows:
+    """Return the rows of the groups' initial models."""
+    return _Rows(
+        "start ensemble",
+        [
+            DeviceCall(
+                f"evaluation of {name} start",
+                partial(_measure_start, group, precision, shared),
+                model_memory(group.backbone),
+            )
+            for name, group in groups.items()
+        ],
+    )
+
+
+def _trained_rows(
+    kind: Kind,
+    suffix: str,
+    groups: Mapping[str, GroupSection],
+    folders: Mapping[str, Path],
+    precision: str,
+    shared: Callable[[], tuple[Tasks, Contamination]],
+) -> _Rows:
+    """Return the rows of trained models of one kind, by the folder of each group's; their names end with the suffix."""
+    return _Rows(
+        f"{kind} ensemble{suffix}",
+        [
+            DeviceCall(
+                f"evaluation of {name} {kind}{suffix}",
+                partial(
+                    _measure_trained,
+                    f"{name} {kind}{suffix}",
+                    groups[name],
+                    kind,
+                    open_store(folder),
+                    str(folder),
+                    precision,
+                    shared,
+                ),
+                model_memory(str(folder)),
+            )
+            for name, folder in folders.items()
+        ],
+    )
+
+
+def _models_by_phase(recipe: MutualRecipe, run: RunDirectory, groups: Sequence[str]) -> dict[Phase, dict[str, Path]]:
+    """Return the folders of the models that each phase of a run trained, by group."""
+    store, last = PhaseStore(run.path), last_phase(recipe.mutual.cycles)
+    phases = [phase for number in range(1, last.number + 1) if store.posted(phase := Phase(number))]
+    return {
+        phase: {
+            name: run.path / "groups" / name / phase.name / "model" for name in groups if name in store.posted(phase)
+        }
+        for phase in phases
+    }
 
 
 def _measure_start(
@@ -168,10 +220,11 @@ def _measure_start(
     encoder = Encoder.from_section(group).to(default_device())
     known = Contamination.read(resolve_model(group.backbone))
     candidate = make_candidate(f"{group.name} start", group.backbone, encoder, known, precision)
-    return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), RecordedScores())
+    return _measure(candidate, tasks, reporter)
 
 
-def _measure_best(
+def _measure_trained(
+    title: str,
     group: GroupSection,
     kind: Kind,
     model: ArtifactStore,
@@ -182,13 +235,17 @@ def _measure_best(
 ) -> _Measured:
     model.fetch_folder()
     tasks, contamination = shared()
-    title, device = f"{group.name} {kind}", default_device()
+    device = default_device()
     if kind == "bi":
         encoder = Encoder.load(model.path, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
         candidate = make_candidate(title, source, encoder.to(device), contamination, precision)
     else:
         scorer = CrossEncoder.load(model.path, None, group.trust_remote_code, group.is_fast)
         candidate = make_pair_candidate(title, source, scorer.to(device), contamination, precision)
+    return _measure(candidate, tasks, reporter)
+
+
+def _measure(candidate: Candidate, tasks: Tasks, reporter: Reporter) -> _Measured:
     results, scores = measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), RecordedScores()
     for task in tasks.tasks:
         if task.pairs_only:

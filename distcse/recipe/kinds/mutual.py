@@ -207,6 +207,9 @@ class MutualEvaluationSection(Section):
     final_suites: list[Measure] | None = None
     """Suites for the final evaluation of the initial models, bi-encoders, cross-encoders and their ensembles; null is `sts`
     where `data` is set."""
+    final_cycles: Literal["best", "all"] = "best"
+    """Models of the final evaluation: `best` has those of each group's best cycle, `all` also those of every cycle, with the
+    cycle's ensembles."""
 
 
 @register_recipe
@@ -243,6 +246,7 @@ class MutualRecipe(BaseRecipe):
         "mutual.max_failures",
         "mutual.heartbeat_timeout_s",
         "evaluation.final_suites",
+        "evaluation.final_cycles",
         "resources",
         "storage.cache",
         "loggers",
