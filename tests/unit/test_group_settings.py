@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from distcse.data import Pairs
 from distcse.device import DeviceSpeed
 from distcse.errors import CorpusTooSmallError, FrozenKeyError, InvalidValueError, RecipeError, UnknownKeyError
 from distcse.events import Reporter
@@ -73,16 +74,16 @@ def test_settings_that_do_not_fit_are_refused(
         both(*overrides)
 
 
-def test_pairs_suffice_for_the_largest_batch_of_any_group(both: MakeRecipe) -> None:
+def test_pairs_suffice_for_the_largest_batch_of_any_group(both: MakeRecipe, tmp_path: Path) -> None:
     with fails_with(CorpusTooSmallError, "64"):
-        read_pairs(both("groups.1.bi.batch_size=64"))
+        read_pairs(both("groups.1.bi.batch_size=64"), tmp_path / "pairs")
 
 
 def test_a_group_trains_with_its_own_settings(both: MakeRecipe) -> None:
     result = run_mutual(both("groups.1.bi.batch_size=8", "groups.1.cross.max_length=24"), Reporter())
     store, run = PhaseStore(result.directory.path), result.directory.path
     steps = {name: entry["steps"] for name, entry in store.posted(Phase(2)).items()}
-    pairs = len(read_pairs(result.recipe))
+    pairs = len(Pairs.open(run / "pairs"))
     assert steps == {"bert": pairs // 16, "roberta": pairs // 8}
     lengths = [CrossEncoder.load(run / "models" / name / "cross", None).max_length for name in ("bert", "roberta")]
     assert lengths == [32, 24]

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from distcse.errors import EncoderError, StorageError
 from distcse.events import LogMessage, Reporter
 from distcse.models import resolve_model
-from distcse.recipe import GroupSection, MutualRecipe
+from distcse.models.st_format import backbone_folder
+from distcse.recipe import KINDS, GroupSection, MutualRecipe
 
 _LAYER = re.compile(r"\.(?:layers?|h|block)\.(\d+)\.")
 """Number of a layer in the name of a weight."""
@@ -48,7 +49,7 @@ def with_max_workers(recipe: MutualRecipe, reporter: Reporter) -> MutualRecipe:
 def count_parameters(group: GroupSection) -> int | None:
     """Count the parameters of a group's layers, without embeddings; None if the model's files are not on this machine."""
     try:
-        folder: Path = resolve_model(group.backbone, only_local=True)
+        folder: Path = backbone_folder(resolve_model(group.backbone, only_local=True))
     except (EncoderError, StorageError):
         return None
     layers, total = group.named_layers, 0
@@ -63,6 +64,6 @@ def count_parameters(group: GroupSection) -> int | None:
 
 def _most(recipe: MutualRecipe, group: GroupSection, ratio: float) -> int:
     """Return the largest multiple of a group's workers, up to `ratio` times, that divides both batch sizes."""
-    sizes = (recipe.bi.batch_size, recipe.cross.batch_size)
+    sizes = [recipe.loop_of(group, kind).batch_size for kind in KINDS]
     multiples = range(group.workers, int(ratio * group.workers) + 1, group.workers)
     return max(count for count in multiples if not any(size % count for size in sizes))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.experiments.mutual.scheduling import StepTimes
-from distcse.recipe import LoopSection, MutualRecipe
+from distcse.recipe import KINDS, GroupSection, LoopSection, MutualRecipe
 from distcse.trainer.schedule import total_steps
 
 _SECONDS_PER_PARAMETER = 4e-12
@@ -36,17 +36,18 @@ class PhaseCosts:
     _measured_scores: set[Kind] = field(default_factory=set)
 
     @classmethod
-    def of(cls, recipe: MutualRecipe, pairs: int, parameters: int) -> PhaseCosts:
+    def of(cls, recipe: MutualRecipe, group: GroupSection, pairs: int, parameters: int) -> PhaseCosts:
         """Estimate the costs of a group.
 
         Args:
             recipe: The run's recipe.
+            group: The group.
             pairs: Number of pairs.
             parameters: Number of its model's parameters (see `count_parameters`).
         """
         pair_s = _SECONDS_PER_PARAMETER * parameters
-        rows: dict[Kind, int] = {"bi": pairs, "cross": pairs * (2 if recipe.cross.both_orders else 1)}
-        sections: dict[Kind, LoopSection] = {"bi": recipe.bi, "cross": recipe.cross}
+        rows: dict[Kind, int] = {"bi": pairs, "cross": pairs * (2 if recipe.cross_of(group).both_orders else 1)}
+        sections: dict[Kind, LoopSection] = {kind: recipe.loop_of(group, kind) for kind in KINDS}
         return cls(
             {kind: total_steps(loop, max(1, rows[kind] // loop.batch_size)) for kind, loop in sections.items()},
             {

@@ -29,7 +29,7 @@ def pool_members(contexts: Sequence[GroupContext], slots: int) -> dict[str, Pool
     mean, pairs = sum(known) // len(known), len(contexts[0].pairs)
     return {
         context.group.name: PoolMember(
-            PhaseCosts.of(context.recipe, pairs, size or mean),
+            PhaseCosts.of(context.recipe, context.group, pairs, size or mean),
             worker_counts(context.group.rng_streams, slots, context.group.workers),
         )
         for context, size in zip(contexts, sizes, strict=True)

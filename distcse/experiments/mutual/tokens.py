@@ -11,8 +11,8 @@ from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.phases import Kind
-from distcse.models import TokenizerSpec, resolve_model
-from distcse.models.loading import load_tokenizer
+from distcse.models import TokenizerSpec
+from distcse.models.folder import open_model
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
 
@@ -66,17 +66,17 @@ def _prepare(
 ) -> dict[str, TokenStores]:
     """Prepare the tables of groups with one tokenizer, one after the other: groups of equal settings share them."""
     pairs, prepared = Pairs.open(stored.path), dict[str, TokenStores]()
-    orders = 2 if recipe.cross.both_orders else 1
     for group in groups:
+        cross = recipe.cross_of(group)
+        orders = 2 if cross.both_orders else 1
         spec = TokenizerSpec.of(group)
         report = _progress(reporter, len(pairs.sentences), "sentences")
         sentences = TokenTable.prepare(
             pairs.sentences, spec.tokenizer, spec.max_length, cache.path, report, prompt=spec.prompt
         )
-        source = resolve_model(recipe.cross_start(group), group.trust_remote_code)
-        tokenizer = load_tokenizer(source, group.trust_remote_code)
+        tokenizer = open_model(recipe.cross_start(group), group.trust_remote_code).load_tokenizer()
         report = _progress(reporter, orders * len(pairs), "pairs")
-        both = PairTokenTable.prepare(pairs, tokenizer, recipe.cross.max_length, orders == 2, cache.path, report)
+        both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache.path, report)
         note = f"{group.name}: {'reused' if sentences.reused and both.reused else 'tokenized'}"
         reporter.emit(StageProgress("tokens", len(pairs), len(pairs), "pairs", finished=True, note=note))
         prepared[group.name] = {"bi": open_store(sentences.directory), "cross": open_store(both.directory)}
