@@ -113,7 +113,7 @@ class Trial:
         use_assigned_threads()
         self._load, self._tables, self._number = load, tables, number
         self._name = f"load-{number}"
-        self._mine = co_located_servers(servers, load.section, self._name, 0)
+        self._mine = co_located_servers(servers, load.section, self._name, 0, Reporter())
         self._corpus = Corpus.open(corpus)
 
     def ready(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,12 +22,12 @@ from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, 
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import ResourceWatchdog, alive
 from distcse.ray_backend.shared_storage import require_shared
+from distcse.ray_backend.waiting import WaitWarning
 from distcse.trainer import allocator
 
 T = TypeVar("T")
 
 _POLL_S = 0.2
-_WAIT_WARNING_S = 30.0
 """Seconds of waiting for resources after which the run warns."""
 
 
@@ -119,7 +118,7 @@ class _DeviceCalls:
         self._starting = {actor.beat.remote(): actor for actor in actors}
         self._running: dict[Any, tuple[int, Any]] = {}
         self._results: dict[int, Any] = {}
-        self._began, self._has_warned = time.monotonic(), False
+        self._wait_warning = WaitWarning(reporter)
         request = ResourceRequest(f"the {calls[0].name}", 1, plan.each, plan.labels, "", {})
         self._watchdog = ResourceWatchdog([request], self._warn)
 
@@ -129,7 +128,9 @@ class _DeviceCalls:
             if self._reporter.stop_requested():
                 names = ", ".join(call.name for call in unfinished)
                 raise StoppedEarlyError(f"stopped before the end of the {names}; continue with --resume")
-            self._warn_of_waiting()
+            if not self._running:
+                needed, name = format_resources(self._plan.each), unfinished[0].name
+                self._wait_warning.check(f"waiting for a node with {needed} free for the {name}")
             self._watchdog.check()
             ready, _ = ray.wait([*self._starting, *self._running], num_returns=1, timeout=_POLL_S)
             self._channel.relay(self._reporter)
@@ -164,13 +165,6 @@ class _DeviceCalls:
 
     def _unfinished(self) -> list[DeviceCall[Any]]:
         return [call for number, call in enumerate(self._calls) if number not in self._results]
-
-    def _warn_of_waiting(self) -> None:
-        is_waiting = not self._running and time.monotonic() - self._began > _WAIT_WARNING_S
-        if is_waiting and not self._has_warned:
-            self._has_warned = True
-            needed = format_resources(self._plan.each)
-            self._warn(f"waiting for a node with {needed} free for the {self._calls[self._waiting[0]].name}")
 
     def _warn(self, text: str) -> None:
         self._reporter.emit(LogMessage(text, warning=True))

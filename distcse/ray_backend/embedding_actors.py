@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,6 +19,7 @@ from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assign
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
 from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive
 from distcse.ray_backend.teacher_servers import cause_of, monitor_heartbeats
+from distcse.ray_backend.waiting import WaitWarning
 from distcse.recipe import TeacherSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers import embedding
@@ -29,8 +29,6 @@ from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder
 
 _POLL_S = 1.0
-_WAIT_WARNING_S = 30.0
-"""Seconds of waiting for resources after which the run warns."""
 _MAX_TASK_SHARDS, _MIN_TASKS = 8, 4
 """Most shards of a GPU actor's task, and fewest tasks per actor, so that all actors end at about the same time."""
 
@@ -106,7 +104,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
     watchdog = ResourceWatchdog(
         [request_embedding_actors(section, 1, each)], lambda text: reporter.emit(LogMessage(text, warning=True))
     )
-    starting, began, has_warned = {actor.beat.remote(): actor for actor in actors}, time.monotonic(), False
+    starting, waiting_warning = {actor.beat.remote(): actor for actor in actors}, WaitWarning(reporter)
     waiting = deque(embedding_tasks(request.missing, count, is_on_gpu=each["GPU"] > 0))
     running: dict[Any, Any] = {}
     done = 0
@@ -115,16 +113,14 @@ def embed_shards(request: EmbeddingRequest) -> None:
             for number, actor in enumerate(actors):
                 monitor.add(f"embedding actor {number} of teacher {teacher.backbone}", actor)
             while waiting or running:
-                waited_s = time.monotonic() - began
                 if len(starting) == count:
-                    if reporter.stop_requested() and waited_s > STOPPED_WAIT_S:
+                    if reporter.stop_requested() and waiting_warning.waited_s > STOPPED_WAIT_S:
                         raise StoppedEarlyError(
                             f"stopped while teacher {teacher.backbone} waited for resources; start the run again"
                         )
-                    if waited_s > _WAIT_WARNING_S and not has_warned:
-                        has_warned = True
-                        text = f"teacher {teacher.backbone} waits for a node with {format_resources(each)} free"
-                        reporter.emit(LogMessage(text, warning=True))
+                    waiting_warning.check(
+                        f"teacher {teacher.backbone} waits for a node with {format_resources(each)} free"
+                    )
                 watchdog.check()
                 for answer in ray.wait([*starting, *running], timeout=_POLL_S)[0]:
                     if answer in running:

@@ -12,7 +12,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from distcse.errors import DistcseError, OutOfMemoryError, ProcessLostError, RunError, WorkersLostError, WorkFailedError
+from distcse.errors import DistcseError, ProcessLostError, RunError, WorkersLostError, WorkFailedError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
@@ -26,12 +26,11 @@ from distcse.ray_backend.event_channel import EventChannel, unique_name
 from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
 from distcse.ray_backend.heartbeat import CONCURRENCY, HeartbeatMonitor
 from distcse.ray_backend.slots import Slot
+from distcse.ray_backend.waiting import WaitWarning
 
 _POLL_S = 0.2
 _LOSS_DETECTION_S = 15
 """Seconds within which Ray reports the loss of an actor."""
-_WAIT_WARNING_S = 30
-"""Seconds of waiting for resources after which a group warns."""
 
 
 class RayGroup:
@@ -82,7 +81,7 @@ class RayGroup:
         if new == self._slots:
             return
         is_grown = bool(self._slots) and new[: len(self._slots)] == self._slots
-        self._trainers = self._end(self._trainers)  # a process group has a fixed size
+        self._end_trainers()  # a process group has a fixed size
         if not is_grown:
             self._scorers = self._end(self._scorers)
         self._slots = new
@@ -90,13 +89,12 @@ class RayGroup:
     def train(
         self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
     ) -> PhaseResult | None:
-        while True:
-            try:
-                trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels, should_pause))
-                return trained
-            except OutOfMemoryError as problem:
-                self._passes.double(phase, problem, self._reporter)
-            self._trainers = self._end(self._trainers)  # the others wait for the one that failed
+        def train(passes: int) -> PhaseResult | None:
+            trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels, passes, should_pause))
+            return trained
+
+        # All trainers end before a repetition: the others wait for the one that failed.
+        return self._passes.fit(phase, train, self._end_trainers, self._reporter)
 
     def score(self, phase: Phase) -> Scores:
         scores: Scores = self._retry(phase, lambda: self._score(phase))
@@ -111,14 +109,16 @@ class RayGroup:
             self._monitoring.close()
             self._end_all()
 
-    def _train(self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool]) -> PhaseResult | None:
+    def _train(
+        self, phase: Phase, labels: StoredScores, passes: int, should_pause: Callable[[], bool]
+    ) -> PhaseResult | None:
         # Preparing takes minutes with many pairs, and hears no stop request: this waits for it, and does.
         self._get([trainer.prepare.remote(phase) for trainer in self._trainers])
         channel = EventChannel(f"{self._context.run.name}-{self.name}")
         stop_requested = self._reporter.stop_requested
         reporter = replace(self._reporter, stop_requested=lambda: stop_requested() or should_pause())
         try:
-            options, passes = {"name": f"train {self.name} {phase.name}"}, self._passes.of(phase.kind)
+            options = {"name": f"train {self.name} {phase.name}"}
             tasks = [
                 trainer.train.options(**options).remote(phase, labels, channel.actor, passes)
                 for trainer in self._trainers
@@ -273,18 +273,15 @@ class RayGroup:
         Raises:
             RunEnded: The run was asked to stop.
         """
-        ready, waited = [group.ready() for group in {slot.placement_group for slot in slots}], 0.0
+        ready = [group.ready() for group in {slot.placement_group for slot in slots}]
+        warning = WaitWarning(self._reporter)
         while ray.wait(ready, num_returns=len(ready), timeout=1)[1]:
             if self._closed or self._reporter.stop_requested():
                 raise RunEnded
-            waited += 1
-            if waited == _WAIT_WARNING_S:
-                needed = format_resources(self._resources)
-                warning = (
-                    f"waiting for nodes with room for {len(slots)} workers of {needed} each; "
-                    "ray: false runs the groups one after the other"
-                )
-                self._reporter.emit(LogMessage(warning, warning=True))
+            warning.check(
+                f"waiting for nodes with room for {len(slots)} workers of {format_resources(self._resources)} each; "
+                "ray: false runs the groups one after the other"
+            )
         ray.get(ready)
 
     def _end(self, actors: Sequence[Any]) -> list[Any]:
@@ -294,8 +291,12 @@ class RayGroup:
             ray.kill(actor)
         return []
 
+    def _end_trainers(self) -> None:
+        self._trainers = self._end(self._trainers)
+
     def _end_all(self) -> None:
-        self._trainers, self._scorers = self._end(self._trainers), self._end(self._scorers)
+        self._end_trainers()
+        self._scorers = self._end(self._scorers)
 
 
 def _find_lost_actor(tasks: Sequence[Any], failed: RayTaskError) -> RayActorError | None:

@@ -25,6 +25,7 @@ from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assign
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.versions import prefer_node
+from distcse.ray_backend.waiting import WaitWarning
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.resources import server_resources
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_POLL_S = 1.0
 _MAX_PENDING = 2
 """Maximum number of pending requests of one worker to a server: the next block, and the one after it."""
 
@@ -208,8 +210,13 @@ def monitor_heartbeats(
     )
 
 
-def co_located_servers(servers: Any, section: TeachersSection, run: str, worker: int) -> dict[int, Any]:
+def co_located_servers(
+    servers: Any, section: TeachersSection, run: str, worker: int, reporter: Reporter
+) -> dict[int, Any]:
     """In a worker: return its server for each teacher, by teacher index, and wait until the teachers are loaded.
+
+    There is no time limit, because loading may include a download, and a node may join the cluster; a server that hangs is
+    restarted. A server without a node is reported.
 
     Raises:
         DistcseError: A teacher failed to load; the specific class that its server raised.
@@ -219,8 +226,13 @@ def co_located_servers(servers: Any, section: TeachersSection, run: str, worker:
     own_servers: dict[int, Any] = ray.get(servers.get_servers.remote(run, worker, node))
     for number, server in own_servers.items():
         teacher = section.encoders[number]
+        has_started, is_ready = server.beat.remote(), server.ready.remote()
+        warning = WaitWarning(reporter)
+        while not ray.wait([is_ready], timeout=_POLL_S)[0]:
+            if not ray.wait([has_started], timeout=0)[0]:
+                warning.check(f"the server of teacher {teacher.backbone} waits for a node with room for it")
         try:
-            ray.get(server.ready.remote())
+            ray.get(is_ready)
         except RayTaskError as failed:
             raise cause_of(teacher, failed) from failed
     return own_servers

@@ -40,6 +40,7 @@ from distcse.ray_backend.versions import (
     torch_backend,
     without_datasets_callback,
 )
+from distcse.ray_backend.waiting import WaitWarning
 from distcse.recipe import Recipe
 
 with gc_paused():  # of PyTorch
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from distcse.experiments.distillation.batch_loader import TrainSpec
     from distcse.trainer.trainer import TrainResult
 
-_WAIT_WARNING_S = 60.0
+_START_WARNING_S = 60.0
 """Seconds without a started worker after which the run warns."""
 _FAILURE_WAIT_S = 10.0
 """Seconds after a worker's error for the others to return theirs, before they are killed unless one writes a checkpoint."""
@@ -132,7 +133,7 @@ def _run_trainer(
         resources.requests(spec.recipe, workers),
         lambda warning: reporter.emit(LogMessage(warning, warning=True)),
     )
-    warn_at, has_warned = time.monotonic() + _WAIT_WARNING_S, False
+    wait_warning = WaitWarning(reporter, _START_WARNING_S)
     try:
         while not running.done():
             channel.relay(reporter)
@@ -146,12 +147,11 @@ def _run_trainer(
                 channel.kill_workers()
                 raise failure
             watchdog.check()
-            if not has_warned and time.monotonic() > warn_at:
-                has_warned = True
-                if not channel.has_started:
-                    needed = f"{workers} workers of {format_resources(per_worker)} each"
-                    warning = f"no worker has started for {_WAIT_WARNING_S:g} s: waiting for room for {needed}; see `ray status`"
-                    reporter.emit(LogMessage(warning, warning=True))
+            if not channel.has_started:
+                needed = f"{workers} workers of {format_resources(per_worker)} each"
+                wait_warning.check(
+                    f"no worker has started for {_START_WARNING_S:g} s: waiting for room for {needed}; see `ray status`"
+                )
             time.sleep(0.2)
         channel.relay(reporter)
         finished = running.result()
@@ -235,15 +235,17 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
     use_assigned_gpus()
     use_assigned_threads()
     spec: TrainSpec = config["spec"]
+    reporter = reporter_of(config["events"])
     try:
-        servers = on_all_ranks(lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank))
+        servers = on_all_ranks(
+            lambda: co_located_servers(config["servers"], spec.recipe.teachers, spec.run.name, rank, reporter)
+        )
     except DistcseError as error:
         return error
     served = {
         number: RemoteTeacherClient(server, QueueMetrics(spec.run.name, number, rank).track)
         for number, server in servers.items()
     }
-    reporter = reporter_of(config["events"])
     request = config["evaluator"]
     context = nullcontext() if request is None else RemoteEvaluator(spec, servers, request, reporter)
     try:

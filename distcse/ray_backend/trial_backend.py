@@ -70,7 +70,9 @@ class TrialBackend:
             from distcse.ray_backend.train_workers import train_in_workers
 
             return train_in_workers(spec, self._servers, plan_run(spec.recipe, alive()), reporter)
-        servers = co_located_servers(self._servers, section, spec.run.name, 0) if self._servers is not None else {}
+        servers = (
+            co_located_servers(self._servers, section, spec.run.name, 0, reporter) if self._servers is not None else {}
+        )
         served: dict[int, TeacherClient] = {
             number: LocalTeacherClient(serving(teacher, table))
             if table is not None

@@ -73,7 +73,9 @@ def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(rec
     columns = np.arange(64).reshape(2, 32)
     expected = serving(teacher, table).similarities(columns, slice(None))
     with served(teachers, corpus, [table], 0.0, Reporter(events.append)) as servers:
-        client = RemoteTeacherClient(co_located_servers(servers, teachers, "run", 0)[0], lambda answer: None)
+        client = RemoteTeacherClient(
+            co_located_servers(servers, teachers, "run", 0, Reporter())[0], lambda answer: None
+        )
         before = client.request(columns, slice(None)).result(60)
         np.testing.assert_allclose(before, expected, atol=1e-6)
         stop("TeacherServer")

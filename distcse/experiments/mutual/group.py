@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from distcse.errors import DistcseError, OutOfMemoryError, WorkFailedError
+from distcse.errors import DistcseError, WorkFailedError
 from distcse.events import Reporter
 from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
@@ -81,12 +81,10 @@ class LocalGroup:
         """Do nothing: the group shares no workers."""
 
     def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
-        while True:
-            try:
-                return self._trainer.train(phase, labels, self._reporter, self._passes.of(phase.kind))
-            except OutOfMemoryError as problem:
-                self._passes.double(phase, problem, self._reporter)
-            allocator.release_memory()  # after the handler: the error's traceback refers to the training
+        def train(passes: int) -> PhaseResult | None:
+            return self._trainer.train(phase, labels, self._reporter, passes)
+
+        return self._passes.fit(phase, train, allocator.release_memory, self._reporter)
 
     def score(self, phase: Phase) -> Scores:
         progress = ScoringProgress(self._reporter)

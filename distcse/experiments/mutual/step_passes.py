@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from distcse.errors import OutOfMemoryError, RunRecordError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Kind, Phase
+
+T = TypeVar("T")
 
 
 class StepPasses:
@@ -32,17 +37,29 @@ class StepPasses:
         """Return the number of passes per training step and random stream of a formulation."""
         return self._passes.get(kind, 1)
 
-    def double(self, phase: Phase, problem: OutOfMemoryError, reporter: Reporter) -> None:
-        """Halve the pairs per pass after a phase ran out of memory, and report it.
+    def fit(self, phase: Phase, train: Callable[[int], T], release: Callable[[], None], reporter: Reporter) -> T:
+        """Train, and repeat it with half as many pairs per pass each time that it runs out of memory.
 
         Args:
             phase: The phase.
-            problem: Its error.
-            reporter: Receives a warning.
+            train: Trains its model from the last checkpoint, with this number of passes per step.
+            release: Called before a repetition, to free what the failed training holds.
+            reporter: Receives a warning before each repetition.
+
+        Returns:
+            What `train` returned.
 
         Raises:
             OutOfMemoryError: A pass had one pair only.
         """
+        while True:
+            try:
+                return train(self.of(phase.kind))
+            except OutOfMemoryError as problem:
+                self._double(phase, problem, reporter)
+            release()  # after the handler: the error's traceback refers to the training
+
+    def _double(self, phase: Phase, problem: OutOfMemoryError, reporter: Reporter) -> None:
         passes = 2 * self.of(phase.kind)
         pairs = self._context.section(phase.kind).batch_size // self._context.group.rng_streams
         if passes > pairs:

@@ -1,0 +1,31 @@
+"""A warning where a run waits for the cluster, so that nobody takes the wait for work."""
+
+from __future__ import annotations
+
+import time
+
+from distcse.events import LogMessage, Reporter
+
+
+class WaitWarning:
+    """Warns once of a wait that takes long.
+
+    Args:
+        reporter: Receives the warning.
+        after_s: Seconds of waiting after which it is due. Default: 30.
+    """
+
+    def __init__(self, reporter: Reporter, after_s: float = 30.0) -> None:
+        self._reporter, self._after_s = reporter, after_s
+        self._began, self._has_warned = time.monotonic(), False
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self._began
+
+    def check(self, text: str) -> None:
+        """Emit the warning if it is due. Call it repeatedly during the wait."""
+        if self.waited_s > self._after_s and not self._has_warned:
+            self._has_warned = True
+            self._reporter.emit(LogMessage(text, warning=True))
