@@ -317,36 +317,16 @@ class ComparisonError(TeacherError):
 
 
 class RefusedTextError(TeacherError):
-    """A teacher's HTTP endpoint refuses one text, such as one with too many tokens.
-
-    Args:
-        teacher: The teacher and its endpoint.
-        answer: What it answers.
-        length: Characters of the text.
-        index: The text's index in the call, or in the corpus.
-        place: What `index` counts. Default: the texts of the call.
-    """
+    """A teacher's HTTP endpoint refuses one text, such as one with too many tokens; the message has its row and length."""
 
     code = "DCSE-T08"
-
-    def __init__(self, teacher: str, answer: str, length: int, index: int, place: str = "text") -> None:
-        super().__init__(teacher, answer, length, index, place)
-        self.index = index
+    index: int | None = None
+    """The text's index in the call."""
+    place: str | None = None
+    """The text's place for the user, such as `corpus row 70`."""
 
     def __str__(self) -> str:
-        teacher, answer, length, index, place = self.args
-        return (
-            f"{teacher} refuses {place} {index}, which has {length:,} characters ({answer}); shorten it, or start the server so "
-            "that it truncates (TEI: --auto-truncate)"
-        )
-
-    def in_corpus(self, row: int) -> RefusedTextError:
-        """Return the error with the text's row in the corpus."""
-        teacher, answer, length, *_ = self.args
-        return RefusedTextError(teacher, answer, length, row, "corpus row")
-
-
-# E: evaluation.
+        return super().__str__() if self.place is None else f"{self.place}: {super().__str__()}"
 
 
 class EvaluationError(DistcseError):

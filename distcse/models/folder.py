@@ -75,8 +75,8 @@ class ModelFolder:
         Raises:
             EncoderError: As for `check_config` and `load_tokenizer`.
         """
+        self.load_tokenizer()  # first: where config.json is missing too, this error says more
         self.check_config()
-        self.load_tokenizer()
 
 
 def open_model(name: str, trust_remote_code: bool = False, only_local: bool = False) -> ModelFolder:

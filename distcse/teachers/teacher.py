@@ -95,7 +95,9 @@ def naming_rows(rows: Sequence[int] | NDArray[np.int64]) -> Iterator[None]:
     try:
         yield
     except RefusedTextError as error:
-        raise error.in_corpus(int(rows[error.index])) from None
+        if error.index is not None:
+            error.place = f"corpus row {rows[error.index]}"
+        raise
 
 
 def _cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:

@@ -165,7 +165,7 @@ def test_a_text_that_is_too_long_is_named_by_its_number_and_length(
 ) -> None:
     server.refusal = refusal
     texts = [*TEXTS[:70], "long " * 600, *TEXTS[70:]]
-    with fails_with(RefusedTextError, "text 70,", "3,000 characters", status, "512 tokens", "auto-truncate"):
+    with fails_with(RefusedTextError, "text 70:", "3,000 characters", status, "512 tokens", "auto-truncate"):
         Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(texts)
 
 
@@ -183,18 +183,20 @@ def test_a_row_that_is_too_long_is_named_as_the_corpus_numbers_it(server: Server
             "training.workers=0",
         ],
     )
-    with fails_with(RefusedTextError, "corpus row 70,", "2,999 characters"):
+    with fails_with(RefusedTextError, "corpus row 70:", "2,999 characters"):
         embed_corpus(recipe, LocalBackend(), Reporter())
     live = kind_of(recipe.teachers.encoders[0]).open_live(
         Corpus.prepare(recipe.corpus, tmp_path / "cache"), tokens_per_batch=None
     )
-    with fails_with(RefusedTextError, "corpus row 70,"):
+    with fails_with(RefusedTextError, "corpus row 70:"):
         live.similarities(np.array([[3, 70, 5]]), slice(0, 1))
 
 
 def test_the_error_of_a_text_survives_pickling() -> None:
-    error = RefusedTextError("teacher name", "413: too long", 3000, 2)
-    assert str(pickle.loads(pickle.dumps(error.in_corpus(7)))) == str(error.in_corpus(7))
+    error = RefusedTextError("teacher name refuses a text of 3,000 characters")
+    error.index, error.place = 2, "corpus row 7"
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and "corpus row 7" in str(copy) and copy.index == 2
 
 
 def test_another_mistake_in_a_request_is_not_halved(server: Server) -> None:

@@ -183,7 +183,12 @@ class Endpoint:
         if len(batch) == 1:
             (index,) = batch
             teacher = f"teacher {self._model} at {self._section.url}"
-            raise RefusedTextError(teacher, _quote(response), len(texts[index]), index)
+            error = RefusedTextError(
+                f"{teacher} refuses a text of {len(texts[index]):,} characters ({_quote(response)}); shorten it, or start the "
+                "server so that it truncates (TEI: --auto-truncate)"
+            )
+            error.index, error.place = index, f"text {index}"
+            raise error
         vectors = self._embed_halves(texts, batch)
         if (half := -(-len(batch) // 2)) < self._batch_size:
             self._batch_size = half
