@@ -179,6 +179,24 @@ def test_labels_of_several_groups() -> None:
     assert combine(table, [1] * 4, trimmed, False) == pytest.approx([0.35, 0.75, 0.05])
 
 
+def test_standardized_scores_of_a_narrow_band_count_as_much_as_others() -> None:
+    rng = np.random.default_rng(3)
+    wide = rng.normal(0.4, 0.2, 1000).astype(np.float32)
+    narrow = (0.8 + 0.01 * rng.normal(size=1000)).astype(np.float32)
+    standard = [
+        (scores - scores.mean()) / scores.std() for scores in (wide.astype(np.float64), narrow.astype(np.float64))
+    ]
+    for weights in ([1, 1], [3, 1]):
+        mean, deviation = np.average([[0.4, 0.2], [0.8, 0.01]], axis=0, weights=weights)
+        labels = combine([wide, narrow], weights, MutualSection(standardize=True), True)
+        expected = np.average(standard, axis=0, weights=weights)
+        np.testing.assert_allclose(labels, expected * deviation + mean, atol=0.02)
+        assert np.corrcoef(labels, expected)[0, 1] > 0.999999
+    assert combine([wide, wide], [1, 1], MutualSection(standardize=True), True) == pytest.approx(wide, abs=1e-6)
+    constant = np.full(3, 0.5, np.float32)
+    assert combine([constant], [1], MutualSection(standardize=True), True) == pytest.approx(constant)
+
+
 def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
     events: list[Event] = []
     result = run_mutual(both("groups.1.weight=3"), Reporter(events.append))

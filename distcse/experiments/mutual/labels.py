@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,22 +23,43 @@ def combine(
         scores: One array per group, which may be memory-mapped: raw cosines of bi-encoders or sigmoid outputs of
             cross-encoders, not logits.
         weights: Weights of the groups in the mean; their scale does not matter.
-        section: How to combine the scores, and whether to clamp cosines to [0, 1].
+        section: How to combine the scores, whether to standardize them before, and whether to clamp cosines to [0, 1].
         cosines: Whether the scores are cosines.
     """
     number = len(scores[0])
+    bands = _bands(scores, weights) if section.standardize else None
     labels = np.empty(number, dtype=np.float32)
     parts = -(-number // _PAIRS_PER_PART)
     for part in range(parts):
         rows = slice(number * part // parts, number * (part + 1) // parts)
-        labels[rows] = _combine([group_scores[rows] for group_scores in scores], weights, section)
+        table = np.stack([group_scores[rows] for group_scores in scores]).astype(np.float64)
+        labels[rows] = _combine(table if bands is None else bands.align(table), weights, section)
     return labels.clip(0, 1) if cosines and section.clamp else labels
 
 
-def _combine(
-    scores: Sequence[NDArray[np.floating]], weights: Sequence[float], section: MutualSection
-) -> NDArray[np.float64]:
-    table = np.stack(scores).astype(np.float64)
+@dataclass(frozen=True)
+class _Bands:
+    """Means and standard deviations (G, 1) of the groups' scores over all pairs, and the mean and deviation to give them all."""
+
+    means: NDArray[np.float64]
+    deviations: NDArray[np.float64]
+    mean: float
+    deviation: float
+
+    def align(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Give each group's scores in a (G, n) table the same mean and standard deviation."""
+        return (table - self.means) / self.deviations * self.deviation + self.mean
+
+
+def _bands(scores: Sequence[NDArray[np.floating]], weights: Sequence[float]) -> _Bands:
+    means = np.array([group_scores.mean(dtype=np.float64) for group_scores in scores])
+    deviations = np.array([group_scores.std(dtype=np.float64) for group_scores in scores])
+    mean, deviation = (float(np.average(values, weights=weights)) for values in (means, deviations))
+    deviations[deviations == 0] = 1.0  # equal scores stay equal
+    return _Bands(means[:, None], deviations[:, None], mean, deviation)
+
+
+def _combine(table: NDArray[np.float64], weights: Sequence[float], section: MutualSection) -> NDArray[np.float64]:
     if section.combine == "median":
         return np.asarray(np.median(table, axis=0))
     if section.combine == "trimmed_mean":

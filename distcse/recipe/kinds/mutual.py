@@ -170,6 +170,9 @@ class MutualSection(Section):
     """How the groups' scores of a pair become its label. Scores are raw cosines or sigmoid outputs, never logits."""
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
     """Share of scores that the trimmed mean drops at each end, at least one with three groups."""
+    standardize: bool = False
+    """Give each group's scores the same mean and standard deviation over the pairs, the weighted mean of the groups', before they
+    are combined. Models with narrow bands of cosines, such as e5, then count as much as others. The paper combines raw scores."""
     precision: Precision = "auto"
     """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
     groups have fast bf16 units, else fp32."""
