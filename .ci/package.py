@@ -44,7 +44,8 @@ def write_package(url: str, target: Path) -> None:
     command = ["git", "-C", str(ROOT), "ls-files", *_FILES]
     for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / name, target / name)  # a link becomes the file
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, target / name)  # a link becomes the file or folder
     project = target / "pyproject.toml"
     version = re.search(r'^version = "(.*)"', project.read_text(), re.M)
     assert version is not None

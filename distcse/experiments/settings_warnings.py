@@ -13,6 +13,7 @@ from distcse.events import LogMessage, Reporter
 from distcse.models import resolve_model
 from distcse.models.folder import find_local_model
 from distcse.models.loading import dropouts, load_config
+from distcse.models.source import CONFIG_FILE
 from distcse.models.st_format import backbone_folder, read_layout
 from distcse.models.st_settings import read_model_settings
 from distcse.recipe import EncoderSection, Recipe, StorageSection
@@ -162,10 +163,14 @@ def teacher_encoders(recipe: Recipe) -> dict[str, EncoderSection]:
 
 
 def _folder(section: EncoderSection, only_local: bool) -> Path | None:
-    """Return the folder with an encoder's settings; None if it would have to be downloaded and `only_local` is set."""
+    """Return the folder with an encoder's settings; None if it would have to be downloaded and `only_local` is set.
+
+    None for a folder without a config.json, too: opening it says what is wrong.
+    """
     if only_local:
         return find_local_model(section.backbone, section.trust_remote_code, _SETTINGS_FILES)
-    return resolve_model(section.backbone, section.trust_remote_code, _SETTINGS_FILES)
+    folder = resolve_model(section.backbone, section.trust_remote_code, _SETTINGS_FILES)
+    return folder if (backbone_folder(folder) / CONFIG_FILE).is_file() else None
 
 
 def _dropouts(folder: Path, trust_remote_code: bool) -> list[float]:

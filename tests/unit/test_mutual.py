@@ -353,7 +353,7 @@ def test_a_sequential_runs_first_cross_encoder_starts_from_the_labelling_bi_enco
         for name, tensor in Encoder.load(start, pooling="mean").backbone.state_dict().items():
             torch.testing.assert_close(trained[name], tensor, atol=1e-6, rtol=0)
         (card,) = (card for card in result.cards if card.title.endswith("cross-encoder"))
-        assert f"initialized from `{start}`" in card.sections[0]
+        assert f"initialized from `{start.name}`" in card.sections[0]
 
 
 def test_a_failed_group_is_dropped_or_ends_the_run(both: MakeRecipe, tmp_path: Path, sentences: list[str]) -> None:

@@ -168,7 +168,6 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("training.lr=-1", "training.lr is -1; allowed: more than 0 and at most 1"),
         ("seed=1.5", "seed is 1.5; expected a"),
         ("corpus.limit=0", "corpus.limit is 0; allowed: at least 1 or null"),
-        ("corpus.path=3", "corpus.path is 3; expected text or null"),
         ("student.layers=[0, a]", "student.layers.1 is 'a'; expected a"),
         ("student.layers=[4, 2]", "layers must be ascending and distinct"),
         ("student.pooling=avg", "student.pooling is 'avg'; allowed: cls, mean"),

@@ -224,7 +224,7 @@ def test_no_new_key_has_an_old_name() -> None:
     for name in packaged_recipes():
         text = (ROOT / "distcse" / "recipes" / f"{name}.yaml").read_text()
         assert migrate_text(text, name) == (text, [])
-    for file in (ROOT / "distcse" / "spaces").glob("*.yaml"):
+    for file in (ROOT / "tune_spaces").glob("*.yaml"):
         assert migrate_text(file.read_text(), file.name) == (file.read_text(), [])
 
 
@@ -492,7 +492,7 @@ def test_the_committed_schemas_are_what_the_types_say(kind: str, capsys: pytest.
         ]
 
 
-RECIPES, SPACES = ROOT / "distcse" / "recipes", ROOT / "distcse" / "spaces"
+RECIPES, SPACES = ROOT / "distcse" / "recipes", ROOT / "tune_spaces"
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,9 @@ def test_damaged_results_are_measured_again(recipe_with: MakeRecipe) -> None:
     later: list[Event] = []
     done = distcse.resume(stopped.directory, listen=later.append)
     assert not done.interrupted and len(measured_in(later)) == 2
-    (warning,) = (event for event in later if isinstance(event, LogMessage) and event.warning)
-    assert "checksum" in warning.text and "measured again" in warning.text
+    warnings = [event.text for event in later if isinstance(event, LogMessage) and event.warning]
+    (text,) = (text for text in warnings if not text.startswith("[DCSE-W02]"))  # the random teachers' bands
+    assert "checksum" in text and "measured again" in text
 
 
 def test_the_command_prints_what_was_measured_and_exits_as_stopped(
@@ -220,7 +221,7 @@ class MeasuringBackend(LocalBackend):
 @pytest.mark.slow
 def test_test_sets_are_sent_once(recipe_with: MakeRecipe, groups: MutualRecipe, labelled: Path) -> None:
     recipe = recipe_with(*SHORT, f"evaluation.data={labelled}", "evaluation.dev=agreement")
-    for experiment, count in ((Distillation(recipe), 4), (MutualDistillation(groups), 6)):
+    for experiment, count in ((Distillation(recipe), 4), (MutualDistillation(groups), 10)):
         backend = MeasuringBackend()
         result = experiment.run(backend, Reporter())
         assert not result.interrupted and len(backend.sizes) == count

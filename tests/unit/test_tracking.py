@@ -63,7 +63,8 @@ def test_a_resumed_run_continues_the_same_tracker_run(
     logged = scalars(resumed.directory / "tensorboard")
     assert [step for step, _ in logged["train/loss"]] == sorted(step for step, _ in reported)
     assert any(name.startswith("final/agreement/") for name in logged)
-    assert not [event for event in events if isinstance(event, LogMessage) and event.warning]
+    warnings = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
+    assert not [text for text in warnings if not text.startswith("[DCSE-W02]")]  # the random teachers' bands
 
 
 def test_characters_that_mlflow_forbids_are_replaced(

@@ -95,7 +95,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
             recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
             groups = [recipe.groups[number] for number in active]
             if not backend.is_for_trials:
-                report_warnings(settings_warnings(recipe), reporter)
+                report_warnings(settings_warnings(recipe, active), reporter)
             report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)

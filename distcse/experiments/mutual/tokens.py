@@ -11,8 +11,9 @@ from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.phases import Kind
-from distcse.models import TokenizerSpec
-from distcse.models.folder import open_model
+from distcse.models import TokenizerSpec, resolve_model
+from distcse.models.folder import ModelFolder
+from distcse.models.st_format import read_layout
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
 
@@ -74,7 +75,9 @@ def _prepare(
         sentences = TokenTable.prepare(
             pairs.sentences, spec.tokenizer, spec.max_length, cache.path, report, prompt=spec.prompt
         )
-        tokenizer = open_model(recipe.cross_start(group), group.trust_remote_code).load_tokenizer()
+        root = resolve_model(recipe.cross_start(group), group.trust_remote_code)
+        # Without its weights, the group fails when it trains, and may be dropped.
+        tokenizer = ModelFolder(root, read_layout(root), group.trust_remote_code).load_tokenizer()
         report = _progress(reporter, orders * len(pairs), "pairs")
         both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache.path, report)
         note = f"{group.name}: {'reused' if sentences.reused and both.reused else 'tokenized'}"
