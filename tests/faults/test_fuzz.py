@@ -210,7 +210,7 @@ def call(main: Callable[[list[str]], int], arguments: list[str], place: Path) ->
             status = main(arguments)
     except SystemExit as usage:
         status = int(str(usage.code))
-        assert "usage: python -m distcse" in out.getvalue() + err.getvalue()
+        assert "usage: distcse " in out.getvalue() + err.getvalue()
     else:
         assert status in (0, 1, 2)
         assert (status == 0) or any(line.startswith("distcse: ") for line in err.getvalue().splitlines())
