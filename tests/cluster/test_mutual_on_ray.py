@@ -2,93 +2,36 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from distcse.errors import ClusterTooSmallError
-from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.mutual.phase_costs import PhaseCosts
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Kind
-from distcse.experiments.mutual.scheduling import RemainingWork
-from distcse.recipe import LoopSection, MutualRecipe
+from distcse.events import Reporter
+from distcse.recipe import MutualRecipe
 from tests.backends import run_mutual
 from tests.failures import fails_with
-from tests.kills import kill_actor
-from tests.models import make_encoder
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 MakeRecipe = Callable[..., MutualRecipe]
-ON_RAY = ("ray=true", "groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1", "groups.2.cpus_per_worker=1")
+ON_RAY = ("ray=true", "groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1")
 
 
 @pytest.fixture
 def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> MakeRecipe:
-    models = {"bert": tiny("bert"), "roberta": tiny("roberta"), "other": tiny("bert")}
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", *overrides)
 
 
-class LateGroup(GroupContext):
-    """Lets the group bert train its first cross-encoder only when the others wait for it."""
-
-    def section(self, kind: Kind) -> LoopSection:
-        deadline = time.monotonic() + 300
-        while self.group.name == "bert" and kind == "cross" and not (self.run.path / "others-wait").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        return super().section(kind)
-
-
 @pytest.mark.oldest_ray
-def test_groups_on_ray_make_the_labels_of_one_process(
-    recipe_with: MakeRecipe, tmp_path: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With separate workers, and with two that three groups share. One of these is killed after the last group took both."""
-    large = make_encoder(tmp_path / "large", "bert", sentences, layers=6)
-    overrides = (f"groups.0.backbone={large}", "groups.0.max_workers=2", "cross.epochs=4")
-    local = run_mutual(recipe_with(*overrides), Reporter())
-    on_ray = run_mutual(recipe_with(*overrides, *ON_RAY), Reporter())
+def test_groups_on_ray_make_the_labels_of_one_process(recipe_with: MakeRecipe) -> None:
+    local, on_ray = run_mutual(recipe_with(), Reporter()), run_mutual(recipe_with(*ON_RAY), Reporter())
     assert on_ray.best and not on_ray.interrupted
     assert_same_labels(local.directory.path, on_ray.directory.path)
-
-    run: list[Path] = []
-    waiting: set[str] = set()
-    texts: list[str] = []
-    killed: list[str] = []
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, LogMessage) and "run directory" in event.text:
-            run.append(Path(event.text.split()[-1]))
-        if not isinstance(event, GroupEvent):
-            return
-        inner = event.event
-        if isinstance(inner, GroupActivity) and (inner.activity, inner.phase_index) == ("waiting", 2):
-            waiting.add(event.group)
-            if waiting == {"roberta", "other"}:
-                (run[0] / "others-wait").touch()
-        if isinstance(inner, LogMessage):
-            texts.append(f"{event.group}: {inner.text}")
-        grown = any(text.startswith("bert: continuing") for text in texts)
-        if grown and not killed and isinstance(inner, StepReport) and event.group == "bert":
-            assert kill_actor("TrainingActor", named=r"^trainer-.*-bert-.*-1$")
-            killed.append("trainer 1")
-
-    monkeypatch.setattr("distcse.experiments.mutual.experiment.GroupContext", LateGroup)
-    monkeypatch.setattr(
-        PhaseCosts, "measure_scores", lambda *measured: None
-    )  # bert is the longest by its size, under any load
-    monkeypatch.setattr(RemainingWork, "pays", lambda self, count: True)  # these phases take less time than a restart
-    pooled = run_mutual(recipe_with(*overrides, *ON_RAY, "mutual.shared_workers=2"), Reporter(on_event))
-    assert killed and pooled.best and not pooled.interrupted
-    assert "bert: continuing cycle-1-cross with 2 workers" in texts
-    assert any(text.startswith("bert: lost a worker in cycle-1-cross") for text in texts)
-    assert_same_labels(local.directory.path, pooled.directory.path)
 
 
 def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeRecipe) -> None:
