@@ -181,4 +181,4 @@ def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(
     for trial in after.values():
         assert trial.best is not None
         assert trial.best.score == pytest.approx(undisturbed[trial.values[LR]], abs=0.05)
-    assert f"python -m distcse.train {folder / 'best.yaml'}" in capsys.readouterr().out
+    assert f"distcse train {folder / 'best.yaml'}" in capsys.readouterr().out
