@@ -52,9 +52,8 @@ def _print(shell: str) -> int:
         command = commands.add_parser(name, help=about, parents=[import_command(name).build_parser()], add_help=False)
         for action in _actions(command):
             if action.dest in ("recipe", "overrides"):
-                action.nargs = (
-                    None if action.dest == "recipe" else "*"
-                )  # behind an optional one, shtab completes nothing else
+                # Behind an optional argument, shtab completes nothing else.
+                action.nargs = None if action.dest == "recipe" else "*"
                 kind = "recipes" if action.dest == "recipe" else "keys"
                 complete = {**dict.fromkeys(("bash", "zsh"), f"_distcse_{kind}"), "fish": f"(_distcse_{kind})"}
             elif action.nargs == 0 or action.choices is not None:

@@ -329,6 +329,9 @@ class RefusedTextError(TeacherError):
         return super().__str__() if self.place is None else f"{self.place}: {super().__str__()}"
 
 
+# E: evaluation.
+
+
 class EvaluationError(DistcseError):
     """Base of the errors in labelled sets and in what evaluation measures."""
 

@@ -101,13 +101,7 @@ def make_encoder(
         )
     torch.manual_seed(seed)
     model = (AutoModelForTextEncoding if kind == "t5" else AutoModel).from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(5)  # larger weights, so that different sentences get clearly different vectors
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _save_scaled(model, tokenizer, folder)
 
 
 _SIZES: dict[str, Any] = {
@@ -168,13 +162,7 @@ def make_family(folder: Path, family: str, lines: Sequence[str], **settings: Any
     model = (AutoModelForTextEncoding if family == "mt5" else AutoModel).from_config(
         AutoConfig.for_model(family, **sizes)
     )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(5)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _save_scaled(model, tokenizer, folder)
 
 
 _CUSTOM_CODE = """
@@ -250,6 +238,11 @@ def make_cross_encoder(folder: Path, encoder: Path, labels: int = 1) -> Path:
     config = AutoConfig.from_pretrained(encoder, num_labels=labels)
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_config(config)
+    return _save_scaled(model, tokenizer, folder)
+
+
+def _save_scaled(model: Any, tokenizer: Any, folder: Path) -> Path:
+    """Save a random model with larger weights, so that different sentences get clearly different vectors."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:

@@ -62,9 +62,8 @@ def measure_ensemble(
     """
     infos = [member.info for member in members]
     results = measure_model(Candidate(_describe(name, infos), Ensemble(scores)), tasks, emit)
-    sets = dict.fromkeys(key for info in infos for key in info.contamination)
-    shares = {key: max(info.contamination.get(key, 0.0) for info in infos) for key in sets}
-    return replace(results, info=replace(results.info, contamination=shares))
+    contamination = Contamination.of_several([Contamination(info.contamination) for info in infos])
+    return replace(results, info=replace(results.info, contamination=contamination.overlap))
 
 
 def _members(text: str, listed: str, names: Sequence[str]) -> list[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from distcse.events import LogMessage, Reporter
 from distcse.models import resolve_model
-from distcse.models.folder import find_local_model
-from distcse.models.loading import dropouts, load_config
+from distcse.models.folder import ModelFolder, find_local_model
+from distcse.models.loading import dropouts
 from distcse.models.source import CONFIG_FILE
-from distcse.models.st_format import backbone_folder, read_layout
+from distcse.models.st_format import backbone_folder
 from distcse.models.st_settings import read_model_settings
 from distcse.recipe import EncoderSection, Recipe, StorageSection
 from distcse.storage import is_in_session, resolve_path
@@ -174,5 +174,5 @@ def _folder(section: EncoderSection, only_local: bool) -> Path | None:
 
 
 def _dropouts(folder: Path, trust_remote_code: bool) -> list[float]:
-    config = load_config(backbone_folder(folder), trust_remote_code, read_layout(folder).config_settings)
+    config = ModelFolder.read(folder, trust_remote_code).load_config()
     return [probability for name, probability in dropouts(config) if not name.startswith(_OF_HEADS)]

@@ -16,7 +16,7 @@ from distcse.models.weight_files import check_weights, require_module_weights, r
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model's folder whose layout was read and whose weights are there.
+    """A model's folder whose layout was read.
 
     Attributes:
         root: The folder, with modules.json where it has one.
@@ -27,6 +27,11 @@ class ModelFolder:
     root: Path
     layout: Layout
     trust_remote_code: bool = False
+
+    @classmethod
+    def read(cls, root: Path, trust_remote_code: bool = False) -> ModelFolder:
+        """Read a folder's layout only: its weights are neither needed nor checked, as they are by `open_model`."""
+        return cls(root, read_layout(root), trust_remote_code)
 
     @property
     def backbone(self) -> Path:
@@ -96,11 +101,11 @@ def open_model(name: str, trust_remote_code: bool = False, only_local: bool = Fa
     """
     root = resolve_model(name, trust_remote_code, only_local=only_local)
     require_weights(backbone_folder(root))
-    layout = read_layout(root)
-    for path, shape in layout.head:
+    folder = ModelFolder.read(root, trust_remote_code)
+    for path, shape in folder.layout.head:
         if shape is not None:
             require_module_weights(root, path)
-    return ModelFolder(root, layout, trust_remote_code)
+    return folder
 
 
 def find_local_model(name: str, trust_remote_code: bool = False, wanted: Sequence[str] | None = None) -> Path | None:

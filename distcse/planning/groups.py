@@ -144,8 +144,8 @@ class MutualPlan:
             ]
         if machine.kind == "cpu" and self.cluster.nodes == 1 and not found:
             # One machine holds all groups that run at the same time.
-            each = [group.workers * max(totals[group.name].values()) for group in self.recipe.groups]
             workers = [max(totals[group.name].values()) for group in self.recipe.groups]
+            each = [group.workers * need for group, need in zip(self.recipe.groups, workers, strict=True)]
             need = sum(each) if self.side_by_side else max(each)
             if self.shared_workers is not None:
                 need = max(workers) * self.shared_workers

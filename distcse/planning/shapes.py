@@ -20,13 +20,13 @@ from distcse.models.factorized_embeddings import factorize_embeddings
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import has_known_layers
 from distcse.models.fast.switch import forbid_shortcuts
-from distcse.models.folder import open_model
+from distcse.models.folder import ModelFolder, open_model
 from distcse.models.head import Dense, DenseShape, Normalize
 from distcse.models.layers import keep_layers, layers_of
-from distcse.models.loading import dropouts, embedding_shape, load_config, model_class, set_dropout
+from distcse.models.loading import dropouts, embedding_shape, model_class, set_dropout
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.models.source import is_hub_id
-from distcse.models.st_format import Layout, backbone_folder, read_layout
+from distcse.models.st_format import Layout, read_layout
 from distcse.models.weight_files import has_any_weights
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
@@ -205,8 +205,7 @@ def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
                 return AutoConfig.for_model(family, **sizes), "the sizes published for its name, config.json not read"
     if folder is None:
         folder = resolve_model(name, trust_remote_code, _FILES)
-    settings = read_layout(folder).config_settings
-    return load_config(backbone_folder(folder), trust_remote_code, settings), "config.json"
+    return ModelFolder.read(folder, trust_remote_code).load_config(), "config.json"
 
 
 def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:

@@ -17,18 +17,17 @@ from distcse.experiments.backend import DeviceCall
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.placement.resources import ResourceRequest, format_resources
+from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_threads
 from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, unique_name
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import ResourceWatchdog, alive
 from distcse.ray_backend.shared_storage import require_shared
-from distcse.ray_backend.waiting import WaitWarning
 from distcse.trainer import allocator
 
 T = TypeVar("T")
 
 _POLL_S = 0.2
-"""Seconds of waiting for resources after which the run warns."""
 
 
 class DeviceActor(HeartbeatActor):

@@ -15,11 +15,11 @@ from distcse.errors import StoppedEarlyError, TeacherServerError
 from distcse.events import LogMessage
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.placement.resources import count_fitting, format_resources, nodes_with, refuse_impossible
+from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
 from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive
 from distcse.ray_backend.teacher_servers import cause_of, monitor_heartbeats
-from distcse.ray_backend.waiting import WaitWarning
 from distcse.recipe import TeacherSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers import embedding

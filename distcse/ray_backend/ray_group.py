@@ -21,12 +21,12 @@ from distcse.experiments.mutual.scoring import ScoringProgress
 from distcse.experiments.mutual.step_passes import StepPasses
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.placement.resources import format_resources
+from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, unique_name
 from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
 from distcse.ray_backend.heartbeat import CONCURRENCY, HeartbeatMonitor
 from distcse.ray_backend.slots import Slot
-from distcse.ray_backend.waiting import WaitWarning
 
 _POLL_S = 0.2
 _LOSS_DETECTION_S = 15

@@ -21,11 +21,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.errors import DistcseError, TeacherError, TeacherServerError
 from distcse.events import LogMessage, Reporter
+from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.versions import prefer_node
-from distcse.ray_backend.waiting import WaitWarning
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.resources import server_resources

@@ -22,6 +22,7 @@ from distcse.experiments.distillation.resources import RunResources
 from distcse.gc_paused import gc_paused
 from distcse.placement.gpu_shares import process_group_backend
 from distcse.placement.resources import Resources, count_fitting, format_resources
+from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import (
     EventChannel,
@@ -40,7 +41,6 @@ from distcse.ray_backend.versions import (
     torch_backend,
     without_datasets_callback,
 )
-from distcse.ray_backend.waiting import WaitWarning
 from distcse.recipe import Recipe
 
 with gc_paused():  # of PyTorch

@@ -164,8 +164,8 @@ def test_a_command_calls_itself_as_it_was_called(name: str, monkeypatch: pytest.
     parser = import_command(name).build_parser()
     assert parser.format_help().startswith(f"usage: distcse {name}")
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(f"distcse.{name}", None))
-    told = import_command(name).build_parser().format_help()
-    assert told.startswith(f"usage: python -m distcse.{name}") and f"Example: distcse {name}" not in told
+    text = import_command(name).build_parser().format_help()
+    assert text.startswith(f"usage: python -m distcse.{name}") and f"Example: distcse {name}" not in text
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("distcse.__main__", None))
     assert import_command(name).build_parser().prog == f"python -m distcse {name}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distcse.events import Event, LogMessage, Reporter
-from distcse.ray_backend.waiting import WaitWarning
+from distcse.placement.waiting import WaitWarning
 
 
 def test_a_long_wait_is_reported_once() -> None:

@@ -13,7 +13,6 @@ from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.phases import Kind
 from distcse.models import TokenizerSpec, resolve_model
 from distcse.models.folder import ModelFolder
-from distcse.models.st_format import read_layout
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
 
@@ -77,7 +76,7 @@ def _prepare(
         )
         root = resolve_model(recipe.cross_start(group), group.trust_remote_code)
         # Without its weights, the group fails when it trains, and may be dropped.
-        tokenizer = ModelFolder(root, read_layout(root), group.trust_remote_code).load_tokenizer()
+        tokenizer = ModelFolder.read(root, group.trust_remote_code).load_tokenizer()
         report = _progress(reporter, orders * len(pairs), "pairs")
         both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache.path, report)
         note = f"{group.name}: {'reused' if sentences.reused and both.reused else 'tokenized'}"

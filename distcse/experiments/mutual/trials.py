@@ -15,7 +15,7 @@ from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.trials import SharedPaths, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
-from distcse.recipe import LoggersSection, MutualRecipe, TrainedSection, decided
+from distcse.recipe import KINDS, LoggersSection, MutualRecipe, TrainedSection, decided
 
 
 class MutualTrials(Trials):
@@ -60,7 +60,7 @@ class MutualTrials(Trials):
         return {
             f"{group.name} {kind}": (run / "models" / group.name / kind, group)
             for group in self._recipe.groups
-            for kind in ("bi", "cross")
+            for kind in KINDS
         }
 
     def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:

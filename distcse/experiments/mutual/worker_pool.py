@@ -12,18 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport
+from distcse.events import Event, GroupActivity, Reporter, StepReport
 from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_costs import PhaseCosts
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scheduling import RemainingWork, allocate_workers
+from distcse.placement.waiting import WaitWarning
 
 _POLL_S = 0.5
 """Seconds between checks for labels, nodes and a stop request while a group waits."""
 _FIRST_PAUSE_S = 20.0
 """Assumed seconds in which workers start, until they are measured."""
-_WAIT_WARNING_S = 30.0
-"""Seconds without a usable slot after which a group warns."""
 
 
 @dataclass
@@ -104,7 +103,7 @@ class WorkerPool:
         with self._changed:
             member = self._members[group]
             member.stage, member.phase, member.has_labels, member.done_steps = "waiting", phase, has_labels, 0
-            began_at, is_reported, has_warned = self._clock(), False, False
+            warning, is_reported = WaitWarning(reporter, clock=self._clock), False
             while True:
                 # Polled: a signal handler sets the stop flag, and nodes come and go, without notifying the condition.
                 if reporter.stop_requested():
@@ -115,9 +114,8 @@ class WorkerPool:
                 if has_labels() and not is_reported:
                     is_reported = True
                     reporter.emit(GroupActivity(phase.name, "waiting", phase_index=phase.number))
-                if not has_warned and self._clock() - began_at > _WAIT_WARNING_S and not self._usable():
-                    has_warned = True
-                    reporter.emit(LogMessage("waiting for nodes with room for a shared worker", warning=True))
+                if not self._usable():
+                    warning.check("waiting for nodes with room for a shared worker")
                 self._changed.wait(_POLL_S)
 
     def wants_more(self, group: str) -> bool:

@@ -329,7 +329,7 @@ class MutualRecipe(BaseRecipe):
 
     @property
     def model_folders(self) -> list[str]:
-        return [f"models/{group.name}/{kind}" for group in self.groups for kind in ("bi", "cross")]
+        return [f"models/{group.name}/{kind}" for group in self.groups for kind in KINDS]
 
     def with_absolute_paths(self) -> Self:
         mine, dev = self.pairs.mine, self.evaluation.dev

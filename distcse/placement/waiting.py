@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from distcse.events import LogMessage, Reporter
 
@@ -13,16 +14,17 @@ class WaitWarning:
     Args:
         reporter: Receives the warning.
         after_s: Seconds of waiting after which it is due. Default: 30.
+        clock: Returns seconds. Default: the time.
     """
 
-    def __init__(self, reporter: Reporter, after_s: float = 30.0) -> None:
-        self._reporter, self._after_s = reporter, after_s
-        self._began, self._has_warned = time.monotonic(), False
+    def __init__(self, reporter: Reporter, after_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reporter, self._after_s, self._clock = reporter, after_s, clock
+        self._began, self._has_warned = clock(), False
 
     @property
     def waited_s(self) -> float:
         """Seconds since the wait began."""
-        return time.monotonic() - self._began
+        return self._clock() - self._began
 
     def check(self, text: str) -> None:
         """Emit the warning if it is due. Call it repeatedly during the wait."""
