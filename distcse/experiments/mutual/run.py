@@ -16,9 +16,9 @@ from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
-from distcse.experiments.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.phases import Phase, last_phase
 from distcse.experiments.mutual.result import Best
-from distcse.recipe import MutualRecipe
+from distcse.recipe import KINDS, MutualRecipe
 from distcse.storage import open_store
 
 
@@ -71,10 +71,9 @@ def run_groups(
             groups[number].close()
 
     threads = ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group")
-    futures = [threads.submit(run_group_or_end, number) for number in range(len(groups))]
     is_interrupted = False
     try:
-        for future in futures:
+        for future in [threads.submit(run_group_or_end, number) for number in range(len(groups))]:
             future.result()
     except KeyboardInterrupt:  # a second Ctrl-C closes the groups without waiting for their threads
         is_interrupted = True
@@ -122,13 +121,12 @@ def _run_phases(
 def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseStore) -> list[Best]:
     """Copy the best model of each group and formulation to `models/`, by dev score; without dev pairs the last model."""
     results: list[Best] = []
-    kinds: tuple[Kind, ...] = ("bi", "cross")
     for context in contexts:
         group = context.group
         if group.name in store.dropped:
             continue
         phases = [Phase(n) for n in range(1, last_phase(recipe.mutual.cycles).number + 1)]
-        for kind in kinds:
+        for kind in KINDS:
             scores = {
                 phase: store.posted(phase)[group.name]["dev"]
                 for phase in phases
