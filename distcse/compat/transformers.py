@@ -38,12 +38,12 @@ def without_noise() -> Iterator[None]:
 
     Its load reports advise to train, and name weights that are not used here. `load_backbone` logs those that matter.
 
-    Undocumented: the name of the library's logger, and that it has the handlers. `transformers.logging.set_verbosity_error`
-    would also silence other threads.
+    Undocumented: the name of the library's logger, and that it has the handlers (where the environment has CI=1, its records
+    reach the root's too). `transformers.logging.set_verbosity_error` would also silence other threads.
     """
     from transformers.utils.logging import disable_progress_bar
 
-    thread, handlers = threading.get_ident(), list(logging.getLogger(LIBRARY_LOGGER).handlers)
+    thread, handlers = threading.get_ident(), _handlers_reached(logging.getLogger(LIBRARY_LOGGER))
 
     def is_shown(record: logging.LogRecord) -> bool:
         is_theirs = record.name.startswith(LIBRARY_LOGGER)  # users may share their handlers with other loggers
@@ -57,3 +57,13 @@ def without_noise() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.removeFilter(is_shown)
+
+
+def _handlers_reached(logger: logging.Logger) -> list[logging.Handler]:
+    """All handlers that a record of this logger comes to: its own, and those of the loggers above it as far as it propagates."""
+    found: list[logging.Handler] = []
+    above: logging.Logger | None = logger
+    while above is not None:
+        found += above.handlers
+        above = above.parent if above.propagate else None
+    return found

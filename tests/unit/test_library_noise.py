@@ -17,11 +17,12 @@ from distcse.recipe import DetectionSection, StudentSection
 from tests.models import make_masked_lm
 
 
-@pytest.fixture
-def reports(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
-    """Records of transformers' loggers that would reach the terminal."""
+@pytest.fixture(params=[False, True], ids=["its own handler", "as where CI=1"])
+def reports(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[logging.LogRecord]]:
+    """Records of transformers' loggers that would reach the terminal; CI=1 lets them reach the root's handlers too."""
     library, records = logging.getLogger(LIBRARY_LOGGER), list[logging.LogRecord]()
     monkeypatch.setattr(library, "level", logging.WARNING)
+    monkeypatch.setattr(library, "propagate", request.param)
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     library.addHandler(handler)
