@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,6 +83,7 @@ from distcse.rank_space.device import histogram_ranks, products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.compiled_step import CompiledStep
 from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.fused_adamw import FusedAdamW
@@ -109,7 +111,7 @@ BI, CROSS = 128, 32
 EVAL_STEPS, DEV_SENTENCES = 125, 3000
 VOCABULARY = 30_522
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-BUDGET = 7.5 * 60
+BUDGET = 7.5 * 60.0
 """Seconds; rows that would begin later are named as not run."""
 
 
@@ -226,6 +228,7 @@ class Student:
         precision: Of the engine.
         n: Sentences of a batch; left out, the bench's.
         graphs: Steps are recorded as CUDA graphs where there is CUDA.
+        compiled: Layers are compiled, as in long runs.
     """
 
     def __init__(
@@ -236,6 +239,7 @@ class Student:
         precision: Precision,
         n: int | None = None,
         graphs: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.teacher_lists: Callable[[slice], Tensor] | None = None
         """Maps rows of the eight batches to the teachers' lists; None for SimCSE."""
@@ -245,8 +249,8 @@ class Student:
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
         self.batches = [bench.batch(n or bench.n) for _ in range(8)]
         self.step, self.parts = 0, 1
-        recorded = graphs and bench.records
-        self._take = CudaGraphStep(training_step, CudaGraphs(bench.device)) if recorded else training_step
+        step = CompiledStep(training_step, fail) if compiled else training_step
+        self._take = CudaGraphStep(step, CudaGraphs(bench.device)) if graphs and bench.records else step
 
     def __call__(self) -> Tensor:
         """One step; its loss, on the device."""
@@ -277,6 +281,11 @@ class Student:
         """The next step's loss, without an update."""
         inputs = self.prepare_batch(self.step, self.engine.device)
         return self.compute_loss(inputs.loss_inputs, self.engine.forward(inputs.model_inputs))[0]
+
+
+def fail(reason: str) -> None:
+    """Raise `RuntimeError`: the product would go on without compiled layers."""
+    raise RuntimeError(f"layers cannot be compiled: {reason}")
 
 
 class PublicStudent(PublicLoop):
@@ -345,7 +354,10 @@ def unit_vectors(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Tens
 
 
 def steps(bench: Bench) -> Iterator[Figure]:
-    """Rows 1 to 3, 6 and the host's time of 7; ours are CUDA graphs, compared with the same steps in eager mode."""
+    """Rows 1 to 3, 6 and the host's time of 7; ours are CUDA graphs, compared with the same steps in eager mode.
+
+    Large batches run call by call: two graphs and a step in float32 would not fit in 80 GB, and the host is never waited for.
+    """
     for n in (bench.n, bench.n // 2, bench.n * 8):
         yield from steps_of(bench, n)
         gc.collect()
@@ -355,7 +367,8 @@ def steps(bench: Bench) -> Iterator[Figure]:
 
 def steps_of(bench: Bench, n: int) -> Iterator[Figure]:
     """The rows of `steps` for batches of n sentences; rows 6 and 7 for 128 only."""
-    student = Student(bench, "base", RANKCSE, "bf16", n, graphs=True)
+    records = bench.records and n <= bench.n
+    student = Student(bench, "base", RANKCSE, "bf16", n, graphs=records)
     by_call = Student(bench, "base", RANKCSE, "bf16", n)
     by_call.batches = student.batches
     live = Reference(bench, student, ("base", "large"), torch.bfloat16, half_teachers=True)
@@ -363,16 +376,21 @@ def steps_of(bench: Bench, n: int) -> Iterator[Figure]:
     verbatim.teachers = live.teachers
     check(bench, live)
     student.teacher_lists = by_call.teacher_lists = cosines_of(live)
-    simcse = Student(bench, "base", SIMCSE, "bf16", n, graphs=True)
-    equal_steps(student, by_call)
+    simcse = Student(bench, "base", SIMCSE, "bf16", n, graphs=records)
+    equal_steps(student, by_call, "recorded steps")
     ways = {"ours": student, "by call": by_call, "SimCSE": simcse, "live": live, "verbatim": verbatim}
+    if records and bench.device.type == "cuda":
+        ways["compiled"] = compiled_like(bench, student, n)
     count = max(1, bench.steps * bench.n // n // 2)
     few = {"live": count // 4 or 1, "verbatim": count // 8 or 1}
     samplers = {name: bench.sampler(way, few.get(name, count)) for name, way in ways.items()}  # type: ignore[arg-type]
     rounds = interleave(samplers, bench.effort, again="ours")
-    steps_are = "recorded steps" if bench.records else "steps call by call"
+    steps_are = "recorded steps" if records else "steps call by call"
     at = f"base, N = {n}, {steps_are}; batches and teachers' vectors on the device"
-    yield of_ratio(1, "bf16", rounds, "ours", "SimCSE", at, "wall")
+    terms = {f"{name}, ms": 1000 * rounds.of(lambda s, name=name: s[name], "wall").median for name in ways}  # type: ignore[misc]
+    if "compiled" in ways:
+        terms["ours / compiled"] = rounds.ratio("ours", "compiled", "wall").median
+    yield replace(of_ratio(1, "bf16", rounds, "ours", "SimCSE", at, "wall"), terms=terms)
     yield of_ratio(2, "bf16, live teachers under autocast", rounds, "live", "ours", at, "wall")
     yield of_ratio(3, "bf16", rounds, "verbatim", "ours", at, "wall")
     if n != bench.n:
@@ -385,6 +403,21 @@ def steps_of(bench: Bench, n: int) -> Iterator[Figure]:
     yield of_spread(7, "host time a step", host, at, **call_by_call)
     mfu = rounds.of(lambda s: 100 * work_of(bench, "base", student) / s["ours"] / PEAK, "wall")
     yield of_spread(6, "MFU base, N = 128", mfu, at, rounds.noise("wall"))
+
+
+def compiled_like(bench: Bench, student: Student, n: int) -> Student:
+    """A student whose layers are compiled, on the batches and lists of another one; without dropout it learns the same."""
+    compiled, plain, timed = (
+        Student(bench, "base", RANKCSE, "bf16", n, graphs=True, compiled=is_compiled)
+        for is_compiled in (True, False, True)
+    )
+    for each in (compiled, plain, timed):
+        each.batches, each.teacher_lists = student.batches, student.teacher_lists
+    for part in (*compiled.model.modules(), *plain.model.modules()):
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    equal_steps(compiled, plain, "compiled layers")
+    return timed
 
 
 def work_of(bench: Bench, shape: str, student: Student) -> float:
@@ -465,13 +498,13 @@ def full_run(bench: Bench) -> Iterator[Figure]:
     yield counted(5, "minutes", (updates * seconds + once) / 60, at, **terms)
 
 
-def equal_steps(recorded: Student, by_call: Student) -> None:
+def equal_steps(changed: Student, plain: Student, name: str) -> None:
     """Eight steps of each, from the same weights and under the same noise; `RuntimeError` where they do not learn the same."""
-    both = [torch.stack([step() for _ in range(8)]) for step in (recorded, by_call)]
+    both = [torch.stack([step() for _ in range(8)]) for step in (changed, plain)]
     apart = float((both[0] / both[1] - 1).abs().max())
-    print(f"recorded steps against steps call by call: losses apart by {apart:.1e}", flush=True)
+    print(f"{name} against steps without: losses apart by {apart:.1e}", flush=True)
     if not apart < 1e-2:
-        raise RuntimeError(f"recorded steps do not learn what others do: losses are apart by {apart:.1e}; not timed")
+        raise RuntimeError(f"{name} do not learn what others do: losses are apart by {apart:.1e}; not timed")
 
 
 def check(bench: Bench, reference: Reference) -> None:
@@ -858,6 +891,7 @@ def main() -> None:
     parser.add_argument("--device", default="gpu", help="gpu (default), sim or cpu")
     parser.add_argument("--tiny", action="store_true", help="two layers, two samples: shows that the code works")
     parser.add_argument("--call-by-call", action="store_true", help="steps are not recorded as CUDA graphs")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which no further rows begin")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.device != "gpu" and not options.tiny:
@@ -879,7 +913,7 @@ def measure(device: str, options: argparse.Namespace) -> None:
     bench = Bench(torch.device(device), options.tiny, options.call_by_call)
     begun, found, not_run, failed = time.monotonic(), [], {}, []
     for rows, part in PARTS.items():
-        if time.monotonic() - begun > BUDGET:
+        if time.monotonic() - begun > options.budget:
             not_run[f"rows {rows}"] = "out of time"
             continue
         try:

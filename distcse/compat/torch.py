@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,6 +31,19 @@ def leave_capture(module: Any) -> None:
     """
     for generator in getattr(module, "default_generators", ()):
         generator.graphsafe_set_state(generator.clone_state())
+
+
+def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a layer's `forward`, once for all batch shapes, on the first call.
+
+    Private: the option `deterministic` of TorchInductor, which PyTorch 2.8 lacks. It chooses kernels without timing them, so
+    that a resumed run computes the same numbers.
+    """
+    from torch._inductor import list_options  # takes a second, and only compiled runs need it
+
+    options: dict[str, Any] = {"deterministic": True} if "deterministic" in list_options() else {}
+    compiled: Callable[..., Any] = torch.compile(forward, dynamic=True, options=options)
+    return compiled
 
 
 class DispatchMode(TorchDispatchMode):

@@ -190,6 +190,7 @@ class Recipe(BaseRecipe):
         "training.dropout_rng_streams",
         "training.grad_cache_chunk",
         "training.cuda_graphs",
+        "training.compile_layers",
         "training.max_failures",
         "training.node_labels",
         "training.log_every",

@@ -147,8 +147,10 @@ class TrainingSection(LoopSection):
     """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
     instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
     accumulation, no gradient cache, no custom term, no queue and no detection; where the capture fails, steps run eagerly, and
-    the run says why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails. Not run on a GPU
-    yet."""
+    the run says why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails."""
+    compile_layers: Literal["auto", "on", "off"] = "auto"
+    """Compile the student's layers by `torch.compile` in steps that are recorded as CUDA graphs. `auto` does so in runs of at
+    least 2,000 steps, because compiling takes up to a minute; where it fails, layers run uncompiled, and the run says why."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after losing a worker or node."""
 
@@ -201,9 +203,9 @@ class TrainingSection(LoopSection):
             )
         return self
 
-    @field_validator("cuda_graphs", mode="before")
+    @field_validator("cuda_graphs", "compile_layers", mode="before")
     @classmethod
-    def _graphs_are_text(cls, value: object) -> object:
+    def _switches_are_text(cls, value: object) -> object:
         """Accept `on` and `off` without quotes, which YAML reads as true and false."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 

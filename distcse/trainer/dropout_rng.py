@@ -32,6 +32,11 @@ def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def is_recording() -> bool:
+    """Return whether the calling code is recorded as a CUDA graph (`rng_is_fixed`)."""
+    return _FIXED.get()
+
+
 @contextmanager
 def rng_is_fixed() -> Iterator[None]:
     """Context manager: make `dropout_rng` do nothing, because no seed can be set while a CUDA graph is recorded."""

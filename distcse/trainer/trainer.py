@@ -14,6 +14,7 @@ from distcse.recipe import LoopSection
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
 from distcse.trainer.checkpoints import CheckpointStore, TrainerState, load_trainer_state
+from distcse.trainer.compiled_step import CompileMode, open_compiled_step
 from distcse.trainer.cuda_graphs import GraphMode, open_step, records_steps
 from distcse.trainer.engines import Engine, make_engine
 from distcse.trainer.out_of_memory import OutOfMemoryAdvice
@@ -46,6 +47,7 @@ def train(
     report_to_train: ReportToTrain | None = None,
     evaluator: AsyncEvaluator | None = None,
     cuda_graphs: GraphMode = "off",
+    compile_layers: CompileMode = "off",
     key: str = "training",
 ) -> TrainResult:
     """Train a task from its latest checkpoint, if there is one, to its end. Every worker calls it.
@@ -58,6 +60,7 @@ def train(
         report_to_train: Called by every worker after every dev score. Default: none.
         evaluator: Scores checkpoints concurrently in another process. Default: the workers score them.
         cuda_graphs: Whether to record the step as a CUDA graph on a GPU; see `open_step`. Default: off.
+        compile_layers: Whether to compile the trained layers; see `open_compiled_step`. Default: off.
         key: Recipe key of `section`, for messages. Default: training.
 
     Raises:
@@ -79,7 +82,8 @@ def train(
     records = records_steps(cuda_graphs)
     with memory_advice:
         engine = make_engine(task.model, section, task.rows, restored, records)
-    take_step = open_step(training_step, engine.device, cuda_graphs, reporter.emit)
+    take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)
+    take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit)
     log = StepLog(task)
     task.on_start(state.step)
     with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator) as manager:

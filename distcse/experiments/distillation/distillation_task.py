@@ -174,7 +174,9 @@ def train_student(
     training = spec.recipe.training
     task = DistillationTask(spec, loader, clients)
     cuda_graphs = _graph_mode(spec.recipe, task.model.encoder.backbone, reporter)
-    return train(task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs)
+    return train(
+        task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs, training.compile_layers
+    )
 
 
 def _graph_mode(recipe: Recipe, backbone: nn.Module, reporter: Reporter) -> GraphMode:
