@@ -66,6 +66,7 @@ from benchmarks.reference_style import (
     rankencoder,
     score_cross,
 )
+from benchmarks.table import lines_of
 from benchmarks.targets import ROWS
 from distcse.data import Tokens
 from distcse.device import default_device, gpu_module, is_gpu, to_device
@@ -131,7 +132,7 @@ class Bench:
         self.records = self.module is not None and not call_by_call
         self.n = 16 if tiny else 128
         self.effort = Effort(pairs=2, warmups=1, shortest=0.0) if tiny else Effort(pairs=5, warmups=2, shortest=0.0)
-        self.steps = 2 if tiny else 40
+        self.steps = 2 if tiny else 16
         self.draw = np.random.default_rng(0)
         counts = json.loads(LENGTHS.read_text())["truncated_32"]
         self._lengths = np.array([int(length) for length in counts]), np.array(list(counts.values()), dtype=np.float64)
@@ -140,9 +141,10 @@ class Bench:
         return SHAPES["tiny" if self.tiny else name]
 
     def model(self, name: str, seed: int = 0) -> nn.Module:
-        """A BERT of a shape with random weights."""
+        """A BERT of a shape with random weights, drawn on the device: a CPU takes seconds."""
         torch.manual_seed(seed)
-        return BertModel(self.config(name), add_pooling_layer=False).to(self.device)
+        with self.device if self.device.type == "cuda" else contextlib.nullcontext():
+            return BertModel(self.config(name), add_pooling_layer=False).to(self.device)
 
     def config(self, name: str, **more: Any) -> BertConfig:
         """The configuration of a shape."""
@@ -909,40 +911,40 @@ def main() -> None:
 
 
 def measure(device: str, options: argparse.Namespace) -> None:
-    """Measure all parts, print the figures and store them; exit status 1 if a part failed."""
+    """Measure all parts, print the figures and store them; exit status 1 if a part failed.
+
+    The report is written anew after each part, so that whatever ends the benchmark loses one part at most.
+    """
     bench = Bench(torch.device(device), options.tiny, options.call_by_call)
-    begun, found, not_run, failed = time.monotonic(), [], {}, []
+    name = {"gpu": bench.module.get_device_name(0)} if bench.module is not None else {}
+    settings = {"pairs": bench.effort.pairs, "recorded steps": bench.records}
+    report = Report("gpu", {**machine(), **name}, settings, [], options.tiny, {})
+    problems: dict[str, str] = {}
+    begun, failed = time.monotonic(), []
     for rows, part in PARTS.items():
         if time.monotonic() - begun > options.budget:
-            not_run[f"rows {rows}"] = "out of time"
+            problems[f"rows {rows}"] = "out of time"
             continue
         try:
             for figure in part(bench):
-                found.append(figure)  # those before a refusal are kept
+                report.figures.append(figure)  # those before a refusal are kept
         except Exception as refused:  # what was found is kept: such a device is not had every day
             traceback.print_exc()
-            not_run[f"rows {rows}"] = f"{type(refused).__name__}: {refused}".splitlines()[0]
+            problems[f"rows {rows}"] = f"{type(refused).__name__}: {refused}".splitlines()[0]
             failed.append(f"rows {rows}")
             if isinstance(refused, torch.AcceleratorError):
                 print(
                     "a device on which something failed is not measured further; again with --call-by-call?", flush=True
                 )
                 break
+        finally:
+            report = replace(report, not_run=problems | missing(report.figures))
+            if not options.tiny:
+                report.write(options.out)
         gc.collect()  # a student holds its step, and that one the student
         if bench.module is not None:
             bench.module.empty_cache()
         print(f"rows {', '.join(map(str, rows))} after {time.monotonic() - begun:.0f} s", flush=True)
-    not_run |= {
-        f"row {row.number}, {part.name}": f"not built: {part.needs}" if part.needs else "not run"
-        for row in ROWS
-        for part in row.gpu
-        if (row.number, part.name) not in {(figure.row, figure.part) for figure in found}
-    }
-    from benchmarks.table import lines_of
-
-    settings = {"pairs": bench.effort.pairs, "recorded steps": bench.records}
-    name = {"gpu": bench.module.get_device_name(0)} if bench.module is not None else {}
-    report = Report("gpu", {**machine(), **name}, settings, found, options.tiny, not_run)
     print("\n".join(lines_of(report)))
     if options.tiny:
         print("these are no figures: tiny models show that the code works, nothing is stored")
@@ -950,6 +952,17 @@ def measure(device: str, options: argparse.Namespace) -> None:
         print(f"written: {report.write(options.out)}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
+
+
+def missing(figures: list[Figure]) -> dict[str, str]:
+    """Parts of rows that have no figure, with the reason."""
+    measured = {(figure.row, figure.part) for figure in figures}
+    return {
+        f"row {row.number}, {part.name}": f"not built: {part.needs}" if part.needs else "not run"
+        for row in ROWS
+        for part in row.gpu
+        if (row.number, part.name) not in measured
+    }
 
 
 if __name__ == "__main__":

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from benchmarks import gpu
+from benchmarks.protocol import Figure, Report, counted
 
 ROOT = Path(__file__).parents[2]
 _WITHOUT = """
@@ -34,3 +39,23 @@ def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("  row ")}
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 23, 31, 33}
+
+
+def test_an_interrupted_benchmark_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU may be taken back at any moment."""
+
+    def first(bench: gpu.Bench) -> Iterator[Figure]:
+        yield counted(15, "fused step, BERT-base", 1.0, "here")
+
+    def second(bench: gpu.Bench) -> Iterator[Figure]:
+        yield counted(14, "N = 128", 2.0, "here")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "PARTS", {(15,): first, (14,): second})
+    options = Namespace(tiny=False, call_by_call=False, budget=60.0, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.measure("cpu", options)
+    (file,) = tmp_path.rglob("gpu.json")
+    report = Report.read(file)
+    assert [figure.row for figure in report.figures] == [15, 14]
+    assert report.not_run["row 14, N = 1024"] == "not run" and "row 14, N = 128" not in report.not_run

@@ -23,8 +23,8 @@ def leave_capture(module: Any) -> None:
     """Replace the states of a GPU type's random generators after the capture of a CUDA graph has failed.
 
     Undocumented: `default_generators` of `torch.cuda`. A failed capture does not tell the generators that it has ended, and
-    the next dropout would raise `Offset increment outside graph capture`. A cloned state is in no capture. Not run on a GPU
-    yet.
+    the next dropout would raise `Offset increment outside graph capture`. A cloned state is in no capture. No capture has
+    failed on a real GPU yet.
 
     Args:
         module: PyTorch's module of the GPU's type.

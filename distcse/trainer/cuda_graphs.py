@@ -4,7 +4,7 @@ A step of BERT-base launches about 8,000 kernels, which takes the host longer th
 launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
 rate is a tensor, and the dropout seed is set before the replay.
 
-`CudaGraphs` has not run on a GPU yet; tests record on a simulated one, and compare with the eager step.
+Tests record on a simulated GPU, and compare with the eager step; `benchmarks/gpu.py` does so on a real one.
 """
 
 from __future__ import annotations

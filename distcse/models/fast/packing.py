@@ -1,7 +1,7 @@
 """Packing: linear maps, norms and dropout compute a batch's tokens without padding; only attention uses the padded batch.
 
-For training on a CPU, where time is proportional to tokens; on a GPU, the extra kernel launches cost as much as the saved
-arithmetic. Supports layers like BERT's and DistilBERT's with `eager` attention. Dropout is drawn for tokens only, so its
+For training on a CPU, where time is proportional to tokens; on an H100, the copies cost more than the saved arithmetic.
+Supports layers like BERT's and DistilBERT's with `eager` attention. Dropout is drawn for tokens only, so its
 masks differ from those of a padded pass.
 """
 
