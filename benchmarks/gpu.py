@@ -286,7 +286,7 @@ class Student:
 
 
 def fail(reason: str) -> None:
-    """Raise `RuntimeError`: the product would go on without compiled layers."""
+    """Raise `RuntimeError`: the product continues without compiled layers."""
     raise RuntimeError(f"layers cannot be compiled: {reason}")
 
 

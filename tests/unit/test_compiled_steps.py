@@ -141,7 +141,7 @@ def _train(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "open_compiled_step", opened)
-        # The padded batch on a CPU: packed layers have a forward pass of their own.
+        # The padded batch on a CPU: packed layers have another forward pass.
         patch.setattr("distcse.models.fast.packing.can_pack", lambda *_: False)
         spec, tables = make_spec(recipe_with("training.epochs=1", "student.pooling=mean", "training.engine=torch"))
         train(spec, tables, [])
