@@ -103,6 +103,9 @@ def mutual_lines(plan: MutualPlan) -> list[str]:
     for name, kinds in plan.memories.items():
         sizes = ", ".join(f"{kind} {_bytes(memory.total)}" for kind, memory in sorted(kinds.items()))
         lines.append(f"memory     {name}: {sizes} per worker, including its scorer")
+    lines.append(
+        f"host       {_bytes(plan.driver_bytes)} in the driver for the pairs, of {_bytes(plan.cluster.machine.host_memory)}"
+    )
     notes = [plan.lengths.source, "mining and dev scores are not counted"]
     lines += ["", *_assumptions(plan.cluster, notes, [shape for shapes in plan.shapes for shape in shapes.values()])]
     return [*lines, *(f"IMPOSSIBLE {problem}" for problem in plan.problems)]

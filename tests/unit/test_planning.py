@@ -772,6 +772,9 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     assert main([*arguments, "--cluster", "L4-24G", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert not described["side_by_side"] and described["pairs"] == 10_000 and len(described["phases"]) == 5
+    assert described["driver_memory"] == 1_450_000
+    assert main([*arguments, "--cluster", "3xL4-24G", "--corpus-rows", "1_000_000_000"]) == 1
+    assert "IMPOSSIBLE the driver needs 135.04 GiB for 1,000,000,000 pairs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
