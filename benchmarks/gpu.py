@@ -68,7 +68,7 @@ from benchmarks.reference_style import (
 )
 from benchmarks.table import lines_of
 from benchmarks.targets import ROWS
-from distcse.data import Tokens
+from distcse.data.collate import Tokens
 from distcse.device import default_device, gpu_module, is_gpu, to_device
 from distcse.events import Reporter
 from distcse.experiments.distillation.model import Batch, StudentModel, StudentOutput

@@ -2,10 +2,9 @@
 
 A source (files, a data set, docstrings) is read once into a `Corpus`, and tokenized once into a `TokenTable`. Both are
 cached by their content, so that later runs memory-map them. `BatchSampler` selects the rows of each step's batch, and
-`collate` pads them.
+`distcse.data.collate` pads them. That module alone imports PyTorch, which servers of cached tables do not need.
 """
 
-from distcse.data.collate import Tokens, collate
 from distcse.data.corpus import Corpus, check_source, source_rows
 from distcse.data.neighbor_batching import Grouping
 from distcse.data.normalized_key import Excluded, normalized_key
@@ -22,9 +21,7 @@ __all__ = [
     "PairTokenTable",
     "Pairs",
     "TokenTable",
-    "Tokens",
     "check_source",
-    "collate",
     "duplicate_mask",
     "normalized_key",
     "source_rows",

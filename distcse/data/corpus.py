@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.data.distinct_rows import DistinctRows
 from distcse.data.docstrings import docstring_sentences, package_root, packages_fingerprint
 from distcse.data.hub import open_dataset, read_dataset
 from distcse.data.normalized_key import Excluded
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
 from distcse.data.readers import Row, file_kind, find_files, has_columns, read_sentences
+from distcse.data.row_keys import RowKeys
 from distcse.errors import CorpusCacheError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
 from distcse.recipe import CorpusSection
 from distcse.storage import Digest, bytes_checksum, checksum, text_checksum, to_uri
@@ -53,7 +55,11 @@ class Corpus:
         self.content: str = "-".join([self.fingerprint, *([label["domain_digest"]] if self.domains else [])])
         """The fingerprint, followed by the hash of the domains where there are any."""
         self.doubled_rows: int = label.get("doubled_rows", 0)
-        """Number of sentences that equal an earlier one; all are kept."""
+        """Number of sentences that equal an earlier one and are kept."""
+        self.removed_duplicates: int = label.get("removed_duplicates", 0)
+        """Number of sentences that equal an earlier one and were left out."""
+        self.sources: list[str] = label.get("sources", [])
+        """Files, the data set, or packages with their versions."""
         self.reused = reused
         self._rows = RaggedRows(directory, np.uint8)
         self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
@@ -77,6 +83,14 @@ class Corpus:
         Raises:
             CorpusError: The source is missing or malformed, or the cache cannot be written. Nothing is left in the cache.
         """
+        corpus = cls._prepare_all(section, cache, on_progress, excluded)
+        return corpus._without_duplicates(cache) if section.deduplicate == "exact" and corpus.doubled_rows else corpus
+
+    @classmethod
+    def _prepare_all(
+        cls, section: CorpusSection, cache: Path, on_progress: Progress | None, excluded: Excluded | None
+    ) -> Corpus:
+        """Prepare the corpus with its duplicates."""
         source = _source(section)
         directory = cache / "corpora" / _key(source, section, excluded)
         if (cached := find_cached(directory, _LABEL)) is not None:
@@ -86,7 +100,34 @@ class Corpus:
             domains = _Domains(source.rows(section.domain)) if section.domain is not None else None
             summary = _write(temporary, rows, domains, section.limit, excluded, on_progress)
             label.update(summary, sources=source.names)
+            keys = RowKeys.prepare(_texts_in(temporary), summary["rows"], summary["fingerprint"], cache)
+            label.update(doubled_rows=len(keys) - keys.distinct)
         return cls(directory, label, reused=False)
+
+    def _without_duplicates(self, cache: Path) -> Corpus:
+        """Prepare the corpus of the first rows of this corpus's distinct sentences, or reuse it."""
+        directory = self._without_duplicates_at(cache)
+        if (cached := find_cached(directory, _LABEL)) is not None:
+            return type(self)(directory, cached, reused=True)
+        first = self.distinct_rows(cache).first
+        with write_cache_folder(directory, _LABEL) as (temporary, label):
+            blocks = (first[begin : begin + _CHUNK] for begin in range(0, len(first), _CHUNK))
+            written, fingerprint = write_sentences(temporary, chain.from_iterable(map(self.texts, blocks)))
+            label.update(
+                rows=written,
+                blank_rows=self.blank_rows,
+                excluded_rows=self.excluded_rows,
+                removed_duplicates=self.doubled_rows,
+                fingerprint=fingerprint,
+                format=FORMAT,
+                sources=self.sources,
+            )
+            if self.domains:
+                label.update(_write_domains(temporary, self.domain_ids(first), self.domains))
+        return type(self)(directory, label, reused=False)
+
+    def _without_duplicates_at(self, cache: Path) -> Path:
+        return cache / "corpora" / text_checksum(json.dumps(["without duplicates", FORMAT, self.directory.name]))
 
     @classmethod
     def find(cls, section: CorpusSection, cache: Path, excluded: Excluded | None = None) -> Corpus | None:
@@ -96,8 +137,13 @@ class Corpus:
             CorpusError: The source is missing.
         """
         directory = cache / "corpora" / _key(_source(section), section, excluded)
-        cached = find_cached(directory, _LABEL)
-        return None if cached is None else cls(directory, cached, reused=True)
+        if (cached := find_cached(directory, _LABEL)) is None:
+            return None
+        corpus = cls(directory, cached, reused=True)
+        if section.deduplicate == "none" or not corpus.doubled_rows:
+            return corpus
+        directory = corpus._without_duplicates_at(cache)
+        return None if (cached := find_cached(directory, _LABEL)) is None else cls(directory, cached, reused=True)
 
     @classmethod
     def open(cls, directory: Path) -> Corpus:
@@ -113,7 +159,23 @@ class Corpus:
 
     def texts(self, ids: RowIds) -> list[str]:
         """Return the sentences of row ids, in the order of the ids."""
-        return [row.tobytes().decode() for row in self._rows.rows(ids)]
+        return _decode(self._rows, ids)
+
+    def keys(self, cache: Path) -> RowKeys:
+        """Return the sorted keys of the sentences, from the cache or newly computed.
+
+        Raises:
+            CorpusCacheError: The cache cannot be written.
+        """
+        return RowKeys.prepare(self.texts, len(self), self.fingerprint, cache)
+
+    def distinct_rows(self, cache: Path) -> DistinctRows:
+        """Return which rows have the same sentence, from the cache or newly computed.
+
+        Raises:
+            CorpusCacheError: The cache cannot be written.
+        """
+        return DistinctRows.prepare(self.keys(cache), self.fingerprint, cache)
 
     def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:
         """Return the (n,) domains of (n,) row ids, as indices into `domains`.
@@ -238,6 +300,15 @@ def _content_hash(file: Path) -> str:
     return file_kind(file) + content
 
 
+def _texts_in(folder: Path) -> Callable[[range], list[str]]:
+    """Return the function that reads sentences from a folder that `write_sentences` wrote."""
+    return partial(_decode, RaggedRows(folder, np.uint8))
+
+
+def _decode(rows: RaggedRows, ids: RowIds) -> list[str]:
+    return [row.tobytes().decode() for row in rows.rows(ids)]
+
+
 def _rows_of(files: Sequence[Path], column: str, may_be_blank: bool) -> Iterator[Row]:
     for file in files:
         sentences = 0
@@ -269,10 +340,14 @@ class _Domains:
                 f"corpus.domain has {len(self._indices):,} different values, allowed: at most {_MAX_DOMAINS:,}; "
                 "set it to another column"
             )
-        ids = np.array(self._ids, dtype=np.uint16)
-        np.save(folder / _DOMAINS, ids)
-        digest = bytes_checksum(ids.tobytes() + json.dumps(list(self._indices)).encode(), size_bytes=8)
-        return {"domains": list(self._indices), "domain_digest": digest}
+        return _write_domains(folder, np.array(self._ids, dtype=np.uint16), list(self._indices))
+
+
+def _write_domains(folder: Path, ids: NDArray[np.uint16], names: list[str]) -> dict[str, Any]:
+    """Write the (n,) domains of the rows as indices into the names, and return their part of the label."""
+    np.save(folder / _DOMAINS, ids)
+    digest = bytes_checksum(ids.tobytes() + json.dumps(names).encode(), size_bytes=8)
+    return {"domains": names, "domain_digest": digest}
 
 
 def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
@@ -298,7 +373,6 @@ def _write(
     on_progress: Progress | None,
 ) -> dict[str, Any]:
     blank = num_excluded = 0
-    hashes = array("q")
 
     def kept_rows() -> Iterator[str]:
         nonlocal blank, num_excluded
@@ -313,12 +387,7 @@ def _write(
             else:
                 yield row
 
-    def hashed_rows() -> Iterator[str]:
-        for row in islice(kept_rows(), limit):
-            hashes.append(hash(row))
-            yield row
-
-    written, fingerprint = write_sentences(folder, hashed_rows(), on_progress)
+    written, fingerprint = write_sentences(folder, islice(kept_rows(), limit), on_progress)
     if not written:
         raise EmptyCorpusError(
             "the corpus contains no sentence"
@@ -328,7 +397,6 @@ def _write(
         "rows": written,
         "blank_rows": blank,
         "excluded_rows": num_excluded,
-        "doubled_rows": written - len(np.unique(np.frombuffer(hashes, np.int64))),
         "fingerprint": fingerprint,
         "format": FORMAT,
     }

@@ -150,10 +150,11 @@ def _load_label(folder: Path, label: str) -> dict[str, Any] | None:
     """
     try:
         content = load_checked_json(folder / label)
-        sizes = _sizes(folder)
+        sizes = content.get("sizes")
+        intact = sizes and all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return None
-    return content if content.get("sizes") == sizes and "digests" in content else None
+    return content if intact and "digests" in content else None
 
 
 @contextmanager
@@ -179,8 +180,9 @@ def write_cache_folder(target: Path, label: str, key: str = "storage.cache") -> 
     try:
         with store.write_folder(lambda: load_verified_label(target, label) is not None) as temporary:
             yield temporary, content
-            content["sizes"] = _sizes(temporary)
-            content["digests"] = {file.name: checksum(file) for file in sorted(temporary.iterdir())}
+            files = sorted(temporary.iterdir())
+            content["sizes"] = {file.name: file.stat().st_size for file in files}
+            content["digests"] = {file.name: checksum(file) for file in files}
             (temporary / label).write_text(dump_checked_json(content), encoding="utf-8")
     except StorageWriteError as error:
         cause = error.__cause__
@@ -189,7 +191,3 @@ def write_cache_folder(target: Path, label: str, key: str = "storage.cache") -> 
             f"folder {target.parent} cannot be written: {reason}; set {key} to another folder"
         ) from cause
     store.publish()
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    return {name: (folder / name).stat().st_size for name in (VALUES, OFFSETS)}

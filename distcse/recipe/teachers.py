@@ -140,7 +140,8 @@ class TeachersSection(Section):
     `actor`; the log names the choice, and a resumed run keeps it. Live, cross-encoder and rank-space teachers always have
     servers."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
-    """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster."""
+    """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster. Those that find none free
+    wait without work, and take part once there is one."""
     gpus_per_actor: Gpus | None = None
     """GPUs, or a fraction of one, of each embedding actor and of each server that runs live or in rank space. null assigns
     embedding actors one GPU each (a part of one if there are fewer GPUs than `embedding_workers`), and servers, which run during

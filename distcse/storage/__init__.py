@@ -17,6 +17,7 @@ from distcse.storage.checksums import (
     load_checked_label,
     sha256,
     text_checksum,
+    text_hashes,
     without_checksum_line,
 )
 from distcse.storage.folder_store import FolderStore
@@ -47,6 +48,7 @@ __all__ = [
     "sha256",
     "storage_errors",
     "text_checksum",
+    "text_hashes",
     "to_uri",
     "without_checksum_line",
     "write_text_atomic",

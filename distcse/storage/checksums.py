@@ -57,6 +57,11 @@ def text_checksum(text: str) -> str:
     return bytes_checksum(text.encode())
 
 
+def text_hashes(texts: Iterable[str]) -> bytes:
+    """Return the concatenated hashes of texts, 16 bytes each: the checksums of `text_checksum` as bytes."""
+    return b"".join(hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts)
+
+
 def add_checksum_line(text: str) -> str:
     """Append a line, a comment in YAML, with the checksum of the text."""
     return f"{text}# blake2b {text_checksum(text)} of the lines above\n"

@@ -14,8 +14,9 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from distcse.data import Corpus, TokenTable, collate, tokenizer_fingerprint
+from distcse.data import Corpus, TokenTable, tokenizer_fingerprint
 from distcse.data import token_table as tokens_module
+from distcse.data.collate import collate
 from distcse.data.ragged import VALUES
 from distcse.errors import CorpusCacheError, TokenizationError
 from distcse.recipe import CorpusSection

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.data import Tokens
+from distcse.data.collate import Tokens
 from distcse.errors import (
     EncoderSettingError,
     MissingWeightsError,

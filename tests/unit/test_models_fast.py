@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from distcse.data import collate
+from distcse.data.collate import collate
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder

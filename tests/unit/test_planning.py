@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AlbertConfig, AutoConfig, AutoModel, DebertaV2Config, MPNetConfig, PretrainedConfig
 
-from distcse.data import collate
+from distcse.data.collate import collate
 from distcse.device import DeviceSpeed
 from distcse.errors import CommandLineError, ModelNotFoundError
 from distcse.experiments.distillation.roles import roles_on

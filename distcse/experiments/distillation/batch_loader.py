@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.data import BatchSampler, Corpus, Grouping, Tokens, TokenTable, collate, duplicate_mask, split_held_out
+from distcse.data import BatchSampler, Corpus, Grouping, TokenTable, duplicate_mask, split_held_out
+from distcse.data.collate import Tokens, collate
 from distcse.device import is_gpu
 from distcse.device_defaults import defaults_of
 from distcse.errors import CorpusTooSmallError

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from distcse.data import BatchSampler, Pairs, PairTokenTable, TokenTable, collate
+from distcse.data import BatchSampler, Pairs, PairTokenTable, TokenTable
+from distcse.data.collate import collate
 from distcse.device import to_device
 from distcse.device_defaults import defaults_of
 from distcse.evaluation import PairModel, PairScores, VectorModel

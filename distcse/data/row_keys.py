@@ -1,0 +1,189 @@
+"""Keys of a corpus's sentences, 128-bit hashes in ascending order, which find equal sentences in one corpus and in two.
+
+    <cache>/row_keys/<fingerprint>/keys.npy        (2, n) uint64, upper and lower halves of the hashes
+                                   rows.npy        (n,) int64, the keys' row ids; those of equal sentences ascend
+                                   row_keys.json   number of distinct sentences, sizes and checksums of the files
+
+The files are memory-mapped and processed in ranges of keys, so that memory does not grow with rows. Hashes are uniform: a range
+holds about the same share of every corpus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+
+from distcse.data.ragged import find_cached, write_cache_folder
+from distcse.storage import text_hashes
+
+_LABEL, _KEYS, _ROWS, _UNSORTED = "row_keys.json", "keys.npy", "rows.npy", "unsorted.bin"
+_CHUNK = 8192
+_RANGE_ROWS = 2**20
+"""Rows of a range, at most about; a million rows' keys and ids take 24 MB."""
+
+Texts = Callable[[range], list[str]]
+"""Returns the sentences of row ids."""
+
+
+class RowKeys:
+    """The sorted keys of n sentences.
+
+    Args:
+        directory: Folder that `prepare` wrote.
+        label: Content of its label file.
+    """
+
+    def __init__(self, directory: Path, label: dict[str, Any]) -> None:
+        self.distinct: int = label["distinct"]
+        """Number of different sentences."""
+        self._keys: NDArray[np.uint64] = np.load(directory / _KEYS, mmap_mode="r", allow_pickle=False)
+        self._rows: NDArray[np.int64] = np.load(directory / _ROWS, mmap_mode="r", allow_pickle=False)
+
+    @classmethod
+    def prepare(cls, texts: Texts, rows: int, fingerprint: str, cache: Path) -> RowKeys:
+        """Hash and sort the sentences of a corpus, or reuse the keys of a corpus with this fingerprint.
+
+        Args:
+            texts: Returns the sentences of row ids.
+            rows: Number of sentences n.
+            fingerprint: The corpus's fingerprint.
+            cache: Folder of the caches.
+
+        Raises:
+            CorpusCacheError: The cache cannot be written.
+        """
+        if (found := cls.find(fingerprint, cache)) is not None:
+            return found
+        directory = _directory(fingerprint, cache)
+        with write_cache_folder(directory, _LABEL) as (temporary, label):
+            unsorted = temporary / _UNSORTED
+            bounds = np.concatenate([[0], np.cumsum(_write_hashes(texts, rows, unsorted))])
+            keys = open_memmap(temporary / _KEYS, mode="w+", dtype=np.uint64, shape=(2, rows))
+            ids = open_memmap(temporary / _ROWS, mode="w+", dtype=np.int64, shape=(rows,))
+            _scatter(unsorted, bounds, keys, ids)
+            unsorted.unlink()
+            label.update(distinct=_sort_ranges(bounds, keys, ids))
+            keys.flush()
+            ids.flush()
+        return cls(directory, label)
+
+    @classmethod
+    def find(cls, fingerprint: str, cache: Path) -> RowKeys | None:
+        """Return the keys of the corpus with this fingerprint; None if the cache has none that are intact."""
+        directory = _directory(fingerprint, cache)
+        label = find_cached(directory, _LABEL)
+        return None if label is None else cls(directory, label)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def first_rows(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield, for ranges of keys, (k,) row ids and the (k,) ids of the first rows with the same sentences."""
+        for begin, end in self._ranges(_ranges_of(len(self))):
+            rows = self._rows[begin:end]
+            starts, groups = _groups(self._keys[:, begin:end])
+            yield rows, rows[starts][groups]
+
+    def match(self, other: RowKeys) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Find the sentences of this corpus in another one.
+
+        Yields:
+            For ranges of keys, (k,) row ids of this corpus, and (k,) ids of the first rows of the other corpus with the same
+            sentences, -1 where it has none.
+        """
+        number = _ranges_of(max(len(self), len(other)))
+        for own, others in zip(self._ranges(number), other._ranges(number), strict=True):
+            yield self._match_range(own, other, others)
+
+    def count_common(self, other: RowKeys) -> int:
+        """Return how many of this corpus's sentences another one has: exact up to a million rows, else from a sample of them."""
+        number = _ranges_of(max(len(self), len(other)))
+        _, found = self._match_range(next(self._ranges(number)), other, next(other._ranges(number)))
+        return int((found >= 0).sum()) * number
+
+    def _match_range(
+        self, own: tuple[int, int], other: RowKeys, others: tuple[int, int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows = self._rows[slice(*own)]
+        upper, lower = self._keys[:, slice(*own)]
+        other_upper, other_lower = other._keys[:, slice(*others)]
+        if not len(other_upper):
+            return rows, np.full(len(rows), -1, dtype=np.int64)
+        # The first of the keys with the same upper half. If different sentences share it (n²/2⁶⁵), one may count as missing.
+        indices = np.minimum(np.searchsorted(other_upper, upper), len(other_upper) - 1)
+        is_equal = (other_upper[indices] == upper) & (other_lower[indices] == lower)
+        return rows, np.where(is_equal, other._rows[slice(*others)][indices], -1)
+
+    def _ranges(self, number: int) -> Iterator[tuple[int, int]]:
+        """Divide the values of the upper halves into equal parts, a power of two, and yield the bounds of each part's keys."""
+        limits = np.array([2**64 // number * each for each in range(1, number)], dtype=np.uint64)
+        bounds = [0, *np.searchsorted(self._keys[0], limits).tolist(), len(self)]
+        yield from pairwise(bounds)
+
+
+def _directory(fingerprint: str, cache: Path) -> Path:
+    return cache / "row_keys" / fingerprint
+
+
+def _ranges_of(rows: int) -> int:
+    """Return the number of ranges for this many rows: a power of two."""
+    return 1 << ((rows - 1) // _RANGE_ROWS).bit_length()
+
+
+def _write_hashes(texts: Texts, rows: int, file: Path) -> NDArray[np.int64]:
+    """Write the sentences' hashes in the order of rows, and return how many are in each range."""
+    number = _ranges_of(rows)
+    counts = np.zeros(number, dtype=np.int64)
+    with open(file, "wb") as out:
+        for first in range(0, rows, _CHUNK):
+            hashes = text_hashes(texts(range(first, min(first + _CHUNK, rows))))
+            out.write(hashes)
+            upper = np.frombuffer(hashes, dtype="<u8").reshape(-1, 2)[:, 0]
+            counts += np.bincount(_range_numbers(upper, number), minlength=number)
+    return counts
+
+
+def _range_numbers(upper: NDArray[np.uint64], number: int) -> NDArray[np.int64]:
+    bits = number.bit_length() - 1
+    return ((upper >> np.uint64(32)) >> np.uint64(32 - bits)).astype(np.int64)
+
+
+def _scatter(unsorted: Path, bounds: NDArray[np.int64], keys: NDArray[np.uint64], rows: NDArray[np.int64]) -> None:
+    """Move each key and its row id into its range."""
+    hashes = np.memmap(unsorted, dtype="<u8", mode="r").reshape(-1, 2)
+    free = bounds[:-1].copy()
+    for first in range(0, len(hashes), _RANGE_ROWS):
+        block = np.asarray(hashes[first : first + _RANGE_ROWS])
+        numbers = _range_numbers(block[:, 0], len(free))
+        order = np.argsort(numbers, kind="stable")
+        for indices in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+            number = numbers[indices[0]]
+            target = slice(free[number], free[number] + len(indices))
+            keys[:, target] = block[indices].T
+            rows[target] = first + indices
+            free[number] += len(indices)
+
+
+def _sort_ranges(bounds: NDArray[np.int64], keys: NDArray[np.uint64], rows: NDArray[np.int64]) -> int:
+    """Sort the keys of each range, equal ones by row, and return the number of distinct keys."""
+    distinct = 0
+    for begin, end in pairwise(bounds.tolist()):
+        # Stable, and the rows of a range ascend already.
+        order = np.lexsort((keys[1, begin:end], keys[0, begin:end]))
+        keys[:, begin:end] = keys[:, begin:end][:, order]
+        rows[begin:end] = rows[begin:end][order]
+        distinct += len(_groups(keys[:, begin:end])[0])
+    return distinct
+
+
+def _groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first indices of groups of equal keys, and the number of each key's group."""
+    is_first = np.ones(keys.shape[1], dtype=bool)
+    is_first[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+    return np.flatnonzero(is_first), np.cumsum(is_first) - 1
