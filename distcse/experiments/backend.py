@@ -12,6 +12,7 @@ from distcse.events import Reporter
 from distcse.placement.cluster import Cluster
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
+from distcse.teachers.reuse import Reuse
 from distcse.teachers.table import EmbeddingTable
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class EmbeddingRequest:
     """Receives warnings of unresponsive or lost processes, and answers whether a stop was requested."""
     gpu_mode: GpuMode = "auto"
     """The recipe's `resources.gpu`."""
+    reuse: Reuse | None = None
+    """An earlier table with some of the vectors."""
 
 
 @dataclass(frozen=True)

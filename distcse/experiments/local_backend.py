@@ -15,7 +15,7 @@ from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.distillation.teacher_clients import teacher_clients, with_worker_tables
 from distcse.placement.devices import DeviceOptions
-from distcse.teachers.embedding import embed_shards
+from distcse.teachers.embedding import complete_shards
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.serving import serving
@@ -41,10 +41,13 @@ class LocalBackend:
         return reporter
 
     def embed(self, request: EmbeddingRequest) -> None:
-        encoder = kind_of(request.teacher).open_embedder()
+        open_embedder, reuse = kind_of(request.teacher).open_embedder, request.reuse
+        reused = None if reuse is None else reuse.open()
         done = 0
         tokens_per_batch = request.section.tokens_per_batch
-        for rows in embed_shards(encoder, request.corpus, request.table, request.missing, tokens_per_batch):
+        for rows in complete_shards(
+            open_embedder, request.corpus, request.table, request.missing, tokens_per_batch, reused
+        ):
             done += rows
             request.on_rows(done)
 

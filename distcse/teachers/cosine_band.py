@@ -42,7 +42,7 @@ def cosine_band(table: EmbeddingTable, keep: bool = False) -> CosineBand | None:
     shards = np.unique(np.linspace(0, table.identity.shards - 1, _SHARDS).astype(int)).tolist()
     if not all(table.is_intact(shard) for shard in shards):
         return None
-    rows = np.concatenate([np.asarray(table.shard_range(shard)) for shard in shards])
+    rows = np.concatenate([np.asarray(table.rows_of(shard)) for shard in shards])
     sample = rows[np.unique(np.linspace(0, len(rows) - 1, SAMPLE).astype(int))]
     vectors = table.vectors(sample)
     cosines = (vectors @ vectors.T)[np.triu_indices(len(vectors), 1)]

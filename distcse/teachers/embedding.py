@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +12,19 @@ from distcse.data import Corpus
 from distcse.models import Encoder
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.reuse import ReusedVectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder, naming_rows
+
+Rows = Sequence[int] | NDArray[np.int64]
 
 
 def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
     """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none."""
-    return EmbeddingTable.locate(cache, identity_of(teacher, corpus, shard_rows))
+    identity = identity_of(teacher, corpus, shard_rows)
+    if identity.distinct is not None:
+        corpus.distinct_rows(cache)  # the table reads them
+    return EmbeddingTable.locate(cache, identity)
 
 
 def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int) -> TableIdentity:
@@ -33,13 +39,46 @@ def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int) -> Tab
         prompt=teacher.prompt,
         precision=kind.precision,
         shard_rows=shard_rows,
+        distinct=len(corpus) - corpus.doubled_rows if corpus.doubled_rows else None,
     )
 
 
-def embed_shards(
-    encoder: Embedder, corpus: Corpus, table: EmbeddingTable, shards: Sequence[int], tokens_per_batch: int | None
+def complete_shards(
+    open_embedder: Callable[[], Embedder],
+    corpus: Corpus,
+    table: EmbeddingTable,
+    shards: Sequence[int],
+    tokens_per_batch: int | None,
+    reused: ReusedVectors | None,
 ) -> Iterator[int]:
-    """Embed shards in the table's precision, store each, and then yield its number of rows.
+    """Copy shards that an earlier table has, embed the others (see `embed_shards`), and yield each one's embedded rows.
+
+    Args:
+        open_embedder: Loads the teacher. Not called if nothing is new.
+        corpus: The table's corpus.
+        table: The table.
+        shards: Numbers of the shards.
+        tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
+        reused: Vectors of an earlier table. Default: none.
+    """
+    new = {shard: len(new_rows(table, shard, reused)) for shard in shards}
+    for shard in shards:
+        if not new[shard] and reused is not None and (stored := reused.read(table.shard_range(shard))) is not None:
+            table.write_shard(shard, np.empty((0, stored.vectors.shape[1]), dtype=np.float32), stored)
+            yield 0
+    if others := [shard for shard in shards if new[shard]]:
+        yield from embed_shards(open_embedder(), corpus, table, others, tokens_per_batch, reused)
+
+
+def embed_shards(
+    encoder: Embedder,
+    corpus: Corpus,
+    table: EmbeddingTable,
+    shards: Sequence[int],
+    tokens_per_batch: int | None,
+    reused: ReusedVectors | None = None,
+) -> Iterator[int]:
+    """Embed shards in the table's precision, store each, and then yield the number of rows that were embedded.
 
     A model on a GPU embeds the next shard while one is stored.
 
@@ -47,10 +86,11 @@ def embed_shards(
         encoder: The teacher.
         corpus: The table's corpus.
         table: The table.
-        shards: Numbers of the shards.
+        shards: Numbers of the shards, which have new rows.
         tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
+        reused: Vectors of an earlier table, which are copied. Default: none.
     """
-    rows = [table.shard_range(shard) for shard in shards]
+    rows = [new_rows(table, shard, reused) for shard in shards]
     precision = table.identity.precision
     each_vectors = (
         encoder.encode_each(
@@ -60,12 +100,18 @@ def embed_shards(
         else (_encode_rows(encoder, each, corpus, batch_tokens=tokens_per_batch, precision=precision) for each in rows)
     )
     for shard, shard_rows, vectors in zip(shards, rows, each_vectors, strict=True):
-        table.write_shard(shard, vectors)
+        table.write_shard(shard, vectors, None if reused is None else reused.read(table.shard_range(shard)))
         yield len(shard_rows)
 
 
+def new_rows(table: EmbeddingTable, shard: int, reused: ReusedVectors | None) -> Rows:
+    """Return the ids of a shard's rows that must be embedded."""
+    rows = table.rows_of(shard)
+    return rows if reused is None else np.asarray(rows)[~reused.is_stored(table.shard_range(shard))]
+
+
 def _encode_rows(
-    encoder: Embedder, rows: range, corpus: Corpus, batch_tokens: int | None, precision: str
+    encoder: Embedder, rows: Rows, corpus: Corpus, batch_tokens: int | None, precision: str
 ) -> NDArray[np.float32]:
     with naming_rows(rows):
         return encoder.encode(corpus.texts(rows), batch_tokens=batch_tokens, precision=precision, normalize=False)

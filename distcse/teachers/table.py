@@ -7,20 +7,27 @@
 A shard is complete once its .json exists: the .npy is written to a temporary file, synced and renamed first, the .json
 afterwards. A kill at any moment therefore leaves a complete shard or none. In object storage, a shard is a folder with these
 two files, complete once it has its record. A machine downloads only the shards that it serves.
+
+Row i's vector is the i-th. In a corpus with duplicates, each distinct sentence has one vector, in the order of first rows
+(see `distcse.data.distinct_rows`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import resource
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.data.distinct_rows import DistinctRows
 from distcse.errors import EmbeddingTableError, TeacherOutputError
 from distcse.storage import (
     ArtifactStore,
@@ -34,6 +41,11 @@ from distcse.storage import (
 )
 
 FORMAT = 1
+_FOLDER = "tables"
+_OPEN_SHARE = 8
+"""A table opens at most one of this many files that the process may open, because each map of a shard is an open file."""
+_MOST_OPEN = 8192
+"""Maps that a table opens where files are not limited; a process may have 65,530 maps on Linux."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +62,42 @@ class TableIdentity:
     prompt: str
     precision: str
     shard_rows: int
+    """Vectors per shard."""
     format: int = FORMAT
+    distinct: int | None = None
+    """Number of distinct sentences, which have one vector each; None if no sentence occurs twice."""
 
     @property
     def key(self) -> str:
         """Name of the table's folder: a hash of all fields, as 32 hexadecimal digits."""
-        text = json.dumps(asdict(self), sort_keys=True)
-        return text_checksum(text)
+        fields = asdict(self)
+        if self.distinct is None:  # as before there was this field
+            del fields["distinct"]
+        return text_checksum(json.dumps(fields, sort_keys=True))
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors."""
+        return self.rows if self.distinct is None else self.distinct
 
     @property
     def shards(self) -> int:
-        return -(-self.rows // self.shard_rows)
+        return -(-self.vectors // self.shard_rows)
+
+    def has_teacher_of(self, other: TableIdentity) -> bool:
+        """Return whether equal sentences have equal vectors in a table with another identity."""
+        one, two = (replace(each, corpus="", rows=0, distinct=None, shard_rows=1) for each in (self, other))
+        return one == two
+
+
+@dataclass(frozen=True)
+class StoredVectors:
+    """Those of a shard's vectors that another table has."""
+
+    is_stored: NDArray[np.bool_]
+    """(n,) whether it has each of the shard's vectors."""
+    vectors: NDArray[np.float16]
+    """(k, d) vectors where it has."""
 
 
 def normalize_rows(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
@@ -100,7 +137,8 @@ class EmbeddingTable:
     def __init__(self, directory: Path, identity: TableIdentity) -> None:
         self.store = open_store(directory)
         self.identity = identity
-        self._opened: dict[int, NDArray[np.float16]] = {}
+        self._opened: OrderedDict[int, NDArray[np.float16]] = OrderedDict()
+        self._most_open = _most_open()
 
     @property
     def directory(self) -> Path:
@@ -123,39 +161,80 @@ class EmbeddingTable:
     @classmethod
     def at(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
         """Return the table with this identity in `cache`, which may not exist. Nothing is written."""
-        return cls(cache / "tables" / identity.key, identity)
+        return cls(cache / _FOLDER / identity.key, identity)
+
+    @classmethod
+    def list_all(cls, cache: Path) -> Iterator[EmbeddingTable]:
+        """Yield the tables in `cache`, without those whose table.json cannot be read. Shards may be missing."""
+        tables = open_store(cache / _FOLDER)
+        for name in sorted(tables.list_names()):
+            if (content := (tables / name).read("table.json")) is None:
+                continue
+            try:
+                identity = TableIdentity(**json.loads(content))
+            except (ValueError, TypeError):  # damaged, or of another version
+                continue
+            if identity.key == name:
+                yield cls.at(cache, identity)
 
     def shard_range(self, shard: int) -> range:
-        """Return the row ids of a shard."""
+        """Return the numbers of a shard's vectors: row ids, or numbers of distinct sentences in a table with duplicates."""
         first = shard * self.identity.shard_rows
-        return range(first, min(first + self.identity.shard_rows, self.identity.rows))
+        return range(first, min(first + self.identity.shard_rows, self.identity.vectors))
 
-    def missing_shards(self) -> list[int]:
-        """Return the shards that are missing or damaged. Call it once per run: it computes every shard's checksum."""
+    def rows_of(self, shard: int) -> Sequence[int] | NDArray[np.int64]:
+        """Return the ids of the rows with a shard's vectors: the first ones of their sentences."""
+        numbers = self.shard_range(shard)
+        return numbers if self._distinct is None else self._distinct.first[numbers.start : numbers.stop]
+
+    def numbers_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the (n,) numbers of the vectors of (n,) row ids."""
+        return rows if self._distinct is None else self._distinct.numbers[rows]
+
+    def shards_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the (n,) shards with the vectors of (n,) row ids."""
+        return self.numbers_of(rows) // self.identity.shard_rows
+
+    def missing_shards(self, verify: bool = True) -> list[int]:
+        """Return the shards that are missing or damaged.
+
+        Args:
+            verify: Compute every shard's checksum, once per run or sweep. Otherwise only sizes are checked. Default: True.
+        """
+        return self.not_intact(range(self.identity.shards)) if verify else self._not_there()
+
+    def not_intact(self, shards: Iterable[int]) -> list[int]:
+        """Return those of some shards that are missing or damaged, after computing their checksums."""
+        shards = list(shards)
         with ThreadPoolExecutor(max_workers=4) as pool:
-            intact = list(pool.map(self.is_intact, range(self.identity.shards)))
-        return [shard for shard, is_intact in enumerate(intact) if not is_intact]
+            intact = list(pool.map(self.is_intact, shards))
+        return [shard for shard, is_intact in zip(shards, intact, strict=True) if not is_intact]
 
-    def write_shard(self, shard: int, vectors: NDArray[np.float32]) -> None:
+    def write_shard(self, shard: int, vectors: NDArray[np.float32], stored: StoredVectors | None = None) -> None:
         """Store a shard's vectors, normalized to unit length, as float16.
 
         Args:
             shard: Index of the shard.
-            vectors: (len(shard_range(shard)), d) float32 vectors.
+            vectors: (n, d) float32 vectors, n = len(shard_range(shard)), or (n - k, d) with `stored`.
+            stored: k of the vectors, which are copied bit by bit. Default: none.
 
         Raises:
             TeacherOutputError: A vector is zero, NaN or infinite; the message names its row.
             StorageWriteError: The shard cannot be written.
         """
-        rows = self.shard_range(shard)
-        if len(vectors) != len(rows):
-            raise ValueError(f"shard {shard} has {len(rows)} rows, got {len(vectors)} vectors")
-        units = normalize_rows(vectors, rows)
+        rows = np.asarray(self.rows_of(shard))
+        is_new = np.ones(len(rows), dtype=bool) if stored is None else ~stored.is_stored
+        if len(vectors) != is_new.sum():
+            raise ValueError(f"shard {shard} has {is_new.sum()} rows, got {len(vectors)} vectors")
+        units = np.empty((len(rows), vectors.shape[1]), dtype=np.float16)
+        units[is_new] = normalize_rows(vectors, rows[is_new])
+        if stored is not None:
+            units[~is_new] = stored.vectors
         with storage_errors(self.directory):
             self.directory.mkdir(exist_ok=True, parents=True)  # this machine's copy of remote storage may lack it
         with atomic_write(self._payload(shard)) as temporary:
             with open(temporary, "wb") as file:
-                np.save(file, units.astype(np.float16))
+                np.save(file, units)
             label = dump_label(temporary, rows=len(rows), dimension=vectors.shape[1])
         write_text_atomic(self._label(shard), label)
         self._stored(shard).publish(self._parts(shard))
@@ -202,14 +281,22 @@ class EmbeddingTable:
         self._norms(ids, found.astype(np.float32))  # raises for a damaged row
         return found
 
+    @cached_property
+    def _distinct(self) -> DistinctRows | None:
+        """The numbers of the rows' vectors; None if they are the rows' ids."""
+        if self.identity.distinct is None:
+            return None
+        return DistinctRows.open(self.identity.corpus, self.directory.parent.parent)
+
     def _gather(self, ids: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Gather (n, d) vectors from their shards, converted to a type but not normalized."""
-        order = np.argsort(ids, kind="stable")
-        bounds = np.flatnonzero(np.diff(ids[order] // self.identity.shard_rows)) + 1
-        found = np.empty((len(ids), self._open(int(ids[0] // self.identity.shard_rows)).shape[1]), dtype=dtype)
+        numbers, size = self.numbers_of(ids), self.identity.shard_rows
+        order = np.argsort(numbers, kind="stable")
+        bounds = np.flatnonzero(np.diff(numbers[order] // size)) + 1
+        found = np.empty((len(ids), self._open(int(numbers[0] // size)).shape[1]), dtype=dtype)
         for indices in np.split(order, bounds):
-            shard = int(ids[indices[0]] // self.identity.shard_rows)
-            found[indices] = self._open(shard)[ids[indices] - shard * self.identity.shard_rows]
+            shard = int(numbers[indices[0]] // size)
+            found[indices] = self._open(shard)[numbers[indices] - shard * size]
         return found
 
     def _norms(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -223,26 +310,51 @@ class EmbeddingTable:
         if not is_intact.all():
             row = ids[np.flatnonzero(~is_intact)[0]]
             raise EmbeddingTableError(
-                f"table {self.store} is damaged at row {row} in shard {row // self.identity.shard_rows}; "
+                f"table {self.store} is damaged at row {row} in shard {self.shards_of(row)}; "
                 "start the run again to embed the shard again"
             )
         return norms
 
     def _open(self, shard: int) -> NDArray[np.float16]:
-        if shard not in self._opened:
-            self._stored(shard).fetch_folder(into=self.directory)
-            if not self._payload(shard).exists():
-                raise EmbeddingTableError(
-                    f"table {self.store} has no shard {shard}; start the run again to embed missing shards"
-                )
-            try:
-                self._opened[shard] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
-            except (OSError, EOFError, ValueError) as error:
-                raise EmbeddingTableError(
-                    f"{self.store}/{self._payload(shard).name} cannot be read ({error}); start the run again to embed the "
-                    "shard again"
-                ) from None
-        return self._opened[shard]
+        """Return a shard's memory-mapped vectors. The map that was used longest ago is closed if too many are open."""
+        opened = self._opened.pop(shard, None)
+        if opened is None:
+            opened = self._map(shard)
+        self._opened[shard] = opened
+        if len(self._opened) > self._most_open:
+            self._opened.popitem(last=False)
+        return opened
+
+    def _map(self, shard: int) -> NDArray[np.float16]:
+        self._stored(shard).fetch_folder(into=self.directory)
+        if not self._payload(shard).exists():
+            raise EmbeddingTableError(
+                f"table {self.store} has no shard {shard}; start the run again to embed missing shards"
+            )
+        try:
+            mapped: NDArray[np.float16] = np.load(self._payload(shard), mmap_mode="r", allow_pickle=False)
+        except (OSError, EOFError, ValueError) as error:
+            raise EmbeddingTableError(
+                f"{self.store}/{self._payload(shard).name} cannot be read ({error}); start the run again to embed the "
+                "shard again"
+            ) from None
+        return mapped
+
+    def _not_there(self) -> list[int]:
+        """Return the shards without a record, or with a file of another size, without reading their vectors."""
+        return [shard for shard in range(self.identity.shards) if not self._is_there(shard)]
+
+    def _is_there(self, shard: int) -> bool:
+        if self._stored(shard).has_folder():
+            return True
+        try:
+            label = json.loads(self._label(shard).read_bytes())
+            stored = np.load(
+                self._payload(shard), mmap_mode="r", allow_pickle=False
+            )  # raises for a file that is too short
+            return bool(stored.shape == (label["rows"], label["dimension"]))
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
+            return False
 
     def is_intact(self, shard: int) -> bool:
         """Return whether a shard is complete. Trust its record in object storage: only the server downloads the shard."""
@@ -267,3 +379,9 @@ class EmbeddingTable:
 
     def _label(self, shard: int) -> Path:
         return self.directory / f"shard-{shard:05d}.json"
+
+
+def _most_open() -> int:
+    """Return how many of its shards a table maps at the same time."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(16, min(_MOST_OPEN, limit // _OPEN_SHARE))

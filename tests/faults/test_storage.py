@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ray import cloudpickle
@@ -27,7 +28,7 @@ from distcse.errors import (
     StorageWriteError,
 )
 from distcse.events import Event, LogMessage, Reporter, StepReport
-from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.preparation import PreparedCorpus, prepare_tables, read_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.health.storage import check_location
@@ -43,7 +44,7 @@ from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerStat
 from distcse.tuning.trial import TrialContext
 from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import make_recipe
+from tests.jobs import make_recipe, rows_embedded
 from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, emulating_google, environment, gated, serving
 
 
@@ -496,6 +497,22 @@ def test_a_table_has_all_of_a_shard_or_none(bucket: str, gate: Gate, machine: Ca
         assert table.vectors([2]).tolist() == [[0, 0, 1, 0]]
 
     assert fail_at_every_point(gate, embed, check_reader) >= 4  # table.json, two files and the record
+
+
+def test_a_grown_corpus_reuses_a_table_that_another_machine_stored(
+    bucket: str, machine: Callable[[str], None], tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, f"storage.cache={bucket}/cache")
+    vectors = []
+    for name, rows, embedded in (("first", 250, 250), ("second", 260, 10), ("third", 260, 0)):
+        machine(name)
+        (tmp_path / "corpus.txt").write_text("\n".join(sentences[:rows]) + "\n")
+        events: list[Event] = []
+        (table,) = prepare_tables(recipe, read_corpus(recipe, Reporter()), LocalBackend(), Reporter(events.append))
+        assert table is not None and rows_embedded(events) == [embedded]
+        vectors.append(table.stored_vectors(np.arange(250)))
+        assert not (table.store / "reuse").has_folder()
+    assert all((each == vectors[0]).all() for each in vectors)
 
 
 def test_a_shard_that_was_not_stored_is_not_embedded_again(bucket: str, gate: Gate) -> None:

@@ -10,7 +10,7 @@ from distcse.experiments.distillation.resources import RunResources, plan_run
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import GpuPlan, report_plans
 from distcse.placement.resources import Node
-from distcse.recipe import Recipe
+from distcse.recipe import Recipe, TeacherSection
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
@@ -49,8 +49,22 @@ def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | No
         if kind_of(teacher).uses_table(section.mode)
         and table_of(teacher, corpus, cache, section.shard_rows).missing_shards()
     ]
-    if embedded:
-        plan_embedding(section, cluster.nodes(), recipe.gpu_mode, embedded).require_all()
+    require_gpus_of(recipe, embedded, cluster)
+
+
+def require_gpus_of(recipe: Recipe, embedded: Sequence[TeacherSection], cluster: Cluster | None) -> None:
+    """Check that the actors of the teachers that embed get a GPU, if `resources.gpu` is `required`.
+
+    Args:
+        recipe: The recipe with the teachers.
+        embedded: The teachers whose tables are incomplete.
+        cluster: The teachers' cluster; None checks nothing.
+
+    Raises:
+        GpuRequiredError: Their embedding actors get no GPU.
+    """
+    if embedded and cluster is not None and recipe.gpu_mode == "required":
+        plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode, embedded).require_all()
 
 
 def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:

@@ -35,6 +35,7 @@ from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn import require_faiss
+from distcse.teachers.reuse import count_new_rows
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
@@ -158,9 +159,9 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
         for number, teacher in enumerate(recipe.teachers.encoders):
             note = _query_teacher(recipe, corpus, number)
             if kind_of(teacher).uses_table(recipe.teachers.mode):
-                table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
-                rows = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
-                note += f", {rows:,} of {len(corpus):,} rows to embed"
+                cache = resolve_path(recipe.storage.cache)
+                table = table_of(teacher, corpus, cache, recipe.teachers.shard_rows)
+                note += f", {count_new_rows(table, corpus, cache):,} of {len(corpus):,} rows to embed"
             _report(reporter, f"teacher {number}", note)
         with joined_for_embedding(recipe, backend.cluster):  # checks that the nodes see the cache
             require_embedding_gpus(recipe, corpus, backend.cluster)

@@ -19,7 +19,7 @@ from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.devices import device_options
-from distcse.experiments.distillation.gpus import report_embedding_gpus, require_embedding_gpus
+from distcse.experiments.distillation.gpus import report_embedding_gpus, require_gpus_of
 from distcse.experiments.distillation.joining import joined_for_embedding
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.roles import with_teacher_precisions
@@ -29,9 +29,10 @@ from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, resolve_path
-from distcse.teachers.embedding import table_of
+from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import Serving, kind_of
 from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
+from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetSpec, fit_projection, projection_of, write_projection
 from distcse.teachers.teacher_weights import TeacherWeights
@@ -318,6 +319,8 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
         skipped += f", {corpus.excluded_rows:,} evaluation sentences excluded"
     if corpus.doubled_rows:
         skipped += f", {corpus.doubled_rows:,} of them equal an earlier one"
+    if corpus.removed_duplicates:
+        skipped += f", {corpus.removed_duplicates:,} that equal an earlier one left out"
     reused = ", reused" if corpus.reused else ""
     _report_finished(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{skipped}{reused}")
     return corpus
@@ -362,32 +365,52 @@ def prepare_tables(
     Raises:
         GpuRequiredError: `resources.gpu` is `required`, and embedding actors that must start get no GPU.
     """
-    section = recipe.teachers
-    require_embedding_gpus(recipe, corpus, backend.cluster)
-    tables: list[EmbeddingTable | None] = []
-    for number, teacher in enumerate(section.encoders):
-        if not kind_of(teacher).uses_table(section.mode):
-            tables.append(None)
-            continue
-        table = table_of(teacher, corpus, resolve_path(recipe.storage.cache), section.shard_rows)
-        stage = f"teacher {number}"
-        missing = table.missing_shards()
-        rows = sum(len(table.shard_range(shard)) for shard in missing)
+    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
+    missing_shards = _missing_shards(recipe, corpus, cache, verify=not backend.is_for_trials)
+    require_gpus_of(
+        recipe, [section.encoders[n] for n, (_, missing) in missing_shards.items() if missing], backend.cluster
+    )
+    tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
+    for number, (table, missing) in missing_shards.items():
+        stage, embedded = f"teacher {number}", 0
         if missing:
             with Lease.held(table.directory, reporter, waits_for="embeds the same sentences with the same teacher"):
-                missing = table.missing_shards()  # fewer if another run embedded some while we waited
-                rows = sum(len(table.shard_range(shard)) for shard in missing)
+                missing = table.not_intact(missing)  # fewer if another run embedded some while we waited
                 if missing:
+                    reuse = find_reuse(table, corpus, cache)
+                    reused = None if reuse is None else reuse.open()
+                    embedded = sum(len(new_rows(table, shard, reused)) for shard in missing)
                     before_embedding()
-                    on_rows = _progress_callback(reporter, stage, rows)
                     request = EmbeddingRequest(
-                        teacher, section, corpus, table, missing, on_rows, reporter, recipe.gpu_mode
+                        section.encoders[number],
+                        section,
+                        corpus,
+                        table,
+                        missing,
+                        _progress_callback(reporter, stage, embedded),
+                        reporter,
+                        recipe.gpu_mode,
+                        reuse,
                     )
                     backend.embed(request)
-        reused = len(corpus) - rows
-        _report_finished(reporter, stage, rows, f"{rows:,} embedded, {reused:,} reused", reused)
-        tables.append(table)
+                    if reuse is not None:
+                        reuse.rows.delete_folder()
+        reused_rows = len(corpus) - embedded
+        _report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
+        tables[number] = table
     return tables
+
+
+def _missing_shards(
+    recipe: Recipe, corpus: Corpus, cache: Path, verify: bool
+) -> dict[int, tuple[EmbeddingTable, list[int]]]:
+    """Return the tables of the teachers that have one, and each one's missing or damaged shards, by the teachers' indices."""
+    section, found = recipe.teachers, {}
+    for number, teacher in enumerate(section.encoders):
+        if kind_of(teacher).uses_table(section.mode):
+            table = table_of(teacher, corpus, cache, section.shard_rows)
+            found[number] = table, table.missing_shards(verify)
+    return found
 
 
 def _report_finished(reporter: Reporter, stage: str, done: int, note: str, reused: int | None = None) -> None:

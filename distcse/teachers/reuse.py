@@ -1,0 +1,150 @@
+"""Reuse of an earlier table's vectors in the table of a corpus that has grown or was edited: only new sentences are embedded.
+
+    <cache>/tables/<key>/reuse/rows.npy  (vectors,) int64, the earlier table's row for each vector, -1 for a new sentence
+
+The folder exists while the table is embedded. Vectors are copied, bit by bit, so that every table can be removed by itself and
+none changes while runs read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.lib.format import open_memmap
+from numpy.typing import NDArray
+
+from distcse.data import Corpus
+from distcse.data.row_keys import RowKeys
+from distcse.storage import ArtifactStore
+from distcse.teachers.table import EmbeddingTable, StoredVectors, TableIdentity
+
+_FOLDER, _FILE = "reuse", "rows.npy"
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """An earlier table with vectors of a new one; small enough to send to an actor."""
+
+    rows: ArtifactStore
+    """Folder of the rows that the new table needs."""
+    source: ArtifactStore
+    """Folder of the earlier table."""
+    identity: TableIdentity
+    """Identity of the earlier table."""
+
+    def open(self) -> ReusedVectors:
+        """Open the earlier table.
+
+        Raises:
+            ObjectStorageError: The rows cannot be downloaded.
+        """
+        self.rows.fetch_folder()
+        return ReusedVectors(EmbeddingTable(self.source.path, self.identity), _open_rows(self.rows))
+
+
+class ReusedVectors:
+    """Reads a new table's vectors from an earlier one.
+
+    Args:
+        source: The earlier table.
+        rows: (vectors,) its row for each vector of the new table; -1 for a new sentence.
+    """
+
+    def __init__(self, source: EmbeddingTable, rows: NDArray[np.int64]) -> None:
+        self._source, self._rows = source, rows
+
+    def is_stored(self, numbers: range) -> NDArray[np.bool_]:
+        """Return whether the earlier table has each of the new table's vectors with these numbers."""
+        return self._rows[numbers.start : numbers.stop] >= 0
+
+    def read(self, numbers: range) -> StoredVectors | None:
+        """Read those of the vectors with these numbers that the earlier table has; None if it has none.
+
+        Raises:
+            EmbeddingTableError: A shard of the earlier table was removed or damaged in the meantime.
+        """
+        is_stored = self.is_stored(numbers)
+        if not is_stored.any():
+            return None
+        rows = self._rows[numbers.start : numbers.stop][is_stored]
+        return StoredVectors(is_stored, self._source.stored_vectors(rows))
+
+
+def find_reuse(table: EmbeddingTable, corpus: Corpus, cache: Path) -> Reuse | None:
+    """Find the table of the same teacher with most sentences of a corpus, and store which of its rows they are.
+
+    Its shards that are missing or damaged are not used. Call it under the new table's lease.
+
+    Args:
+        table: The new table.
+        corpus: Its corpus.
+        cache: Folder of the caches.
+
+    Returns:
+        None if no table in `cache` has a sentence of the corpus.
+    """
+    keys = corpus.keys(cache)
+    found = _find_source(table, keys, cache)
+    if found is None:
+        return None
+    source, source_keys = found
+    store = table.store / _FOLDER
+    with store.write_folder() as temporary:
+        rows = open_memmap(temporary / _FILE, mode="w+", dtype=np.int64, shape=(table.identity.vectors,))
+        for own_rows, source_rows in keys.match(source_keys):
+            rows[table.numbers_of(own_rows)] = source_rows
+        has_rows = _drop_unusable(rows, source)
+        rows.flush()
+    if not has_rows:
+        store.delete_folder()
+        return None
+    store.publish()
+    return Reuse(store, source.store, source.identity)
+
+
+def count_new_rows(table: EmbeddingTable, corpus: Corpus, cache: Path) -> int:
+    """Return how many rows must be embedded to complete a table: an estimate if an earlier table has more than a million.
+
+    Args:
+        table: The table.
+        corpus: Its corpus.
+        cache: Folder of the caches.
+    """
+    missing = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
+    found = _find_source(table, keys := corpus.keys(cache), cache) if missing else None
+    return missing if found is None else min(missing, max(0, len(corpus) - keys.count_common(found[1])))
+
+
+def _find_source(table: EmbeddingTable, keys: RowKeys, cache: Path) -> tuple[EmbeddingTable, RowKeys] | None:
+    """Return the other table of the same teacher that has most of the keys' sentences, and its corpus's keys."""
+    best, most = None, 0
+    for other in EmbeddingTable.list_all(cache):
+        if other.identity == table.identity or not other.identity.has_teacher_of(table.identity):
+            continue
+        other_keys = RowKeys.find(other.identity.corpus, cache)
+        if other_keys is not None and (common := keys.count_common(other_keys)) > most:
+            best, most = (other, other_keys), common
+    return best
+
+
+def _drop_unusable(rows: NDArray[np.int64], source: EmbeddingTable) -> bool:
+    """Replace rows of the source's missing or damaged shards by -1, and return whether others remain."""
+    blocks = [slice(begin, begin + _BLOCK) for begin in range(0, len(rows), _BLOCK)]
+    needed = {
+        *chain.from_iterable(np.unique(source.shards_of(rows[block][rows[block] >= 0])).tolist() for block in blocks)
+    }
+    unusable = source.not_intact(sorted(needed))
+    for block in blocks if unusable else []:
+        is_stored = rows[block] >= 0
+        is_unusable = np.isin(source.shards_of(np.where(is_stored, rows[block], 0)), unusable)
+        rows[block] = np.where(is_stored & is_unusable, -1, rows[block])
+    return len(unusable) < len(needed)
+
+
+def _open_rows(store: ArtifactStore) -> NDArray[np.int64]:
+    rows: NDArray[np.int64] = np.load(store.path / _FILE, mmap_mode="r", allow_pickle=False)
+    return rows
