@@ -26,8 +26,13 @@ class WaitWarning:
         """Seconds since the wait began."""
         return self._clock() - self._began
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `check` would emit the warning."""
+        return self.waited_s > self._after_s and not self._has_warned
+
     def check(self, text: str) -> None:
         """Emit the warning if it is due. Call it repeatedly during the wait."""
-        if self.waited_s > self._after_s and not self._has_warned:
+        if self.is_due:
             self._has_warned = True
             self._reporter.emit(LogMessage(text, warning=True))

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from distcse.data import Corpus
 from distcse.errors import StoppedEarlyError, TeacherServerError
 from distcse.events import LogMessage
 from distcse.experiments.backend import EmbeddingRequest
-from distcse.placement.resources import count_fitting, format_resources, nodes_with, refuse_impossible
+from distcse.placement.resources import Resources, count_fitting, format_resources, nodes_with, refuse_impossible
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
-from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive
+from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive, describe_holders
 from distcse.ray_backend.teacher_servers import cause_of, monitor_heartbeats
 from distcse.recipe import TeacherSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers import embedding
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import EMBEDDING, plan_embedding, request_embedding_actors
+from distcse.teachers.reuse import Reuse, ReusedVectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder
 
 _POLL_S = 1.0
+_MAX_TASK_LOSSES = 3
+"""Times that a task may lose its actor. More often, the task is the reason."""
 _MAX_TASK_SHARDS, _MIN_TASKS = 8, 4
 """Most shards of a GPU actor's task, and fewest tasks per actor, so that all actors end at about the same time."""
 
@@ -43,6 +46,7 @@ class EmbeddingActor(HeartbeatActor):
         table: ArtifactStore,
         identity: TableIdentity,
         tokens_per_batch: int | None,
+        reuse: Reuse | None = None,
     ) -> None:
         use_assigned_gpus()
         use_assigned_threads()
@@ -50,6 +54,11 @@ class EmbeddingActor(HeartbeatActor):
         self._corpus = Corpus.open(corpus.path)
         self._table = EmbeddingTable(table.path, identity)
         self._tokens_per_batch = tokens_per_batch
+        self._reuse = reuse
+
+    @cached_property
+    def _reused(self) -> ReusedVectors | None:
+        return None if self._reuse is None else self._reuse.open()
 
     @cached_property
     def _encoder(self) -> Embedder:
@@ -57,10 +66,15 @@ class EmbeddingActor(HeartbeatActor):
         return kind_of(self._teacher).open_embedder()
 
     def embed(self, shards: Sequence[int]) -> int:
-        """Embed shards, except those that this task stored before it was interrupted; return their number of rows."""
-        missing = [shard for shard in shards if not self._table.is_intact(shard)]
-        done = embedding.embed_shards(self._encoder, self._corpus, self._table, missing, self._tokens_per_batch)
-        return sum(done) + sum(len(self._table.shard_range(shard)) for shard in set(shards).difference(missing))
+        """Complete shards, except those that were stored before the task was lost; return their number of embedded rows."""
+        table, reused = self._table, self._reused
+        missing = [shard for shard in shards if not table.is_intact(shard)]
+        earlier = sum(len(embedding.new_rows(table, shard, reused)) for shard in set(shards).difference(missing))
+        return earlier + sum(
+            embedding.complete_shards(
+                lambda: self._encoder, self._corpus, table, missing, self._tokens_per_batch, reused
+            )
+        )
 
 
 def embedding_tasks(missing: Sequence[int], actors: int, is_on_gpu: bool) -> list[Sequence[int]]:
@@ -98,41 +112,14 @@ def embed_shards(request: EmbeddingRequest) -> None:
     actors = [
         actor_class.options(
             name=f"embedding-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.node_labels
-        ).remote(teacher, corpus, table.store, table.identity, section.tokens_per_batch)
+        ).remote(teacher, corpus, table.store, table.identity, section.tokens_per_batch, request.reuse)
         for number in range(count)
     ]
-    watchdog = ResourceWatchdog(
-        [request_embedding_actors(section, 1, each)], lambda text: reporter.emit(LogMessage(text, warning=True))
-    )
-    starting, waiting_warning = {actor.beat.remote(): actor for actor in actors}, WaitWarning(reporter)
-    waiting = deque(embedding_tasks(request.missing, count, is_on_gpu=each["GPU"] > 0))
-    running: dict[Any, Any] = {}
-    done = 0
     try:
         with monitor_heartbeats(section, reporter) as monitor:
             for number, actor in enumerate(actors):
                 monitor.add(f"embedding actor {number} of teacher {teacher.backbone}", actor)
-            while waiting or running:
-                if len(starting) == count:
-                    if reporter.stop_requested() and waiting_warning.waited_s > STOPPED_WAIT_S:
-                        raise StoppedEarlyError(
-                            f"stopped while teacher {teacher.backbone} waited for resources; start the run again"
-                        )
-                    waiting_warning.check(
-                        f"teacher {teacher.backbone} waits for a node with {format_resources(each)} free"
-                    )
-                watchdog.check()
-                for answer in ray.wait([*starting, *running], timeout=_POLL_S)[0]:
-                    if answer in running:
-                        actor = running.pop(answer)
-                        done += ray.get(answer)
-                        request.on_rows(done)
-                    else:
-                        actor = starting.pop(answer)
-                    # An actor that waits for resources gets no task: the task would wait with it, maybe forever.
-                    if waiting:
-                        shards = waiting.popleft()
-                        running[actor.embed.options(name=_task_name(shards)).remote(shards)] = actor
+            _EmbeddingTasks(request, actors, each).run()
     except RayTaskError as failed:
         raise cause_of(teacher, failed) from failed
     except RayActorError as lost:
@@ -144,6 +131,81 @@ def embed_shards(request: EmbeddingRequest) -> None:
     finally:
         for actor in actors:
             ray.kill(actor)
+
+
+class _EmbeddingTasks:
+    """Gives shards to actors that are there. An actor that waits for resources gets none, and a lost one's are taken back."""
+
+    def __init__(self, request: EmbeddingRequest, actors: Sequence[Any], each: Resources) -> None:
+        self._request, self._each = request, each
+        self._reporter, self._backbone = request.reporter, request.teacher.backbone
+        self._waiting = deque(embedding_tasks(request.missing, len(actors), is_on_gpu=each["GPU"] > 0))
+        self._starting = {actor.beat.remote(): actor for actor in actors}
+        self._running: dict[Any, tuple[Any, Sequence[int]]] = {}
+        self._idle: list[Any] = []
+        self._losses: Counter[int] = Counter()
+        """Times that a task was lost, by its first shard."""
+        self._done = 0
+        self._wait_warning = WaitWarning(self._reporter)
+        self._watchdog = ResourceWatchdog([request_embedding_actors(request.section, 1, each)], self._warn)
+
+    def run(self) -> None:
+        """Complete all shards."""
+        while self._waiting or self._running:
+            self._check_wait()
+            self._watchdog.check()
+            for answer in ray.wait([*self._starting, *self._running], timeout=_POLL_S)[0]:
+                if answer in self._running:
+                    self._take_result(answer)
+                else:
+                    self._take_start(answer)
+            while self._waiting and self._idle:
+                actor, shards = self._idle.pop(), self._waiting.popleft()
+                # Without retries, which would wait with the lost actor for resources while others are idle.
+                call = actor.embed.options(name=_task_name(shards), max_task_retries=0)
+                self._running[call.remote(shards)] = actor, shards
+
+    def _take_start(self, answer: Any) -> None:
+        actor = self._starting.pop(answer)
+        try:
+            ray.get(answer)
+        except ActorUnavailableError:  # its node may be lost, which Ray notices and repairs only after seconds
+            self._starting[actor.beat.remote()] = actor
+        else:
+            self._idle.append(actor)
+
+    def _take_result(self, answer: Any) -> None:
+        actor, shards = self._running.pop(answer)
+        try:
+            self._done += ray.get(answer)
+        except RayActorError:
+            self._losses[shards[0]] += 1
+            if self._losses[shards[0]] > _MAX_TASK_LOSSES:
+                raise
+            self._waiting.appendleft(shards)
+            self._wait_warning = WaitWarning(self._reporter)
+            self._starting[actor.beat.remote()] = actor  # raises an error if Ray does not restart the actor
+        else:
+            self._idle.append(actor)
+            self._request.on_rows(self._done)
+
+    def _check_wait(self) -> None:
+        """Report actors that wait for resources while there are shards for them.
+
+        Raises:
+            StoppedEarlyError: A stop was requested while all wait.
+        """
+        if not self._running and self._reporter.stop_requested() and self._wait_warning.waited_s > STOPPED_WAIT_S:
+            raise StoppedEarlyError(f"stopped while teacher {self._backbone} waited for resources; start the run again")
+        if self._starting and self._waiting and self._wait_warning.is_due:
+            waiting, needed = len(self._starting), format_resources(self._each)
+            self._wait_warning.check(
+                f"teacher {self._backbone} waits for a node with {needed} free ({waiting} of {waiting + len(self._running)} "
+                f"embedding actors wait); {describe_holders()}"
+            )
+
+    def _warn(self, text: str) -> None:
+        self._reporter.emit(LogMessage(text, warning=True))
 
 
 def _task_name(shards: Sequence[int]) -> str:

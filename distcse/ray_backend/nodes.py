@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distcse.errors import ClusterTooSmallError
-from distcse.placement.resources import Node, ResourceRequest, Resources, find_shortfall
+from distcse.placement.resources import Node, ResourceRequest, Resources, find_shortfall, format_resources
 
 _START_TIMEOUT_S = 60.0
 """Seconds in which a live node starts a process."""
@@ -17,6 +18,9 @@ STOPPED_WAIT_S = 15.0
 """Seconds that a run waits for resources after a stop request. Workers that have resources start in this time and save a
 checkpoint."""
 _CHECK_INTERVAL_S = 2.0
+_STATE_TIMEOUT_S = 10
+_MAX_ACTORS = 1000
+_MAX_HOLDERS = 3
 
 
 def alive() -> list[Node]:
@@ -36,6 +40,33 @@ def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
     answers = [test_task.options(scheduling_strategy=On(node.id, soft=False)).remote() for node in nodes]
     ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)
     return [node.resources for node, answer in zip(nodes, answers, strict=True) if _has_succeeded(answer)]
+
+
+def describe_holders() -> str:
+    """Return which actors hold the cluster's CPUs and GPUs, for the message of a wait.
+
+    Such as `held by 4 x RayTrainWorker of job 02000000 (1 CPU each)`. Actors in placement groups are named without resources.
+    """
+    from ray.util.state import list_actors
+    from ray.util.state.exception import RayStateApiException
+
+    try:
+        actors = list_actors(
+            filters=[("state", "=", "ALIVE")], detail=True, limit=_MAX_ACTORS, timeout=_STATE_TIMEOUT_S
+        )
+    except RayStateApiException:  # the cluster has no dashboard, or it does not answer
+        return "`ray status` shows who holds the resources"
+    holders: Counter[str] = Counter()
+    for actor in actors:
+        each = {kind: amount for kind, amount in (actor.required_resources or {}).items() if kind in ("CPU", "GPU")}
+        if any(each.values()) or actor.placement_group_id:
+            held = f" ({format_resources(each)} each)" if any(each.values()) else ""
+            holders[f"{actor.class_name} of job {actor.job_id}{held}"] += 1
+    if not holders:
+        return "no actor holds them; `ray status` shows who does"
+    listed = [f"{number} x {holder}" for holder, number in holders.most_common(_MAX_HOLDERS)]
+    more = len(holders) - len(listed)
+    return f"held by {', '.join(listed)}" + (f" and {more} other kinds" if more else "")
 
 
 class ResourceWatchdog:
