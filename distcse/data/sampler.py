@@ -36,11 +36,12 @@ class BatchSampler:
                 f"the corpus has {len(ids)} training rows, but one batch needs {batch_size}; "
                 f"add text, or lower training.batch_size (or evaluation.num_heldout)"
             )
-        self._rows = ids
+        # Rows and orders are the memory of a worker that grows with the corpus: 4 bytes each.
+        self._rows: NDArray[np.integer] = ids.astype(np.uint32 if ids.max() < 2**32 else np.int64)
         self._batch_size = batch_size
         self._seed = seed
         self._grouping = grouping
-        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._orders: dict[int, NDArray[np.integer]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -53,16 +54,20 @@ class BatchSampler:
         if epoch not in self._orders:
             # Cache two epochs: prefetching across an epoch's end alternates between them.
             self._orders = {**dict(list(self._orders.items())[-1:]), epoch: self._order(epoch)}
-        return self._orders[epoch][index * self._batch_size : (index + 1) * self._batch_size]
+        return self._orders[epoch][index * self._batch_size : (index + 1) * self._batch_size].astype(np.int64)
 
     def block(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the (count, batch_size) row ids of `count` steps, beginning with step `first`."""
         return np.stack([self.batch(step) for step in range(first, first + count)])
 
-    def _order(self, epoch: int) -> NDArray[np.int64]:
+    def _order(self, epoch: int) -> NDArray[np.integer]:
         generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        order = self._rows[generator.permutation(len(self._rows))]
-        return self._grouping.order(order, generator) if self._grouping else order
+        order = self._rows.copy()
+        generator.shuffle(order)
+        if self._grouping is None:
+            return order
+        grouped: NDArray[np.integer] = self._grouping.order(order.astype(np.int64), generator).astype(order.dtype)
+        return grouped
 
 
 def duplicate_mask(columns: NDArray[np.int64], own: slice) -> NDArray[np.bool_]:

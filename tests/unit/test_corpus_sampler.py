@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -56,6 +58,21 @@ def test_the_order_is_stable_between_releases() -> None:
     # A resumed run must continue with its order, whichever version of distcse wrote the checkpoint.
     assert BatchSampler(10, 5, seed=42).block(0, 3).tolist() == [[5, 6, 0, 7, 3], [2, 4, 9, 1, 8], [0, 8, 7, 4, 3]]
     assert split_held_out(20, 4, seed=42)[1].tolist() == [4, 12, 13, 15]
+
+
+def test_an_epochs_order_takes_four_bytes_a_row() -> None:
+    """And is that of the permutation of row ids, of eight bytes."""
+    rows = np.arange(10, 200_010, 2)
+    sampler = BatchSampler(rows, 100, seed=7)
+    tracemalloc.start()
+    first = sampler.batch(1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 5 * len(rows)
+    expected = rows[np.random.Generator(np.random.PCG64([7, 1])).permutation(len(rows))]
+    assert first.dtype == np.int64 and first.tolist() == expected[:100].tolist()
+    far = BatchSampler(rows + 2**33, 100, seed=7).batch(1000)
+    assert (far - 2**33).tolist() == first.tolist()
 
 
 def test_negative_steps_are_errors() -> None:
