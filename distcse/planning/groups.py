@@ -134,7 +134,7 @@ class MutualPlan:
 
     @property
     def driver_bytes(self) -> float:
-        """Host memory of the driver that grows with the pairs: it finds doubles among them. Scorers and trainers map files."""
+        """Host memory of the driver that grows with the pairs: it finds duplicates among them. Scorers and trainers map files."""
         return _DRIVER_BYTES_PER_PAIR * self.pairs
 
     @cached_property
