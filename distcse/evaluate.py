@@ -41,7 +41,7 @@ def _main(options: argparse.Namespace) -> int:
         from distcse.evaluation import LoadOptions
         from distcse.measuring import measure
         from distcse.report.progress import open_view
-        from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
+        from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, results_as_json
 
     if options.out is not None and not options.dry_run:
         _make(resolve_path(options.out))
@@ -62,6 +62,8 @@ def _main(options: argparse.Namespace) -> int:
             options.data,
             options.suite.split(","),
             options.add,
+            texts=options.texts,
+            column=options.column,
             documents=options.documents,
             mteb=options.mteb,
             aggregate=options.aggregate,
@@ -72,7 +74,7 @@ def _main(options: argparse.Namespace) -> int:
             stop_requested=stop.stop_requested,
         )
     if options.json:
-        print_json(scores_as_json(measured.evaluation))
+        print_json(results_as_json(measured.evaluation))
     else:
         print_remarks(measured.evaluation)
         print_evaluation(measured.evaluation)
@@ -97,6 +99,8 @@ def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:
             options.data,
             options.suite.split(","),
             options.add,
+            texts=options.texts,
+            column=options.column,
             documents=options.documents,
             mteb=options.mteb,
             ensembles=options.ensemble,
@@ -146,6 +150,15 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="SUITE[:NAME]=PATH",
         help="a custom set: .tsv, .jsonl or .parquet; for transfer and retrieval also a folder",
+    )
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        metavar="FILE",
+        help="texts of yours without labels, a text per line: agreement with the last model, neighbors kept, and speed",
+    )
+    parser.add_argument(
+        "--column", default="text", metavar="NAME", help="column of the texts in a table or JSON file (default: text)"
     )
     parser.add_argument(
         "--documents",

@@ -21,6 +21,7 @@ from distcse.evaluation import (
     LoadOptions,
     RetrievalTask,
     Tasks,
+    TextsTask,
     VectorModel,
     collect,
     evaluate,
@@ -82,6 +83,8 @@ def measure(
     suites: Iterable[str] = ("sts",),
     add: Iterable[str] = (),
     *,
+    texts: str | Path | None = None,
+    column: str = "text",
     documents: str | None = None,
     mteb: str | Path | None = None,
     ensembles: Iterable[str] = (),
@@ -98,6 +101,8 @@ def measure(
         data: Folder with the published sets.
         suites: Suites to measure on `data`: sts, transfer, pairs, ranking, geometry, retrieval.
         add: Custom sets: "SUITE[:NAME]=PATH".
+        texts: File of texts without labels, on which the models are compared with the last one, and their speed is measured.
+        column: Column of the texts, if the file has columns.
         documents: Model to encode the documents; each retrieval set is measured once more with it.
         mteb: Folder to write MTEB's results of its STS tasks into.
         ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
@@ -131,7 +136,8 @@ def measure(
             load_options.device,
             lambda name, done: emit(StageProgress(f"{name} fits", done, None, "done")),
         )
-        candidates, tasks = _load(models, folder, suites, add, documents, config, load_options, reporter)
+        own = None if texts is None else (Path(texts), column)
+        candidates, tasks = _load(models, folder, suites, add, own, documents, config, load_options, reporter)
         combined = make_ensembles(ensembles, candidates)
         settings = {
             "STS": aggregate,
@@ -154,6 +160,8 @@ def check_measurement(
     suites: Iterable[str] = ("sts",),
     add: Iterable[str] = (),
     *,
+    texts: str | Path | None = None,
+    column: str = "text",
     documents: str | None = None,
     mteb: str | Path | None = None,
     ensembles: Iterable[str] = (),
@@ -167,6 +175,8 @@ def check_measurement(
         data: Folder with the published sets.
         suites: Suites of `data`.
         add: Custom sets.
+        texts: File of texts without labels.
+        column: Column of the texts.
         documents: Model to encode the documents.
         mteb: Folder for MTEB's results; checked, not written.
         ensembles: Ensembles of the models.
@@ -182,7 +192,10 @@ def check_measurement(
     with open_listener(listen) as emit:
         load_options = load_options or LoadOptions(device=default_device())
         report_precisions([_precision_role(load_options)], emit)
-        candidates, tasks = _load(models, folder, suites, add, documents, EvalConfig(), load_options, Reporter(emit))
+        own = None if texts is None else (Path(texts), column)
+        candidates, tasks = _load(
+            models, folder, suites, add, own, documents, EvalConfig(), load_options, Reporter(emit)
+        )
         combined = make_ensembles(ensembles, candidates)
         for candidate in candidates:
             info = candidate.info
@@ -191,12 +204,9 @@ def check_measurement(
         for ensemble in combined:
             emit(StageProgress(ensemble.info.name, 1, 1, "", finished=True, note=ensemble.info.source))
         for task in tasks.tasks:
-            texts = len(set(task.sentences()))
-            emit(
-                StageProgress(
-                    f"{task.suite} {task.name}", texts, texts, "texts", finished=True, note=f"{texts:,} distinct texts"
-                )
-            )
+            number = len(set(task.sentences()))
+            note = f"{number:,} distinct texts"
+            emit(StageProgress(f"{task.suite} {task.name}", number, number, "texts", finished=True, note=note))
         for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
             emit(LogMessage(line, warning=True))
 
@@ -210,6 +220,7 @@ def _load(
     folder: Path | None,
     suites: Iterable[str],
     add: Iterable[str],
+    texts: tuple[Path, str] | None,
     documents: str | None,
     config: EvalConfig,
     load_options: LoadOptions,
@@ -222,7 +233,11 @@ def _load(
     if not sources:
         raise EvaluationOptionError("there is no model to measure; name at least one")
     custom = [CustomSet.parse(text) for text in add]
-    tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, config)
+    own = []
+    if texts is not None:
+        own = [TextsTask.read(*texts, reference=list(sources)[-1] if len(sources) > 1 else None)]
+    tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, config, own)
+    tasks.timed_texts = [text for task in own for text in task.texts]
     candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
     if documents is not None:
         _add_retrieval_with_documents_by(documents, load_options, tasks, candidates)

@@ -11,6 +11,7 @@ from distcse.evaluation.candidates import (
 )
 from distcse.evaluation.catalogue import DEV_SETS, SUITES, DatasetFolder, parse_suites
 from distcse.evaluation.contamination import Contamination
+from distcse.evaluation.custom_dev import CustomDev
 from distcse.evaluation.dev import LabelledDev, labelled_dev
 from distcse.evaluation.ensembles import make_ensembles, measure_ensemble
 from distcse.evaluation.evaluation import (
@@ -30,12 +31,14 @@ from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
 from distcse.evaluation.suites import CustomSet, EvalConfig, Tasks, collect
 from distcse.evaluation.tables import read_table, stream_texts
+from distcse.evaluation.text_agreement import TextsTask
 
 __all__ = [
     "DEV_SETS",
     "SUITES",
     "Candidate",
     "Contamination",
+    "CustomDev",
     "CustomSet",
     "DatasetFolder",
     "Ensemble",
@@ -57,6 +60,7 @@ __all__ = [
     "ScoredPairs",
     "StsTask",
     "Tasks",
+    "TextsTask",
     "VectorModel",
     "agreement",
     "agreement_result",

@@ -126,8 +126,9 @@ def make_candidate(
     on_progress: Progress | None = None,
 ) -> Candidate:
     """Wrap a loaded bi-encoder as a candidate."""
-    info = ModelInfo(name, source, "bi-encoder", encoder.pooling, encoder.max_length, _count_parameters(encoder))
-    return Candidate(info, VectorModel.of(encoder, precision, on_progress), contamination)
+    return Candidate(
+        _describe(name, source, "bi-encoder", encoder), VectorModel.of(encoder, precision, on_progress), contamination
+    )
 
 
 def make_rank_candidate(
@@ -140,8 +141,11 @@ def make_rank_candidate(
 ) -> Candidate:
     """Wrap a loaded bi-encoder with references, whose pairs are scored by cosine and by rank, as a candidate."""
     encoder, kind = ranker.encoder, f"rank space, λ = {ranker.weight:g}"
-    info = ModelInfo(name, source, kind, encoder.pooling, encoder.max_length, _count_parameters(encoder))
-    return Candidate(info, RankSpaceModel(ranker, make_encode(encoder, precision, on_progress)), contamination)
+    return Candidate(
+        _describe(name, source, kind, encoder),
+        RankSpaceModel(ranker, make_encode(encoder, precision, on_progress)),
+        contamination,
+    )
 
 
 def make_pair_candidate(
@@ -153,8 +157,9 @@ def make_pair_candidate(
     on_progress: Progress | None = None,
 ) -> Candidate:
     """Wrap a loaded cross-encoder as a candidate."""
-    info = ModelInfo(name, source, "cross-encoder", "pair", encoder.max_length, _count_parameters(encoder))
-    return Candidate(info, PairScores(encoder, on_progress, precision), contamination)
+    return Candidate(
+        _describe(name, source, "cross-encoder", encoder), PairScores(encoder, on_progress, precision), contamination
+    )
 
 
 def _load_rank_space(folder: Path, source: str, options: LoadOptions) -> RankSpaceEncoder:
@@ -169,8 +174,19 @@ def _load_rank_space(folder: Path, source: str, options: LoadOptions) -> RankSpa
     return ranker
 
 
-def _count_parameters(model: Any) -> int:
-    return sum(weights.numel() for weights in model.parameters())
+def _describe(name: str, source: str, kind: str, model: Encoder | CrossEncoder) -> ModelInfo:
+    weights = list(model.parameters())
+    pooling, dimensions = (model.pooling, model.dimension) if isinstance(model, Encoder) else ("pair", 0)
+    return ModelInfo(
+        name,
+        source,
+        kind,
+        pooling,
+        model.max_length,
+        sum(tensor.numel() for tensor in weights),
+        dimensions=dimensions,
+        size_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights),
+    )
 
 
 def _default_name(path: str) -> str:

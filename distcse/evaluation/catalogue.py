@@ -17,6 +17,9 @@ from distcse.evaluation.tables import Table, find_table, read_table
 
 Suite = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval"]
 SUITES: tuple[Suite, ...] = ("sts", "transfer", "pairs", "ranking", "geometry", "retrieval")
+CustomSuite = Literal[Suite, "triplets"]
+CUSTOM_SUITES: tuple[CustomSuite, ...] = (*SUITES, "triplets")
+"""Suites of sets of the user's; there is no published set of triplets."""
 
 
 @dataclass(frozen=True)

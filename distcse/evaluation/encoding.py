@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, ReportedEstimate, SpearmanOf
+from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, PearsonOf, ReportedEstimate, SpearmanOf
 from distcse.evaluation.evaluation import ModelInfo, ModelResults
 from distcse.evaluation.models import RecordedScores
 from distcse.evaluation.tasks import TaskResult
@@ -22,6 +22,7 @@ _CLASSES: Mapping[str, type[Any]] = {
         TaskResult,
         Fixed,
         MeanOf,
+        PearsonOf,
         SpearmanOf,
         AucOf,
         ReportedEstimate,

@@ -90,6 +90,27 @@ class SpearmanOf:
 
 
 @dataclass(frozen=True)
+class PearsonOf:
+    """Pearson correlation, times 100, of predictions and gold scores; 0 if a side is constant."""
+
+    predicted: NDArray[np.floating]
+    gold: NDArray[np.float64]
+    items: str
+
+    @cached_property
+    def value(self) -> float:
+        return float(self._compute(np.ones((1, len(self.gold))))[0])
+
+    @cached_property
+    def resampled(self) -> NDArray[np.float64]:
+        return resample(self.items, len(self.gold), self._compute)
+
+    def _compute(self, weights: Weights) -> NDArray[np.float64]:
+        ours, theirs = (np.asarray(values, dtype=np.float64)[None, :] for values in (self.predicted, self.gold))
+        return 100 * _weighted_pearson(ours, theirs, weights)
+
+
+@dataclass(frozen=True)
 class AucOf:
     """Area under the ROC curve, times 100, of predictions for labels 0 and 1."""
 

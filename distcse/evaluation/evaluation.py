@@ -17,10 +17,12 @@ from distcse.errors import EvaluationResultError, StoppedEarlyError
 from distcse.evaluation.catalogue import PUBLISHED
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
-from distcse.evaluation.models import Model, VectorModel
+from distcse.evaluation.models import Ensemble, Model, VectorModel
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges, NeighborComparison
+from distcse.evaluation.speed import measure_speed
 from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
+from distcse.evaluation.text_agreement import with_agreement
 from distcse.events import Listener, StageProgress, ignore
 from distcse.storage import open_store
 
@@ -40,6 +42,14 @@ class ModelInfo:
     """Time in the model's forward passes, over all suites."""
     contamination: Mapping[str, float] = field(default_factory=dict)
     """Share of each `suite/set`'s sentences in the model's training text, where it is known."""
+    dimensions: int = 0
+    """Dimension of its vectors; 0 if it has none or it is unknown."""
+    size_bytes: int = 0
+    """Size of its weights in memory."""
+    sentences_per_s: float | None = None
+    """Throughput on the device that measured it, of a cross-encoder in pairs; None if it was not measured."""
+    latency_ms: float | None = None
+    """Time for one sentence there, in milliseconds; None if it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +236,9 @@ def measure_model(
         emit(StageProgress(name, done, len(supported), f"sets, now {task.suite} {task.name}"))
         results[task.suite, task.name] = task.measure(model)
     info, vectors = _describe_model(candidate, tasks.tasks), NeighborComparison.of(tasks.tasks).vectors(model)
+    if tasks.timed_texts and not isinstance(model, Ensemble):
+        speed = measure_speed(model.compute, tasks.timed_texts)
+        info = replace(info, sentences_per_s=speed.sentences_per_s, latency_ms=speed.latency_ms)
     note = f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {model.seconds:.1f} s in the model"
     emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
     return ModelResults(info, default_device(), results, vectors)
@@ -250,11 +263,13 @@ def compare_models(
     """
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
-    for model in results:
-        for (suite, dataset), result in model.results.items():
+    for name, model_results in with_agreement(
+        {model.info.name: model.results for model in results}, tasks.tasks
+    ).items():
+        for (suite, dataset), result in model_results.items():
             for measure, estimate in result.scores.items():
-                estimates.setdefault((suite, dataset), {}).setdefault(measure, {})[model.info.name] = estimate
-            details.setdefault(suite, {}).setdefault(dataset, {})[model.info.name] = dict(result.details)
+                estimates.setdefault((suite, dataset), {}).setdefault(measure, {})[name] = estimate
+            details.setdefault(suite, {}).setdefault(dataset, {})[name] = dict(result.details)
     base = base or results[0].info.name
     vectors = {model.info.name: model.vectors for model in results}
     return Evaluation(

@@ -66,6 +66,10 @@ class VectorModel:
         self._index.update({text: num_known + offset for offset, text in enumerate(new)})
         self._vectors = vectors if self._vectors is None else np.concatenate([self._vectors, vectors])
 
+    def compute(self, texts: Sequence[str]) -> None:
+        """Encode n texts, known or not, and keep nothing: a pass to be timed."""
+        self._encode(texts)
+
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return the (n, d) vectors of n texts."""
         self.prepare(texts)
@@ -151,6 +155,11 @@ class PairScores:
         self.seconds += perf_counter() - started_at
         _require_finite(int((~np.isfinite(scores)).sum()), len(new), "pairs")
         self._known.update(zip(new, scores.tolist(), strict=True))
+
+    def compute(self, texts: Sequence[str]) -> None:
+        """Score n pairs of each text and the next one, known or not, and keep nothing: a pass to be timed."""
+        following = [*texts[1:], *texts[:1]]
+        self._encoder.score(list(zip(texts, following, strict=True)), precision=self._precision)
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
         """Return the (n,) probabilities of n pairs."""

@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError, EvaluationOptionError, InsufficientLabelsError
-from distcse.evaluation.catalogue import PAIRS, STS, STSB, STSB_DEV, SUITES, TRANSFER, DatasetFolder, KnownSet, Suite
+from distcse.evaluation.catalogue import (
+    CUSTOM_SUITES,
+    PAIRS,
+    STS,
+    STSB,
+    STSB_DEV,
+    TRANSFER,
+    CustomSuite,
+    DatasetFolder,
+    KnownSet,
+    Suite,
+)
 from distcse.evaluation.geometry import GeometryTask
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.ranking import MIN_PARTNERS, RankingTask
@@ -17,6 +28,7 @@ from distcse.evaluation.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tables import ENDINGS, Table, find_table, read_table
 from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.transfer import Mode, TransferTask
+from distcse.evaluation.triplets import TripletTask
 from distcse.storage import text_checksum
 
 FitProgress = Callable[[str, int], None]
@@ -43,6 +55,8 @@ class Tasks:
     tasks: list[EvalTask] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    timed_texts: list[str] = field(default_factory=list)
+    """Texts on which the speed of each model is measured; empty measures none."""
 
     def fingerprints(self) -> dict[str, str]:
         """Compute a hash of each set's sentences, by suite and name."""
@@ -53,7 +67,7 @@ class Tasks:
 class CustomSet:
     """A file of the user (a folder for retrieval, optionally for transfer), measured by the protocol of a suite."""
 
-    suite: Suite
+    suite: CustomSuite
     name: str
     path: Path
 
@@ -66,13 +80,15 @@ class CustomSet:
         """
         kind, equals, path = text.partition("=")
         suite, _, name = kind.partition(":")
-        if not equals or not path or suite not in SUITES:
+        if not equals or not path or suite not in CUSTOM_SUITES:
             raise EvaluationOptionError(
-                f"--add {text}: write SUITE=PATH or SUITE:NAME=PATH, with SUITE one of {', '.join(SUITES)}"
+                f"--add {text}: write SUITE=PATH or SUITE:NAME=PATH, with SUITE one of {', '.join(CUSTOM_SUITES)}"
             )
         stem = Path(path).name
         ending = next((ending for ending in sorted(ENDINGS, key=len, reverse=True) if stem.endswith(ending)), "")
-        return cls(next(known for known in SUITES if known == suite), name or stem.removesuffix(ending), Path(path))
+        return cls(
+            next(known for known in CUSTOM_SUITES if known == suite), name or stem.removesuffix(ending), Path(path)
+        )
 
 
 def published(data: Path, suites: Iterable[Suite], config: EvalConfig) -> Tasks:
@@ -91,7 +107,13 @@ def published(data: Path, suites: Iterable[Suite], config: EvalConfig) -> Tasks:
     return found
 
 
-def collect(data: Path | None, suites: Iterable[Suite], custom: Iterable[CustomSet], config: EvalConfig) -> Tasks:
+def collect(
+    data: Path | None,
+    suites: Iterable[Suite],
+    custom: Iterable[CustomSet],
+    config: EvalConfig,
+    others: Iterable[EvalTask] = (),
+) -> Tasks:
     """Create the tasks of published and custom sets.
 
     Args:
@@ -99,6 +121,7 @@ def collect(data: Path | None, suites: Iterable[Suite], custom: Iterable[CustomS
         suites: Suites of the data folder.
         custom: Custom sets.
         config: Settings of the protocols.
+        others: Tasks to measure after them. Default: none.
 
     Raises:
         EvaluationDataError: A file or folder does not exist.
@@ -108,6 +131,7 @@ def collect(data: Path | None, suites: Iterable[Suite], custom: Iterable[CustomS
     found = Tasks() if data is None else published(data, suites, config)
     for custom_set in custom:
         found.tasks.append(_custom_task(custom_set, config))
+    found.tasks += others
     names = [(task.suite, task.name) for task in found.tasks]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise EvaluationOptionError(
@@ -116,7 +140,8 @@ def collect(data: Path | None, suites: Iterable[Suite], custom: Iterable[CustomS
     if not found.tasks:
         missing = f" ({'; '.join(found.missing[:3])})" if found.missing else ""
         raise EvaluationOptionError(
-            f"there is no set to measure{missing}; set --data to a folder with labelled sets, or add one with --add"
+            f"there is no set to measure{missing}; set --data to a folder with labelled sets, or add one with --add; "
+            "without labels, compare models on texts of yours with --texts FILE"
         )
     return found
 
@@ -183,6 +208,8 @@ def _custom_task(custom: CustomSet, config: EvalConfig) -> EvalTask:
     table = read_table(custom.path)
     if custom.suite == "pairs":
         return PairClassificationTask.of(custom.name, table)
+    if custom.suite == "triplets":
+        return TripletTask.of(custom.name, table)
     pairs = ScoredPairs.of(custom.name, table)
     if custom.suite == "ranking":
         task = RankingTask(pairs)

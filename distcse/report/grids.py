@@ -14,11 +14,13 @@ TITLES = {
     "sts": "STS",
     "transfer": "Transfer",
     "pairs": "Pairs",
+    "triplets": "Triplets",
     "ranking": "Ranking",
     "geometry": "Geometry",
     "retrieval": "Retrieval",
     "agreement": "Agreement",
     "dev": "Dev score",
+    "texts": "Agreement on texts",
 }
 MEASURES = {
     "all": "Spearman ×100, all subsets at once",
@@ -30,7 +32,7 @@ MEASURES = {
     "ndcg": "NDCG ×100",
     "agreement": "Spearman ×100 with the teachers' lists",
 }
-_TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "ranking", "agreement")
+_TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "triplets", "ranking", "agreement")
 _UNITS_OF_ONE = ("alignment", "uniformity")
 LOWER_IS_BETTER = ("alignment", "uniformity")
 TRANSDUCTIVE = "‡"
@@ -107,6 +109,11 @@ def legend(evaluation: Evaluation) -> list[str]:
             if share >= NOTICED_FROM:
                 models.setdefault((entry.replace("/", " ", 1), share), []).append(about.name)
     lines = []
+    if any(score.suite == "texts" for score in evaluation.scores):
+        lines.append(
+            "pearson, spearman: correlations ×100 of the cosines of random pairs; kept@k: % of a text's k nearest neighbors "
+            "that both models share"
+        )
     for (name, share), of in models.items():
         line = f"{', '.join(of)}, {name}:"
         if share >= TRANSDUCTIVE_FROM:

@@ -16,6 +16,7 @@ from distcse.evaluation.estimates import RESAMPLES
 from distcse.report.exports import write_exports
 from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
+from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
 from distcse.report.plots import colour_of, pictures
 from distcse.report.published import find_published
 from distcse.storage import open_store
@@ -84,6 +85,8 @@ def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
         "history": history,
         "facts": _facts(evaluation, history),
         "markdown_table": markdown_table,
+        "speed_columns": SPEED_COLUMNS,
+        "size_and_speed": size_and_speed,
     }
 
 

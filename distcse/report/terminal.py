@@ -14,6 +14,7 @@ from rich.text import Text
 
 from distcse.evaluation import Evaluation
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
+from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
 from distcse.teachers.comparison import NEAREST, TeacherComparison
 from distcse.tuning.summary import SummaryRow
 
@@ -31,6 +32,24 @@ def print_evaluation(evaluation: Evaluation) -> None:
         console.print(f"\n{line} * marks intervals without 0.", markup=False, highlight=False, soft_wrap=True)
     for line in legend(evaluation):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    _print_models(console, evaluation)
+
+
+def _print_models(console: Console, evaluation: Evaluation) -> None:
+    """Print size and speed of the models whose speed was measured."""
+    timed = [about for about in evaluation.models if about.sentences_per_s is not None]
+    if not timed:
+        return
+    console.print(
+        f"\nSize and speed ({evaluation.settings['device']}, {evaluation.settings['precision']})", highlight=False
+    )
+    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for name in SPEED_COLUMNS:
+        table.add_column(name, justify="right")
+    for about in timed:
+        table.add_row(about.name, *size_and_speed(about))
+    console.print(table)
 
 
 def _for_tables() -> Console:
@@ -113,9 +132,9 @@ def print_json(lines: Iterable[Mapping[str, Any]]) -> None:
     sys.stdout.flush()
 
 
-def scores_as_json(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return a `Score` event for every score of an evaluation."""
-    return [
+def results_as_json(evaluation: Evaluation) -> list[dict[str, Any]]:
+    """Return a `Score` event for every score of an evaluation, and a `Model` event for every model whose speed was measured."""
+    scores = [
         {
             "event": "Score",
             "suite": s.suite,
@@ -125,4 +144,17 @@ def scores_as_json(evaluation: Evaluation) -> list[dict[str, Any]]:
             "values": s.values,
         }
         for s in evaluation.scores
+    ]
+    return scores + [
+        {
+            "event": "Model",
+            "name": about.name,
+            "parameters": about.parameters,
+            "dimensions": about.dimensions,
+            "size_bytes": about.size_bytes,
+            "sentences_per_s": about.sentences_per_s,
+            "latency_ms": about.latency_ms,
+        }
+        for about in evaluation.models
+        if about.sentences_per_s is not None
     ]

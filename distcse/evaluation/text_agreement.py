@@ -1,0 +1,143 @@
+"""Agreement of models on texts without labels: do two models score pairs alike, and find the same neighbors?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.data.readers import read_sentences
+from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError, MissingColumnError
+from distcse.evaluation.estimates import Estimate, MeanOf, PearsonOf, SpearmanOf
+from distcse.evaluation.models import PairModel, VectorModel
+from distcse.evaluation.tasks import EvalTask, TaskResult
+
+NEIGHBORS = (1, 10)
+"""Numbers of nearest neighbors that are compared."""
+MAX_TEXTS = 5000
+"""Distinct texts that are compared: their cosines take 100 MB."""
+_MIN_TEXTS = max(NEIGHBORS) + 2
+_PAIRS = 5000
+
+
+@dataclass(frozen=True)
+class TextsTask:
+    """Similarities of random pairs of a user's texts, and each text's nearest neighbors among them.
+
+    `with_agreement` turns what `measure` returns into scores, once all models are measured.
+
+    Args:
+        name: Name of the texts in tables.
+        texts: Distinct texts.
+        reference: Name of the model that the others are compared with; None compares none.
+    """
+
+    name: str
+    texts: list[str]
+    reference: str | None = None
+    suite: str = "texts"
+    pairs_only: bool = True
+
+    @classmethod
+    def read(cls, file: Path, column: str, reference: str | None) -> TextsTask:
+        """Read up to 5,000 distinct texts of a file, drawn at random, always the same ones.
+
+        Args:
+            file: A file that a corpus may be: a text per line, or a table or JSON objects with a column of texts.
+            column: Name of that column.
+            reference: Name of the model that the others are compared with; None compares none.
+
+        Raises:
+            EvaluationDataError: The file does not exist.
+            EvaluationFormatError: It has no such column.
+            CorpusFormatError: It is malformed.
+            InsufficientLabelsError: It has fewer than 12 distinct texts.
+        """
+        if not file.is_file():
+            raise EvaluationDataError(f"--texts {file} is no file; name one with a text per line")
+        try:
+            distinct = list(dict.fromkeys(text for text in read_sentences(file, column) if text is not None))
+        except MissingColumnError:
+            raise EvaluationFormatError(
+                f"--texts {file} has no column {column!r}; name its column of texts: --column NAME"
+            ) from None
+        name = file.name
+        if len(distinct) < _MIN_TEXTS:
+            raise InsufficientLabelsError(
+                f"--texts {file} has {len(distinct)} distinct texts, and {max(NEIGHBORS)} neighbors of each are compared; "
+                f"add texts, to at least {_MIN_TEXTS}"
+            )
+        if len(distinct) > MAX_TEXTS:
+            chosen = np.random.default_rng(0).choice(len(distinct), MAX_TEXTS, replace=False)
+            distinct = [distinct[row] for row in np.sort(chosen)]
+        return cls(name if reference is None else f"{name}, with {reference}", distinct, reference)
+
+    def sentences(self) -> Iterable[str]:
+        return self.texts
+
+    def measure(self, model: PairModel) -> TaskResult:
+        """Return no score, and as details the similarities of 5,000 random pairs and, of a bi-encoder, (n, 10) neighbors."""
+        first, second = _random_pairs(len(self.texts))
+        pairs = ([self.texts[row] for row in rows.tolist()] for rows in (first, second))
+        details: dict[str, NDArray[np.generic]] = {"similarities": model.similarities(*pairs)}
+        if isinstance(model, VectorModel):
+            details["neighbors"] = nearest(model.unit_vectors(self.texts), max(NEIGHBORS))
+        return TaskResult({}, details)
+
+
+def nearest(vectors: NDArray[np.float32], number: int) -> NDArray[np.int64]:
+    """Return the (n, number) nearest neighbors of n unit vectors by cosine, nearest first; of equal ones the first."""
+    cosines = vectors @ vectors.T
+    np.fill_diagonal(cosines, -np.inf)
+    return np.argsort(-cosines, axis=1, kind="stable")[:, :number]
+
+
+Results = Mapping[tuple[str, str], TaskResult]
+"""A model's results by suite and set."""
+
+
+def with_agreement(results: Mapping[str, Results], tasks: Iterable[EvalTask]) -> dict[str, Results]:
+    """Replace what `TextsTask.measure` returned by the agreement with the task's reference model.
+
+    Args:
+        results: The results of all models, by model.
+        tasks: The tasks that were measured; those of other classes are left alone.
+
+    Returns:
+        The results with the scores `pearson` and `spearman` of the pairs' similarities, and `kept@1` and `kept@10`, the share of
+        the reference's nearest neighbors that the model keeps, times 100. The reference itself has no score.
+    """
+    replaced = dict(results)
+    for task in tasks:
+        if isinstance(task, TextsTask):
+            key = (task.suite, task.name)
+            measured = {name: found[key] for name, found in replaced.items() if key in found}
+            reference = measured.pop(task.reference or "", None)
+            for name, found in replaced.items():
+                others = {other: result for other, result in found.items() if other != key}
+                if reference is not None and name in measured:
+                    scores = _agreement(task.name, measured[name], reference)
+                    others[key] = TaskResult(scores, {"texts": len(task.texts), "pairs": _PAIRS})
+                replaced[name] = others
+    return replaced
+
+
+def _agreement(name: str, ours: TaskResult, theirs: TaskResult) -> dict[str, Estimate]:
+    pairs = ours.details["similarities"], theirs.details["similarities"], f"texts/{name}/pairs"
+    scores: dict[str, Estimate] = {"pearson": PearsonOf(*pairs), "spearman": SpearmanOf(*pairs)}
+    if "neighbors" in ours.details and "neighbors" in theirs.details:
+        for number in NEIGHBORS:
+            found, known = (result.details["neighbors"][:, :number] for result in (ours, theirs))
+            shared = (found[:, :, None] == known[:, None, :]).any(axis=2).mean(axis=1)
+            scores[f"kept@{number}"] = MeanOf(shared, f"texts/{name}")
+    return scores
+
+
+def _random_pairs(number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of 5,000 pairs of different texts."""
+    generator = np.random.default_rng(1)
+    first = generator.integers(0, number, _PAIRS)
+    return first, (first + generator.integers(1, number, _PAIRS)) % number
