@@ -22,6 +22,16 @@ def absolute_paths(path: str | list[str] | None) -> str | list[str] | None:
     return [absolute(one) for one in path] if isinstance(path, list) else absolute(path)
 
 
+def is_path(name: str) -> bool:
+    """Whether a value that is a known name or a path is a path: one with a folder or an extension."""
+    return os.sep in name or "." in name
+
+
+def absolute_path(name: str) -> str:
+    """Make a path absolute; a known name (see `is_path`) stays as it is."""
+    return absolute(name) if is_path(name) else name
+
+
 @overload
 def absolute_folder(name: str) -> str: ...
 @overload

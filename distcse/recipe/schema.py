@@ -16,7 +16,7 @@ from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.losses.loss_section import registered_losses
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
-from distcse.recipe.paths import absolute, absolute_folder, absolute_location, absolute_paths
+from distcse.recipe.paths import absolute, absolute_folder, absolute_location, absolute_path, absolute_paths, is_path
 from distcse.recipe.resources import ResourcesSection, check_gpu_keys
 from distcse.recipe.section import Gpus, Name, Precision, Section
 from distcse.recipe.teachers import TeachersSection
@@ -75,6 +75,9 @@ class CorpusSection(Section):
         return self.model_copy(update={"path": absolute_paths(self.path), "dataset": absolute_folder(self.dataset)})
 
 
+_DEV_SCORES = ("auto", "stsb", "sickr", "stsb_sickr", "agreement", "none")
+
+
 class AsyncEvalSection(Section):
     """Resources of the process that computes dev scores during training, on one of the nodes that may train."""
 
@@ -103,10 +106,13 @@ class EvaluationSection(Section):
 
     data: str | None = None
     """Folder of labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
-    dev: Literal["auto", "stsb", "sickr", "stsb_sickr", "agreement", "none"] = "auto"
+    dev: str = "auto"
     """Score that selects the best checkpoint: Spearman correlation on STS-B dev (`stsb`), on SICK-R trial (`sickr`) or the
-    mean of both (`stsb_sickr`, RankEncoder's), agreement with the teachers on held-out rows, or `none`, which takes the last
-    checkpoint. `auto` is `stsb` where `data` is set, else `agreement` where there are teachers, else `none`."""
+    mean of both (`stsb_sickr`, RankEncoder's), agreement with the teachers on held-out rows (`agreement`), a set of yours, or
+    `none`, which takes the last checkpoint. `auto` is `stsb` where `data` is set, else `agreement` where there are teachers,
+    else `none`. A set of yours is a path: a file of pairs (columns `sentence1`, `sentence2`, and `score` for Spearman's
+    correlation or `label` for the area under the ROC curve) or of triplets (`anchor`, `positive`, `negative`: accuracy), or
+    a folder with `queries`, `corpus` and `relevant` (NDCG@10)."""
     dev_is_test: bool = False
     """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512
@@ -131,6 +137,16 @@ class EvaluationSection(Section):
     in the run's folder; `{}` has RankEncoder's settings. null does not."""
     transfer: Literal["strict", "fast"] = "strict"
     """Classifier of the transfer tasks: `strict` fits it as SentEval does, `fast` with scikit-learn."""
+
+    @field_validator("dev")
+    @classmethod
+    def _is_a_score_or_a_path(cls, name: str) -> str:
+        if name not in _DEV_SCORES and not is_path(name):
+            raise ValueError(
+                f"{name!r} is no dev score; allowed: {', '.join(_DEV_SCORES)}, or the path of a set of yours, such as "
+                f"./{name or 'dev'}.tsv"
+            )
+        return name
 
 
 class StorageSection(Section):
@@ -246,7 +262,7 @@ class Recipe(BaseRecipe):
     """Experiment trackers."""
 
     @property
-    def dev_score(self) -> Literal["stsb", "sickr", "stsb_sickr", "agreement", "none"]:
+    def dev_score(self) -> str:
         """`evaluation.dev` with `auto` resolved."""
         if self.evaluation.dev != "auto":
             return self.evaluation.dev
@@ -290,7 +306,9 @@ class Recipe(BaseRecipe):
             update={
                 "corpus": self.corpus.with_absolute_paths(),
                 "storage": self.storage.with_absolute_paths(),
-                "evaluation": self.evaluation.model_copy(update={"data": absolute(self.evaluation.data)}),
+                "evaluation": self.evaluation.model_copy(
+                    update={"data": absolute(self.evaluation.data), "dev": absolute_path(self.evaluation.dev)}
+                ),
                 "objective": self.objective.with_absolute_paths(),
                 "student": student.model_copy(update={"backbone": absolute_folder(student.backbone)}),
                 "teachers": self.teachers.model_copy(update={"encoders": teachers}),
@@ -405,7 +423,8 @@ class Recipe(BaseRecipe):
         final = self.evaluation.final_suites
         final = final if isinstance(final, list) else []
         labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)
-        if self.evaluation.data is None and (self.dev_score not in ("agreement", "none") or labelled):
+        is_published = self.dev_score not in ("agreement", "none") and not is_path(self.dev_score)
+        if self.evaluation.data is None and (is_published or labelled):
             key = (
                 f"evaluation.dev is {self.dev_score}" if labelled is None else f"evaluation.final_suites has {labelled}"
             )

@@ -1,8 +1,9 @@
-"""The published dev sets that select checkpoints: STS-B dev, SICK-R trial, and the mean of both."""
+"""The dev sets that select checkpoints: STS-B dev, SICK-R trial, the mean of both, and sets of the user's."""
 
 from __future__ import annotations
 
 import gzip
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
+from sklearn.metrics import roc_auc_score
 
-from distcse.errors import EvaluationDataError, InvalidValueError
-from distcse.evaluation import LabelledDev, VectorModel, labelled_dev
+from distcse import evaluate
+from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidValueError
+from distcse.evaluation import CustomDev, LabelledDev, VectorModel, labelled_dev, read_table
 from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
+from distcse.experiments.distillation.preflight import check_recipe
 from distcse.experiments.distillation.preparation import read_corpus
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.models import Encoder
@@ -109,3 +113,112 @@ def test_a_missing_dev_set_is_named(recipe_with: MakeRecipe, labelled: Path) -> 
         read_labelled_dev(recipe_with(f"evaluation.data={labelled}", "evaluation.dev=stsb_sickr"))
     with fails_with(InvalidValueError, "evaluation.dev is stsb_sickr", "evaluation.data"):
         recipe_with("evaluation.dev=stsb_sickr")
+
+
+def write_triplets(file: Path, sentences: list[str], model: VectorModel) -> None:
+    """Write triplets of which the model gets three of four right."""
+    lines = ["anchor\tpositive\tnegative"]
+    for row in range(40):
+        anchor, one, other = sentences[row], sentences[row + 50], sentences[row + 100]
+        near, far = model.similarities([anchor, anchor], [one, other])
+        ordered = (one, other) if (near > far) == (row % 4 != 0) else (other, one)
+        lines.append("\t".join((anchor, *ordered)))
+    file.write_text("\n".join(lines))
+
+
+def write_retrieval(folder: Path, sentences: list[str]) -> None:
+    folder.mkdir()
+    rows = [json.dumps({"id": f"d{row}", "text": text}) for row, text in enumerate(sentences[:60])]
+    (folder / "corpus.jsonl").write_text("\n".join(rows))
+    rows = [json.dumps({"id": f"q{row}", "text": text}) for row, text in enumerate(sentences[60:75])]
+    (folder / "queries.jsonl").write_text("\n".join(rows))
+    rows = [json.dumps({"query_id": f"q{row}", "corpus_id": f"d{3 * row}"}) for row in range(15)]
+    (folder / "relevant.jsonl").write_text("\n".join(rows))
+
+
+@pytest.fixture
+def own(tmp_path: Path, sentences: list[str], model: VectorModel) -> dict[str, Path]:
+    """Dev sets of the user's, by the name of their scores' measure."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    write_triplets(folder / "triplets.tsv", sentences, model)
+    (folder / "pairs.tsv").write_text(scored(sentences, 60, 4))
+    lines = [f"{row % 2}\t{sentences[row]}\t{sentences[row + 90]}" for row in range(40)]
+    (folder / "labels.tsv").write_text("\n".join(["label\tsentence1\tsentence2", *lines]))
+    write_retrieval(folder / "search", sentences)
+    files = {"accuracy": "triplets.tsv", "Spearman": "pairs.tsv", "AUC": "labels.tsv", "NDCG@10": "search"}
+    return {measure: folder / name for measure, name in files.items()}
+
+
+@pytest.mark.parametrize("measure", ["accuracy", "NDCG@10"])
+def test_a_student_is_selected_by_a_set_of_the_user(
+    recipe_with: MakeRecipe, own: dict[str, Path], measure: str
+) -> None:
+    recipe = recipe_with(f"evaluation.dev={own[measure]}", "evaluation.final_suites=[]", "evaluation.eval_steps=11")
+    events: list[Event] = []
+    result = run(recipe, Reporter(events.append))
+    dev = CustomDev.read(own[measure])
+    scores = [event.score for event in events if isinstance(event, DevScore) and event.name == dev.name]
+    assert len(scores) == 3 and dev.name.endswith(f", {measure}")
+    best = dev.score(VectorModel.of(Encoder.load(result.directory.model)))
+    assert max(scores) == pytest.approx(best, abs=1e-3)
+
+
+@pytest.mark.parametrize("measure", ["Spearman", "AUC"])
+def test_pairs_of_the_user_are_scored_by_the_column_that_they_have(
+    own: dict[str, Path], measure: str, model: VectorModel
+) -> None:
+    dev, table = CustomDev.read(own[measure]), read_table(own[measure])
+    predicted = model.similarities(table.texts("sentence1"), table.texts("sentence2"))
+    if measure == "Spearman":
+        expected = spearmanr(predicted, table.numbers("score")).statistic
+    else:
+        expected = roc_auc_score(table.binary("label"), predicted)
+    assert dev.name == f"own {own[measure].stem}, {measure}" and dev.score(model) == pytest.approx(100 * expected)
+
+
+def test_the_accuracy_of_triplets_is_the_share_of_nearer_positives(own: dict[str, Path], model: VectorModel) -> None:
+    dev = CustomDev.read(own["accuracy"])
+    assert dev.score(model) == pytest.approx(75)
+    assert len(dev.first) == len(dev.second) == 80 and dev.gold == [1.0] * 40 + [0.0] * 40
+
+
+def test_triplets_of_the_user_are_measured_by_the_command_too(
+    own: dict[str, Path], model: VectorModel, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--pooling", "mean", "--max-length", "16", "--precision", "fp32"]
+    assert evaluate.main([str(tiny("bert")), "--add", f"triplets={own['accuracy']}", *options]) == 0
+    assert "75.00" in capsys.readouterr().out
+
+
+def test_a_changed_document_changes_the_fingerprint(own: dict[str, Path]) -> None:
+    before, file = CustomDev.read(own["NDCG@10"]).fingerprint, own["NDCG@10"] / "corpus.jsonl"
+    rows = file.read_text().splitlines()
+    file.write_text("\n".join([*rows[:-1], json.dumps({"id": "d59", "text": "another one"})]))
+    assert CustomDev.read(own["NDCG@10"]).fingerprint != before
+
+
+def test_a_group_is_selected_by_triplets_and_not_by_retrieval(
+    own: dict[str, Path], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    def dev_of(path: Path) -> DevPairs | None:
+        return DevPairs.of(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, f"evaluation.dev={path}"))
+
+    dev = dev_of(own["accuracy"])
+    assert dev is not None and dev.name.endswith("accuracy")
+    with fails_with(EvaluationFormatError, "evaluation.dev", "search", "pairs or triplets"):
+        dev_of(own["NDCG@10"])
+
+
+def test_a_dev_score_that_is_neither_a_name_nor_a_path_is_refused(
+    recipe_with: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fails_with(InvalidValueError, "evaluation.dev", "'stsbb'", "stsb_sickr", "./stsbb.tsv"):
+        recipe_with("evaluation.dev=stsbb")
+    monkeypatch.chdir(tmp_path)
+    assert recipe_with("evaluation.dev=dev.tsv").with_absolute_paths().dev_score == str(tmp_path / "dev.tsv")
+    with fails_with(EvaluationDataError, "dev.tsv", "does not exist"):
+        check_recipe(recipe_with("evaluation.dev=./dev.tsv"))
+    (tmp_path / "dev.tsv").write_text("text\nwords\n")
+    with fails_with(EvaluationFormatError, "dev.tsv", "'score', 'label' or 'anchor'"):
+        check_recipe(recipe_with("evaluation.dev=./dev.tsv"))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data import Corpus
-from distcse.evaluation import DEV_SETS, LabelledDev, VectorModel, agreement
+from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, VectorModel, agreement
 from distcse.experiments.distillation.sharded_encoding import make_dev_encode
 from distcse.losses import mix_lists
 from distcse.models import Encoder
@@ -58,16 +58,17 @@ class DevMetric:
         )
 
 
-def read_labelled_dev(recipe: Recipe) -> LabelledDev | None:
+def read_labelled_dev(recipe: Recipe) -> LabelledDev | CustomDev | None:
     """Read the labelled dev sets of a recipe; None if it has none.
 
     Raises:
         EvaluationDataError: A file does not exist.
         EvaluationFormatError: A file is malformed.
     """
-    return (
-        LabelledDev.read(Path(str(recipe.evaluation.data)), recipe.dev_score) if recipe.dev_score in DEV_SETS else None
-    )
+    name = recipe.dev_score
+    if name in ("agreement", "none"):
+        return None
+    return LabelledDev.read(Path(str(recipe.evaluation.data)), name) if name in DEV_SETS else CustomDev.read(Path(name))
 
 
 def teacher_similarities(

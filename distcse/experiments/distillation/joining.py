@@ -71,6 +71,7 @@ def read_by_workers(recipe: Recipe) -> dict[str, Path]:
     read = _teacher_paths(recipe)
     if recipe.evaluation.data is not None:
         read["evaluation.data"] = Path(recipe.evaluation.data)
+    read["evaluation.dev"] = Path(recipe.evaluation.dev)
     return {"student.backbone": Path(recipe.student.backbone), **read}
 
 

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
-from distcse.evaluation import (
-    DEV_SETS,
-    LabelledDev,
-    PairClassificationTask,
-    PairModel,
-    ScoredPairs,
-    read_table,
-    sts_score,
-)
+from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, PairModel
 from distcse.evaluation.tables import find_table
 from distcse.recipe import MutualRecipe
 from distcse.storage import text_checksum
@@ -54,19 +46,13 @@ class DevPairs:
             labelled = LabelledDev.read(Path(str(recipe.evaluation.data)), dev)
             return cls(labelled.name, labelled.score, labelled.first, labelled.second, labelled.gold)
         file = Path(dev) if Path(dev).is_absolute() else _find_file(recipe, dev)
-        table = read_table(file)
-        name = f"{file.parent.name} {file.name.split('.')[0]}"
-        if "score" in table.columns:
-            pairs = ScoredPairs.of(name, table)
-            gold = pairs.gold.tolist()
-            return cls(f"{name}, Spearman", lambda model: sts_score(model, pairs), pairs.first, pairs.second, gold)
-        if "label" in table.columns:
-            task = PairClassificationTask.of(name, table)
-            gold = task.labels.tolist()
-            return cls(
-                f"{name}, AUC", lambda model: task.measure(model).scores["auc"].value, task.first, task.second, gold
+        own = CustomDev.read(file)
+        if not own.pairs_only:
+            raise EvaluationFormatError(
+                f"evaluation.dev is {dev}, a retrieval set, which needs vectors, and cross-encoders have none; name a file of "
+                "pairs or triplets"
             )
-        raise EvaluationFormatError(f"{file}: no column 'score' or 'label'; its columns: {', '.join(table.columns)}")
+        return cls(own.name, own.score, own.first, own.second, own.gold)
 
 
 def _find_file(recipe: MutualRecipe, name: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -14,7 +13,7 @@ from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
-from distcse.recipe.paths import absolute, absolute_folder, absolute_paths
+from distcse.recipe.paths import absolute, absolute_folder, absolute_path, absolute_paths, is_path
 from distcse.recipe.resources import ResourcesSection, can_share_gpu, check_gpu_keys
 from distcse.recipe.schema import CorpusSection, Measure, StorageSection
 from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Weight
@@ -197,9 +196,9 @@ class MutualEvaluationSection(Section):
     """Folder of labelled sets, in the layout of all recipes."""
     dev: str = "stsb"
     """Score that selects the best checkpoint of a phase and the best cycle: `stsb` (STS-B dev in `data`), `sickr` (SICK-R
-    trial) or `stsb_sickr` (the mean of both); the name of another set in `data` (`pairs/NAME/dev`); a file of labelled pairs
-    (Spearman correlation with its column `score`, or area under the ROC curve with its column `label`); or `none`, which
-    takes the last one."""
+    trial) or `stsb_sickr` (the mean of both); the name of another set in `data` (`pairs/NAME/dev`); a file of yours: pairs
+    (columns `sentence1`, `sentence2`, and `score` for Spearman's correlation or `label` for the area under the ROC curve) or
+    triplets (`anchor`, `positive`, `negative`: accuracy); or `none`, which takes the last one."""
     dev_is_test: bool = False
     """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     eval_steps: Annotated[int, Field(ge=1)] = 200
@@ -332,11 +331,10 @@ class MutualRecipe(BaseRecipe):
         return [f"models/{group.name}/{kind}" for group in self.groups for kind in KINDS]
 
     def with_absolute_paths(self) -> Self:
-        mine, dev = self.pairs.mine, self.evaluation.dev
+        mine = self.pairs.mine
         if mine is not None:
             mine = mine.model_copy(update={"corpus": mine.corpus.with_absolute_paths()})
-        is_file = os.sep in dev or "." in dev
-        evaluation = {"data": absolute(self.evaluation.data), "dev": absolute(dev) if is_file else dev}
+        evaluation = {"data": absolute(self.evaluation.data), "dev": absolute_path(self.evaluation.dev)}
         groups = [
             group.model_copy(
                 update={
@@ -401,7 +399,7 @@ class MutualRecipe(BaseRecipe):
                 "pairs.mine.corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
             )
         dev = self.evaluation.dev
-        named = dev != "none" and not any(sign in dev for sign in "./")
+        named = dev != "none" and not is_path(dev)
         wants_data = [named and f"evaluation.dev is {dev}", self.pairs.task and "pairs.task is set"]
         if self.evaluation.data is None and (reason := next((text for text in wants_data if text), None)):
             raise ValueError(f"{reason}, but evaluation.data is not set; write evaluation.data: FOLDER")
