@@ -15,6 +15,8 @@ from distcse.recipe import BaseRecipe, packaged_recipes, read_recipe, recipe_yam
 from distcse.storage import open_store, to_uri
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from distcse.running import Run
 
 
@@ -107,11 +109,11 @@ def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
 
 
 def _print(done: Run, as_json: bool) -> None:
-    from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, scores_as_json
+    from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, results_as_json
 
     evaluation = done.result.evaluation
     if as_json:
-        print_json([*(scores_as_json(evaluation) if evaluation else []), _finished(done)])
+        print_json([*(results_as_json(evaluation) if evaluation else []), _finished(done)])
         return
     if evaluation is not None:
         print_remarks(evaluation)
@@ -124,13 +126,28 @@ def _print(done: Run, as_json: bool) -> None:
 
 def _what_next(done: Run) -> list[str]:
     resume = [f"resume  {program('train')} --resume {done.uri}"] if done.interrupted else []
-    if len(done.models) != 1:
+    if not done.models:
         return resume
+    model = done.uri if len(done.models) == 1 else to_uri(next(iter(done.models.values())))
+    reference = "" if done.result.reference is None else " " + "=".join(done.result.reference)
+    commands = {
+        f"{program('evaluate')} student={model}{reference} --texts FILE": "agreement and speed on your own text, without labels",
+        f"{program('export')} {model} --onnx --int8": "ONNX files",
+        f"{program('push')} {model} --to USER/NAME": "upload to the hub",
+    }
     return [
         *resume,
         "",
+        *(line for command, purpose in commands.items() for line in (f"# {purpose}", command)),
+        *(_use(done.model) if len(done.models) == 1 else []),
+    ]
+
+
+def _use(model: Path) -> list[str]:
+    return [
+        "# use in Python",
         "from sentence_transformers import SentenceTransformer",
-        f'model = SentenceTransformer("{done.model}")',
+        f'model = SentenceTransformer("{model}")',
         'print(model.similarity(model.encode(["How do I sort a list?"]), model.encode(["Order the items."])))',
     ]
 

@@ -39,7 +39,8 @@ def comparable(evaluation: Evaluation | None) -> dict[str, Any]:
     """Return an evaluation as plain data, without times."""
     assert evaluation is not None
     plain: dict[str, Any] = json.loads(json.dumps(asdict(evaluation)))
-    return {**plain, "seconds": 0, "models": [{**model, "seconds": 0} for model in plain["models"]]}
+    timings = dict.fromkeys(("seconds", "sentences_per_s", "latency_ms"), 0)
+    return {**plain, "seconds": 0, "models": [{**model, **timings} for model in plain["models"]]}
 
 
 def wait_or_return(file: Path, seconds: Mapping[int, float], answer: int, reporter: Reporter) -> int:

@@ -51,6 +51,11 @@ class Result(Protocol):
         ...
 
     @property
+    def reference(self) -> tuple[str, str] | None:
+        """Name in tables and source of a model to compare the trained ones with, such as the teacher; None if there is none."""
+        ...
+
+    @property
     def evaluation(self) -> Evaluation | None:
         """Scores on the test sets, without the models that a stop left out; None if nothing was measured."""
         ...

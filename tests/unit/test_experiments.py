@@ -91,6 +91,10 @@ class SoupResult:
         return {"soup": self.directory.model}
 
     @property
+    def reference(self) -> None:
+        return None
+
+    @property
     def summary(self) -> list[str]:
         return [f"soup of {len(self.recipe.soup)} models: {to_uri(self.directory.model)}"]
 

@@ -467,6 +467,8 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
         *("bert start", "roberta start", "start ensemble"),
         *("bert bi", "roberta bi", "bi ensemble", "bert cross", "roberta cross", "cross ensemble"),
     ]
+    timed = [info.name for info in result.evaluation.models if info.sentences_per_s is not None]
+    assert timed == ["bert bi", "roberta bi", "bert cross", "roberta cross"]
     values = next(row for row in result.evaluation.scores if (row.set, row.measure) == ("STS-B", "all")).values
     assert set(values) == set(models)
     history = read_run(result.directory.path)

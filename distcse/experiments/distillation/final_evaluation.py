@@ -133,6 +133,7 @@ def final_scores(
     texts = [] if held_out is None else corpus.texts(held_out)
     if texts:
         tasks.tasks.append(HeldOutVectors(texts))
+    tasks.timed_texts = texts or [*tasks.tasks[0].sentences()] if tasks.tasks else []
     backbone, precision = recipe.student.backbone, decided(recipe.evaluation.precision)
     shared = backend.share((tasks, texts))
     memory = model_memory(backbone)
@@ -150,8 +151,9 @@ def final_scores(
     ]
     if (ranks := recipe.evaluation.rank_inference) is not None:
         ranker = run.store / "ranker"
+        untimed = replace(tasks, timed_texts=[])  # its vectors are the student's
         calls.append(
-            rank_inference_call(recipe, ranks, corpus, student, ranker, contamination, precision, tasks, backend)
+            rank_inference_call(recipe, ranks, corpus, student, ranker, contamination, precision, untimed, backend)
         )
     teachers, first_teacher = recipe.teachers.encoders, len(calls)
     for number, section in enumerate(teachers):
@@ -200,6 +202,8 @@ def _measure_student(
     reporter: Reporter,
 ) -> _Measured:
     tasks, _ = shared()
+    if name == "start":  # as large and as fast as the student
+        tasks = replace(tasks, timed_texts=[])
     candidate = make_candidate(name, source, encoder.take().to(default_device()), contamination, precision)
     return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested))
 
@@ -212,6 +216,8 @@ def _measure_teacher(
     reporter: Reporter,
 ) -> _Measured:
     tasks, texts = shared()
+    if not kind_of(section).is_model:  # an endpoint may charge for each text
+        tasks = replace(tasks, timed_texts=[])
     candidate = _teacher_candidate(name, section, precision)
     similarities = _similarity_matrix(candidate.model, texts) if texts else None
     return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), similarities)

@@ -10,6 +10,7 @@ from distcse.experiments.model_card import ModelCard, hub_metadata, limits, show
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
+from distcse.teachers.kinds import kind_of
 from distcse.trainer.trainer import TrainResult
 
 _USE = """from sentence_transformers import SentenceTransformer
@@ -36,6 +37,11 @@ class DistillationResult:
     @property
     def models(self) -> dict[str, Path]:
         return {"student": self.directory.model}
+
+    @property
+    def reference(self) -> tuple[str, str] | None:
+        kinds = [kind_of(teacher, only_local=True) for teacher in self.recipe.teachers.encoders]
+        return next((("teacher", kind.section.backbone) for kind in kinds if kind.is_model), None)
 
     @property
     def summary(self) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -110,6 +111,7 @@ def final_scores(
     reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     precision, finished = decided(recipe.evaluation.precision), {model.group for model in best}
     groups = {group.name: group for group in recipe.groups if group.name in finished}
+    tasks = replace(tasks, timed_texts=[*tasks.tasks[0].sentences()])
     shared = backend.share((tasks, contamination))
     rows = [_start_rows(groups, precision, shared)]
     for kind in KINDS:
@@ -193,6 +195,7 @@ def _trained_rows(
                     str(folder),
                     precision,
                     shared,
+                    is_timed=not suffix,
                 ),
                 model_memory(str(folder)),
             )
@@ -216,7 +219,7 @@ def _models_by_phase(recipe: MutualRecipe, run: RunDirectory, groups: Sequence[s
 def _measure_start(
     group: GroupSection, precision: str, shared: Callable[[], tuple[Tasks, Contamination]], reporter: Reporter
 ) -> _Measured:
-    tasks, _ = shared()
+    tasks = replace(shared()[0], timed_texts=[])  # as large and as fast as the trained bi-encoder
     encoder = Encoder.from_section(group).to(default_device())
     known = Contamination.read(resolve_model(group.backbone))
     candidate = make_candidate(f"{group.name} start", group.backbone, encoder, known, precision)
@@ -232,9 +235,11 @@ def _measure_trained(
     precision: str,
     shared: Callable[[], tuple[Tasks, Contamination]],
     reporter: Reporter,
+    is_timed: bool,
 ) -> _Measured:
     model.fetch_folder()
     tasks, contamination = shared()
+    tasks = tasks if is_timed else replace(tasks, timed_texts=[])
     device = default_device()
     if kind == "bi":
         encoder = Encoder.load(model.path, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)

@@ -58,6 +58,10 @@ class MutualResult:
         return {f"{best.group} {best.kind}": best.model for best in self.best}
 
     @property
+    def reference(self) -> tuple[str, str]:
+        return "start", self.recipe.groups[0].backbone
+
+    @property
     def summary(self) -> list[str]:
         lines = []
         for best in self.best:

@@ -1,0 +1,60 @@
+"""What the end of a run prints: size, speed and scores next to the teacher's, and the next commands, which work as printed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distcse import evaluate, train
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.result import Best, MutualResult
+from distcse.recipe import Recipe
+from distcse.running import Run
+from distcse.runs.directory import RunDirectory
+from tests.pairs import make_mutual_recipe
+
+SHORT = ("training.max_steps=2", "evaluation.eval_steps=2", "evaluation.final_suites=[agreement]")
+
+
+def test_a_student_is_shown_next_to_its_teachers_with_the_next_commands(
+    recipe_with: Callable[..., Recipe],
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    sentences: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe_with()
+    assert train.main([str(tmp_path / "recipe.yaml"), *SHORT]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[next(number for number, line in enumerate(lines) if line.startswith("Size and speed (cpu, fp32)")) :]
+    rows = {words[0]: words for line in table[:8] if (words := line.split())}
+    assert "start" not in rows and rows["student"][1:3] == ["0.0", "M"] and rows["student"][4] == "32"
+    assert [line.split()[0] for line in table if line.startswith("teacher")] == ["teacher", "teacher"]
+    (run,) = (tmp_path / "runs").iterdir()
+    commands = [line for line in lines if "evaluate" in line or "export" in line or "push" in line]
+    assert [str(run) in command for command in commands] == [True, True, True]
+    assert f'model = SentenceTransformer("{run}/model")' in lines
+    words = shlex.split(commands[0])
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(sentences[:20]))
+    printed = [str(texts) if word == "FILE" else word for word in words[words.index(f"student={run}") :]]
+    assert printed[1] == f"teacher={tiny('minilm')}" and evaluate.main([*printed, "--pooling", "mean"]) == 0
+    assert "kept@10" in capsys.readouterr().out
+
+
+def test_the_commands_of_several_models_name_the_first_one(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    recipe = make_mutual_recipe(tmp_path, {"one": tiny("bert"), "two": tiny("minilm")}, sentences)
+    run = RunDirectory(tmp_path / "runs" / "small")
+    best = [
+        Best(group, kind, Phase(1), None, run.path / "models" / group / kind)
+        for group in ("one", "two")
+        for kind in ("bi", "cross")
+    ]
+    lines = train._what_next(Run(MutualResult(recipe, run, best, {}, 60, False, None)))
+    assert f"evaluate student={run.path}/models/one/bi start={tiny('bert')} --texts FILE" in "\n".join(lines)
+    assert not any("SentenceTransformer" in line for line in lines)
