@@ -109,6 +109,18 @@ class TokenTable:
         return self._rows.lengths(ids)
 
 
+def count_tokens(tokenizer: Any, texts: list[str]) -> NDArray[np.int64]:
+    """Return the (n,) numbers of tokens of n texts, with special tokens, without truncation."""
+    backend = _backend(tokenizer)
+    truncation = backend.truncation
+    backend.no_truncation()
+    try:
+        return np.array([len(row) for row in _ids(backend, texts)], dtype=np.int64)
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a hash of everything that determines a tokenizer's output, except truncation and padding.
 

@@ -17,6 +17,7 @@ from distcse.models.source import CONFIG_FILE
 from distcse.models.st_format import backbone_folder
 from distcse.models.st_settings import read_model_settings
 from distcse.recipe import EncoderSection, Recipe, StorageSection
+from distcse.recipe.training import TrainingSection
 from distcse.storage import is_in_session, resolve_path
 from distcse.teachers.cosine_band import CosineBand
 from distcse.teachers.kinds import kind_of
@@ -33,6 +34,14 @@ _OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_")
 """Beginnings of the dropout settings of heads, which an encoder does not have; ALBERT has no other one above 0."""
 _NARROW = 0.5
 """Spread of a teacher's cosines, relative to the widest one's, below which its band counts as narrow."""
+_FEWEST_STEPS = 100
+"""Steps of the shortest runs in docs/explanation/students.md that end within 0.5 of longer ones."""
+_MOST_CUT = 0.37
+"""Share of cut rows of the text of all students there: Wikipedia's sentences at 32 tokens."""
+_LAST_PART = 0.25
+"""Last part of the steps in which the dev score of a run that is long enough hardly rises."""
+_NOISE = 0.35
+"""Largest standard deviation of a dev score over seeds there; a smaller rise may be chance."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,99 @@ def warn_of_unused_prompts(encoders: Mapping[str, EncoderSection], only_local: b
                 )
             )
     return warnings
+
+
+def warn_of_few_steps(steps: int, steps_per_epoch: int, max_steps: int | None) -> list[SettingsWarning]:
+    """Warn of a run with fewer steps than any that was measured.
+
+    Args:
+        steps: Steps of the run.
+        steps_per_epoch: Steps of one epoch.
+        max_steps: `training.max_steps`.
+    """
+    if steps >= _FEWEST_STEPS:
+        return []
+    is_limited = max_steps is not None and max_steps < _FEWEST_STEPS
+    epochs = f"training.epochs={-(-_FEWEST_STEPS // steps_per_epoch)}, or give more text"
+    return [
+        SettingsWarning(
+            "DCSE-W05",
+            f"the run makes {steps:,} {'step' if steps == 1 else 'steps'}, and the shortest good runs that we measured made "
+            f"{_FEWEST_STEPS}",
+            f"write training.max_steps=null, and if needed {epochs}" if is_limited else f"write {epochs}",
+        )
+    ]
+
+
+def warn_of_cut_rows(share: float, max_length: int) -> list[SettingsWarning]:
+    """Warn of a text that `student.max_length` cuts more often than any that was measured.
+
+    Args:
+        share: Share of its rows that have more tokens.
+        max_length: The student's maximum number of tokens.
+    """
+    if share <= _MOST_CUT:
+        return []
+    return [
+        SettingsWarning(
+            "DCSE-W06",
+            f"{share:.0%} of the rows have more than {max_length} tokens and are cut, and at most {_MOST_CUT:.0%} were in the "
+            "runs that we measured",
+            "raise student.max_length and that of the teachers, or split the text into sentences",
+        )
+    ]
+
+
+def warn_of_rising_curve(
+    scores: Sequence[tuple[int, float]], steps: int, training: TrainingSection
+) -> list[SettingsWarning]:
+    """Warn of a run that ended while its dev score still rose.
+
+    Args:
+        scores: (step, score) of all dev scores, by step.
+        steps: Steps of the run.
+        training: Its settings of the training.
+    """
+    before = [entry for entry in scores if 0 < entry[0] <= (1 - _LAST_PART) * steps]
+    if not before:
+        return []
+    (step, earlier), (_, last) = before[-1], scores[-1]
+    if last < max(score for _, score in scores) or last - earlier <= _NOISE:
+        return []
+    is_limited = training.max_steps == steps
+    longer = f"training.max_steps={2 * steps}" if is_limited else f"training.epochs={2 * training.epochs:g}"
+    return [
+        SettingsWarning(
+            "DCSE-W07",
+            f"the dev score still rose at the end, by {last - earlier:.2f} from step {step:,} to {scores[-1][0]:,}",
+            f"train longer ({longer}), or give more text",
+        )
+    ]
+
+
+def warn_of_weak_label_source(
+    name: str, key: str, score: float, labels: float, without: float, dev: str
+) -> list[SettingsWarning]:
+    """Warn of a group of a mutual distillation whose scores make the labels worse.
+
+    Args:
+        name: The group's name.
+        key: Its recipe key.
+        score: Dev score of its initial bi-encoder.
+        labels: Dev score of the labels that all groups make together.
+        without: Dev score of the labels without it.
+        dev: Name of the dev score.
+    """
+    if without - labels <= _NOISE:
+        return []
+    return [
+        SettingsWarning(
+            "DCSE-W08",
+            f"group {name} is a weak source of labels: its start has {score:.2f} on {dev}, and the labels have {labels:.2f} with "
+            f"it and {without:.2f} without",
+            f"lower {key}.weight, write mutual.standardize: true if its cosines lie in a narrow band, or give it a better start",
+        )
+    ]
 
 
 def teacher_encoders(recipe: Recipe) -> dict[str, EncoderSection]:

@@ -38,7 +38,14 @@ def test_it_checks_corpus_models_and_cluster_and_trains_nothing(file: Path, caps
     assert train.main([str(file), "--dry-run"]) == 0
     output = capsys.readouterr()
     assert output.out.count("\n") == 1  # the verdict
-    for words in ("384 sentences", "22 steps of 16", "32 dimensions", "teacher 1", "this process"):
+    for words in (
+        "384 sentences",
+        "22 steps of 16",
+        "of the rows have more than 16 tokens",
+        "32 dimensions",
+        "teacher 1",
+        "this process",
+    ):
         assert words in output.err
     assert not list((file.parent / "runs").iterdir()) and not list((file.parent / "cache").rglob("shard-*"))
 
@@ -47,7 +54,8 @@ def test_json_output(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main([str(file), "--dry-run", "--json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert events[-1] == {"event": "Checked", "recipe": str(file)}
-    assert [event["name"] for event in events[:-1] if event["finished"]] == [
+    assert [event["text"][1:9] for event in events if event["event"] == "LogMessage"] == ["DCSE-W05"]
+    assert [event["name"] for event in events[:-1] if event["event"] == "StageProgress" and event["finished"]] == [
         "corpus",
         "steps",
         "student",

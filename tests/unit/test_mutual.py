@@ -475,7 +475,7 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
     assert history.cycles is not None and history.cycles.number == 2
     seconds = {name: duration for name, duration, _ in history.stages}
     assert (
-        list(seconds)[:4] == ["pairs", "tokens", "groups", "contamination"]
+        list(seconds)[:5] == ["starts", "pairs", "tokens", "groups", "contamination"]
         and seconds["groups"] > seconds["contamination"]
     )
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}

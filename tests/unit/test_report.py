@@ -81,7 +81,17 @@ def test_history_has_curves_stages_and_environment(history: History, result: Dis
     assert history.best == pytest.approx(result.train_result.state.best) and history.dev_name == "STS-B dev"
     assert history.losses["rank"][-1][0] == result.train_result.steps
     names = [name for name, _, _ in history.stages]
-    assert names == ["corpus", "tokens", "teacher 0", "training", "contamination", "start", "student", "teacher"]
+    assert names == [
+        "corpus",
+        "tokens",
+        "steps",
+        "teacher 0",
+        "training",
+        "contamination",
+        "start",
+        "student",
+        "teacher",
+    ]
     assert all(seconds >= 0 for _, seconds, _ in history.stages) and history.seconds > 0
     assert sum(seconds for _, seconds, _ in history.stages) <= history.seconds + 0.01
     assert "list_net" in history.recipe and history.versions["torch"]

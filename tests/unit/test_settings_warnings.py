@@ -13,13 +13,23 @@ from transformers import AutoConfig
 
 from distcse.data import Corpus
 from distcse.doctor import main as doctor
-from distcse.events import Event, LogMessage, Reporter
+from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, settings_warnings
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.settings_warnings import SettingsWarning, warn_of_narrow_bands, warn_of_session_folders
+from distcse.experiments.settings_warnings import (
+    SettingsWarning,
+    warn_of_cut_rows,
+    warn_of_few_steps,
+    warn_of_narrow_bands,
+    warn_of_rising_curve,
+    warn_of_session_folders,
+)
+from distcse.models import TokenizerSpec
 from distcse.recipe import Recipe, StorageSection, recipe_yaml
+from distcse.recipe.training import TrainingSection
 from distcse.storage import resolve_path
 from distcse.teachers.cosine_band import SAMPLE, CosineBand, cosine_band
 from distcse.teachers.table import EmbeddingTable, TableIdentity
@@ -39,14 +49,14 @@ def change(file: Path, **values: object) -> None:
 
 @pytest.fixture
 def recipe(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> Recipe:
-    """Return a recipe to which all four warnings apply, once its teachers have embedded the corpus."""
+    """Return a recipe to which all warnings from before the training apply, once its teachers have embedded the corpus."""
     folder = tmp_path / "session_2026-11-26_06-49-30_123456_7890"
     folder.mkdir()
     student, prompted = tmp_path / "student", tmp_path / "prompted"
     shutil.copytree(tiny("bert", dropout=0.0), student)
     shutil.copytree(tiny("bert"), prompted)
     change(prompted / "config_sentence_transformers.json", prompts={"query": "query: ", "passage": "passage: "})
-    return make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *SHORT)
+    return make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *SHORT, "student.max_length=4")
 
 
 def narrow(table: EmbeddingTable) -> None:
@@ -67,7 +77,7 @@ def test_the_run_its_dry_run_and_the_doctor_report_the_same_warnings(
 
     backend, experiment = LocalBackend(), Distillation(recipe)
     first = reported(lambda reporter: experiment.run(backend, reporter))
-    assert [line[1:9] for line in first] == ["DCSE-W03", "DCSE-W03", "DCSE-W01", "DCSE-W04"]
+    assert [line[1:9] for line in first] == ["DCSE-W03", "DCSE-W03", "DCSE-W01", "DCSE-W04", "DCSE-W05", "DCSE-W06"]
     (directory,) = (
         folder
         for folder in (resolve_path(recipe.storage.cache) / "tables").iterdir()
@@ -257,3 +267,70 @@ def test_bands_are_compared_only_where_cosines_are_averaged(
     ):
         other = make_recipe(tmp_path, tiny("bert"), [tiny("bert"), tiny("minilm")], sentences, *overrides)
         assert not averaged_teachers(other)
+
+
+def test_the_extent_counts_steps_and_rows_that_are_cut(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with("training.epochs=2.5", "student.max_length=9")
+    corpus = Corpus.prepare(recipe.corpus, resolve_path(recipe.storage.cache))
+    extent, tokenizer = Extent.of(recipe, corpus), TokenizerSpec.of(recipe.student).tokenizer
+    lengths = [len(tokenizer(text)["input_ids"]) for text in corpus.texts(range(len(corpus)))]
+    assert extent.cut_share == pytest.approx(np.mean([length > 9 for length in lengths])) and 0 < extent.cut_share < 1
+    assert (extent.steps, extent.steps_per_epoch) == (55, 22)
+
+
+@pytest.mark.parametrize(
+    ("steps", "max_steps", "fix"),
+    [
+        (99, None, "training.epochs=5, or give more text"),
+        (12, 12, "training.max_steps=null, and if needed training.epochs=5"),
+        (99, 200, "write training.epochs=5"),
+        (100, None, None),
+    ],
+)
+def test_a_short_run_is_warned_of_with_the_epochs_that_it_needs(
+    steps: int, max_steps: int | None, fix: str | None
+) -> None:
+    found = warn_of_few_steps(steps, 22, max_steps)
+    assert codes(found) == ["DCSE-W05"] * (fix is not None)
+    for warning in found:
+        assert fix is not None and fix in warning.fix and f"{steps} steps" in warning.problem
+
+
+def test_a_text_that_is_cut_more_often_than_any_measured_one_is_warned_of() -> None:
+    assert not warn_of_cut_rows(0.37, 32)
+    (warning,) = warn_of_cut_rows(0.62, 32)
+    assert warning.code == "DCSE-W06" and "62% of the rows" in warning.problem and "student.max_length" in warning.fix
+
+
+@pytest.mark.parametrize(
+    ("scores", "rises"),
+    [
+        ([(0, 40.0), (50, 84.0), (100, 87.0), (150, 88.6), (152, 88.6)], "by 1.60 from step 100 to 152"),
+        ([(0, 40.0), (50, 84.0), (100, 87.0), (150, 87.2), (152, 87.2)], ""),  # within the noise between seeds
+        ([(0, 40.0), (50, 84.0), (100, 89.0), (150, 88.6), (152, 88.6)], ""),  # falls
+        ([(0, 40.0), (152, 88.6)], ""),  # nothing to compare the end with
+        ([], ""),
+    ],
+)
+def test_a_dev_score_that_still_rises_at_the_end_is_warned_of(scores: list[tuple[int, float]], rises: str) -> None:
+    found = warn_of_rising_curve(scores, 152, TrainingSection(epochs=1.5))
+    assert codes(found) == ["DCSE-W07"] * bool(rises)
+    for warning in found:
+        assert rises in warning.problem and "training.epochs=3" in warning.fix
+
+
+def test_the_advice_for_a_rising_curve_names_the_key_that_ends_the_run() -> None:
+    (warning,) = warn_of_rising_curve([(2, 1.0), (4, 9.0)], 4, TrainingSection(max_steps=4))
+    assert "training.max_steps=8" in warning.fix
+
+
+def test_a_run_reports_its_extent_and_a_curve_that_still_rises(recipe_with: Callable[..., Recipe]) -> None:
+    events: list[Event] = []
+    recipe = recipe_with("evaluation.final_suites=[]", "evaluation.eval_steps=11", "training.lr=1e-2")
+    done = Distillation(recipe).run(LocalBackend(), Reporter(events.append))
+    (steps,) = (event.note for event in events if isinstance(event, StageProgress) and event.name == "steps")
+    assert steps.startswith("22 steps of 16, 22 per epoch; ") and "of the rows have more than 16 tokens" in steps
+    state = done.train_result.state
+    expected = warn_of_rising_curve(state.scores, 22, recipe.training)
+    told = [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W07]" in event.text]
+    assert told == [warning.text for warning in expected]

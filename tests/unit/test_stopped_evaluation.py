@@ -115,7 +115,9 @@ def test_damaged_results_are_measured_again(recipe_with: MakeRecipe) -> None:
     done = distcse.resume(stopped.directory, listen=later.append)
     assert not done.interrupted and len(measured_in(later)) == 2
     warnings = [event.text for event in later if isinstance(event, LogMessage) and event.warning]
-    (text,) = (text for text in warnings if not text.startswith("[DCSE-W02]"))  # the random teachers' bands
+    (text,) = (
+        text for text in warnings if not text.startswith(("[DCSE-W02]", "[DCSE-W05]"))
+    )  # random teachers, few steps
     assert "checksum" in text and "measured again" in text
 
 

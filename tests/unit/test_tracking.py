@@ -64,7 +64,8 @@ def test_a_resumed_run_continues_the_same_tracker_run(
     assert [step for step, _ in logged["train/loss"]] == sorted(step for step, _ in reported)
     assert any(name.startswith("final/agreement/") for name in logged)
     warnings = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
-    assert not [text for text in warnings if not text.startswith("[DCSE-W02]")]  # the random teachers' bands
+    expected = ("[DCSE-W02]", "[DCSE-W05]", "[DCSE-W07]")  # random teachers, few steps
+    assert not [text for text in warnings if not text.startswith(expected)]
 
 
 def test_characters_that_mlflow_forbids_are_replaced(

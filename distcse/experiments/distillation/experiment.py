@@ -11,6 +11,7 @@ from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.distillation.gpus import report_gpus
@@ -21,12 +22,12 @@ from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
-from distcse.experiments.distillation.warnings import band_warnings, cached_band_warnings, settings_warnings
+from distcse.experiments.distillation.warnings import band_warnings, cached_corpus_warnings, settings_warnings
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
-from distcse.experiments.settings_warnings import SettingsWarning, report_warnings
+from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_rising_curve
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
 from distcse.placement.gpu_plan import GpuPlan
@@ -56,7 +57,7 @@ class Distillation(Experiment[Recipe]):
             check_run(self.recipe, backend, reporter, plans_of_trials)
 
     def warnings(self) -> list[SettingsWarning]:
-        return [*settings_warnings(self.recipe, only_local=True), *cached_band_warnings(self.recipe)]
+        return [*settings_warnings(self.recipe, only_local=True), *cached_corpus_warnings(self.recipe)]
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -83,6 +84,10 @@ class Distillation(Experiment[Recipe]):
                 report_warnings(settings_warnings(recipe), reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
+            if not backend.is_for_trials:
+                extent = Extent.of(recipe, corpus)
+                extent.report(reporter)
+                report_warnings(extent.warnings, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
@@ -95,6 +100,9 @@ class Distillation(Experiment[Recipe]):
                         report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
                     spec = prepared.spec(directory.path, tables, backend, reporter, lease)
                     train_result = backend.train(spec, corpus, tables, reporter)
+                if not train_result.interrupted and not backend.is_for_trials:
+                    scores, steps = train_result.state.scores, train_result.steps
+                    report_warnings(warn_of_rising_curve(scores, steps, recipe.training), reporter)
                 student = EncoderHandle(partial(_load_trained, recipe, directory.store))
                 final = FinalScores(None, stopped=train_result.interrupted)
                 _export(recipe, student, directory, backend, reporter)

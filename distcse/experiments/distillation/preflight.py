@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from distcse.data import BatchSampler, Corpus, check_source
+from distcse.data import Corpus, check_source
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
-from distcse.experiments.distillation.batch_loader import split_rows
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
+from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus, require_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
@@ -39,7 +39,6 @@ from distcse.teachers.reuse import count_new_rows
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
-from distcse.trainer.schedule import total_steps
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -112,14 +111,11 @@ def check_run(
     corpus = read_corpus(recipe, reporter)
     TeacherWeights(recipe.teachers.encoders, corpus)
     require_vectors(recipe, len(corpus))
-    training = recipe.training
-    rows, _, _ = split_rows(recipe, len(corpus))
-    epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
-    steps = total_steps(training, epoch)
-    _report(reporter, "steps", f"{steps:,} steps of {training.batch_size}, {epoch:,} per epoch")
+    extent = Extent.of(recipe, corpus)
+    extent.report(reporter)
     encoder = build_student(_with_all_layers(recipe)).encoder
     _report(reporter, "student", _describe_encoder(encoder))
-    report_warnings([*settings_warnings(recipe), *band_warnings(recipe, corpus)], reporter)
+    report_warnings([*settings_warnings(recipe), *extent.warnings, *band_warnings(recipe, corpus)], reporter)
     for number in range(len(recipe.teachers.encoders)):
         _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
     runs = resolve_path(recipe.storage.runs)

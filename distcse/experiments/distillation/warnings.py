@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distcse.data import Corpus
 from distcse.events import Reporter
+from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.preparation import find_corpus
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.settings_warnings import (
@@ -54,15 +55,20 @@ def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[Se
     return warn_of_narrow_bands(recipe, bands)
 
 
-def cached_band_warnings(recipe: Recipe) -> list[SettingsWarning]:
-    """Return the warnings of `band_warnings`, with the precisions that this machine decides, if the cache has the corpus."""
-    teachers = averaged_teachers(recipe).values()
-    if not all(
-        find_local_model(teacher.backbone, teacher.trust_remote_code) for teacher in teachers if _is_model(teacher)
-    ):
+def cached_corpus_warnings(recipe: Recipe) -> list[SettingsWarning]:
+    """Return the warnings that need the text, if the cache has it: those of the run's extent and of `band_warnings`.
+
+    Precisions are those that this machine decides.
+    """
+    corpus = find_corpus(recipe)
+    if corpus is None:
         return []
-    corpus = find_corpus(recipe) if teachers else None
-    return [] if corpus is None else band_warnings(with_teacher_precisions(recipe, None, Reporter()), corpus)
+    student, teachers = recipe.student, averaged_teachers(recipe).values()
+    is_local = find_local_model(student.backbone, student.trust_remote_code) is not None
+    warnings = Extent.of(recipe, corpus).warnings if is_local else []
+    if all(find_local_model(teacher.backbone, teacher.trust_remote_code) for teacher in teachers if _is_model(teacher)):
+        warnings += band_warnings(with_teacher_precisions(recipe, None, Reporter()), corpus)
+    return warnings
 
 
 def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:

@@ -27,6 +27,7 @@ from distcse.experiments.mutual.preflight import check_groups
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
+from distcse.experiments.mutual.start_scores import score_starts
 from distcse.experiments.mutual.tokens import prepare_tokens
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.experiments.mutual.warnings import settings_warnings
@@ -99,6 +100,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
             report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
+            if is_new and not backend.is_for_trials:
+                report_warnings(score_starts(recipe, groups, backend, reporter), reporter)
             pairs = load_pairs(recipe, directory.path, backend, reporter)
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
             store = PhaseStore(directory.path, lease)

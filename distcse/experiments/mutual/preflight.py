@@ -14,6 +14,7 @@ from distcse.experiments.mutual.mining import require_mining
 from distcse.experiments.mutual.pairs import temporary_pairs
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
+from distcse.experiments.mutual.start_scores import score_starts
 from distcse.experiments.mutual.warnings import settings_warnings
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.models import CrossEncoder, Encoder
@@ -69,7 +70,7 @@ def check_groups(
         length, layers = recipe.cross_of(group).max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
         _report(reporter, group.name, "both of its models load")
-    report_warnings(settings_warnings(recipe), reporter)
+    report_warnings([*settings_warnings(recipe), *score_starts(recipe, recipe.groups, backend, reporter)], reporter)
     if backend.cluster is None:
         return
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None

@@ -1,0 +1,85 @@
+"""Dev scores of the groups' initial bi-encoders, whose scores are the first labels, and of the labels that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from distcse.device import default_device
+from distcse.evaluation import RecordedScores, VectorModel
+from distcse.events import Reporter, StageProgress
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
+from distcse.experiments.mutual.dev_pairs import DevPairs
+from distcse.experiments.mutual.devices import device_options
+from distcse.experiments.mutual.labels import combine
+from distcse.experiments.settings_warnings import SettingsWarning, warn_of_weak_label_source
+from distcse.models import Encoder
+from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.recipe import GroupSection, MutualRecipe, decided
+
+_STAGE = "starts"
+
+
+def score_starts(
+    recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter
+) -> list[SettingsWarning]:
+    """Report the dev score of each group's start, and that of the first labels.
+
+    Args:
+        recipe: The recipe, with its precisions decided.
+        groups: Its groups that are not dropped.
+        backend: Where the models compute.
+        reporter: Receives a line with all scores.
+
+    Returns:
+        A warning of each group without which the labels have a better dev score; none without dev pairs.
+    """
+    dev = DevPairs.of(recipe)
+    if dev is None:
+        return []
+    calls = [
+        DeviceCall(f"dev score of {group.name}'s start", partial(_score, recipe, group), model_memory(group.backbone))
+        for group in groups
+    ]
+    recorded = backend.run_on_devices(calls, device_options(recipe, groups, {}), reporter)
+    scores = {group.name: dev.score(found) for group, found in zip(groups, recorded, strict=True)}
+    listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
+    if len(groups) == 1:
+        _report(reporter, f"{listed} ({dev.name})")
+        return []
+    labels = dev.score(_labels(recipe, groups, recorded))
+    _report(reporter, f"{listed}, their labels {labels:.2f} ({dev.name})")
+    warnings = []
+    for number, group in enumerate(groups):
+        others = [*groups[:number], *groups[number + 1 :]]
+        without = dev.score(_labels(recipe, others, [*recorded[:number], *recorded[number + 1 :]]))
+        key = f"groups.{recipe.groups.index(group)}"
+        warnings += warn_of_weak_label_source(group.name, key, scores[group.name], labels, without, dev.name)
+    return warnings
+
+
+def _score(recipe: MutualRecipe, group: GroupSection, reporter: Reporter) -> RecordedScores:
+    """Return the cosines of the dev pairs by a group's initial bi-encoder."""
+    dev, recorded = DevPairs.of(recipe), RecordedScores()
+    assert dev is not None
+    encoder, precision = Encoder.from_section(group).to(default_device()), decided(recipe.mutual.precision)
+    use_mkldnn_linear(encoder, precision)
+
+    def report_progress(done: int, total: int) -> None:
+        reporter.emit(StageProgress(_STAGE, done, total, f"sentences, now {group.name}"))
+
+    dev.score(recorded.recording(VectorModel.of(encoder, precision, report_progress)))
+    return recorded
+
+
+def _labels(recipe: MutualRecipe, groups: Sequence[GroupSection], recorded: Sequence[RecordedScores]) -> RecordedScores:
+    """Combine the groups' cosines of the dev pairs as the labels of the training pairs are."""
+    first, second = zip(*recorded[0].known, strict=True)
+    scores = [found.similarities(first, second) for found in recorded]
+    labels = combine(scores, [group.weight for group in groups], recipe.mutual, cosines=True)
+    return RecordedScores(dict(zip(zip(first, second, strict=True), labels.tolist(), strict=True)))
+
+
+def _report(reporter: Reporter, note: str) -> None:
+    reporter.emit(StageProgress(_STAGE, 1, 1, "", finished=True, note=note))
