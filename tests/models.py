@@ -143,6 +143,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("gemma2", "phi3", "opt"), _DECODER),
     **dict.fromkeys(("bart", "m2m_100", "pegasus", "marian"), _ENCODER_DECODER),
     **dict.fromkeys(("longt5", "switch_transformers"), FAMILIES["mt5"]),
+    **dict.fromkeys(("bros", "xmod", "vilt", "lilt", "big_bird"), _SIZES),
     "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
     "xlm": {"emb_dim": 32, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 70},
 }

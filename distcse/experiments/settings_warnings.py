@@ -12,11 +12,11 @@ from pathlib import Path
 from distcse.events import LogMessage, Reporter
 from distcse.models import resolve_model
 from distcse.models.folder import ModelFolder, find_local_model
-from distcse.models.loading import dropouts
+from distcse.models.loading import has_dropout
 from distcse.models.source import CONFIG_FILE
 from distcse.models.st_format import backbone_folder
 from distcse.models.st_settings import read_model_settings
-from distcse.recipe import EncoderSection, Recipe, StorageSection
+from distcse.recipe import DetectionSection, EncoderSection, Recipe, StorageSection
 from distcse.recipe.training import TrainingSection
 from distcse.storage import is_in_session, resolve_path
 from distcse.teachers.cosine_band import CosineBand
@@ -30,8 +30,6 @@ _SETTINGS_FILES = [
     "config_sentence_transformers.json",
 ]
 """Files of a model on the hub that are read here."""
-_OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_")
-"""Beginnings of the dropout settings of heads, which an encoder does not have; ALBERT has no other one above 0."""
 _NARROW = 0.5
 """Spread of a teacher's cosines, relative to the widest one's, below which its band counts as narrow."""
 _FEWEST_STEPS = 100
@@ -79,13 +77,7 @@ def warn_of_equal_views(recipe: Recipe, only_local: bool = False) -> list[Settin
     """
     keys = [f"objective.{key}" for key, term in recipe.objective.active_terms.items() if term.contrasts_views]
     student = recipe.student
-    folder = _folder(student, only_local) if keys and student.dropout is None else None
-    probabilities = [0.0 if student.dropout is None else student.dropout]
-    if not keys or (student.dropout is None and folder is None):
-        return []
-    if folder is not None:
-        probabilities = _dropouts(folder, student.trust_remote_code)
-    if any(probabilities):
+    if not keys or student.dropout or (student.dropout is None and _has_dropout(student, only_local)):
         return []
     return [
         SettingsWarning(
@@ -93,6 +85,29 @@ def warn_of_equal_views(recipe: Recipe, only_local: bool = False) -> list[Settin
             f"{student.backbone} has no dropout, so that both views of a sentence are equal, and {' and '.join(keys)} "
             f"{'compare' if len(keys) > 1 else 'compares'} them",
             f"write student.dropout: 0.1, or {keys[0]}: null",
+        )
+    ]
+
+
+def warn_of_generator_without_dropout(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
+    """Warn of an edit detection that asks for dropout in a generator that has none.
+
+    Args:
+        recipe: The recipe.
+        only_local: Skip a generator that would have to be downloaded. Default: False.
+    """
+    detection = recipe.objective.active(DetectionSection)
+    if detection is None or "generator_dropout" in detection.unread_keys or not detection.generator_dropout:
+        return []
+    generator = EncoderSection(backbone=str(detection.generator))
+    if _has_dropout(generator, only_local):
+        return []
+    return [
+        SettingsWarning(
+            "DCSE-W01",
+            f"{generator.backbone} has no dropout, so that objective.detection.generator_dropout: true has no effect, and equal "
+            "maskings of a sentence get equal edits",
+            "write objective.detection.generator_dropout: false, or use a generator with dropout",
         )
     ]
 
@@ -275,6 +290,7 @@ def _folder(section: EncoderSection, only_local: bool) -> Path | None:
     return folder if (backbone_folder(folder) / CONFIG_FILE).is_file() else None
 
 
-def _dropouts(folder: Path, trust_remote_code: bool) -> list[float]:
-    config = ModelFolder.read(folder, trust_remote_code).load_config()
-    return [probability for name, probability in dropouts(config) if not name.startswith(_OF_HEADS)]
+def _has_dropout(section: EncoderSection, only_local: bool) -> bool:
+    """Return whether an encoder's folder has dropout; True for one that is not read."""
+    folder = _folder(section, only_local)
+    return folder is None or has_dropout(ModelFolder.read(folder, section.trust_remote_code).load_config())

@@ -9,6 +9,7 @@ from distcse.checks import Check, fail, ok
 from distcse.data.readers import find_files
 from distcse.errors import CorpusError, EncoderError, StorageError
 from distcse.models.folder import open_model
+from distcse.models.loading import refuse_unpooled_prompt
 from distcse.models.source import is_hub_id
 from distcse.models.vocabulary import has_tokenizer
 from distcse.recipe import BaseRecipe, CorpusSection
@@ -19,21 +20,26 @@ _TIMEOUT_S = 5.0
 
 
 def check_models(recipe: BaseRecipe) -> list[Check]:
-    """Check each distinct pair of a backbone and its `trust_remote_code`, and the sources of teachers that are no models."""
+    """Check each distinct model with its `trust_remote_code` and prompt, and what the kinds of teachers check themselves."""
     inputs = recipe.inputs
     teachers = [kind_of(section, only_local=True) for section in inputs.teachers]
-    backbones = [
-        *inputs.backbones,
-        *((kind.section.backbone, kind.section.trust_remote_code) for kind in teachers if kind.is_model),
-    ]
-    return [
-        *(check for name, trusted in dict.fromkeys(backbones) for check in check_model(name, trusted)),
+    sections = [*inputs.encoders, *(kind.section for kind in teachers if kind.is_model)]
+    models = dict.fromkeys((section.backbone, section.trust_remote_code, section.prompt) for section in sections)
+    checks = [
+        *(check for model in models for check in check_model(*model)),
         *(check for kind in teachers for check in kind.check_source()),
     ]
+    return list(dict.fromkeys(checks))
 
 
-def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
-    """Check that a model, here or in the hub's cache, would load (see `ModelFolder.check`); else that the hub has it."""
+def check_model(name: str, trust_remote_code: bool = False, prompt: str = "") -> list[Check]:
+    """Check that a model, here or in the hub's cache, would load (see `ModelFolder.check`); else that the hub has it.
+
+    Args:
+        name: The model's name in the recipe.
+        trust_remote_code: Whether to run the model's Python code.
+        prompt: Prompt of its texts. Default: the folder's.
+    """
     try:
         folder = open_model(name, trust_remote_code, only_local=True)
         if is_hub_id(name) and not has_tokenizer(folder.backbone):
@@ -44,6 +50,7 @@ def check_model(name: str, trust_remote_code: bool = False) -> list[Check]:
         return [_check_hub(name, str(error))]
     try:
         folder.check()
+        refuse_unpooled_prompt(name, folder.layout, prompt)
     except EncoderError as error:
         return [fail("model", str(error), "or use another folder")]
     return [ok("model", f"{name}: {folder.root}")]

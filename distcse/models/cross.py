@@ -22,13 +22,16 @@ from distcse.models.json_files import read_json
 from distcse.models.layers import keep_layers
 from distcse.models.loading import (
     attention_of,
+    model_class,
     position_limit,
     require_finite,
     save_tokenizer,
     set_dropout,
     set_shortcuts,
 )
+from distcse.models.score_activation import SIGMOID, activate, read_activation, write_activation
 from distcse.models.st_format import backbone_folder, replacing
+from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.texts import as_pairs
 
 _FIRST_TOKEN_CLASSIFIERS = tuple(
@@ -45,13 +48,15 @@ class CrossEncoder(nn.Module):
         model: A Hugging Face sequence classifier with one label.
         tokenizer: Its fast tokenizer.
         max_length: Maximum number of tokens per pair, with special tokens; the longer sentence is truncated first.
+        activation: Qualified name of the function between logits and scores. Default: the sigmoid.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, activation: str = SIGMOID) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self.activation = activation
         self._token_budget = TokenBudget()
 
     @classmethod
@@ -74,22 +79,18 @@ class CrossEncoder(nn.Module):
             ModelNotFoundError: No such model exists.
             PickledWeightsError: The weights are not safetensors.
             MissingWeightsError: Weights are missing, such as those of the head.
-            UnsupportedModelError: The head has several labels.
+            UnsupportedModelError: It does not score pairs as sentence-transformers' CrossEncoder would (see `check_scorer`).
         """
         folder = open_model(str(path), trust_remote_code)
-        _refuse_prompt(folder)
+        activation = check_scorer(folder)
         model, missing = _load_classifier(folder, max_length, is_fast)
         if missing:
             raise MissingWeightsError(
                 f"{folder.backbone} lacks {len(missing)} weights, such as {missing[0]}, which would be random; train it first"
             )
-        if model.config.num_labels != 1:
-            raise UnsupportedModelError(
-                f"{folder.backbone} has {model.config.num_labels} labels, but a cross-encoder has one; use a model with one label"
-            )
         tokenizer = folder.load_tokenizer()
         limits = [max_length, folder.layout.max_length, tokenizer.model_max_length, position_limit(model)]
-        return cls(model.eval(), tokenizer, min(limit for limit in limits if limit))
+        return cls(model.eval(), tokenizer, min(limit for limit in limits if limit), activation)
 
     @classmethod
     def fresh(
@@ -101,7 +102,7 @@ class CrossEncoder(nn.Module):
         trust_remote_code: bool = False,
         is_fast: bool = True,
     ) -> CrossEncoder:
-        """Create a cross-encoder for training from an encoder's weights and a randomly initialized head.
+        """Create a cross-encoder for training from an encoder's weights and a randomly initialized head; it scores by sigmoid.
 
         Args:
             path: Folder or name of the encoder (see `resolve_model`).
@@ -186,7 +187,7 @@ class CrossEncoder(nn.Module):
         precision: str = "fp32",
         on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float64]:
-        """Score n pairs; return (n,) probabilities, sigmoid of the logits, without dropout or gradient.
+        """Score n pairs; return (n,) activated logits, without dropout or gradient: probabilities, unless the folder differs.
 
         Args:
             pairs: The pairs.
@@ -226,7 +227,7 @@ class CrossEncoder(nn.Module):
             on_progress: Called with the number of pairs scored so far, of all groups.
 
         Yields:
-            The (n,) probabilities of each group's n pairs.
+            The (n,) scores of each group's n pairs.
 
         Raises:
             DeviceMemoryError: A pair does not fit in the GPU's memory.
@@ -252,11 +253,12 @@ class CrossEncoder(nn.Module):
             precision=precision,
             on_progress=on_progress,
         ):
-            yield 1 / (1 + np.exp(-chunk.out))
+            yield activate(chunk.out, self.activation)
 
     @without_noise()
     def save(self, path: str | Path) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
+        write_activation(self.model.config, self.activation)
         with replacing(path) as folder:
             self.model.save_pretrained(folder)  # type: ignore[operator]
             save_tokenizer(self.tokenizer, folder, self.max_length)
@@ -270,12 +272,27 @@ def is_cross_encoder(folder: Path) -> bool:
     )
 
 
-def _refuse_prompt(folder: ModelFolder) -> None:
+def check_scorer(folder: ModelFolder) -> str:
+    """Check that a folder's settings are those of a cross-encoder that distcse can use; return the name of its activation.
+
+    Args:
+        folder: The model's folder.
+
+    Raises:
+        ModelLoadError: transformers cannot read the config.
+        UnsupportedModelError: It has a default prompt, several labels, or an activation that distcse does not compute.
+    """
     if folder.layout.prompt:
         raise UnsupportedModelError(
             f"{folder.root} has the default prompt {folder.layout.prompt!r:.60}, which distcse does not put before pairs; use a "
             "cross-encoder without one"
         )
+    config = folder.load_config()
+    if config.num_labels != 1:
+        raise UnsupportedModelError(
+            f"{folder.backbone} has {config.num_labels} labels, but a cross-encoder has one; use a model with one label"
+        )
+    return read_activation(folder, config)
 
 
 @without_noise()
@@ -291,6 +308,7 @@ def _load_classifier(
 
     folder.check_weights()
     config = folder.load_config()
+    refuse_other_inputs(folder.backbone, model_class(config), config)
     if labels is not None:
         config.num_labels = labels
     if dropout is not None:

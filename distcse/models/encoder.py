@@ -26,7 +26,7 @@ from distcse.models.head import Dense, build_head
 from distcse.models.layers import depth_of, keep_layers
 from distcse.models.loading import (
     check_vocabulary,
-    dropouts,
+    has_dropout,
     length_limit,
     load_backbone,
     refuse_unsupported_preprocessing,
@@ -158,8 +158,8 @@ class Encoder(nn.Module):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the backbone has a dropout probability above 0, so that two passes in training mode differ."""
-        return any(value > 0 for _, value in dropouts(self.backbone.config))
+        """Whether two passes of the backbone in training mode differ."""
+        return has_dropout(self.backbone.config)
 
     @property
     def device(self) -> torch.device:

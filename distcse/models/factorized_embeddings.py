@@ -72,7 +72,6 @@ def factorize_embeddings(backbone: nn.Module, dimension: int) -> nn.Module:
             type_vocab_size=len(types),
             layer_norm_eps=config.layer_norm_eps,
             pad_token_id=config.pad_token_id,
-            summary_last_dropout=0.0,  # the model has no such head, but any dropout above 0 sets `Encoder.has_dropout`
             attn_implementation=attention_implementation(config),
         )
     )

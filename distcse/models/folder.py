@@ -11,6 +11,7 @@ from distcse.errors import EncoderError, StorageError
 from distcse.models.loading import load_config, load_tokenizer, model_class, refuse_lowercasing
 from distcse.models.source import CONFIG_FILE, resolve_model
 from distcse.models.st_format import Layout, backbone_folder, read_layout
+from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.weight_files import check_weights, require_module_weights, require_weights
 
 
@@ -70,9 +71,10 @@ class ModelFolder:
 
         Raises:
             ModelLoadError: transformers cannot read the config.
-            UnsupportedModelError: The family is not supported.
+            UnsupportedModelError: The family is not supported, or needs more than a text's tokens.
         """
-        model_class(self.load_config())
+        config = self.load_config()
+        refuse_other_inputs(self.backbone, model_class(config), config)
 
     def check(self) -> None:
         """Refuse a model that would not load, as far as its config and its tokenizer tell.

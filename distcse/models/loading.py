@@ -30,6 +30,7 @@ from distcse.models.json_files import read_json
 from distcse.models.precision import halve_matrices
 from distcse.models.prompts import SENTENCE
 from distcse.models.st_format import Layout
+from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.vocabulary import (
     refuse_broken_files,
     refuse_empty_vocabulary,
@@ -49,6 +50,9 @@ _SHIFTING_DECODERS = ("bart", "mbart")
 """Families whose decoder reads the text itself, shifted by one token, as in sentence-transformers."""
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 _DROPOUT = re.compile("dropout|_pdrop$")
+_LAYER_DROPOUT = re.compile("layerdrop$")
+_OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_", "pooler_", "cls_")
+"""Beginnings of the dropout settings of heads, which a backbone does not have; ALBERT has no other one above 0."""
 
 
 @without_noise()
@@ -74,12 +78,13 @@ def load_backbone(
 
     Raises:
         ModelLoadError: transformers cannot load the folder as an encoder.
-        UnsupportedModelError: The family is not supported.
+        UnsupportedModelError: The family is not supported, or needs more than a text's tokens.
         MissingWeightsError: Weights are missing, and would be random.
         NotFiniteError: A weight is NaN or infinite.
     """
     config = load_config(folder, trust_remote_code, config_settings)
     kind = model_class(config)
+    refuse_other_inputs(folder, kind, config)
     if dropout is not None:
         set_dropout(config, dropout)
     try:
@@ -211,11 +216,24 @@ def set_dropout(config: Any, dropout: float) -> None:
 
 
 def dropouts(config: Any) -> list[tuple[str, float]]:
-    """Return names and values of all dropout probabilities in a config."""
+    """Return names and values of all dropout probabilities in a config, with those of heads."""
+    return _probabilities(config, _DROPOUT)
+
+
+def has_dropout(config: Any) -> bool:
+    """Return whether two passes of a backbone in training mode differ: it drops values or skips layers at random."""
+    drawn = [
+        *((key, value) for key, value in dropouts(config) if not key.startswith(_OF_HEADS)),
+        *_probabilities(config, _LAYER_DROPOUT),
+    ]
+    return any(value > 0 for _, value in drawn)
+
+
+def _probabilities(config: Any, names: re.Pattern[str]) -> list[tuple[str, float]]:
     return [
         (key, value)
         for key, value in vars(config).items()
-        if _DROPOUT.search(key) and isinstance(value, float | int) and not isinstance(value, bool)
+        if names.search(key) and isinstance(value, float | int) and not isinstance(value, bool)
     ]
 
 
@@ -329,9 +347,23 @@ def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, to
             f"{section.backbone}: its tokenizer gives a text other token types than 0, which distcse does not pass on; use "
             "another model"
         )
-    if (section.prompt or layout.prompt) and (not layout.pools_prompt or section.backbone.startswith(_INSTRUCTOR)):
+    refuse_unpooled_prompt(section.backbone, layout, section.prompt)
+
+
+def refuse_unpooled_prompt(name: str, layout: Layout, prompt: str) -> None:
+    """Refuse a model that reads texts with a prompt and pools without the prompt's tokens.
+
+    Args:
+        name: The model's name in the recipe.
+        layout: Its folder's settings.
+        prompt: The recipe's prompt; if empty, the folder's default prompt counts.
+
+    Raises:
+        UnsupportedModelError: As described.
+    """
+    if (prompt or layout.prompt) and (not layout.pools_prompt or name.startswith(_INSTRUCTOR)):
         raise UnsupportedModelError(
-            f"{section.backbone} pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
+            f"{name} pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
             "use another model, or one without a prompt"
         )
 

@@ -250,7 +250,7 @@ class MutualPlan:
         lengths = self.lengths if kind == "bi" else self.lengths.pairs()
         length = lengths.mean(longest) * (_FILLED if training else 1.0)
         precision = self.recipe.loop_of(group, kind).precision if training else self.recipe.mutual.precision
-        dropout = training and (shape.dropout if group.dropout is None else group.dropout) > 0
+        dropout = training and (shape.has_dropout if group.dropout is None else group.dropout > 0)
         texts = 2 * pairs if kind == "bi" else pairs
         return Pass(shape, texts, length, training, precision, dropout, self.cluster.machine.kind)
 

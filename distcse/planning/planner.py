@@ -183,8 +183,8 @@ def calibrate_for(recipe: BaseRecipe, form: Form) -> Path:
 def _trained_kinds(section: TrainedSection, precision: str, scored: str) -> list[PassKind]:
     """Return the passes of a trained encoder: in training, and without gradients in another precision."""
     shape, longest = read_shape(section), section.max_length or 128
-    dropout = shape.dropout if section.dropout is None else section.dropout
-    return [PassKind(shape, True, precision, dropout > 0, longest), PassKind(shape, False, scored, False, longest)]
+    dropout = shape.has_dropout if section.dropout is None else section.dropout > 0
+    return [PassKind(shape, True, precision, dropout, longest), PassKind(shape, False, scored, False, longest)]
 
 
 def _share_of_cpus(per_worker: float | None, workers: int, form: Form) -> int:

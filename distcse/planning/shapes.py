@@ -23,7 +23,7 @@ from distcse.models.fast.switch import forbid_shortcuts
 from distcse.models.folder import ModelFolder, open_model
 from distcse.models.head import Dense, DenseShape, Normalize
 from distcse.models.layers import keep_layers, layers_of
-from distcse.models.loading import dropouts, embedding_shape, model_class, set_dropout
+from distcse.models.loading import embedding_shape, has_dropout, model_class, refuse_unpooled_prompt, set_dropout
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
 from distcse.models.source import is_hub_id
 from distcse.models.st_format import Layout, read_layout
@@ -132,8 +132,8 @@ class Shape:
     """Number of trained parameters."""
     frozen_parameters: int
     """Parameters in memory that are not trained: a pooler, which no pooling uses."""
-    dropout: float
-    """Largest dropout probability in the model's config."""
+    has_dropout: bool
+    """Whether two passes in training mode differ, by the model's config."""
     max_length: int | None
     single_token: bool
     """Whether the last layer is computed only at the token that pooling reads (see models/fast/last_layer.py)."""
@@ -156,7 +156,7 @@ def read_shape(section: EncoderSection) -> Shape:
     Raises:
         ModelNotFoundError: There is no such folder or hub model.
         ModelLoadError: The config.json is not that of an encoder.
-        EncoderError: A folder with weights would not load (see `ModelFolder.check`).
+        EncoderError: A folder with weights would not load (see `ModelFolder.check`), or the prompt would not be pooled.
     """
     folder = folder_of(section.backbone, section.trust_remote_code)
     if folder is not None and not is_hub_id(section.backbone) and has_any_weights(folder):
@@ -164,6 +164,7 @@ def read_shape(section: EncoderSection) -> Shape:
         open_model(section.backbone, section.trust_remote_code).check()
     config, source = _config_of(section.backbone, section.trust_remote_code)
     layout = read_layout(folder) if folder else Layout()
+    refuse_unpooled_prompt(section.backbone, layout, section.prompt)
     blueprint = Blueprint.of(
         config,
         pooling=section.pooling or layout.pooling or "mean",
@@ -237,7 +238,7 @@ def _shape_of(
         embedding_size=embedding_size,
         parameters=sum(parameter.numel() for parameter in encoder.parameters()) - frozen,
         frozen_parameters=frozen,
-        dropout=max((float(value) for _, value in dropouts(backbone.config)), default=0.0),
+        has_dropout=has_dropout(backbone.config),
         max_length=max_length,
         single_token=blueprint.pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
         packs=section.is_fast and blueprint.pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),

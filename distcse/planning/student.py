@@ -96,7 +96,7 @@ class StudentRun:
     def has_dropout(self) -> bool:
         """Whether the two views of a sentence differ; without dropout, one pass computes both."""
         dropout = self.recipe.student.dropout
-        return (self.student.dropout if dropout is None else dropout) > 0
+        return self.student.has_dropout if dropout is None else dropout > 0
 
     @property
     def has_detector(self) -> bool:

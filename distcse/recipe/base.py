@@ -12,6 +12,7 @@ from distcse.recipe.models import ModelsSection, encoders_with_switch
 from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
+    from distcse.recipe.encoders import EncoderSection
     from distcse.recipe.loggers import LoggersSection
     from distcse.recipe.resources import GpuMode, ResourcesSection
     from distcse.recipe.schema import CorpusSection, StorageSection
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class RecipeInputs:
     """The models and texts that a recipe names."""
 
-    backbones: Sequence[tuple[str, bool]] = ()
-    """Pretrained models that are trained or part of the objective, each with its `trust_remote_code`."""
+    encoders: Sequence[EncoderSection] = ()
+    """Pretrained models that are trained or part of the objective."""
     teachers: Sequence[TeacherSection] = ()
     """Teachers of every kind."""
     corpus: CorpusSection | None = None

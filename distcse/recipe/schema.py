@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from distcse.errors import StorageError
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.encoders import StudentSection
+from distcse.recipe.encoders import EncoderSection, StudentSection
 from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.losses.loss_section import registered_losses
@@ -292,9 +292,8 @@ class Recipe(BaseRecipe):
 
     @property
     def inputs(self) -> RecipeInputs:
-        backbones = [(self.student.backbone, self.student.trust_remote_code)]
-        backbones += [(model, False) for model in self.objective.models]
-        return RecipeInputs(backbones, self.teachers.encoders, corpus=self.corpus, labelled=self.evaluation.data)
+        encoders = [self.student, *(EncoderSection(backbone=model) for model in self.objective.models)]
+        return RecipeInputs(encoders, self.teachers.encoders, corpus=self.corpus, labelled=self.evaluation.data)
 
     def with_absolute_paths(self) -> Self:
         student = self.student

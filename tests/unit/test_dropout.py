@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from distcse.models import Encoder
 from distcse.models.fast.dropout import Dropout, dropout, fast_dropout
+from distcse.models.loading import model_class
+from tests.models import make_family
 
 MakeModel = Callable[..., Path]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -67,3 +70,24 @@ def test_only_the_dropout_layers_of_a_model_are_replaced(tiny: MakeModel) -> Non
         type(module) for module in Encoder.load(str(tiny()), pooling="cls").modules() if isinstance(module, nn.Dropout)
     }
     assert kinds == {Dropout}
+
+
+@pytest.mark.parametrize("family", ["albert", "electra", "deberta-v2", "mt5", "bart"])
+def test_dropout_counts_only_where_two_passes_differ(family: str, sentences: list[str], tmp_path: Path) -> None:
+    """Each probability of a family's config by itself: heads have some, too, and a backbone may skip layers."""
+    config = Encoder.load(
+        make_family(tmp_path / "source", family, sentences), pooling="mean", max_length=16
+    ).backbone.config
+    names = [name for name, value in vars(config).items() if re.search("drop", name) and isinstance(value, float | int)]
+    assert len(names) > 1
+    for name in names:
+        if isinstance(getattr(config, name), bool):
+            continue
+        for other in names:
+            setattr(config, other, 0.5 if other == name else 0.0)
+        torch.manual_seed(0)
+        backbone = model_class(config).from_config(config, attn_implementation="eager").train()
+        encoder = Encoder(backbone, None, "mean", 16)
+        inputs = torch.arange(7, 15).repeat(4, 1), torch.ones(4, 8, dtype=torch.long)
+        vectors = torch.stack([encoder(*inputs) for _ in range(8)])
+        assert encoder.has_dropout == bool((vectors - vectors[0]).abs().max() > 0), name

@@ -70,7 +70,7 @@ class SoupRecipe(BaseRecipe):
 
     @property
     def inputs(self) -> RecipeInputs:
-        return RecipeInputs([(model, False) for model in self.soup])
+        return RecipeInputs([EncoderSection(backbone=model) for model in self.soup])
 
     def with_absolute_paths(self) -> Self:
         recipe = super().with_absolute_paths()

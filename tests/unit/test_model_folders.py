@@ -31,7 +31,8 @@ from distcse.models import CrossEncoder, Encoder
 from distcse.models.loading import dropouts
 from distcse.models.tokenizer_spec import TokenizerSpec
 from distcse.planning.shapes import read_shape
-from distcse.recipe import EncoderSection, StudentSection
+from distcse.recipe import EncoderSection, StudentSection, TeacherSection
+from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
 from tests.models import (
     FAMILIES,
@@ -85,14 +86,14 @@ def scorer(tiny_cross: Path) -> CrossEncoder:
     return CrossEncoder.load(tiny_cross)
 
 
-def refused_everywhere(folder: Path, error: type[DistcseError], *named: str) -> None:
+def refused_everywhere(folder: Path, error: type[DistcseError], *named: str, prompt: str = "") -> None:
     """Assert that a run, its tokenization, a plan and the doctor give the same error."""
-    section, messages = EncoderSection(backbone=str(folder)), set()
+    section, messages = EncoderSection(backbone=str(folder), prompt=prompt), set()
     for use in (Encoder.from_section, TokenizerSpec.of, read_shape):
         with fails_with(error, *named) as raised:
             use(section)
         messages.add(str(raised.value))
-    assert len(messages) == 1 and messages.pop() in check_model(str(folder))[0].line
+    assert len(messages) == 1 and messages.pop() in check_model(str(folder), prompt=prompt)[0].line
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,6 +156,48 @@ def test_a_family_with_a_decoder_is_refused_by_name(family: str, folder: Path, s
         shutil.copy(source / name, folder)
     shutil.rmtree(folder / "distcse")
     refused_everywhere(folder, UnsupportedModelError, family, "decoder")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("bros", {}, "bbox"),
+        ("xmod", {"languages": ["en_XX", "de_DE"]}, "language"),
+        ("vilt", {}, "pixel_values"),
+    ],
+)
+def test_a_family_that_needs_more_than_tokens_is_refused(
+    family: str, settings: dict[str, Any], named: str, folder: Path, sentences: list[str]
+) -> None:
+    source = make_family(folder.parent / "source", family, sentences, **settings)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(source / name, folder)
+    shutil.rmtree(folder / "distcse")
+    refused_everywhere(folder, UnsupportedModelError, family, named, "text encoder")
+    if family == "xmod":
+        cross = make_cross_encoder(folder.parent / "cross", source)
+        for use in (CrossEncoder.load, lambda path: CrossEncoder.fresh(path, 16)):
+            with fails_with(UnsupportedModelError, family, named):
+                use(cross)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("xmod", {"languages": ["en_XX", "de_DE"], "default_language": "de_DE"}),
+        ("lilt", {"hidden_size": 24, "channel_shrink_ratio": 2}),
+        ("big_bird", {}),
+    ],
+)
+def test_a_family_with_defaults_for_its_other_inputs_is_read(
+    family: str, settings: dict[str, Any], sentences: list[str], tmp_path: Path
+) -> None:
+    source = make_family(tmp_path / "source", family, sentences, **settings)
+    state = torch.get_rng_state()
+    encoder = Encoder.load(source, pooling="mean", max_length=16)
+    assert torch.equal(torch.get_rng_state(), state)
+    encoder.save(tmp_path / "saved")
+    same(their_vectors(tmp_path / "saved", TEXTS), encoder.encode(TEXTS))
 
 
 def test_custom_code_is_read_planned_trained_and_saved(sentences: list[str], tmp_path: Path) -> None:
@@ -589,6 +632,61 @@ def test_a_cross_encoder_of_sentence_transformers_is_read(tiny: Callable[..., Pa
     change(tmp_path / "theirs" / MODEL, prompts={"query": "Given: "}, default_prompt_name="query")
     with fails_with(UnsupportedModelError, "Given: "):
         CrossEncoder.load(tmp_path / "theirs")
+
+
+PAIRS = [("A man.", "A child"), ("The cat sees.", "A man is playing.")]
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "activation"),
+    [
+        (MODEL, {"activation_fn": "torch.nn.modules.linear.Identity"}, "Identity"),
+        (MODEL, {"activation_fn": "torch.nn.modules.activation.Tanh"}, "Tanh"),
+        ("config.json", {"sentence_transformers": {"activation_fn": "torch.nn.Identity", "version": "4"}}, "Identity"),
+        ("config.json", {"sentence_transformers": {"version": "4.1.0.dev0"}}, "Sigmoid"),
+        ("config.json", {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, "Identity"),
+    ],
+)
+def test_a_cross_encoders_activation_is_that_of_sentence_transformers(
+    file: str, values: dict[str, Any], activation: str, tiny_cross: Path, tmp_path: Path
+) -> None:
+    from sentence_transformers import CrossEncoder as Theirs
+
+    def their_scores(folder: Path) -> Any:
+        return Theirs(str(folder), device="cpu").predict(PAIRS, show_progress_bar=False)
+
+    cross = tmp_path / "cross"
+    Theirs(str(tiny_cross), device="cpu").save_pretrained(str(cross))
+    if file != MODEL:
+        for name in ("modules.json", MODEL):  # which only versions after 5.3 write
+            (cross / name).unlink()
+    change(cross / file, **values)
+    ours = CrossEncoder.load(cross)
+    assert ours.activation.endswith(activation)
+    same(ours.score(PAIRS), their_scores(cross))
+    ours.save(tmp_path / "saved")
+    same(their_scores(tmp_path / "saved"), their_scores(cross))
+    same(CrossEncoder.load(tmp_path / "saved").score(PAIRS), their_scores(cross))
+    CrossEncoder.fresh(cross, 16).save(tmp_path / "fresh")  # which learns probabilities
+    assert CrossEncoder.load(tmp_path / "fresh").activation.endswith("Sigmoid")
+
+
+@pytest.mark.parametrize("name", ["torch.nn.modules.activation.Softplus", "mine.Activation", "torch.sigmoid", 3])
+def test_an_activation_that_is_not_computed_is_refused(name: Any, tiny_cross: Path, tmp_path: Path) -> None:
+    cross = shutil.copytree(tiny_cross, tmp_path / "cross")
+    change(cross / "config.json", sentence_transformers={"activation_fn": name})
+    with fails_with(UnsupportedModelError, repr(name), "Identity"):
+        CrossEncoder.load(cross)
+    (check,) = kind_of(TeacherSection(backbone=str(cross))).check_source()
+    assert check.verdict == "fail" and repr(name) in check.found
+
+
+@pytest.mark.parametrize("uses_default", [True, False])
+def test_a_prompt_that_is_not_pooled_is_refused_everywhere(uses_default: bool, folder: Path) -> None:
+    change(folder / "1_Pooling" / "config.json", include_prompt=False)
+    change(folder / MODEL, prompts={"query": "query: "}, default_prompt_name="query" if uses_default else None)
+    prompt = "" if uses_default else "passage: "
+    refused_everywhere(folder, UnsupportedModelError, str(folder), "include_prompt", prompt=prompt)
 
 
 def as_arrow(texts: list[str]) -> Any:

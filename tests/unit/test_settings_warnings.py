@@ -127,6 +127,33 @@ def test_equal_views_are_warned_of_where_a_loss_contrasts_them(
         assert " and ".join(keys) in warning.problem and "student.dropout" in warning.fix
 
 
+@pytest.mark.parametrize(
+    ("dropout", "overrides", "warns"),
+    [
+        (0.0, (), True),
+        (0.1, (), False),
+        (0.0, ("objective.detection.generator_dropout=false",), False),
+        (0.0, ("objective.detection.operation=deletion",), False),
+        (0.0, ("objective.detection.weight=0",), False),
+    ],
+)
+def test_a_generator_without_the_dropout_that_is_asked_for_is_warned_of(
+    dropout: float,
+    overrides: tuple[str, ...],
+    warns: bool,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    sentences: list[str],
+) -> None:
+    generator = f"objective.detection.generator={tiny('bert', dropout=dropout)}"
+    recipe = make_recipe(
+        tmp_path, tiny("bert", dropout=0.1), [], sentences, "objective.rank=null", generator, *overrides
+    )
+    assert codes(found := settings_warnings(recipe)) == ["DCSE-W01"] * warns
+    for warning in found:
+        assert "generator_dropout" in warning.problem and "generator_dropout" in warning.fix
+
+
 @pytest.mark.parametrize("family", ["modernbert", "qwen3", "llama", "albert", "bert", "electra", "gpt2"])
 def test_the_families_defaults_are_known(
     family: str, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]

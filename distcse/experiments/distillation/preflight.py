@@ -73,10 +73,9 @@ def check_recipe(recipe: Recipe) -> None:
 def _check_local_models(recipe: Recipe) -> None:
     """Check that the recipe's models exist, except those that the hub may have. Raises `ModelNotFoundError`."""
     teachers = [kind for section in recipe.teachers.encoders if (kind := kind_of(section, only_local=True)).is_model]
-    models = [*recipe.inputs.backbones, *((kind.section.backbone, kind.section.trust_remote_code) for kind in teachers)]
-    for name, trusts_code in models:
-        if not is_hub_id(name):
-            resolve_model(name, trusts_code, only_local=True)
+    for section in [*recipe.inputs.encoders, *(kind.section for kind in teachers)]:
+        if not is_hub_id(section.backbone):
+            resolve_model(section.backbone, section.trust_remote_code, only_local=True)
 
 
 def check_run(

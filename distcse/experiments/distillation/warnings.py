@@ -11,6 +11,7 @@ from distcse.experiments.settings_warnings import (
     SettingsWarning,
     teacher_encoders,
     warn_of_equal_views,
+    warn_of_generator_without_dropout,
     warn_of_narrow_bands,
     warn_of_session_folders,
     warn_of_unused_prompts,
@@ -35,6 +36,7 @@ def settings_warnings(recipe: Recipe, only_local: bool = False) -> list[Settings
     return [
         *warn_of_session_folders(recipe.storage),
         *warn_of_equal_views(recipe, only_local),
+        *warn_of_generator_without_dropout(recipe, only_local),
         *warn_of_unused_prompts(encoders, only_local),
     ]
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.encoders import TrainedSection
+from distcse.recipe.encoders import EncoderSection, TrainedSection
 from distcse.recipe.exchange import Exchange, ExchangeRule
 from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
@@ -292,14 +292,16 @@ class MutualRecipe(BaseRecipe):
 
     @property
     def inputs(self) -> RecipeInputs:
-        backbones = [
-            (name, group.trust_remote_code)
+        starts = [
+            EncoderSection(backbone=start, trust_remote_code=group.trust_remote_code)
             for group in self.groups
-            for name in dict.fromkeys((group.backbone, self.cross_start(group)))
+            if (start := self.cross_start(group)) != group.backbone
         ]
         mine = self.pairs.mine
         corpus = None if mine is None else mine.corpus
-        return RecipeInputs(backbones, corpus=corpus, pairs=self.pairs.path, labelled=self.evaluation.data)
+        return RecipeInputs(
+            [*self.groups, *starts], corpus=corpus, pairs=self.pairs.path, labelled=self.evaluation.data
+        )
 
     @property
     def loop_sections(self) -> list[LoopSection]:

@@ -8,11 +8,14 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.checks import Check, fail
 from distcse.data import Corpus
 from distcse.device import default_device
-from distcse.errors import TeacherOutputError, UnsuitableTeacherError
+from distcse.errors import EncoderError, TeacherOutputError, UnsuitableTeacherError
 from distcse.models import CrossEncoder
+from distcse.models.cross import check_scorer
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.folder import ModelFolder, find_local_model
 from distcse.teachers.kinds.base import ModelKind
 from distcse.teachers.teacher import Embedder, Teacher
 
@@ -49,6 +52,18 @@ class CrossEncoderKind(ModelKind):
                 f"teacher {self.section.backbone} is a cross-encoder, which reads pairs without a prompt; remove prompt"
             )
 
+    def check_source(self) -> list[Check]:
+        """Check, for the doctor, what `check_settings` and `check_scorer` refuse in a folder that is here."""
+        section = self.section
+        try:
+            self.check_settings()
+            folder = find_local_model(section.backbone, section.trust_remote_code)
+            if folder is not None:
+                check_scorer(ModelFolder.read(folder, section.trust_remote_code))
+        except (UnsuitableTeacherError, EncoderError) as error:
+            return [fail("teacher", str(error), "or use another teacher")]
+        return []
+
     def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         self.check_settings()
         section = self.section
@@ -58,7 +73,7 @@ class CrossEncoderKind(ModelKind):
 
 
 class PairTeacher:
-    """Serves a cross-encoder's similarity probabilities; a step scores R·C pairs."""
+    """Serves a cross-encoder's scores; a step scores R·C pairs."""
 
     def __init__(self, scorer: CrossEncoder, corpus: Corpus, precision: str, tokens_per_batch: int | None) -> None:
         self._scorer = scorer
@@ -74,7 +89,7 @@ class PairTeacher:
             rows: Slice of a batch that selects the R rows.
 
         Returns:
-            (B, R, C) float32 probabilities in [0, 1].
+            (B, R, C) float32 scores: probabilities in [0, 1] with a sigmoid, the default, and logits without an activation.
 
         Raises:
             TeacherOutputError: A score is NaN or infinite.
