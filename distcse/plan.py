@@ -29,6 +29,7 @@ def _main(options: argparse.Namespace) -> int:
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
     # Torch and transformers take seconds to import; report a mistake in recipe or cluster first.
+    from distcse.experiments.registry import experiment_of
     from distcse.planning.planner import calibrate_for, open_cluster, planner_of, with_precisions
     from distcse.report.terminal import print_lines
     from distcse.runs.directory import require_lasting
@@ -43,11 +44,12 @@ def _main(options: argparse.Namespace) -> int:
         calibrate_for(recipe, form)
     cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
     estimate = planner_of(recipe).estimate(cluster, options.corpus_rows, options.gpus or [])
+    warnings = experiment_of(recipe).warnings()
     if options.json:
-        json.dump(estimate.described, sys.stdout, indent=2)
+        json.dump({**estimate.described, "warnings": [vars(warning) for warning in warnings]}, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        print_lines([*estimate.lines])
+        print_lines([*estimate.lines, *(f"warning    {warning.text}" for warning in warnings)])
     if estimate.problems:
         raise ClusterTooSmallError(f"this plan cannot be carried out: {estimate.problems[0]}")
     return 0

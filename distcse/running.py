@@ -114,7 +114,6 @@ def run(
         begun, recipe = RunDirectory.reopen_by_id(recipe)
     experiment = experiment_of(recipe)
     with _reporting(listen, stop_requested) as reporter:
-        experiment.warn_of_unread_keys(reporter)
         return _finished(experiment.run(choose_backend(recipe), reporter, begun))
 
 

@@ -98,9 +98,7 @@ def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
     from distcse.report.terminal import print_json, print_lines
 
     with open_view(options.quiet, options.json) as view:
-        reporter = Reporter(view.show)
-        experiment_of(recipe).warn_of_unread_keys(reporter)
-        experiment_of(recipe).check(choose_backend(recipe), reporter)
+        experiment_of(recipe).check(choose_backend(recipe), Reporter(view.show))
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:

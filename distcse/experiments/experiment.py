@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from distcse.device import DeviceSpeed
 from distcse.errors import SearchSpaceError
 from distcse.evaluation import Evaluation
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.model_card import ModelCard
-from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders
+from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders, warn_of_unread_keys
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import BaseRecipe
-from distcse.recipe.unread_keys import settings_without_effect, unread_keys
+from distcse.recipe.unread_keys import unread_keys
 from distcse.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -120,12 +120,19 @@ class Experiment(ABC, Generic[R]):
             DistcseError: The recipe, the data or the cluster has a problem. Finished work is kept.
         """
 
-    def warnings(self) -> list[SettingsWarning]:
-        """Return warnings of the recipe's settings, from what is on this machine: nothing is downloaded.
+    def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
+        """Return the warnings of the recipe's settings that a run begins with (see `open_run`), and that `check` reports.
 
-        `check` and `run` report the same ones. Default: those of any recipe.
+        Default: those of any recipe.
+
+        Args:
+            only_local: Skip models that would have to be downloaded. Default: False.
         """
-        return warn_of_session_folders(self.recipe.storage)
+        return [*warn_of_session_folders(self.recipe.storage), *warn_of_unread_keys(self.recipe, self.unread_keys())]
+
+    def warnings(self) -> list[SettingsWarning]:
+        """Return all warnings that a run would report, from what is on this machine. Default: those that it begins with."""
+        return self.settings_warnings(only_local=True)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         """Return the parts of the run that have a precision, each on the given devices. Default: none."""
@@ -134,11 +141,6 @@ class Experiment(ABC, Generic[R]):
     def unread_keys(self) -> dict[str, str]:
         """Return the recipe's paths that nothing reads, whatever their value -> why. No model is loaded."""
         return unread_keys(self.recipe)
-
-    def warn_of_unread_keys(self, reporter: Reporter) -> None:
-        """Report a warning for each setting that has no effect."""
-        for line in settings_without_effect(self.recipe, self.unread_keys()):
-            reporter.emit(LogMessage(line, warning=True))
 
     @property
     def trials(self) -> Trials:

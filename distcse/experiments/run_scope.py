@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
+from distcse.experiments.experiment import Experiment
 from distcse.experiments.gpu_policy import gpu_policy
+from distcse.experiments.settings_warnings import report_warnings
 from distcse.placement.cluster import Cluster
-from distcse.recipe import BaseRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import to_uri
@@ -27,14 +28,15 @@ class RunScope(NamedTuple):
 
 @contextmanager
 def open_run(
-    recipe: BaseRecipe, backend: Backend, reporter: Reporter, directory: RunDirectory | None
+    experiment: Experiment[Any], backend: Backend, reporter: Reporter, directory: RunDirectory | None
 ) -> Iterator[RunScope]:
     """Context manager: hold the lease of a run's folder, and start the backend's cluster in the background.
 
-    GPUs are hidden from this process if the recipe wants none.
+    GPUs are hidden from this process if the recipe wants none. Reports the warnings of the recipe's settings, but not in a
+    sweep's trials: the sweep has reported them.
 
     Args:
-        recipe: The recipe to run.
+        experiment: The run's experiment.
         backend: Where the work runs.
         reporter: Receives events.
         directory: The folder of an interrupted run; None creates one.
@@ -43,6 +45,7 @@ def open_run(
         RunInUseError: Another process works in the folder.
         GpuRequiredError: `resources.gpu` is `required`, and this process must train and sees no GPU.
     """
+    recipe = experiment.recipe
     with ExitStack() as scope:
         computes_here = backend.cluster is None and not backend.is_for_trials
         scope.enter_context(gpu_policy(recipe.gpu_mode, computes_here))
@@ -54,6 +57,9 @@ def open_run(
         reporter = Reporter(combine_listeners(directory.log, reporter.emit), reporter.stop_requested)
         reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
         scope.enter_context(backend.cluster.starting() if backend.cluster else nullcontext())
+        if not backend.is_for_trials:
+            # A begun run has its models, apart from those that it has given up.
+            report_warnings(experiment.settings_warnings(only_local=not is_new), reporter)
         yield RunScope(directory, lease, reporter)
 
 

@@ -1,4 +1,4 @@
-"""Settings that work and probably do not do what is meant; the run, `--dry-run` and the doctor report the same ones.
+"""Settings that work and probably do not do what is meant; run, sweep, `--dry-run`, plan and doctor report the same ones.
 
 docs/reference/troubleshooting.md lists the codes.
 """
@@ -16,8 +16,9 @@ from distcse.models.loading import has_dropout
 from distcse.models.source import CONFIG_FILE
 from distcse.models.st_format import backbone_folder
 from distcse.models.st_settings import read_model_settings
-from distcse.recipe import DetectionSection, EncoderSection, Recipe, StorageSection
+from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe, StorageSection
 from distcse.recipe.training import TrainingSection
+from distcse.recipe.unread_keys import settings_without_effect
 from distcse.storage import is_in_session, resolve_path
 from distcse.teachers.cosine_band import CosineBand
 from distcse.teachers.kinds import kind_of
@@ -150,6 +151,16 @@ def warn_of_session_folders(storage: StorageSection) -> list[SettingsWarning]:
         for key in ("runs", "cache")
         if is_in_session(folder := resolve_path(getattr(storage, key)).absolute())
     ]
+
+
+def warn_of_unread_keys(recipe: BaseRecipe, unread: Mapping[str, str]) -> list[SettingsWarning]:
+    """Warn of settings that nothing reads.
+
+    Args:
+        recipe: The recipe.
+        unread: Its paths that nothing reads -> why.
+    """
+    return [SettingsWarning("DCSE-W09", problem, "remove it") for problem in settings_without_effect(recipe, unread)]
 
 
 def warn_of_unused_prompts(encoders: Mapping[str, EncoderSection], only_local: bool = False) -> list[SettingsWarning]:

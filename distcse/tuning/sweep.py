@@ -24,6 +24,7 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.registry import experiment_of
 from distcse.experiments.run_scope import joined_for_devices
+from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import TrialGpus, Trials
 from distcse.placement.cluster import Cluster
@@ -187,6 +188,7 @@ def _run(
 ) -> SweepResult:
     reporter.emit(LogMessage(f"sweep directory {to_uri(directory)}"))
     interrupted = False
+    report_warnings(experiment_of(recipe).settings_warnings(), reporter)  # once, not in every trial
     with backend.cluster.joined():
         require_trial_loggers(sweep.loggers)  # fail before the teachers embed the corpus
         nodes = backend.cluster.nodes()

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from distcse.errors import ClusterTooSmallError, RunDirectoryError, SearchSpaceError
-from distcse.events import Event, Reporter, StageProgress, TrialUpdate
+from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpdate
 from distcse.models import Encoder
 from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.tune import search
@@ -39,7 +39,13 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], clus
 def test_a_grid_embeds_once_and_trains_the_best_trial_again(recipe: Recipe, tmp_path: Path, labelled: Path) -> None:
     recipe = read_recipe(
         str(tmp_path / "recipe.yaml"),
-        [*ON_RAY, f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts]"],
+        [
+            *ON_RAY,
+            f"evaluation.data={labelled}",
+            "evaluation.dev=agreement",
+            "evaluation.final_suites=[sts]",
+            "corpus.split=test",
+        ],
     )
     assert isinstance(recipe, Recipe)
     parameters = {
@@ -62,6 +68,9 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(recipe: Recipe, tmp_
     assert rows_embedded(events) == [rows, rows]  # two teachers, each row once, for six training runs
     assert [trial.status for trial in result.trials] == ["finished"] * 4
     assert {(t.values[TAU2], t.values["objective.rank.tau3"]) for t in result.trials} == {(0.05, 0.025), (0.1, 0.05)}
+    warned = [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W" in event.text]
+    assert len([line for line in warned if "corpus.split" in line]) == 1 and len(warned) == len({*warned})
+    assert not [file for file in result.directory.rglob("events.jsonl") if "[DCSE-W" in file.read_text()]
     best_trial = result.best_trial
     assert best_trial is not None and best_trial.best is not None
     assert best_trial.best.score == max(entry.score for trial in result.trials for entry in trial.metrics)

@@ -131,7 +131,7 @@ class Soup(Experiment[SoupRecipe]):
         return [Role("soup", "soup", "fp32", devices)]
 
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> SoupResult:
-        with open_run(self.recipe, backend, reporter, directory) as (directory, _, reporter):
+        with open_run(self, backend, reporter, directory) as (directory, _, reporter):
             directory.record(self.recipe.seed, self.fingerprints())
             file = directory.path / "sum.safetensors"
             weights = load_file(file) if file.exists() else {}

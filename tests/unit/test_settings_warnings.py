@@ -1,4 +1,4 @@
-"""Settings that work and probably do not do what is meant: the run, its dry run and the doctor report the same lines."""
+"""Settings that work and probably do not do what is meant: run, dry run, plan and doctor report the same lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distcse.doctor import main as doctor
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.extent import Extent
-from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, settings_warnings
+from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.settings_warnings import (
@@ -28,6 +28,7 @@ from distcse.experiments.settings_warnings import (
     warn_of_session_folders,
 )
 from distcse.models import TokenizerSpec
+from distcse.plan import main as plan
 from distcse.recipe import Recipe, StorageSection, recipe_yaml
 from distcse.recipe.training import TrainingSection
 from distcse.storage import resolve_path
@@ -56,7 +57,7 @@ def recipe(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> R
     shutil.copytree(tiny("bert", dropout=0.0), student)
     shutil.copytree(tiny("bert"), prompted)
     change(prompted / "config_sentence_transformers.json", prompts={"query": "query: ", "passage": "passage: "})
-    return make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *SHORT, "student.max_length=4")
+    return make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *SHORT, "student.max_length=4", "corpus.split=test")
 
 
 def narrow(table: EmbeddingTable) -> None:
@@ -67,7 +68,7 @@ def narrow(table: EmbeddingTable) -> None:
         table.write_shard(shard, vectors * 0.1 + np.eye(vectors.shape[1], dtype=np.float32)[0])
 
 
-def test_the_run_its_dry_run_and_the_doctor_report_the_same_warnings(
+def test_run_dry_run_plan_and_doctor_report_the_same_warnings(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def reported(work: Callable[[Reporter], object]) -> list[str]:
@@ -77,7 +78,7 @@ def test_the_run_its_dry_run_and_the_doctor_report_the_same_warnings(
 
     backend, experiment = LocalBackend(), Distillation(recipe)
     first = reported(lambda reporter: experiment.run(backend, reporter))
-    assert [line[1:9] for line in first] == ["DCSE-W03", "DCSE-W03", "DCSE-W01", "DCSE-W04", "DCSE-W05", "DCSE-W06"]
+    assert [line[6:9] for line in first] == ["W03", "W03", "W09", "W01", "W04", "W05", "W06"]
     (directory,) = (
         folder
         for folder in (resolve_path(recipe.storage.cache) / "tables").iterdir()
@@ -98,6 +99,9 @@ def test_the_run_its_dry_run_and_the_doctor_report_the_same_warnings(
     checks = json.loads(capsys.readouterr().out)
     assert [f"{check['found']}; {check['fix']}" for check in checks if check["name"] == "settings"] == run
     assert all(check["verdict"] == "warn" for check in checks if check["name"] == "settings")
+    assert plan([str(file)]) == 0
+    planned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert planned == [f"warning    {line}" for line in run]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_equal_views_are_warned_of_where_a_loss_contrasts_them(
     sentences: list[str],
 ) -> None:
     recipe = make_recipe(tmp_path, tiny("bert", dropout=dropout), [tiny("minilm")], sentences, *overrides)
-    warnings = settings_warnings(recipe)
+    warnings = model_warnings(recipe)
     assert codes(warnings) == ["DCSE-W01"] * bool(keys)
     for warning in warnings:
         assert " and ".join(keys) in warning.problem and "student.dropout" in warning.fix
@@ -149,7 +153,8 @@ def test_a_generator_without_the_dropout_that_is_asked_for_is_warned_of(
     recipe = make_recipe(
         tmp_path, tiny("bert", dropout=0.1), [], sentences, "objective.rank=null", generator, *overrides
     )
-    assert codes(found := settings_warnings(recipe)) == ["DCSE-W01"] * warns
+    found = model_warnings(recipe)
+    assert codes(found) == ["DCSE-W01"] * warns
     for warning in found:
         assert "generator_dropout" in warning.problem and "generator_dropout" in warning.fix
 
@@ -162,7 +167,7 @@ def test_the_families_defaults_are_known(
     config.save_pretrained(tmp_path / "student")
     recipe = make_recipe(tmp_path, tmp_path / "student", [tiny("minilm")], sentences)
     without = family in ("modernbert", "qwen3", "llama", "albert")
-    assert codes(settings_warnings(recipe)) == ["DCSE-W01"] * without
+    assert codes(model_warnings(recipe)) == ["DCSE-W01"] * without
 
 
 @pytest.mark.parametrize(
@@ -200,7 +205,7 @@ def test_a_model_without_the_prompt_that_its_folder_names_is_warned_of(
         f"{key}.backbone={folder}",
         f"{key}.prompt={json.dumps(prompt)}",
     )
-    found = settings_warnings(recipe)
+    found = model_warnings(recipe)
     assert codes(found) == ["DCSE-W04"] * warns
     for warning in found:
         assert "passage: 'passage: '" in warning.problem and f"{key}.prompt" in warning.fix
@@ -213,7 +218,8 @@ def test_groups_of_a_mutual_distillation_are_warned_of(
     shutil.copytree(tiny("bert"), folder)
     change(folder / "config_sentence_transformers.json", prompts={"query": "query: "})
     recipe = make_mutual_recipe(tmp_path, {"one": folder, "two": tiny("minilm")}, sentences)
-    (warning,) = MutualDistillation(recipe).warnings()
+    (warning,) = MutualDistillation(recipe).settings_warnings()
+    assert MutualDistillation(recipe).warnings() == [warning]
     assert warning.code == "DCSE-W04" and "groups.0.prompt" in warning.fix
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import SearchSpaceError
-from distcse.events import Event, LogMessage, Reporter
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import Recipe, Sweep, packaged_recipes, read_recipe
 from distcse.recipe.__main__ import main
@@ -25,10 +24,9 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
 
 
 def warnings(recipe: Recipe) -> list[str]:
-    """The warnings with which a run of the recipe begins."""
-    events = list[Event]()
-    experiment_of(recipe).warn_of_unread_keys(Reporter(events.append))
-    return [event.text for event in events if isinstance(event, LogMessage) and event.warning]
+    """The warnings of such settings with which a run of the recipe begins."""
+    found = experiment_of(recipe).settings_warnings(only_local=True)
+    return [warning.problem for warning in found if warning.code == "DCSE-W09"]
 
 
 @pytest.mark.parametrize("name", packaged_recipes())

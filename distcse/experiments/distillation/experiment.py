@@ -22,7 +22,7 @@ from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
-from distcse.experiments.distillation.warnings import band_warnings, cached_corpus_warnings, settings_warnings
+from distcse.experiments.distillation.warnings import band_warnings, cached_corpus_warnings, model_warnings
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
@@ -54,10 +54,14 @@ class Distillation(Experiment[Recipe]):
         plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
+            report_warnings(self.settings_warnings(), reporter)
             check_run(self.recipe, backend, reporter, plans_of_trials)
 
+    def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
+        return [*super().settings_warnings(), *model_warnings(self.recipe, only_local)]
+
     def warnings(self) -> list[SettingsWarning]:
-        return [*settings_warnings(self.recipe, only_local=True), *cached_corpus_warnings(self.recipe)]
+        return [*super().warnings(), *cached_corpus_warnings(self.recipe)]
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -74,14 +78,12 @@ class Distillation(Experiment[Recipe]):
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> DistillationResult:
         check_recipe(self.recipe)
         labelled = labelled_tasks(self.recipe)
-        run = open_run(self.recipe, backend, reporter, directory)
+        run = open_run(self, backend, reporter, directory)
         with run as (directory, lease, reporter), joined_for_devices(backend.cluster):
             if lease.has_local_changes:
                 CheckpointStore(directory.path).rescue(reporter.emit)
             recipe = self.recipe if backend.is_for_trials else with_precisions(self.recipe, backend.cluster, reporter)
             report_gpus(recipe, backend.cluster, reporter)
-            if not backend.is_for_trials:
-                report_warnings(settings_warnings(recipe), reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
             if not backend.is_for_trials:

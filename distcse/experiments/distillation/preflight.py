@@ -19,7 +19,7 @@ from distcse.experiments.distillation.model import build_student
 from distcse.experiments.distillation.preparation import read_corpus, require_vectors
 from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
-from distcse.experiments.distillation.warnings import band_warnings, settings_warnings
+from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.losses import build_objective
@@ -114,7 +114,7 @@ def check_run(
     extent.report(reporter)
     encoder = build_student(_with_all_layers(recipe)).encoder
     _report(reporter, "student", _describe_encoder(encoder))
-    report_warnings([*settings_warnings(recipe), *extent.warnings, *band_warnings(recipe, corpus)], reporter)
+    report_warnings([*extent.warnings, *band_warnings(recipe, corpus)], reporter)
     for number in range(len(recipe.teachers.encoders)):
         _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
     runs = resolve_path(recipe.storage.runs)

@@ -15,6 +15,9 @@ from distcse.experiments.distillation.final_evaluation import contamination_of, 
 from distcse.experiments.distillation.joining import read_by_workers
 from distcse.experiments.distillation.preparation import PreparedCorpus, read_corpus
 from distcse.experiments.distillation.roles import with_precisions
+from distcse.experiments.distillation.extent import Extent
+from distcse.experiments.distillation.warnings import band_warnings
+from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.trials import SharedPaths, SharedTables, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
 from distcse.recipe import LoggersSection, Recipe, Sweep, TrainedSection, decided
@@ -92,6 +95,8 @@ class DistillationTrials(Trials):
         prepared = PreparedCorpus.prepare(self._recipe, backend, reporter)
         prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
         tables = prepared.tables(backend, reporter)
+        recipe, corpus = prepared.recipe, prepared.corpus
+        report_warnings([*Extent.of(recipe, corpus).warnings, *band_warnings(recipe, corpus, keep=True)], reporter)
         prepared.neighbors(tables, backend, reporter)  # once, not in all trials at the same time
         return SharedTables(prepared.corpus, tables)
 

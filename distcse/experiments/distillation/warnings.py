@@ -1,4 +1,4 @@
-"""The warnings of a student's recipe: what the run, `--dry-run` and the doctor report of its settings."""
+"""The warnings of a student's recipe: of its models, and of its teachers' cosines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from distcse.experiments.settings_warnings import (
     warn_of_equal_views,
     warn_of_generator_without_dropout,
     warn_of_narrow_bands,
-    warn_of_session_folders,
     warn_of_unused_prompts,
 )
 from distcse.models.folder import find_local_model
@@ -25,8 +24,8 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
 
 
-def settings_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
-    """Return the warnings that need no vectors.
+def model_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
+    """Return the warnings of a recipe's models that need no vectors.
 
     Args:
         recipe: The recipe.
@@ -34,7 +33,6 @@ def settings_warnings(recipe: Recipe, only_local: bool = False) -> list[Settings
     """
     encoders = {"student": recipe.student, **teacher_encoders(recipe)}
     return [
-        *warn_of_session_folders(recipe.storage),
         *warn_of_equal_views(recipe, only_local),
         *warn_of_generator_without_dropout(recipe, only_local),
         *warn_of_unused_prompts(encoders, only_local),

@@ -30,9 +30,8 @@ from distcse.experiments.mutual.run import open_groups, run_groups, save_best
 from distcse.experiments.mutual.start_scores import score_starts
 from distcse.experiments.mutual.tokens import prepare_tokens
 from distcse.experiments.mutual.trials import MutualTrials
-from distcse.experiments.mutual.warnings import settings_warnings
 from distcse.experiments.run_scope import joined_for_devices, open_run
-from distcse.experiments.settings_warnings import SettingsWarning, report_warnings
+from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, resolve_model
 from distcse.placement.gpu_plan import GpuPlan
@@ -58,10 +57,12 @@ class MutualDistillation(Experiment[MutualRecipe]):
         plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
+            report_warnings(self.settings_warnings(), reporter)
             check_groups(self.recipe, backend, reporter, plans_of_trials)
 
-    def warnings(self) -> list[SettingsWarning]:
-        return settings_warnings(self.recipe, only_local=True)
+    def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
+        groups = {f"groups.{number}": group for number, group in enumerate(self.recipe.groups)}
+        return [*super().settings_warnings(), *warn_of_unused_prompts(groups, only_local)]
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -85,7 +86,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
             groups = [self.recipe.groups[number] for number in active]
             _check_models(self.recipe, groups, backend, reporter)
             is_new = directory is None  # a resumed run keeps what it began with
-            directory, lease, reporter = joined.enter_context(open_run(self.recipe, backend, reporter, directory))
+            directory, lease, reporter = joined.enter_context(open_run(self, backend, reporter, directory))
             ending, stop_requested = threading.Event(), reporter.stop_requested
             caller, reporter = reporter, replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
             if lease.has_local_changes:
@@ -95,8 +96,6 @@ class MutualDistillation(Experiment[MutualRecipe]):
             groups = [recipe.groups[number] for number in active]
             recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
             groups = [recipe.groups[number] for number in active]
-            if not backend.is_for_trials:
-                report_warnings(settings_warnings(recipe, active), reporter)
             report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)

@@ -15,7 +15,6 @@ from distcse.experiments.mutual.pairs import temporary_pairs
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.mutual.start_scores import score_starts
-from distcse.experiments.mutual.warnings import settings_warnings
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.models import CrossEncoder, Encoder
 from distcse.placement.gpu_plan import GpuPlan, report_plans
@@ -70,7 +69,7 @@ def check_groups(
         length, layers = recipe.cross_of(group).max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
         _report(reporter, group.name, "both of its models load")
-    report_warnings([*settings_warnings(recipe), *score_starts(recipe, recipe.groups, backend, reporter)], reporter)
+    report_warnings(score_starts(recipe, recipe.groups, backend, reporter), reporter)
     if backend.cluster is None:
         return
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None
