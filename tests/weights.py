@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distcse.trainer.checkpoints import CheckpointStore, load_model_state
+from distcse.trainer.checkpoints import CheckpointStore, load_weights
 
 Weights = Mapping[str, Tensor]
 
@@ -20,7 +20,7 @@ def weights_of(run: Path) -> dict[str, Tensor]:
     """Return the weights of a run's latest checkpoint."""
     folder = CheckpointStore(run).latest()
     assert folder is not None
-    return load_model_state(folder).weights
+    return load_weights(folder)
 
 
 def assert_same_learning(one: Weights, other: Weights, excluded: tuple[str, ...] = (), mean: float = 1e-5) -> None:

@@ -36,7 +36,8 @@ def refuse_other_inputs(folder: Path, model_class: Any, config: Any) -> None:
     """
     if getattr(config, "auto_map", None):
         return
-    problem = _find_problem(model_class, type(config), json.dumps(config.to_dict(), default=str, sort_keys=True))
+    config_class: Any = type(config)
+    problem = _find_problem(model_class, config_class, json.dumps(config.to_dict(), default=str, sort_keys=True))
     if problem is not None:
         raise UnsupportedModelError(
             f"{folder} is a {config.model_type} model, which needs more than a text's tokens ({problem}); use a text encoder"

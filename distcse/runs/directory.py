@@ -6,7 +6,7 @@
                      rerun.json      of a rerun: the first run, and whether the weights are equal
                      lease           the process that works here, and the start of the run that may write
                      events.jsonl    every event of the run
-                     checkpoints/    latest and best
+                     checkpoints/    latest and best; of an ended run, their weights only
                      model/          the student, in the sentence-transformers layout
                      projection.safetensors  from the joined teachers' vectors to the student's width, if a term needs it
                      neighbors.checksum      of the k-nearest-neighbor graph, where batches are grouped

@@ -2,9 +2,10 @@
 
     <run>/checkpoints/step-000125/weights.safetensors      parameters and buffers, by name
                                   exp_avg.safetensors      AdamW's moments, by parameter name; deleted from the best
-                                  exp_avg_sq.safetensors   checkpoint once two newer ones exist
+                                  exp_avg_sq.safetensors   checkpoint once two newer ones exist, and when the run ends
                                   trainer_state.json       step, updates, dev scores, checksums of the other files
                       latest, best                         name of a step folder, replaced atomically
+                      ended                                once the run has ended, and the moments are deleted
 
 DeepSpeed's checkpoints are pickles tied to the ZeRO stage and world size. Here, every engine gathers full tensors by parameter
 name. Any engine, ZeRO stage and number of workers can resume any checkpoint, and nothing is unpickled.
@@ -45,6 +46,9 @@ _TRAINER_STATE = "trainer_state.json"
 _WEIGHTS_FILE = f"{WEIGHTS}.safetensors"
 _JOINT_FILE = "state.safetensors"
 """The only file of tensors in the earlier format: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME."""
+_WITHOUT_MOMENTS = {_WEIGHTS_FILE, _JOINT_FILE, _TRAINER_STATE}
+_ENDED = "ended"
+"""File whose presence says that moments were deleted because the run had ended."""
 _STEP_FOLDER, _TENSOR_FILE = re.compile(r"step-\d+"), re.compile(r"\w+\.safetensors")
 
 
@@ -109,7 +113,8 @@ class CheckpointStore:
     """Checkpoints of one training.
 
     The store keeps the latest two checkpoints, so that training can resume from one if a file of the other is damaged on disk.
-    Of the best checkpoint, if it is none of them, it keeps the weights.
+    Of the best checkpoint, if it is none of them, it keeps the weights. Of an ended run, it keeps the weights of the latest and
+    of the best (see `keep_weights`).
 
     Args:
         run: The training's folder.
@@ -169,6 +174,26 @@ class CheckpointStore:
             self._lease.check_here()
         with storage_errors(self._store.path):
             self._point("best", f"step-{step:06d}")
+
+    def keep_weights(self, emit: Callable[[Event], None] = ignore) -> None:
+        """Delete what only further training would need: all moments, and checkpoints that are neither the latest nor the best.
+
+        Args:
+            emit: Receives a warning if storage refuses it: the run has ended all the same. Default: discards it.
+        """
+        latest, best = self._read_pointer("latest"), self._read_pointer("best")
+        try:
+            if self._lease is not None:
+                self._lease.check_here()
+            self._store.write_text(_ENDED, "")
+            self._remove_unneeded({latest})
+            for folder in {latest, best}:
+                if folder is not None:
+                    (self._store / folder.name).keep_only(_WITHOUT_MOMENTS)
+        except StorageError as error:
+            emit(
+                LogMessage(f"the run has ended, but moments of its optimizer cannot be deleted: {error}", warning=True)
+            )
 
     def adopt(self, folder: Path) -> None:
         """Replace all checkpoints by a copy of another training's checkpoint, from which training will continue."""
@@ -249,13 +274,13 @@ class CheckpointStore:
         )
 
     def restore(self, emit: Callable[[Event], None] = ignore) -> tuple[TrainerState, ModelState] | None:
-        """Load the latest checkpoint, or the newest undamaged one; return None if there is no checkpoint.
+        """Load the latest checkpoint, or the newest undamaged one; return None if there is none to resume from.
 
         Args:
             emit: Receives a warning for each damaged checkpoint. Default: discards them.
 
         Raises:
-            CheckpointError: There are checkpoints, but all are damaged.
+            CheckpointError: There are checkpoints, but all are damaged, and the run had not ended.
             ObjectStorageError: Object storage cannot be read.
         """
         latest = self._read_pointer("latest")
@@ -274,6 +299,10 @@ class CheckpointStore:
             for problem in problems:
                 emit(LogMessage(f"{problem}; resuming from {folder.name}", warning=True))
             return trainer_state, state
+        if problems and self._store.fetch(_ENDED):
+            for problem in problems:
+                emit(LogMessage(f"{problem}; the run had ended and kept weights only: it trains again", warning=True))
+            return None
         if problems:
             raise CheckpointError(
                 f"{problems[0]}; no other checkpoint is intact. Delete {self._store} to start from the beginning"
@@ -293,7 +322,7 @@ class CheckpointStore:
         for folder in {*self._steps(), *self._store.path.glob("step-*")} - {*resumable, best}:
             (self._store / folder.name).delete_folder()
         if best is not None and best not in resumable:
-            (self._store / best.name).keep_only({_WEIGHTS_FILE, _JOINT_FILE, _TRAINER_STATE})
+            (self._store / best.name).keep_only(_WITHOUT_MOMENTS)
         for leftover in self._store.path.glob(".step-*"):  # from a process that was killed while it wrote
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -48,7 +48,7 @@ from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
 from distcse.trainer.snapshot import Entry, SnapshotTaker
 from distcse.trainer.task import StepInputs
 from distcse.trainer.tensor_file import write_tensors
-from distcse.trainer.trainer import TrainResult, train
+from distcse.trainer.trainer import TrainResult, finished_state, train
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.weights import assert_equal_weights
@@ -504,6 +504,24 @@ def test_the_best_checkpoint_keeps_its_weights_only(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name / "exp_avg.safetensors").unlink()
     with fails_with(CheckpointError, "step-000004"):
         store.restore()
+
+
+def test_an_ended_run_keeps_the_weights_of_its_last_and_its_best_checkpoint(tmp_path: Path) -> None:
+    state = ModelState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}, 1)
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3, 4):
+        store.save(state, TrainerState(step, [(2, 9.0)], finished=step == 4))
+    for _ in range(2):  # also after a start that found nothing to do
+        store.keep_weights()
+        kept = {path.relative_to(tmp_path / "checkpoints").as_posix() for path in tmp_path.rglob("*.safetensors")}
+        assert kept == {"step-000002/weights.safetensors", "step-000004/weights.safetensors"}
+        latest = store.latest()
+        assert latest is not None and finished_state(store) is not None
+        assert torch.equal(load_weights(latest)["w"], state.weights["w"])
+    (latest / "trainer_state.json").unlink()
+    events = list[Event]()
+    assert store.restore(events.append) is None
+    assert all(isinstance(event, LogMessage) and "trains again" in event.text for event in events) and len(events) == 2
 
 
 @pytest.mark.parametrize("in_background", [True, False])

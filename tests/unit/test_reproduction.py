@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import distcse
 from distcse import train
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunError, RunRecordError
-from distcse.events import Reporter
+from distcse.events import Event, Reporter, StepReport
 from distcse.runs.directory import RunDirectory, check_stored, recorded
 from distcse.runs.reference_run import ReferenceRun, load_run_weights
 from distcse.storage import dump_checked_json, load_checked_json
@@ -55,6 +56,20 @@ def test_a_run_records_everything_that_it_depends_on(first: tuple[Path, Path]) -
     assert record["packages"]["torch"] == record["versions"]["torch"]
     assert len(record["commit"] or "0" * 40) == 40 and record["changed"] in (True, False, None)
     check_stored(first[1] / "recipe.yaml")
+
+
+def test_an_ended_run_is_resumed_to_the_same_model(run: Path) -> None:
+    """With intact checkpoints nothing is trained; with a damaged one, which has no moments left, all of it again."""
+    assert not list(run.rglob("exp_avg*"))
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    for is_damaged in (False, True):
+        if is_damaged:
+            for file in run.glob("checkpoints/step-*/trainer_state.json"):
+                file.write_text("{")
+        events = list[Event]()
+        done = distcse.resume(run, listen=events.append)
+        assert any(isinstance(event, StepReport) for event in events) == is_damaged
+        assert (done.model / "model.safetensors").read_bytes() == weights and not list(run.rglob("exp_avg*"))
 
 
 def test_a_rerun_has_bitwise_equal_weights(

@@ -113,6 +113,8 @@ class Distillation(Experiment[Recipe]):
                     final = final_scores(recipe, corpus, labelled, initial, student, directory, backend, reporter)
                 tracked.end(final.stopped, final.evaluation)
             final.write(directory.evaluation, directory.store)
+            if not train_result.interrupted:
+                CheckpointStore(directory.path, lease).keep_weights(reporter.emit)
             directory.store_events()
             return DistillationResult(recipe, directory, train_result, final.evaluation, len(corpus), final.stopped)
 
