@@ -14,7 +14,8 @@ from distcse.storage import ArtifactStore, Digest, checksum, open_store
 PACKAGE = "package:"
 CONFIG_FILE = "config.json"
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "1_Pooling/*", "2_Normalize/*"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "1_Pooling/*", "2_Normalize/*", "README.md"]
+"""The last one has the licence and the language that a student's card inherits."""
 _IGNORED_HUB_FILES = [
     "*.bin",
     "*.pt",

@@ -47,7 +47,6 @@ def unfinished(result: SweepResult) -> list[str]:
 
 
 def _content(result: SweepResult, space: Space) -> dict[str, Any]:
-    numbers = {trial.name: index for index, trial in enumerate(result.trials, start=1)}
     ranked = sorted(
         result.trials, key=lambda t: (t.status in ("diverged", "failed"), -(t.best.score if t.best else -1e9))
     )
@@ -57,7 +56,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
     return {
         "title": result.directory.name,
         "subtitle": _subtitle(result),
-        "tiles": _tiles(result, rows, numbers),
+        "tiles": _tiles(result, rows),
         "interrupted": result.interrupted,
         "best_trial": result.best_trial,
         "best_values": {path: format_value(result.best_trial.values[path]) for path in paths}
@@ -78,9 +77,8 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
         "parameters": [shorten_path(path) for path in paths],
         "trials": [
             {
-                "number": numbers[trial.name],
-                "status": trial.status
-                + (f" (as trial {numbers.get(trial.reused_from, '?')})" if trial.reused_from else ""),
+                "name": trial.name,
+                "status": trial.status + (f" (as trial {trial.reused_from})" if trial.reused_from else ""),
                 "dev": f"{trial.best.score:.2f}" if trial.best else "",
                 "step": f"{trial.best.step:,}" if trial.best else "",
                 "progress": f"{trial.metrics[-1].progress:.0f} %" if trial.metrics else "",
@@ -108,10 +106,10 @@ def _subtitle(result: SweepResult) -> str:
     return f"{len(result.trials)} trials ({counted}), {seconds:,.0f} s of training · distcse {__version__}"
 
 
-def _tiles(result: SweepResult, rows: list[SummaryRow], numbers: dict[str, int]) -> list[dict[str, str]]:
+def _tiles(result: SweepResult, rows: list[SummaryRow]) -> list[dict[str, str]]:
     tiles = []
     if result.best_trial is not None and result.best_trial.best is not None:
-        note = f"trial {numbers[result.best_trial.name]}, step {result.best_trial.best.step:,}"
+        note = f"trial {result.best_trial.name}, step {result.best_trial.best.step:,}"
         tiles.append({"name": "best dev score", "figure": f"{result.best_trial.best.score:.2f}", "note": note})
     averages = [row for row in rows if row.set.startswith("average")] or rows[:1]
     for name, spread in (averages[0].spreads if averages else {}).items():

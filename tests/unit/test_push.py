@@ -127,6 +127,7 @@ def test_a_pushed_model_can_be_loaded(done: Run, tmp_path: Path, sentences: list
     expected = Encoder.load(done.model).encode(sentences[:4])
     assert np.array_equal(np.load(vectors), expected)
     assert any((tmp_path / "hub").rglob("model.safetensors")), "the cache is in HF_HOME"
+    assert any("license: mit" in file.read_text() for file in (tmp_path / "hub").rglob("README.md"))
     vectors.unlink()
     offline = run_python(load, tmp_path, HF_HUB_OFFLINE="1")  # the hub has stopped
     assert offline.returncode == 0, offline.stderr

@@ -310,5 +310,5 @@ def _contrast(one: str, other: str) -> float:
 def test_a_sweep_of_one_seed_has_no_deviation() -> None:
     row = SummaryRow("sts", "average", "all", {"best": compute_spread([71.5]), "recipe": compute_spread([70.0, 71.0])})
     result: Any = SimpleNamespace(best_trial=None)
-    notes = {tile["name"]: tile["note"] for tile in _tiles(result, [row], {})}
+    notes = {tile["name"]: tile["note"] for tile in _tiles(result, [row])}
     assert notes == {"best": "STS average, one seed", "recipe": "STS average, ± 0.71 over 2 seeds"}
