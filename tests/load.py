@@ -181,7 +181,7 @@ def run_load(load: Load, cache: Path) -> LoadResult:
     corpus, tables = prepare(load, cache)
     trials: list[Any] = []
     try:
-        with served(load.section, corpus, tables, 0.0, Reporter()) as servers:
+        with served(load.section, corpus, tables, 0.0, Reporter(), "load") as servers:
             actor = ray.remote(num_cpus=0)(Trial)
             trials = [actor.remote(load, corpus.directory, tables, servers, number) for number in range(load.trials)]
             ray.get([trial.ready.remote() for trial in trials])

@@ -49,6 +49,8 @@ class EmbeddingRequest:
     """The recipe's `resources.gpu`."""
     reuse: Reuse | None = None
     """An earlier table with some of the vectors."""
+    owner: str = "distcse"
+    """The recipe's name, part of the processes' names."""
 
 
 @dataclass(frozen=True)

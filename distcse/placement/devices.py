@@ -28,6 +28,8 @@ class DeviceOptions:
     """Whether the functions are faster on a GPU."""
     heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S
     """Seconds without an answer after which a process counts as hung."""
+    owner: str = "distcse"
+    """Name of the run or recipe, part of the processes' names."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,8 @@ class RayBackend:
         resources = plan_run(spec.recipe, nodes)
         spec = choose_serving(spec, tables, resources.per_worker, nodes, reporter)
         served_teachers = [number for number in range(len(tables)) if number not in spec.worker_tables]
-        with served(spec.recipe.teachers, corpus, tables, resources.server_gpus, reporter, served_teachers) as servers:
+        gpus, run = resources.server_gpus, spec.run.name
+        with served(spec.recipe.teachers, corpus, tables, gpus, reporter, run, served_teachers) as servers:
             return train_in_workers(spec, servers, resources, reporter)
 
     @contextmanager

@@ -26,6 +26,7 @@ _CONNECT_TIMEOUT_S = 10.0
 """Seconds for a cluster's address to accept a connection."""
 _PASSED_PREFIXES = ("HF_", "TOKENIZERS_", "TRANSFORMERS_", "DISTCSE_", "NCCL_", "GLOO_", "RAY_TRAIN_")
 _NODE_VARIABLES = ("DISTCSE_MIRROR",)
+_WORKER_LOGS = "DISTCSE_WORKER_LOGS"
 _SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
 """Suffixes of variables that are never passed to Ray, because it logs and displays workers' environments."""
 
@@ -50,7 +51,9 @@ class _ClusterConfig:
         silence_sigterm_warning()
         if self.address:
             _check_address(self.address)
-            ray.init(log_to_driver=False, logging_level=logging.WARNING, runtime_env=self.environment)
+            ray.init(
+                log_to_driver=_shows_worker_logs(), logging_level=logging.WARNING, runtime_env=self.environment
+            )
         else:
             _start_local_cluster(self.cpus, self.environment)
 
@@ -288,10 +291,15 @@ def _start_local_cluster(cpus: int | None, environment: dict[str, Any] | None) -
         include_dashboard=True,
         dashboard_host="127.0.0.1",
         dashboard_port=port,
-        log_to_driver=False,
+        log_to_driver=_shows_worker_logs(),
         logging_level=logging.WARNING,
         runtime_env=environment,
     )
+
+
+def _shows_worker_logs() -> bool:
+    """Return whether this process prints what the workers print; they write it to files of the Ray session in any case."""
+    return os.environ.get(_WORKER_LOGS, "0") not in ("", "0")
 
 
 def _free_port() -> int:

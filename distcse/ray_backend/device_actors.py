@@ -70,10 +70,10 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     if plan is None:
         return LocalBackend().run_on_devices(calls, options, reporter)
     require_shared(options.written, options.read, [plan.labels])
-    channel = EventChannel("devices")
+    channel = EventChannel(f"devices-{options.owner}")
     actors: list[Any] = []
     try:
-        actors += _start_actors(plan)
+        actors += _start_actors(plan, options.owner)
         with HeartbeatMonitor(
             options.heartbeat_timeout_s, lambda text: reporter.emit(LogMessage(text, warning=True))
         ) as monitor:
@@ -86,11 +86,11 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
         channel.close()
 
 
-def _start_actors(plan: DevicePlan) -> list[Any]:
-    actor_class, suffix = ray.remote(**RESTARTABLE)(DeviceActor), unique_name("device")
+def _start_actors(plan: DevicePlan, owner: str) -> list[Any]:
+    actor_class, name = ray.remote(**RESTARTABLE)(DeviceActor), unique_name(f"device-{owner}")
     return [
         actor_class.options(
-            name=f"{suffix}-{number}",
+            name=f"{name}-{number}",
             num_cpus=plan.each.get("CPU", 0.0),
             num_gpus=plan.each.get("GPU", 0.0),
             memory=plan.each["memory"],

@@ -111,7 +111,9 @@ def embed_shards(request: EmbeddingRequest) -> None:
     corpus = open_store(request.corpus.directory)
     actors = [
         actor_class.options(
-            name=f"embedding-{table.identity.key[:8]}-{number}", get_if_exists=False, label_selector=section.node_labels
+            name=f"embedding-{request.owner}-{table.identity.key[:8]}-{number}",
+            get_if_exists=False,
+            label_selector=section.node_labels,
         ).remote(teacher, corpus, table.store, table.identity, section.tokens_per_batch, request.reuse)
         for number in range(count)
     ]

@@ -69,8 +69,12 @@ class EventActor:
         return self._workers.get(0), self._finished, self._failure, events
 
     def stop(self) -> None:
-        """Request that the run stops at its next report."""
+        """Request that the run stops."""
         self._stop = True
+
+    def stops(self) -> bool:
+        """Return whether the run must stop."""
+        return self._stop
 
 
 class EventChannel:
@@ -241,6 +245,8 @@ def reporter_of(actor: Any) -> Reporter:
 
     def stop_requested() -> bool:
         ready, answers[:] = ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
+        if not answers:  # between two events, a question of its own, whose answer the next call reads
+            answers.append(actor.stops.remote())
         return any(ray.get(ready))
 
     return Reporter(emit, stop_requested)

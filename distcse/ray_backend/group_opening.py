@@ -25,7 +25,9 @@ def groups_of_own_workers(
     reserved: list[Slot] = []
     try:
         for context, reporter, each in zip(contexts, reporters, resources.per_worker, strict=True):
-            slots = reserve(context.group.workers, each, context.group.node_labels)
+            slots = reserve(
+                context.group.workers, each, context.group.node_labels, f"{context.run.name}-{context.group.name}"
+            )
             reserved += slots
             groups.append(RayGroup(context, reporter, each, slots))
         yield groups
@@ -41,7 +43,7 @@ def groups_of_shared_workers(
     """Context manager: groups that take workers from one pool for each phase; arguments as for `Backend.open_groups`."""
     number, each = resources.shared_workers, resources.per_worker[0]
     assert number is not None
-    slots = SlotPool(number, each, contexts[0].group.node_labels)
+    slots = SlotPool(number, each, contexts[0].group.node_labels, contexts[0].run.name)
     groups: list[Group] = []
     try:
         pool = WorkerPool(pool_members(contexts, number), slots.usable, later_phases(contexts[0].recipe))

@@ -14,6 +14,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from distcse.ray_backend.event_channel import unique_name
+
 _STATES_AGE_S = 1.0
 """Seconds for which the states of a pool's placement groups are not asked for again."""
 
@@ -31,16 +33,19 @@ class Slot:
         return PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=self.bundle)
 
 
-def reserve(number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None) -> list[Slot]:
+def reserve(
+    number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
+) -> list[Slot]:
     """Request a placement group for workers that start together, with one slot each.
 
     Args:
         number: Number of slots.
         resources: CPUs and GPUs of a slot.
         node_labels: Labels that the slots' nodes must have.
+        name: Name of the placement group, such as the run's; it need not be unique.
     """
     labels = [dict(node_labels)] * number if node_labels else None
-    group = placement_group([dict(resources)] * number, strategy="PACK", bundle_label_selector=labels)
+    group = placement_group([dict(resources)] * number, name=unique_name(name), strategy="PACK", bundle_label_selector=labels)
     return [Slot(group, bundle) for bundle in range(number)]
 
 
@@ -57,10 +62,13 @@ class SlotPool:
         number: Number of slots.
         resources: CPUs and GPUs of a slot.
         node_labels: Labels that the slots' nodes must have.
+        name: Name of the placement groups; see `reserve`.
     """
 
-    def __init__(self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None) -> None:
-        self.slots = [slot for _ in range(number) for slot in reserve(1, resources, node_labels)]
+    def __init__(
+        self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
+    ) -> None:
+        self.slots = [slot for _ in range(number) for slot in reserve(1, resources, node_labels, name)]
         self._usable: list[int] = []
         self._asked_at = float("-inf")
 

@@ -36,6 +36,7 @@ class RaySweepBackend:
         tables: Sequence[EmbeddingTable | None],
         resources: TrialResources,
         reporter: Reporter,
+        name: str,
     ) -> Iterator[Backend]:
         from distcse.ray_backend.teacher_servers import served
         from distcse.ray_backend.trial_backend import TrialBackend
@@ -47,7 +48,7 @@ class RaySweepBackend:
             for number, table in enumerate(tables)
             if table is None or not (in_own_process or number in read_by_trials)
         ]
-        with served(section, corpus, tables, resources.server_gpus, reporter, numbers) as servers:
+        with served(section, corpus, tables, resources.server_gpus, reporter, name, numbers) as servers:
             yield TrialBackend(servers, in_own_process)
 
     def search(

@@ -82,16 +82,16 @@ class TeacherServerPool:
     Args:
         factories: By teacher index: a function that creates the teacher, and Ray's resource options of one server.
         section: Gives the number of servers per teacher and their node labels.
-        job: Ray job id, part of the servers' names.
+        owner: Name of the run or sweep and Ray's job id, parts of the servers' names.
     """
 
     def __init__(
         self,
         factories: Mapping[int, tuple[Callable[[], Teacher], dict[str, float]]],
         section: TeachersSection,
-        job: str,
+        owner: str,
     ) -> None:
-        self._factories, self._section, self._job = factories, section, job
+        self._factories, self._section, self._owner = factories, section, owner
         self._running: dict[tuple[int, int], Any] = {}
 
     def get_servers(self, run: str, worker: int, node: str) -> dict[int, Any]:
@@ -105,7 +105,7 @@ class TeacherServerPool:
         for number, (make, resources) in self._factories.items():
             if (number, copy) not in self._running:
                 server = ray.remote(**resources, **RESTARTABLE)(TeacherServer).options(
-                    name=f"teacher-{number}-{copy}-{self._job}",
+                    name=f"teacher-{number}-{copy}-{self._owner}",
                     **_placement_options(node, self._section.node_labels, needs_resources=any(resources.values())),
                 )
                 self._running[number, copy] = server.remote(make)
@@ -158,6 +158,7 @@ def served(
     tables: Sequence[EmbeddingTable | None],
     gpus: float,
     reporter: Reporter,
+    run: str,
     teacher_indices: Sequence[int] | None = None,
 ) -> Iterator[Any]:
     """Context manager: yield the handle of a run's `TeacherServerPool`, and restart servers that hang.
@@ -168,6 +169,7 @@ def served(
         tables: Each teacher's table, or None for a live teacher.
         gpus: GPUs of a server that computes with a model or ranks.
         reporter: Receives warnings of unresponsive actors.
+        run: Name of the run or sweep, part of the actors' names.
         teacher_indices: Indices of the teachers that have servers. Default: all.
 
     Yields:
@@ -182,13 +184,13 @@ def served(
             else live_teacher(teacher, open_store(corpus.directory), section.tokens_per_batch)
         )
         factories[number] = make, server_resources(section, teacher, gpus)
-    job = _run_token()
+    owner = f"{run}-{ray.get_runtime_context().get_job_id()}"  # unique among the runs of a cluster
     # Pinned to the driver's node: losing another node must not end the pool, which would end all servers.
     driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     pool_class = ray.remote(num_cpus=0)(TeacherServerPool).options(
-        name=f"servers-{job}", scheduling_strategy=driver_node
+        name=f"servers-{owner}", scheduling_strategy=driver_node
     )
-    pool = pool_class.remote(factories, section, job)
+    pool = pool_class.remote(factories, section, owner)
     # On a single node the placement is known: start the servers while the trainer starts.
     if section.num_servers == 1 and len(nodes := alive()) == 1:
         pool.start.remote(0, nodes[0].id)
@@ -258,8 +260,3 @@ def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batc
     from distcse.teachers.kinds import open_live  # imported here, so that servers of tables do not import PyTorch
 
     return lambda: open_live(teacher, corpus.path, tokens_per_batch)
-
-
-def _run_token() -> str:
-    """Return the job id, which makes actor names unique among the runs of a cluster."""
-    return str(ray.get_runtime_context().get_job_id())

@@ -120,7 +120,7 @@ def _run_trainer(
         ),
         run_config=RunConfig(
             # A new name for each start: `train_student` resumes from our checkpoints, so Ray Train must not.
-            name=f"train-{time.time_ns()}",
+            name=f"{spec.run.name}-{time.time_ns()}",
             storage_path=str(spec.run / "ray"),
             failure_config=FailureConfig(max_failures=max_failures),
             worker_runtime_env={"env_vars": worker_environment(gpus)},

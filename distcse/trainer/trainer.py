@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from distcse.device import default_device
-from distcse.distributed import broadcast, on_all_ranks, rank
+from distcse.distributed import on_all_ranks, rank
 from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
@@ -20,6 +20,7 @@ from distcse.trainer.engines import Engine, make_engine
 from distcse.trainer.out_of_memory import OutOfMemoryAdvice
 from distcse.trainer.schedule import warmup_then_linear
 from distcse.trainer.step_log import StepLog
+from distcse.trainer.stop_check import StopCheck
 from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TrainingTask
 
 
@@ -56,7 +57,7 @@ def train(
         task: The model, its batches and its loss.
         section: Optimizer, schedule, precision and engine.
         checkpoints: Stores checkpoints.
-        reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint, at the next report.
+        reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint (see `StopCheck`).
         report_to_train: Called by every worker after every dev score. Default: none.
         evaluator: Scores checkpoints concurrently in another process. Default: the workers score them.
         cuda_graphs: Whether to record the step as a CUDA graph on a GPU; see `open_step`. Default: off.
@@ -84,7 +85,7 @@ def train(
         engine = make_engine(task.model, section, task.rows, restored, records)
     take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)
     take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit)
-    log = StepLog(task)
+    log, stop_check = StepLog(task), StopCheck(reporter, section.log_every, engine.device)
     task.on_start(state.step)
     with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator) as manager:
         if restored is None and task.evaluates_initial_model:
@@ -105,10 +106,15 @@ def train(
 
             done = step + 1
             is_last = done == task.steps
-            if done % section.log_every == 0 or is_last:
+            is_report = done % section.log_every == 0 or is_last
+            if is_report:
                 reporter.emit(log.report(done, lr))
+            if stop_check.is_due() or is_report:
                 ends_update = done % section.gradient_accumulation == 0
-                stop = bool(broadcast(reporter.stop_requested() and ends_update))
+                stop = stop_check.ask() and ends_update
+            if stop and not is_report:
+                reporter.emit(log.report(done, lr))
+            if is_report:
                 state = manager.collect(state)
                 log.resume()  # step times exclude collecting a score
             should_evaluate = task.should_evaluate(done) or is_last

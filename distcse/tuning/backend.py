@@ -42,6 +42,7 @@ class SweepBackend(Protocol):
         tables: Sequence[EmbeddingTable | None],
         resources: TrialResources,
         reporter: Reporter,
+        name: str,
     ) -> AbstractContextManager[Backend]:
         """Start the teachers' servers that all trials share; they end with the block.
 
@@ -51,6 +52,7 @@ class SweepBackend(Protocol):
             tables: Each teacher's table, or None for a live teacher.
             resources: Resources of the servers and trials. Trials that train in their own process read the tables themselves.
             reporter: Receives warnings of unresponsive servers.
+            name: Name of the sweep, part of the servers' names.
 
         Returns:
             The context manager of the backend that trains the trials.

@@ -197,7 +197,7 @@ def _run(
         recipe = _with_precisions(recipe, backend.cluster, directory, resources.trial_gpus, reporter)
         shared = experiment_of(recipe).trials
         _require_shared(recipe, shared, backend.cluster, directory)
-        with _trial_backend(shared, backend, resources, reporter) as trial_backend:
+        with _trial_backend(shared, backend, resources, reporter, directory.name) as trial_backend:
             try:
                 trained = shared.recipe(resources.cpus, resources.gpus)
                 context = TrialContext(trained, open_store(directory / _TRIALS), trial_backend)
@@ -244,7 +244,7 @@ def _require_shared(recipe: BaseRecipe, trials: Trials, cluster: Cluster, direct
 
 @contextmanager
 def _trial_backend(
-    trials: Trials, backend: SweepBackend, resources: TrialResources, reporter: Reporter
+    trials: Trials, backend: SweepBackend, resources: TrialResources, reporter: Reporter, name: str
 ) -> Iterator[Backend | None]:
     """Build the teachers' tables and start their servers once for all trials.
 
@@ -255,7 +255,7 @@ def _trial_backend(
     if shared is None or section is None:
         yield None
         return
-    with backend.serve_trials(section, shared.corpus, shared.tables, resources, reporter) as trial_backend:
+    with backend.serve_trials(section, shared.corpus, shared.tables, resources, reporter, name) as trial_backend:
         yield trial_backend
 
 

@@ -122,8 +122,11 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
         assert 0 <= value("teacher_queue_depth", teacher=teacher, worker="0") <= 2
     assert value("table_hit_rate", teacher="7") == 0.75 and value("phase", group="bert") == 2
 
-    for kind in ("teacher-0-0-", "teacher-1-0-", f"events-{done.directory.path.name}-"):
+    name = done.directory.path.name
+    kinds = [f"teacher-0-0-{name}-", f"teacher-1-0-{name}-", f"servers-{name}-", f"events-{name}-"]
+    for kind in kinds:
         assert any(actor.startswith(kind) for actor in actors), actors
+    assert any(actor.name.startswith(f"embedding-{recipe.name}-") for actor in list_actors(limit=10_000))
     tasks = {task.name for task in list_tasks(limit=10_000)}
     assert {"embed shard 0", "TeacherServer.similarities", "EventActor.emit"} <= tasks
 

@@ -73,7 +73,7 @@ def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(rec
     assert stopped and table is not None and table.missing_shards() == []
     columns = np.arange(64).reshape(2, 32)
     expected = serving(teacher, table).similarities(columns, slice(None))
-    with served(teachers, corpus, [table], 0.0, Reporter(events.append)) as servers:
+    with served(teachers, corpus, [table], 0.0, Reporter(events.append), "run") as servers:
         client = RemoteTeacherClient(
             co_located_servers(servers, teachers, "run", 0, Reporter())[0], lambda answer: None
         )

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,6 +47,7 @@ from distcse.trainer.checkpoints import (
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
 from distcse.trainer.snapshot import Entry, SnapshotTaker
+from distcse.trainer.stop_check import INTERVAL_S
 from distcse.trainer.task import StepInputs
 from distcse.trainer.tensor_file import write_tensors
 from distcse.trainer.trainer import TrainResult, finished_state, train
@@ -286,6 +288,22 @@ def test_a_resumed_run_ends_at_the_same_weights(gpu: Simulation, tmp_path: Path)
         fit(resumed, task)
     assert fit(resumed).state.finished
     folders = whole.latest(), resumed.latest()
+    assert folders[0] is not None and folders[1] is not None
+    assert_equal_weights(load_weights(folders[0]), load_weights(folders[1]))
+
+
+def test_a_run_of_slow_steps_stops_between_reports(tmp_path: Path) -> None:
+    """After each step that takes longer than the interval; its report covers the steps so far."""
+    whole, stopped = CheckpointStore(tmp_path / "whole"), CheckpointStore(tmp_path / "stopped")
+    fit(whole)
+    task, events = LineTask(), list[Event]()
+    task.at_step = lambda step: time.sleep(1.1 * INTERVAL_S)
+    slow = section().model_copy(update={"log_every": 1000})
+    result = train(task, slow, stopped, Reporter(events.append, lambda: task.step == 4))
+    assert result.interrupted and result.state.step == 4
+    assert [event.step for event in events if isinstance(event, StepReport)] == [4]
+    assert fit(stopped).state.finished
+    folders = whole.latest(), stopped.latest()
     assert folders[0] is not None and folders[1] is not None
     assert_equal_weights(load_weights(folders[0]), load_weights(folders[1]))
 

@@ -28,4 +28,5 @@ def device_options(recipe: Recipe, run: Path | None = None, uses_gpu: bool = Tru
         read=read_by_workers(recipe),
         uses_gpu=uses_gpu and recipe.gpu_mode != "none",
         heartbeat_timeout_s=recipe.teachers.heartbeat_timeout_s,
+        owner=recipe.name if run is None else run.name,
     )

@@ -391,6 +391,7 @@ def prepare_tables(
                         reporter,
                         recipe.gpu_mode,
                         reuse,
+                        recipe.name,
                     )
                     backend.embed(request)
                     if reuse is not None:

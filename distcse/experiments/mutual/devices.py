@@ -26,4 +26,5 @@ def device_options(
         written=written,
         read=read_by_groups(recipe, groups),
         uses_gpu=uses_gpu and recipe.gpu_mode != "none",
+        owner=recipe.name,
     )
