@@ -51,9 +51,7 @@ class _ClusterConfig:
         silence_sigterm_warning()
         if self.address:
             _check_address(self.address)
-            ray.init(
-                log_to_driver=_shows_worker_logs(), logging_level=logging.WARNING, runtime_env=self.environment
-            )
+            ray.init(log_to_driver=_shows_worker_logs(), logging_level=logging.WARNING, runtime_env=self.environment)
         else:
             _start_local_cluster(self.cpus, self.environment)
 

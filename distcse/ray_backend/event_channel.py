@@ -245,7 +245,7 @@ def reporter_of(actor: Any) -> Reporter:
 
     def stop_requested() -> bool:
         ready, answers[:] = ray.wait(answers, num_returns=len(answers), timeout=0) if answers else ([], [])
-        if not answers:  # between two events, a question of its own, whose answer the next call reads
+        if not answers:  # between two events, ask; the next call reads the answer
             answers.append(actor.stops.remote())
         return any(ray.get(ready))
 

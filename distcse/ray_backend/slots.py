@@ -45,7 +45,9 @@ def reserve(
         name: Name of the placement group, such as the run's; it need not be unique.
     """
     labels = [dict(node_labels)] * number if node_labels else None
-    group = placement_group([dict(resources)] * number, name=unique_name(name), strategy="PACK", bundle_label_selector=labels)
+    group = placement_group(
+        [dict(resources)] * number, name=unique_name(name), strategy="PACK", bundle_label_selector=labels
+    )
     return [Slot(group, bundle) for bundle in range(number)]
 
 

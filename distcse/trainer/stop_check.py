@@ -44,5 +44,6 @@ class StopCheck:
         steps = max(1, int(INTERVAL_S * self._steps / max(now - self._asked_at, 1e-9)))
         self._asked_at, self._steps = now, 0
         steps = self._log_every if self._only_at_reports else min(steps, self._log_every)
-        stop, self._steps_until_due = broadcast((self._reporter.stop_requested(), steps))
+        stop, steps = broadcast((self._reporter.stop_requested(), steps))
+        self._steps_until_due = 1 if stop else steps  # the run may stop only after an update of accumulated gradients
         return stop
