@@ -292,17 +292,18 @@ def test_a_resumed_run_ends_at_the_same_weights(gpu: Simulation, tmp_path: Path)
     assert_equal_weights(load_weights(folders[0]), load_weights(folders[1]))
 
 
-def test_a_run_of_slow_steps_stops_between_reports(tmp_path: Path) -> None:
-    """After each step that takes longer than the interval; its report covers the steps so far."""
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_of_slow_steps_stops_between_reports(tmp_path: Path, accumulation: int) -> None:
+    """After a step that takes longer than the interval and ends an update; its report covers the steps so far."""
     whole, stopped = CheckpointStore(tmp_path / "whole"), CheckpointStore(tmp_path / "stopped")
-    fit(whole)
+    training = section().model_copy(update={"log_every": 1000, "gradient_accumulation": accumulation})
+    train(LineTask(), training, whole, Reporter())
     task, events = LineTask(), list[Event]()
     task.at_step = lambda step: time.sleep(1.1 * INTERVAL_S)
-    slow = section().model_copy(update={"log_every": 1000})
-    result = train(task, slow, stopped, Reporter(events.append, lambda: task.step == 4))
+    result = train(task, training, stopped, Reporter(events.append, lambda: task.step >= 5 - accumulation))
     assert result.interrupted and result.state.step == 4
     assert [event.step for event in events if isinstance(event, StepReport)] == [4]
-    assert fit(stopped).state.finished
+    assert train(LineTask(), training, stopped, Reporter()).state.finished
     folders = whole.latest(), stopped.latest()
     assert folders[0] is not None and folders[1] is not None
     assert_equal_weights(load_weights(folders[0]), load_weights(folders[1]))
