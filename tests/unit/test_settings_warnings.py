@@ -57,7 +57,9 @@ def recipe(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> R
     shutil.copytree(tiny("bert", dropout=0.0), student)
     shutil.copytree(tiny("bert"), prompted)
     change(prompted / "config_sentence_transformers.json", prompts={"query": "query: ", "passage": "passage: "})
-    return make_recipe(folder, student, [prompted, tiny("minilm")], sentences, *SHORT, "student.max_length=4", "corpus.split=test")
+    return make_recipe(
+        folder, student, [prompted, tiny("minilm")], sentences, *SHORT, "student.max_length=4", "corpus.split=test"
+    )
 
 
 def narrow(table: EmbeddingTable) -> None:
