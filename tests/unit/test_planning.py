@@ -742,6 +742,11 @@ def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ZeRO 3" in printed and "binds" in printed and "on more of A100-40G" in printed
 
 
+def test_a_plan_needs_no_text_or_labelled_sets_on_this_machine() -> None:
+    elsewhere = ["corpus.path=/nowhere/text.txt", "evaluation.data=/nowhere/sets", "corpus.exclude_evaluation=true"]
+    assert main([RANKCSE, "--cluster", "8xA100-40G", *elsewhere]) == 0
+
+
 def test_a_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([RANKCSE, "--cluster", "8xH100-80G", "--json", "--gpus", "2", "--corpus-rows", "100000"]) == 0
     described = json.loads(capsys.readouterr().out)

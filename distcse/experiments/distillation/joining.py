@@ -9,6 +9,7 @@ from pathlib import Path
 from distcse.experiments.distillation.resources import RunResources, plan_run
 from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
+from distcse.recipe.paths import is_path
 from distcse.storage import resolve_path
 from distcse.teachers.kinds import kind_of
 
@@ -71,7 +72,8 @@ def read_by_workers(recipe: Recipe) -> dict[str, Path]:
     read = _teacher_paths(recipe)
     if recipe.evaluation.data is not None:
         read["evaluation.data"] = Path(recipe.evaluation.data)
-    read["evaluation.dev"] = Path(recipe.evaluation.dev)
+    if is_path(recipe.evaluation.dev):
+        read["evaluation.dev"] = Path(recipe.evaluation.dev)
     return {"student.backbone": Path(recipe.student.backbone), **read}
 
 

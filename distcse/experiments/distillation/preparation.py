@@ -11,7 +11,7 @@ import numpy as np
 
 from distcse.data import Corpus, Excluded, TokenTable
 from distcse.device import default_device, use_available_cpus
-from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
+from distcse.errors import CorpusNotFoundError, CorpusTooSmallError, EvaluationDataError, UnsuitableTeacherError
 from distcse.evaluation import evaluation_sentences
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall, EmbeddingRequest
@@ -327,14 +327,17 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
 
 
 def find_corpus(recipe: Recipe) -> Corpus | None:
-    """Return the recipe's corpus if the cache has it; None if it would be read, or is a data set, which would be opened.
+    """Return the recipe's corpus if the cache has it.
 
-    Raises:
-        CorpusError: The corpus's files are missing.
+    None if it would be read, if it is a data set, which would be opened, or if the recipe's text or labelled sets are not on
+    this machine, such as in a plan for a cluster.
     """
     if recipe.corpus.dataset is not None:
         return None
-    return Corpus.find(recipe.corpus, resolve_path(recipe.storage.cache), _excluded_sentences(recipe))
+    try:
+        return Corpus.find(recipe.corpus, resolve_path(recipe.storage.cache), _excluded_sentences(recipe))
+    except (CorpusNotFoundError, EvaluationDataError):
+        return None
 
 
 def _excluded_sentences(recipe: Recipe) -> Excluded | None:

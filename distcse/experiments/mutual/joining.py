@@ -10,6 +10,7 @@ from distcse.experiments.mutual.resources import GroupResources, plan_groups
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.recipe import GroupSection, MutualRecipe
+from distcse.recipe.paths import is_path
 from distcse.storage import resolve_path
 
 
@@ -64,5 +65,5 @@ def read_by_groups(recipe: MutualRecipe, groups: Sequence[GroupSection]) -> dict
     backbones = {f"groups.{number}.backbone": Path(group.backbone) for number, group in numbered.items()}
     cross = {n: group.cross_backbone for n, group in numbered.items() if group.cross_backbone is not None}
     data = {"evaluation.data": Path(recipe.evaluation.data)} if recipe.evaluation.data is not None else {}
-    dev = {"evaluation.dev": Path(recipe.evaluation.dev)}
+    dev = {"evaluation.dev": Path(recipe.evaluation.dev)} if is_path(recipe.evaluation.dev) else {}
     return {**backbones, **{f"groups.{n}.cross_backbone": Path(name) for n, name in cross.items()}, **data, **dev}
