@@ -23,7 +23,7 @@ def _main(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
         return _check(recipe, options)
-    return _compare(recipe, options) if options.compare else _embed(recipe, options)
+    return _compare(recipe, options) if options.compare or options.fit_weights else _embed(recipe, options)
 
 
 def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
@@ -48,17 +48,20 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
+    from distcse.experiments.distillation.dev_ensemble import require_labelled_dev
     from distcse.experiments.distillation.preflight import check_comparison, check_embedding
     from distcse.ray_backend.backend import choose_backend
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
 
     with open_view(options.quiet, options.json) as view:
-        if options.compare:
+        if options.fit_weights:
+            require_labelled_dev(recipe)
+        if options.compare or options.fit_weights:
             check_comparison(recipe, Reporter(view.show))
         else:
             check_embedding(recipe, choose_backend(recipe), Reporter(view.show))
-    what = "comparison" if options.compare else "pass"
+    what = "comparison" if options.compare or options.fit_weights else "pass"
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])
     else:
@@ -69,27 +72,36 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.device import use_available_cpus
     from distcse.events import Reporter, StageProgress
+    from distcse.experiments.distillation.dev_ensemble import score_ensemble
     from distcse.experiments.distillation.preparation import read_corpus
     from distcse.experiments.distillation.roles import with_teacher_precisions
     from distcse.experiments.gpu_policy import gpu_policy
+    from distcse.experiments.settings_warnings import report_warnings, warn_of_narrow_bands
     from distcse.report.progress import open_view
-    from distcse.report.terminal import print_comparison, print_json
+    from distcse.report.terminal import print_comparison, print_ensemble_scores, print_json
     from distcse.teachers.comparison import compare
 
     with open_view(options.quiet, options.json) as view, gpu_policy(recipe.gpu_mode, computes_here=True):
         use_available_cpus()
         recipe = with_teacher_precisions(recipe, None, Reporter(view.show))
-        corpus = read_corpus(recipe, Reporter(view.show))
-        comparison = compare(
-            recipe,
-            corpus,
-            options.sentences,
-            lambda number, done: view.show(StageProgress(f"teacher {number}", done, done, "sentences", finished=True)),
-        )
+
+        def show_teacher(number: int, done: int) -> None:
+            view.show(StageProgress(f"teacher {number}", done, done, "sentences", finished=True))
+
+        comparison = None
+        if options.compare:
+            comparison = compare(recipe, read_corpus(recipe, Reporter(view.show)), options.sentences, show_teacher)
+            statistics = {card.teacher: card.statistics for card in comparison.cards}
+            report_warnings(warn_of_narrow_bands(recipe, statistics), Reporter(view.show))
+        scores = score_ensemble(recipe, options.fit_weights, show_teacher)
     if options.json:
-        print_json([{"event": "Agreement", **asdict(comparison)}])
-    else:
+        parts = {"Agreement": comparison, "EnsembleScores": scores}
+        print_json([{"event": event, **asdict(part)} for event, part in parts.items() if part is not None])
+        return 0
+    if comparison is not None:
         print_comparison(comparison)
+    if scores is not None:
+        print_ensemble_scores(scores)
     return 0
 
 
@@ -105,7 +117,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="embed a sample only: Kendall's τ and common neighbors of each two teachers",
+        help="embed a sample only: a card for each teacher, agreement of each two, and what the ensemble loses on the labelled "
+        "dev sets without each",
+    )
+    parser.add_argument(
+        "--fit-weights",
+        action="store_true",
+        help="fit the teachers' alpha to the ensemble's score on the labelled dev sets (evaluation.data), without a student",
     )
     parser.add_argument(
         "--sentences", type=int, default=2000, metavar="N", help="sentences of the comparison (default: 2000)"

@@ -311,7 +311,7 @@ class TeacherWeightError(TeacherError):
 
 
 class ComparisonError(TeacherError):
-    """The comparison of teachers has too few teachers or too few sentences."""
+    """The comparison of teachers has too few teachers or sentences, or weights have no labelled dev set to be fitted to."""
 
     code = "DCSE-T07"
 

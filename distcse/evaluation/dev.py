@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError
 from distcse.evaluation.catalogue import DEV_SETS, DatasetFolder
+from distcse.evaluation.estimates import spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.sts import ScoredPairs, sts_score
 from distcse.storage import text_checksum
@@ -72,6 +74,12 @@ class LabelledDev:
     def score(self, model: PairModel) -> float:
         """Compute the Spearman correlation, times 100; with several sets the mean of theirs."""
         return float(np.mean([sts_score(model, pairs) for pairs in self.sets]))
+
+    def score_similarities(self, similarities: NDArray[np.floating]) -> float:
+        """Compute the score of the (P,) similarities of all pairs, set after set."""
+        ends = np.cumsum([len(pairs.gold) for pairs in self.sets])
+        parts = np.split(similarities, ends[:-1])
+        return float(np.mean([spearman(part, pairs.gold) for part, pairs in zip(parts, self.sets, strict=True)]))
 
 
 def labelled_dev(data: Path) -> ScoredPairs:

@@ -20,8 +20,8 @@ from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe,
 from distcse.recipe.training import TrainingSection
 from distcse.recipe.unread_keys import settings_without_effect
 from distcse.storage import is_in_session, resolve_path
-from distcse.teachers.cosine_band import CosineBand
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.vector_statistics import VectorStatistics, effective_weights
 
 _SETTINGS_FILES = [
     "config.json",
@@ -113,30 +113,30 @@ def warn_of_generator_without_dropout(recipe: Recipe, only_local: bool = False) 
     ]
 
 
-def warn_of_narrow_bands(recipe: Recipe, bands: Mapping[int, CosineBand]) -> list[SettingsWarning]:
+def warn_of_narrow_bands(recipe: Recipe, statistics: Mapping[int, VectorStatistics]) -> list[SettingsWarning]:
     """Warn of teachers with a narrow band of cosines, which count for little in a mean of cosines.
 
     Args:
         recipe: The recipe.
-        bands: The bands of the teachers whose cosines are averaged, by their index.
+        statistics: The statistics of the teachers whose cosines are averaged, by their index.
     """
-    if len(bands) < 2:
+    if len(statistics) < 2:
         return []
     teachers = recipe.teachers.encoders
-    widest = max(bands, key=lambda number: bands[number].spread)
-    alphas = {number: teachers[number].alpha for number in bands}
-    effective = {number: alphas[number] * band.spread for number, band in bands.items()}
+    widest = max(statistics, key=lambda number: statistics[number].spread)
+    alphas = {number: teachers[number].alpha for number in statistics}
+    effective = effective_weights(alphas, statistics)
     return [
         SettingsWarning(
             "DCSE-W02",
-            f"teacher {number}, {teachers[number].backbone}, has a narrow band of cosines, {band}, and teacher {widest} has "
-            f"{bands[widest]}: in their mean it weighs {effective[number] / sum(effective.values()):.0%} in effect, not "
+            f"teacher {number}, {teachers[number].backbone}, has a narrow band of cosines, {found.band}, and teacher {widest} "
+            f"has {statistics[widest].band}: in their mean it weighs {effective[number]:.0%} in effect, not "
             f"{alphas[number] / sum(alphas.values()):.0%}",
             f"raise teachers.encoders.{number}.alpha if it should count for more "
-            f"({alphas[number] * bands[widest].spread / max(band.spread, 1e-6):.2g} makes up for its band)",
+            f"({alphas[number] * statistics[widest].spread / max(found.spread, 1e-6):.2g} makes up for its band)",
         )
-        for number, band in bands.items()
-        if band.spread < _NARROW * bands[widest].spread
+        for number, found in statistics.items()
+        if found.spread < _NARROW * statistics[widest].spread
     ]
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distcse.evaluation import Evaluation
+from distcse.experiments.distillation.dev_ensemble import EnsembleScores
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
 from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
 from distcse.teachers.comparison import NEAREST, TeacherComparison
@@ -109,20 +110,64 @@ def print_comparison(comparison: TeacherComparison) -> None:
     names = [f"teacher {number}" for number in range(len(comparison.teachers))]
     for number in comparison.compared:
         console.print(f"{names[number]}  {comparison.teachers[number]}", markup=False, highlight=False, soft_wrap=True)
+    titles = ("width", "cosines", "effective rank", "sentences/s", "weight", "in effect")
+    cards = {
+        names[card.teacher]: (
+            str(card.dimension),
+            card.statistics.band,
+            f"{card.statistics.effective_rank:.0f}",
+            f"{card.sentences_per_s:.0f}",
+            f"{card.weight:.0%}",
+            f"{card.effective_weight:.0%}",
+        )
+        for card in comparison.cards
+    }
+    console.print(f"\nVectors of {comparison.sentences:,} sentences of the corpus", markup=False, highlight=False)
+    console.print(_figures(titles, cards))
     console.print(f"\nAgreement on {comparison.sentences:,} sentences of the corpus", markup=False, highlight=False)
-    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
-    for title in ("Kendall's τ ×100", f"common in the {NEAREST} nearest, %"):
-        table.add_column(title, justify="right")
-    for pairing in comparison.pairings:
-        both = f"{names[pairing.first]} and {names[pairing.second]}"
-        table.add_row(both, f"{pairing.kendall:.1f}", f"{pairing.overlap:.1f}")
-    console.print(table)
+    pairings = {
+        f"{names[pairing.first]} and {names[pairing.second]}": (f"{pairing.kendall:.1f}", f"{pairing.overlap:.1f}")
+        for pairing in comparison.pairings
+    }
+    console.print(_figures(("Kendall's τ ×100", f"common in the {NEAREST} nearest, %"), pairings))
     console.print("\nWhere they disagree most (cosines in the teachers' order)", markup=False, highlight=False)
     for disagreement in comparison.disagreements:
         cosines = "  ".join(f"{cosine:5.2f}" for cosine in disagreement.cosines)
         console.print(f"{cosines}  {disagreement.one}", markup=False, highlight=False, soft_wrap=True)
         console.print(f"{' ' * len(cosines)}  {disagreement.other}", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_ensemble_scores(scores: EnsembleScores) -> None:
+    """Print the dev score of the teachers' ensemble, what it loses without each, and fitted weights as overrides."""
+    console = _for_tables()
+    rows = {
+        f"teacher {number}": (f"{alone:.2f}", f"{-loss:+.2f}")
+        for number, alone, loss in zip(scores.teachers, scores.alone, scores.losses_without, strict=True)
+    }
+    console.print(f"\n{scores.metric} of the mean of cosines, without a student", markup=False, highlight=False)
+    console.print(_figures(("alone", "change without it"), rows))
+    weightings = {
+        weighting.name: (f"{weighting.score:.2f}", *(f"{alpha:.3g}" for alpha in weighting.alphas))
+        for weighting in scores.weightings
+    }
+    console.print("\nAll of them together, by their weights", markup=False, highlight=False)
+    console.print(_figures((scores.metric, *(f"alpha {number}" for number in scores.teachers)), weightings))
+    fitted = scores.weightings[-1]
+    if fitted.name == "fitted":
+        alphas = zip(scores.teachers, fitted.alphas, strict=True)
+        overrides = " ".join(f"teachers.encoders.{number}.alpha={alpha:.3g}" for number, alpha in alphas)
+        console.print(f"\n{overrides}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _figures(titles: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    """Return a table of figures with named rows and columns."""
+    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("")
+    for title in titles:
+        table.add_column(title, justify="right")
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
 
 
 def print_json(lines: Iterable[Mapping[str, Any]]) -> None:

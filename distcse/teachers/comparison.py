@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,11 +14,30 @@ from distcse.data import Corpus
 from distcse.errors import ComparisonError
 from distcse.recipe import Recipe
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.vector_statistics import VectorStatistics, effective_weights, measure_statistics
 
 NEAREST = 10
 _SHOWN = 5
 _STREAM = 2**32 - 4
 """Random stream that draws the sentences, different from the seed's other streams."""
+
+
+@dataclass(frozen=True)
+class TeacherCard:
+    """What one teacher brings into an ensemble."""
+
+    teacher: int
+    """Index of the teacher in the recipe."""
+    dimension: int
+    """Size of its vectors."""
+    statistics: VectorStatistics
+    """Of its vectors of the sentences."""
+    sentences_per_s: float
+    """Speed of embedding the sentences on this machine, without loading the model."""
+    weight: float
+    """Share of its alpha in those of all compared teachers."""
+    effective_weight: float
+    """What it weighs in effect in a mean of cosines; see `effective_weights`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,8 @@ class TeacherComparison:
     """Names of all teachers in the recipe."""
     compared: list[int]
     """Indices of the teachers that output vectors."""
+    cards: list[TeacherCard]
+    """One per compared teacher."""
     pairings: list[Pairing]
     disagreements: list[Disagreement]
     """The pairs with the largest range of standardized cosines, largest first."""
@@ -83,18 +105,35 @@ def compare(
         raise ComparisonError(
             f"the corpus has only {len(texts)} different sentences, a comparison needs {NEAREST + 2}; add sentences"
         )
-    lists = []
+    lists, statistics, seconds, dimensions = [], {}, {}, {}
     for number in compared:
         teacher = kind_of(recipe.teachers.encoders[number])
-        units = teacher.open_embedder().encode(texts, normalize=True, precision=teacher.precision)
+        embedder = teacher.open_embedder()
+        started_at = time.perf_counter()
+        units = embedder.encode(texts, normalize=True, precision=teacher.precision)
+        seconds[number] = time.perf_counter() - started_at
         lists.append(_drop_diagonal(units @ units.T))
+        statistics[number], dimensions[number] = measure_statistics(units), units.shape[1]
         on_teacher_done(number, len(texts))
+    alphas = {number: recipe.teachers.encoders[number].alpha for number in compared}
+    effective = effective_weights(alphas, statistics)
+    cards = [
+        TeacherCard(
+            number,
+            dimensions[number],
+            statistics[number],
+            len(texts) / seconds[number],
+            alphas[number] / sum(alphas.values()),
+            effective[number],
+        )
+        for number in compared
+    ]
     pairings = [
         Pairing(compared[one], compared[other], kendall(lists[one], lists[other]), overlap(lists[one], lists[other]))
         for one, other in combinations(range(len(compared)), 2)
     ]
     names = [teacher.backbone for teacher in recipe.teachers.encoders]
-    return TeacherComparison(len(texts), names, compared, pairings, _find_disagreements(texts, lists))
+    return TeacherComparison(len(texts), names, compared, cards, pairings, _find_disagreements(texts, lists))
 
 
 def comparable(recipe: Recipe) -> list[int]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from distcse.data import Corpus
 from distcse.models import Encoder
 from distcse.recipe import TeacherSection
+from distcse.storage import text_checksum
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import ReusedVectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
@@ -29,18 +30,45 @@ def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: i
 
 def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int) -> TableIdentity:
     """Return what determines the values of this teacher's vectors of this corpus."""
+    distinct = len(corpus) - corpus.doubled_rows if corpus.doubled_rows else None
+    return _identity(teacher, corpus.fingerprint, len(corpus), shard_rows, distinct)
+
+
+def _identity(
+    teacher: TeacherSection, texts: str, rows: int, shard_rows: int, distinct: int | None = None
+) -> TableIdentity:
+    """Return the identity of a table of `rows` texts with a fingerprint."""
     kind = kind_of(teacher)
     return TableIdentity(
         model=kind.source_fingerprint(),
-        corpus=corpus.fingerprint,
-        rows=len(corpus),
+        corpus=texts,
+        rows=rows,
         pooling=teacher.pooling,
         max_length=teacher.max_length,
         prompt=teacher.prompt,
         precision=kind.precision,
         shard_rows=shard_rows,
-        distinct=len(corpus) - corpus.doubled_rows if corpus.doubled_rows else None,
+        distinct=distinct,
     )
+
+
+def embed_texts(teacher: TeacherSection, texts: Sequence[str], cache: Path) -> NDArray[np.float32]:
+    """Return this teacher's vectors of a few thousand texts, from the cache or embedded here.
+
+    Args:
+        teacher: The teacher, with its precision decided.
+        texts: n texts.
+        cache: The cache folder, where the vectors are kept as a table with one shard.
+
+    Returns:
+        (n, d) float32 unit vectors.
+    """
+    identity = _identity(teacher, text_checksum("\n".join(texts)), len(texts), shard_rows=len(texts))
+    table = EmbeddingTable.locate(cache, identity)
+    if table.missing_shards():
+        embedder = kind_of(teacher).open_embedder()
+        table.write_shard(0, embedder.encode(texts, precision=identity.precision, normalize=False))
+    return table.vectors(range(len(texts)))
 
 
 def complete_shards(

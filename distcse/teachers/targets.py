@@ -19,7 +19,7 @@ from distcse.storage import ArtifactStore, bytes_checksum, open_store, text_chec
 from distcse.teachers.knn_graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 
-_NAME, _KEY, _DIGEST = "projection", "of", "blake2b"
+_NAME, _KEY, _KEPT, _DIGEST = "projection", "of", "kept", "blake2b"
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,13 @@ class Targets:
         joined = joined_vectors(self._tables, self._alphas, rows)
         if self._projection is None:
             return joined
-        projected = joined @ self._projection
-        norms = np.linalg.norm(projected, axis=1, keepdims=True)
-        return np.asarray(projected / np.where(norms > 0, norms, 1), dtype=np.float32)
+        return _project(joined, self._projection)
+
+
+def _project(joined: NDArray[np.float32], projection: NDArray[np.float32]) -> NDArray[np.float32]:
+    projected = joined @ projection
+    norms = np.linalg.norm(projected, axis=1, keepdims=True)
+    return np.asarray(projected / np.where(norms > 0, norms, 1), dtype=np.float32)
 
 
 def fit_projection(
@@ -99,12 +103,30 @@ def fit_projection(
     return np.asarray(basis @ (left @ right), dtype=np.float32)
 
 
-def write_projection(projection: NDArray[np.float32], key: str, file: Path) -> None:
+def kept_share(joined: NDArray[np.float32], projection: NDArray[np.float32]) -> float:
+    """Measure what a projection keeps of all inner products.
+
+    Args:
+        joined: (n, D) joined teacher vectors of a sample.
+        projection: (D, d) projection.
+
+    Returns:
+        Squared correlation, over all pairs of different rows, of the inner products with the projected rows' cosines: the
+        share of their variance that is kept. A constant or a factor does not count as a loss, as in a rank correlation.
+    """
+    pairs = np.triu_indices(len(joined), 1)
+    projected = _project(joined, projection)
+    before, after = ((vectors @ vectors.T)[pairs] for vectors in (joined, projected))
+    return float(np.corrcoef(before, after)[0, 1] ** 2)
+
+
+def write_projection(projection: NDArray[np.float32], key: str, file: Path, kept: float) -> None:
     """Store a (D, d) projection, which also maps new teacher vectors into the student's space.
 
     Args:
         projection: The projection.
         key: `TargetSpec.key` of what it was fitted to.
+        kept: Its `kept_share`.
         file: Path of the safetensors file.
 
     Raises:
@@ -112,13 +134,31 @@ def write_projection(projection: NDArray[np.float32], key: str, file: Path) -> N
     """
     with open_store(file.parent).write(file.name) as temporary:
         stored = np.ascontiguousarray(projection)
-        save_file({_NAME: stored}, temporary, metadata={_KEY: key, _DIGEST: bytes_checksum(stored.tobytes())})
+        save_file(
+            {_NAME: stored},
+            temporary,
+            metadata={_KEY: key, _KEPT: repr(kept), _DIGEST: bytes_checksum(stored.tobytes())},
+        )
 
 
 def projection_of(file: Path) -> str:
     """Return the `TargetSpec.key` that a stored projection was fitted to; a sweep can change the weights during a trial."""
     with _open_file(file) as stored:
         return str((stored.metadata() or {}).get(_KEY))
+
+
+def kept_by(file: Path) -> float:
+    """Return the `kept_share` of a stored projection.
+
+    Raises:
+        EmbeddingTableError: The file is missing or damaged, or was written before projections had one.
+    """
+    with _open_file(file) as stored:
+        if (kept := (stored.metadata() or {}).get(_KEPT)) is None:
+            raise EmbeddingTableError(
+                f"{to_uri(file)} does not say what it keeps; delete it and run with --resume to fit it again"
+            )
+        return float(kept)
 
 
 def read_projection(file: Path) -> NDArray[np.float32]:

@@ -256,7 +256,9 @@ RECORDS = (
     ),
     Record(
         "projection.safetensors",
-        lambda folder: write_projection(np.ones((4, 2), dtype=np.float32), "key", folder / "projection.safetensors"),
+        lambda folder: write_projection(
+            np.ones((4, 2), dtype=np.float32), "key", folder / "projection.safetensors", 1.0
+        ),
         lambda folder: read_projection(folder / "projection.safetensors"),
         EmbeddingTableError,
     ),
@@ -351,7 +353,9 @@ def write_labels(folder: Path, step: int) -> None:
         write_labels,
         lambda folder, step: write_text_atomic(folder / "report.html", f"{step}" * 10_000),
         write_pairs,
-        lambda folder, step: write_projection(np.full((99, 99), step, np.float32), "key", folder / "p.safetensors"),
+        lambda folder, step: write_projection(
+            np.full((99, 99), step, np.float32), "key", folder / "p.safetensors", 1.0
+        ),
     ],
     ids=["checkpoint", "table", "corpus", "labels", "report", "pairs", "projection"],
 )

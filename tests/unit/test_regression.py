@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Reporter
@@ -17,7 +17,7 @@ from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_cards
 from distcse.storage import open_store
-from distcse.teachers.targets import Targets, TargetSpec, fit_projection, read_projection
+from distcse.teachers.targets import Targets, TargetSpec, fit_projection, kept_by, kept_share, read_projection
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train_with_and_without_interruption
@@ -114,6 +114,21 @@ def test_training_moves_the_student_towards_its_targets(recipe_with: MakeRecipe,
     assert after > before + 0.1
 
 
+@pytest.mark.parametrize("width", [768, 1024, 1792])
+def test_targets_of_wide_teachers_keep_their_inner_products(width: int) -> None:
+    """Vectors of 40 directions, embedded into more dimensions than the student has, lose only their noise."""
+    random = np.random.default_rng(0)
+    few = random.normal(size=(500, 40)) @ random.normal(size=(40, width))
+    joined = few + 0.05 * np.linalg.norm(few, axis=1, keepdims=True) / width**0.5 * random.normal(size=(500, width))
+    joined /= np.linalg.norm(joined, axis=1, keepdims=True)
+    joined, start = joined.astype(np.float32), random.normal(size=(100, 384)).astype(np.float32)
+    kept = kept_share(joined, fit_projection(joined, joined[:100], start))
+    assert kept > 0.99
+    chance = np.linalg.qr(random.normal(size=(width, 384)))[0].astype(np.float32)
+    assert kept_share(joined, chance) < kept
+    assert kept_share(joined, np.eye(width, dtype=np.float32)) == pytest.approx(1, abs=1e-5)
+
+
 def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
     undisturbed, spec = train_with_and_without_interruption(recipe_with(*ONTO_ALL))
     assert_equal_weights(weights_of(undisturbed.run.path), weights_of(spec.run.path))
@@ -125,6 +140,8 @@ def test_the_model_card_describes_the_space(recipe_with: MakeRecipe) -> None:
     write_cards(result)
     card = (result.directory.model / "README.md").read_text()
     assert "distcse/projection.safetensors" in card
+    kept = float(card.split("keeps ")[1].split("%")[0])
+    assert 90 < kept <= 100
     teachers = result.recipe.teachers.encoders
     lines = Path(str(result.recipe.corpus.path)).read_text().splitlines()[:20]
     vectors = [Encoder.from_section(teacher).encode(lines, normalize=True) for teacher in teachers]
@@ -150,5 +167,8 @@ def test_invalid_recipes_and_damaged_projections_are_refused(recipe_with: MakeRe
     (tmp_path / "damaged").write_bytes(b"nothing")
     with fails_with(EmbeddingTableError, str(tmp_path / "damaged")):
         read_projection(tmp_path / "damaged")
+    save_file({"projection": np.eye(2, dtype=np.float32)}, tmp_path / "earlier", metadata={"of": "key"})
+    with fails_with(EmbeddingTableError, str(tmp_path / "earlier"), "what it keeps", "--resume"):
+        kept_by(tmp_path / "earlier")
     with fails_with(EmbeddingTableError, str(tmp_path / "absent")):
         TargetSpec([], [], open_store(tmp_path / "absent")).open()

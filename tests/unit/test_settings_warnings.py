@@ -32,8 +32,8 @@ from distcse.plan import main as plan
 from distcse.recipe import Recipe, StorageSection, recipe_yaml
 from distcse.recipe.training import TrainingSection
 from distcse.storage import resolve_path
-from distcse.teachers.cosine_band import SAMPLE, CosineBand, cosine_band
 from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.vector_statistics import SAMPLE, VectorStatistics, table_statistics
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
 
@@ -89,11 +89,11 @@ def test_run_dry_run_plan_and_doctor_report_the_same_warnings(
     )
     table = EmbeddingTable(directory, TableIdentity(**json.loads((directory / "table.json").read_text())))
     narrow(table)
-    (directory / "band.json").unlink()
+    (directory / "statistics.json").unlink()
     dry = reported(lambda reporter: experiment.check(backend, reporter))
-    assert not (directory / "band.json").exists()
+    assert not (directory / "statistics.json").exists()
     run = reported(lambda reporter: experiment.run(backend, reporter))
-    assert (directory / "band.json").exists()
+    assert (directory / "statistics.json").exists()
     assert dry == run and [line[1:9] for line in run] == [*(line[1:9] for line in first), "DCSE-W02"]
     file = tmp_path / "all.yaml"
     file.write_text(recipe_yaml(recipe))
@@ -243,22 +243,24 @@ def test_storage_in_the_folder_of_a_ray_session_is_warned_of(tmp_path: Path, mon
     assert str(session / "logs" / "runs") in warning.problem
 
 
-def test_a_band_is_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
+def test_statistics_are_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
     identity = TableIdentity("model", "corpus", 4000, "mean", 16, "", "fp32", shard_rows=100)
     table = EmbeddingTable.locate(tmp_path, identity)
-    assert cosine_band(table) is None
+    assert table_statistics(table) is None
     random = np.random.default_rng(0)
     offset = np.eye(64, dtype=np.float32)[0] * 8
     for shard in range(identity.shards):
         table.write_shard(shard, random.standard_normal((100, 64)).astype(np.float32) + offset)
-    band = cosine_band(table, keep=True)
-    assert band is not None and 100 < SAMPLE < 400
+    found = table_statistics(table, keep=True)
+    assert found is not None and 1000 < SAMPLE < identity.rows
     vectors = table.vectors(np.arange(0, 4000, 4))
     cosines = (vectors @ vectors.T)[np.triu_indices(1000, 1)]
-    assert band.mean == pytest.approx(cosines.mean(), abs=0.01) and band.spread == pytest.approx(cosines.std(), rel=0.1)
+    assert found.mean == pytest.approx(cosines.mean(), abs=0.01)
+    assert found.spread == pytest.approx(cosines.std(), rel=0.1)
+    assert 50 < found.effective_rank < 64  # 63 directions of about equal variance, estimated from a sample
     for shard in range(identity.shards):
         table.write_shard(shard, -random.standard_normal((100, 64)).astype(np.float32))
-    assert cosine_band(EmbeddingTable.locate(tmp_path, identity)) == band  # not measured again
+    assert table_statistics(EmbeddingTable.locate(tmp_path, identity)) == found  # not measured again
 
 
 @pytest.mark.parametrize(
@@ -281,8 +283,8 @@ def test_a_teacher_with_a_narrow_band_is_named_with_what_it_weighs(
 ) -> None:
     weights = [f"teachers.encoders.{number}.alpha={alpha}" for number, alpha in enumerate(alphas)]
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert") for _ in spreads], sentences, *weights)
-    bands = {number: CosineBand(0.5, spread) for number, spread in enumerate(spreads)}
-    found = warn_of_narrow_bands(recipe, bands)
+    statistics = {number: VectorStatistics(0.5, spread, 100) for number, spread in enumerate(spreads)}
+    found = warn_of_narrow_bands(recipe, statistics)
     assert len(found) == len(named)
     for warning, (number, text) in zip(found, named.items(), strict=True):
         assert text in warning.problem and f"teacher {number}," in warning.problem
@@ -302,6 +304,10 @@ def test_bands_are_compared_only_where_cosines_are_averaged(
     ):
         other = make_recipe(tmp_path, tiny("bert"), [tiny("bert"), tiny("minilm")], sentences, *overrides)
         assert not averaged_teachers(other)
+    for teachers, averaged in (("null", [0, 1]), ("[1]", [])):
+        vectors = ("objective.rank=null", f"objective.regression={{teachers: {teachers}}}", "student.projection=none")
+        joined = make_recipe(tmp_path, tiny("bert"), [tiny("bert"), tiny("minilm")], sentences, *vectors)
+        assert list(averaged_teachers(joined)) == averaged
 
 
 def test_the_extent_counts_steps_and_rows_that_are_cut(recipe_with: Callable[..., Recipe]) -> None:

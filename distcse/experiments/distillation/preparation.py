@@ -34,13 +34,15 @@ from distcse.teachers.kinds import Serving, kind_of
 from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
 from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.targets import TargetSpec, fit_projection, projection_of, write_projection
+from distcse.teachers.targets import TargetSpec, fit_projection, kept_share, projection_of, write_projection
 from distcse.teachers.teacher_weights import TeacherWeights
 
 _FIT_ROWS = 20_000
 """Rows on which a projection's principal components are fitted."""
 _ALIGN_ROWS = 4000
 """The first of these rows, which the student encodes to rotate the components towards its own vectors."""
+_KEPT_ROWS = 2000
+"""The first of these rows, on whose inner products it is measured what the projection keeps."""
 
 _GRAPH_COPIES = 4
 """Copies of all vectors during the search for neighbors: the teachers', the joined ones, the index's, and scratch."""
@@ -217,7 +219,8 @@ def _fit_projection(
     rows = np.random.default_rng(0).permutation(len(corpus))[:_FIT_ROWS]
     joined, align_rows = targets.vectors(rows), rows[:_ALIGN_ROWS]
     vectors = encoder.to(default_device()).encode(corpus.texts(align_rows), normalize=True)
-    write_projection(fit_projection(joined, joined[: len(align_rows)], vectors), spec.key, file.path)
+    projection = fit_projection(joined, joined[: len(align_rows)], vectors)
+    write_projection(projection, spec.key, file.path, kept_share(joined[:_KEPT_ROWS], projection))
     return True
 
 

@@ -11,6 +11,7 @@ from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.targets import kept_by
 from distcse.trainer.trainer import TrainResult
 
 _USE = """from sentence_transformers import SentenceTransformer
@@ -106,7 +107,9 @@ class DistillationResult:
         if self.directory.projection.exists():
             text = (
                 f"Its vectors approximate those of {named}, each scaled by the root of its weight, concatenated, and multiplied "
-                "by the matrix in `distcse/projection.safetensors`. Use this model for queries on documents embedded this way."
+                "by the matrix in `distcse/projection.safetensors`, which keeps "
+                f"{kept_by(self.directory.projection):.1%} of the variance of their inner products. Use this model for queries "
+                "on documents embedded this way."
             )
         else:
             text = f"Its vectors lie in the space of {named}. Use this model for queries on documents embedded by that model."

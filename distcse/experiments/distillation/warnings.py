@@ -18,10 +18,10 @@ from distcse.experiments.settings_warnings import (
 from distcse.models.folder import find_local_model
 from distcse.recipe import Recipe, TeacherSection
 from distcse.storage import resolve_path
-from distcse.teachers.cosine_band import cosine_band
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.vector_statistics import table_statistics
 
 
 def model_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
@@ -47,12 +47,12 @@ def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[Se
         corpus: Its sentences.
         keep: Store what is measured with the tables. Default: False.
     """
-    cache, bands = resolve_path(recipe.storage.cache), {}
+    cache, statistics = resolve_path(recipe.storage.cache), {}
     for number, teacher in averaged_teachers(recipe).items():
         table = EmbeddingTable.at(cache, identity_of(teacher, corpus, recipe.teachers.shard_rows))
-        if (band := cosine_band(table, keep)) is not None:
-            bands[number] = band
-    return warn_of_narrow_bands(recipe, bands)
+        if (found := table_statistics(table, keep)) is not None:
+            statistics[number] = found
+    return warn_of_narrow_bands(recipe, statistics)
 
 
 def cached_corpus_warnings(recipe: Recipe) -> list[SettingsWarning]:
@@ -72,14 +72,17 @@ def cached_corpus_warnings(recipe: Recipe) -> list[SettingsWarning]:
 
 
 def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
-    """Return the teachers of whose cosines the lists are the mean, by their index; none where only one teacher has cosines."""
-    if not recipe.objective.keys_that_need("lists", "clean_lists", active=True):
-        return {}
-    mode = recipe.teachers.mode
+    """Return the teachers whose cosines are averaged as they are, in lists or in joined vectors, by their index.
+
+    There are none where only one teacher has cosines.
+    """
+    section, objective = recipe.teachers, recipe.objective
+    has_lists = objective.keys_that_need("lists", "clean_lists", active=True)
+    count = len(section.encoders)
     found = {
-        number: teacher
-        for number, teacher in enumerate(recipe.teachers.encoders)
-        if kind_of(teacher, only_local=True).serving(mode) == "table"
+        number: section.encoders[number]
+        for number in (range(count) if has_lists else objective.vector_teachers(count))
+        if kind_of(section.encoders[number], only_local=True).serving(section.mode) == "table"
     }
     return found if len(found) > 1 else {}
 
