@@ -43,7 +43,7 @@ class Extent:
         training, spec = recipe.training, TokenizerSpec.of(recipe.student)
         rows, _, _ = split_rows(recipe, len(corpus))
         steps_per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
-        sample = np.sort(np.random.default_rng(0).permutation(len(corpus))[:_SAMPLE])
+        sample = np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False))
         lengths = count_tokens(spec.tokenizer, [spec.prompt + text for text in corpus.texts(sample)])
         return cls(
             training.batch_size,
