@@ -39,7 +39,8 @@ def test_a_loss_that_overflows_is_reported_once(cluster: None, recipe: Recipe) -
     reporter = Reporter(lambda event: messages.append(event.text) if isinstance(event, LogMessage) else None)
     with fails_with(DivergedError, "loss", "step 0 (rows ", " of the corpus (16)"):
         run(with_values(recipe, {"objective.info_nce.weight": 1e39}), reporter)
-    directory, serving = messages
+    # Apart from warnings of settings, and of a busy machine's wait for resources.
+    directory, serving = (message for message in messages if not message.startswith(("[DCSE-W", "teacher ")))
     assert directory.startswith("run directory") and serving.startswith("teachers.serve auto")
 
 
