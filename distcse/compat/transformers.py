@@ -60,7 +60,7 @@ def without_noise() -> Iterator[None]:
 
 
 def _handlers_reached(logger: logging.Logger) -> list[logging.Handler]:
-    """All handlers that a record of this logger reaches: its own, and those of the loggers above it as far as it propagates."""
+    """Return all handlers that a record of this logger reaches: its own, and those of the loggers that it propagates to."""
     found: list[logging.Handler] = []
     above: logging.Logger | None = logger
     while above is not None:

@@ -120,9 +120,9 @@ def test_what_is_compiled(mode: CompileMode, steps: int, recorded: bool, compile
     events: list[Event] = []
     step = open_compiled_step(trainer.training_step, mode, steps, recorded, events.append)
     assert isinstance(step, CompiledStep) == compiles
-    told = [event for event in events if isinstance(event, LogMessage)]
-    assert len(told) == (compiles or (mode == "on" and not recorded))
-    assert [event.warning for event in told] == [not compiles] * len(told)
+    messages = [event for event in events if isinstance(event, LogMessage)]
+    assert len(messages) == (compiles or (mode == "on" and not recorded))
+    assert [message.warning for message in messages] == [not compiles] * len(messages)
 
 
 def _step(

@@ -373,5 +373,5 @@ def test_a_run_reports_its_extent_and_a_curve_that_still_rises(recipe_with: Call
     assert steps.startswith("22 steps of 16, 22 per epoch; ") and "of the rows have more than 16 tokens" in steps
     state = done.train_result.state
     expected = warn_of_rising_curve(state.scores, 22, recipe.training)
-    told = [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W07]" in event.text]
-    assert told == [warning.text for warning in expected]
+    reported = [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W07]" in event.text]
+    assert reported == [warning.text for warning in expected]

@@ -48,15 +48,15 @@ def test_a_group_that_makes_the_labels_worse_is_named(recipe: MutualRecipe) -> N
 
 
 def test_run_and_dry_run_report_it(recipe: MutualRecipe) -> None:
-    def told(work: Callable[[Reporter], object]) -> tuple[dict[str, float], list[str]]:
+    def reported_by(work: Callable[[Reporter], object]) -> tuple[dict[str, float], list[str]]:
         events: list[Event] = []
         work(Reporter(events.append))
         return starts(events), [event.text for event in events if "[DCSE-W08]" in getattr(event, "text", "")]
 
     short = recipe.model_copy(update={"mutual": recipe.mutual.model_copy(update={"cycles": 1})})
     experiment = MutualDistillation(short)
-    ran = told(lambda reporter: experiment.run(LocalBackend(), reporter))
-    assert ran == told(lambda reporter: experiment.check(LocalBackend(), reporter)) and len(ran[1]) == 1
+    ran = reported_by(lambda reporter: experiment.run(LocalBackend(), reporter))
+    assert ran == reported_by(lambda reporter: experiment.check(LocalBackend(), reporter)) and len(ran[1]) == 1
 
 
 def test_a_group_alone_has_a_score_and_no_labels_to_compare(
