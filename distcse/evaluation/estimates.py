@@ -69,20 +69,29 @@ class MeanOf:
 
 
 @dataclass(frozen=True)
-class SpearmanOf:
-    """Spearman correlation, times 100, of predictions and gold scores."""
+class _CorrelationOf:
+    """A correlation of predictions and gold scores."""
 
     predicted: NDArray[np.floating]
     gold: NDArray[np.float64]
     items: str
-
-    @cached_property
-    def value(self) -> float:
-        return spearman(self.predicted, self.gold)
+    """Name of the set of items; equal names get equal resamples."""
 
     @cached_property
     def resampled(self) -> NDArray[np.float64]:
         return resample(self.items, len(self.gold), self._compute)
+
+    def _compute(self, weights: Weights) -> NDArray[np.float64]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SpearmanOf(_CorrelationOf):
+    """Spearman correlation, times 100, of predictions and gold scores."""
+
+    @cached_property
+    def value(self) -> float:
+        return spearman(self.predicted, self.gold)
 
     def _compute(self, weights: Weights) -> NDArray[np.float64]:
         ours, theirs = weighted_ranks(self.predicted, weights), weighted_ranks(self.gold, weights)
@@ -90,20 +99,12 @@ class SpearmanOf:
 
 
 @dataclass(frozen=True)
-class PearsonOf:
+class PearsonOf(_CorrelationOf):
     """Pearson correlation, times 100, of predictions and gold scores; 0 if a side is constant."""
-
-    predicted: NDArray[np.floating]
-    gold: NDArray[np.float64]
-    items: str
 
     @cached_property
     def value(self) -> float:
         return float(self._compute(np.ones((1, len(self.gold))))[0])
-
-    @cached_property
-    def resampled(self) -> NDArray[np.float64]:
-        return resample(self.items, len(self.gold), self._compute)
 
     def _compute(self, weights: Weights) -> NDArray[np.float64]:
         ours, theirs = (np.asarray(values, dtype=np.float64)[None, :] for values in (self.predicted, self.gold))

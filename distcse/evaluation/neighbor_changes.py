@@ -76,8 +76,8 @@ def changed_neighbors(
     before: NDArray[np.floating], after: NDArray[np.floating], texts: Sequence[str]
 ) -> NeighborChanges:
     """Compare the nearest neighbors of n texts between two (n, d) arrays of unit vectors, n ≥ 2."""
-    old = _cosines(before).argmax(axis=1)
-    cosines = _cosines(after)
+    old = cosines_to_others(before).argmax(axis=1)
+    cosines = cosines_to_others(after)
     new = cosines.argmax(axis=1)
     rows = np.arange(len(texts))
     cosine_gain = np.where(old == new, -np.inf, cosines[rows, new] - cosines[rows, old])
@@ -90,7 +90,8 @@ def changed_neighbors(
     )
 
 
-def _cosines(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
+def cosines_to_others(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Return the (n, n) cosines of n unit vectors, with -inf in place of each one's with itself."""
     cosines: NDArray[np.floating] = vectors @ vectors.T
     np.fill_diagonal(cosines, -np.inf)
     return cosines

@@ -13,6 +13,7 @@ from distcse.data.readers import read_sentences
 from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError, MissingColumnError
 from distcse.evaluation.estimates import Estimate, MeanOf, PearsonOf, SpearmanOf
 from distcse.evaluation.models import PairModel, VectorModel
+from distcse.evaluation.neighbor_changes import cosines_to_others
 from distcse.evaluation.tasks import EvalTask, TaskResult
 
 NEIGHBORS = (1, 10)
@@ -90,9 +91,7 @@ class TextsTask:
 
 def nearest(vectors: NDArray[np.float32], number: int) -> NDArray[np.int64]:
     """Return the (n, number) nearest neighbors of n unit vectors by cosine, nearest first; of equal ones the first."""
-    cosines = vectors @ vectors.T
-    np.fill_diagonal(cosines, -np.inf)
-    return np.argsort(-cosines, axis=1, kind="stable")[:, :number]
+    return np.argsort(-cosines_to_others(vectors), axis=1, kind="stable")[:, :number]
 
 
 Results = Mapping[tuple[str, str], TaskResult]

@@ -10,8 +10,8 @@ import pytest
 
 from distcse.errors import ClusterTooSmallError, GpuRequiredError
 from distcse.events import Event, Reporter
-from distcse.experiments.distillation.gpus import report_gpus, require_embedding_gpus
-from distcse.experiments.distillation.preparation import prepare_tables, read_corpus
+from distcse.experiments.distillation.gpus import report_gpus
+from distcse.experiments.distillation.preparation import prepare_tables, read_corpus, require_embedding_gpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.resources import Node, Resources
 from distcse.recipe import Recipe, Sweep, TeachersSection

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.data import Corpus
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.resources import RunResources, plan_run
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import GpuPlan, report_plans
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe, TeacherSection
-from distcse.storage import resolve_path
-from distcse.teachers.embedding import table_of
-from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
 
 
@@ -26,30 +22,6 @@ def report_embedding_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Rep
     """Report the GPUs of an embedding pass without a run; see `report_gpus`."""
     if cluster is not None and not _needs_no_report(recipe, cluster):
         report_plans([plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode)], reporter.emit)
-
-
-def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:
-    """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`.
-
-    Args:
-        recipe: The recipe with the teachers.
-        corpus: Its sentences.
-        cluster: The teachers' cluster; None checks nothing.
-
-    Raises:
-        GpuRequiredError: A table is incomplete, and its embedding actors get no GPU.
-    """
-    section = recipe.teachers
-    if cluster is None or recipe.gpu_mode != "required":
-        return
-    cache = resolve_path(recipe.storage.cache)
-    embedded = [
-        teacher
-        for teacher in section.encoders
-        if kind_of(teacher).uses_table(section.mode)
-        and table_of(teacher, corpus, cache, section.shard_rows).missing_shards()
-    ]
-    require_gpus_of(recipe, embedded, cluster)
 
 
 def require_gpus_of(recipe: Recipe, embedded: Sequence[TeacherSection], cluster: Cluster | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.models import Encoder, EncoderHandle, TokenizerSpec
+from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.runs.lease import Lease
@@ -373,9 +374,7 @@ def prepare_tables(
     """
     section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
     missing_shards = _missing_shards(recipe, corpus, cache, verify=not backend.is_for_trials)
-    require_gpus_of(
-        recipe, [section.encoders[n] for n, (_, missing) in missing_shards.items() if missing], backend.cluster
-    )
+    _require_gpus_for(missing_shards, recipe, backend.cluster)
     tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
     for number, (table, missing) in missing_shards.items():
         stage, embedded = f"teacher {number}", 0
@@ -406,6 +405,29 @@ def prepare_tables(
         _report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
         tables[number] = table
     return tables
+
+
+def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:
+    """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`.
+
+    Args:
+        recipe: The recipe with the teachers.
+        corpus: Its sentences.
+        cluster: The teachers' cluster; None checks nothing.
+
+    Raises:
+        GpuRequiredError: A table is incomplete, and its embedding actors get no GPU.
+    """
+    if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
+        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True)
+        _require_gpus_for(found, recipe, cluster)
+
+
+def _require_gpus_for(
+    missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]], recipe: Recipe, cluster: Cluster | None
+) -> None:
+    embedded = [recipe.teachers.encoders[number] for number, (_, missing) in missing_shards.items() if missing]
+    require_gpus_of(recipe, embedded, cluster)
 
 
 def _missing_shards(
