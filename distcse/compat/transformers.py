@@ -32,6 +32,21 @@ def rotary_embedding() -> Callable[..., Any]:
     return rotate
 
 
+def only_calls_rust(tokenizer: Any) -> bool:
+    """Return whether a fast tokenizer passes texts to its Rust tokenizer as they are: its class has no Python code of its own.
+
+    Private: `TokenizersBackend._encode_plus`, which classes such as CodeLlama's replace.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    return (
+        issubclass(kind, PreTrainedTokenizerFast)
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and kind.__call__ is PreTrainedTokenizerBase.__call__
+    )
+
+
 @contextmanager
 def without_noise() -> Iterator[None]:
     """Silence this thread's warnings and all progress bars of transformers while a model is loaded or saved; also a decorator.

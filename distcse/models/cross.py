@@ -17,7 +17,7 @@ from distcse.models.attention import prepare_mask
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
 from distcse.models.folder import ModelFolder, open_model
-from distcse.models.frozen_pass import TOKENIZED_TEXTS, Chunk, TokenBudget, run_frozen, split_chunks
+from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.json_files import read_json
 from distcse.models.layers import keep_layers
 from distcse.models.loading import (
@@ -33,6 +33,7 @@ from distcse.models.score_activation import SIGMOID, activate, read_activation, 
 from distcse.models.st_format import backbone_folder, replacing
 from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.texts import as_pairs
+from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
 
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
@@ -166,17 +167,12 @@ class CrossEncoder(nn.Module):
         """Return the token ids of each pair, truncated to `max_length`, and token type ids if the tokenizer has them."""
         ids: list[list[int]] = []
         kinds: list[list[int]] = []
+        has_kinds = "token_type_ids" in self.tokenizer.model_input_names
         for begin in range(0, len(pairs), TOKENIZED_TEXTS):
-            part = pairs[begin : begin + TOKENIZED_TEXTS]
-            encoded = self.tokenizer(
-                [first for first, _ in part],
-                [second for _, second in part],
-                truncation="longest_first",
-                max_length=self.max_length,
-                padding=False,
-            )
-            ids += encoded["input_ids"]
-            kinds += encoded.get("token_type_ids", [])
+            for encoding in tokenize(self.tokenizer, pairs[begin : begin + TOKENIZED_TEXTS], self.max_length):
+                ids.append(encoding.ids)
+                if has_kinds:
+                    kinds.append(encoding.type_ids)
         return ids, kinds or None
 
     def score(

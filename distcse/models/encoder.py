@@ -21,7 +21,7 @@ from distcse.models.factorized_embeddings import factorize_embeddings
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
 from distcse.models.folder import open_model
-from distcse.models.frozen_pass import TOKENIZED_TEXTS, Chunk, TokenBudget, run_frozen, split_chunks
+from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.head import Dense, build_head
 from distcse.models.layers import depth_of, keep_layers
 from distcse.models.loading import (
@@ -39,6 +39,7 @@ from distcse.models.prompts import apply_prompt, is_template
 from distcse.models.st_format import Layout, replacing, write_layout
 from distcse.models.st_settings import find_prompt
 from distcse.models.texts import as_texts
+from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 
 
@@ -223,14 +224,8 @@ class Encoder(nn.Module):
         prompt = self.prompt if prompt is None else prompt
         ids: list[list[int]] = []
         for begin in range(0, len(texts), TOKENIZED_TEXTS):
-            encoded = self.tokenizer(
-                apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, self.max_length),
-                truncation=True,
-                max_length=self.max_length,
-                padding=False,
-                return_attention_mask=False,
-            )
-            ids += encoded["input_ids"]
+            part = apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, self.max_length)
+            ids += (encoding.ids for encoding in tokenize(self.tokenizer, part, self.max_length))
         return ids
 
     def encode(

@@ -28,9 +28,6 @@ from distcse.models.precision import arithmetic
 CHUNK_TEXTS = 16_384
 """Texts that are tokenized, sorted by length and waited for together on a GPU: some 25 forward passes of sentences."""
 
-TOKENIZED_TEXTS = 8192
-"""Texts per call of a tokenizer, whose output of 30 tokens takes 4 KB until the call's ids are taken from it."""
-
 _LOG = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 

@@ -41,7 +41,7 @@ from distcse.compat.transformers import (
 )
 
 PRIVATE = re.compile(
-    r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|modeling_modernbert|torch\.ops\."
+    r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|modeling_modernbert|_encode_plus|torch\.ops\."
 )
 
 

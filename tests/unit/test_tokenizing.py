@@ -1,0 +1,80 @@
+"""Tokenization with the Rust tokenizer alone gives what transformers' tokenizers give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers, processors
+from tokenizers.models import Unigram, WordPiece
+from transformers import PreTrainedTokenizerFast
+
+from distcse.models.tokenizing import tokenize
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+NAMES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+WORDS = ["the", "king", "##s", "of", "France", "is", "bald", "."]
+TEXTS = ["the kings of France is bald .", "", "[MASK] is the king [SEP] of zzz", "of " * 50, "bald", "bald"]
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer whose Python code changes the texts, as a model's remote code may."""
+
+    def _encode_plus(self, text: Any, *positional: Any, **settings: Any) -> Any:
+        return super()._encode_plus([one + " bald" for one in text], *positional, **settings)
+
+
+def word_piece(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **settings: Any) -> Any:
+    words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    rust = Tokenizer(WordPiece(words, unk_token="[UNK]"))
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    rust.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return kind(tokenizer_object=rust, **NAMES, **settings)
+
+
+def unigram() -> Any:
+    rust = Tokenizer(Unigram([("<unk>", 0.0), *((letter, -2.0) for letter in "▁thekingsofbald"), ("▁the", -3.0)], 0))
+    rust.pre_tokenizer = pre_tokenizers.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=rust, unk_token="<unk>", model_input_names=["input_ids"])
+
+
+TOKENIZERS: dict[str, Any] = {
+    "word pieces": word_piece,
+    "truncated on the left": lambda: word_piece(truncation_side="left"),
+    "special tokens are split": lambda: word_piece(split_special_tokens=True),
+    "unigram without special tokens": unigram,
+    "with Python code": lambda: word_piece(Shouting),
+}
+
+
+def fields_of(encodings: Sequence[Any]) -> tuple[list[list[int]], list[list[int]]]:
+    return [encoding.ids for encoding in encodings], [encoding.type_ids for encoding in encodings]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_texts_have_the_tokens_of_transformers(name: str) -> None:
+    # Two objects, so that settings that one call leaves in the Rust tokenizer do not help the other.
+    expected = TOKENIZERS[name]()(TEXTS, truncation=True, max_length=7, return_token_type_ids=True)
+    ids, kinds = fields_of(tokenize(TOKENIZERS[name](), TEXTS, 7))
+    assert ids == expected["input_ids"] and kinds == expected["token_type_ids"]
+    assert max(map(len, ids)) == 7
+
+
+@pytest.mark.parametrize("name", ["word pieces", "truncated on the left", "unigram without special tokens"])
+def test_pairs_have_the_tokens_of_transformers(name: str) -> None:
+    first, second = TEXTS, TEXTS[::-1]
+    expected = TOKENIZERS[name]()(first, second, truncation="longest_first", max_length=12, return_token_type_ids=True)
+    ids, kinds = fields_of(tokenize(TOKENIZERS[name](), list(zip(first, second, strict=True)), 12))
+    assert ids == expected["input_ids"] and kinds == expected["token_type_ids"]
+
+
+def test_python_code_of_a_tokenizer_is_run() -> None:
+    plain, shouting = (tokenize(word_piece(kind), ["the king"], 16)[0] for kind in (PreTrainedTokenizerFast, Shouting))
+    assert shouting.ids == [*plain.ids[:-1], len(SPECIAL) + WORDS.index("bald"), plain.ids[-1]]
+
+
+def test_settings_of_an_earlier_call_have_no_effect() -> None:
+    tokenizer = word_piece()
+    tokenizer(TEXTS, padding="max_length", max_length=40, split_special_tokens=True)
+    assert fields_of(tokenize(tokenizer, TEXTS, 7)) == fields_of(tokenize(word_piece(), TEXTS, 7))
