@@ -59,10 +59,11 @@ GPU = DeviceDefaults(
     records_steps=True,
     overlaps_reduction=True,
     shards_dev_scores=True,
-    # Launching a pass of twelve layers takes the host about as long as a recent GPU needs for 4,096 tokens, so that smaller
-    # passes, or batches that end early, would leave it idle. 16,384 tokens of a large encoder need about 1 GB in half
-    # precision: the memory does not decide, and a pass that does not fit is halved.
-    frozen_batch_tokens=16_384,
+    # Beside an H100, the host took about a millisecond to launch a layer's forward pass (benchmarks/results), in which the GPU
+    # computes a layer of BERT-base for tens of thousands of tokens. Smaller passes, or batches that end early, leave it idle.
+    # The memory does not decide: 65,536 tokens of a large encoder need about 2 GB in half precision, and a pass that does not
+    # fit is halved.
+    frozen_batch_tokens=65_536,
     frozen_min_fill=1.0,
 )
 BY_KIND = {"cpu": CPU, "gpu": GPU}

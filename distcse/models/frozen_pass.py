@@ -26,7 +26,7 @@ from distcse.models.batching import by_length, padded
 from distcse.models.precision import arithmetic
 
 CHUNK_TEXTS = 16_384
-"""Texts that are tokenized, sorted by length and waited for together on a GPU: some 25 forward passes of sentences."""
+"""Texts that are tokenized, sorted by length and waited for together on a GPU: some six forward passes of sentences."""
 
 _LOG = logging.getLogger(__name__)
 _Item = TypeVar("_Item")

@@ -1,7 +1,7 @@
-"""Rank space on a GPU: the computations of `space.py` in PyTorch; only the results are copied to the host.
+"""Rank space on a GPU: the computations of `space.py` in PyTorch; only the results are copied to the host, which waits once.
 
-Whether the histogram of a row is accurate enough is known on the device. The host reads it together with the results, so that
-it waits once per call; blocks with rows that must be sorted are then computed again, which takes a second wait.
+A GPU always sorts: on an H100, sorting 64 × 100,000 similarities and their products take 0.87 ms, and with counting in bins,
+which is not exact, 1.19 ms (`benchmarks/gpu.py`, row 17).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distcse.device import HostCopies, is_gpu, to_device
 from distcse.models.fast.mkldnn_linear import build_inner_products
-from distcse.rank_space.space import BINS, MAX_BINNING_ERROR, Ranker, RankSpace, require_two, unit_scale
+from distcse.rank_space.space import Ranker, RankSpace, require_two, unit_scale
 
 _BYTES = 256 * 2**20
 """Device memory for each tensor of a chunk of rows."""
@@ -26,12 +26,12 @@ def rank_space(references: NDArray[np.float32], rank_method: str, device: str, i
 
     Args:
         references: (n, d) vectors, n ≥ 2.
-        rank_method: `sort` or `histogram` (see `RankSpace`).
+        rank_method: `sort` or `histogram` (see `RankSpace`); a GPU sorts in either case.
         device: PyTorch's name of the device.
         is_fast: Whether oneDNN may compute inner products (`models.fast`). Default: True.
     """
     if is_gpu(device):
-        return DeviceRankSpace(references, rank_method, device)
+        return DeviceRankSpace(references, device)
     return RankSpace(references, rank_method, build_inner_products(references, is_fast))
 
 
@@ -40,17 +40,15 @@ class DeviceRankSpace:
 
     Args:
         references: (n, d) vectors, n ≥ 2 (see `RankSpace`).
-        rank_method: `sort` (default) or `histogram` (see `RankSpace`).
         device: The device. Default: `cuda`.
 
     Raises:
         ValueError: There are fewer than two references.
     """
 
-    def __init__(self, references: NDArray[np.float32], rank_method: str = "sort", device: str = "cuda") -> None:
+    def __init__(self, references: NDArray[np.float32], device: str = "cuda") -> None:
         self._references = to_device(torch.from_numpy(require_two(references)), device)
         self._device = self._references.device
-        self._is_histogram = rank_method == "histogram"
 
     def __len__(self) -> int:
         return len(self._references)
@@ -58,7 +56,7 @@ class DeviceRankSpace:
     def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Return (m, n) unit rank vectors of (m, d) unit vectors on the host, written to `out` if it is given."""
         ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
-        step = max(1, _BYTES // (8 * max(len(self), BINS)))
+        step = max(1, _BYTES // (8 * len(self)))
         begins = range(0, len(vectors), step)
         per_wait = max(1, _BYTES // (4 * step * len(self)))
         for first in range(0, len(begins), per_wait):
@@ -84,31 +82,13 @@ class DeviceRankSpace:
         """Rank the references for blocks of (m, d) vectors; return `finish` of each block's (m, n) ranks on the host."""
         copies = HostCopies(self._device)
         for block in blocks:
-            ranks, is_inexact = self._ranks(block)
-            copies.add(finish(ranks))
-            copies.add(is_inexact)
-        copied = copies.wait()
-        results, inexact = copied[::2], copied[1::2]
-        finished = [result.numpy() for result in results]
-        again = {number: rows.nonzero()[:, 0] for number, rows in enumerate(inexact) if rows.any()}
-        exact = HostCopies(self._device)
-        for number, rows in again.items():
-            exact.add(finish(self._ranks(blocks[number], rows)[0]))
-        for number, result in zip(again, exact.wait(), strict=True):
-            finished[number] = result.numpy()
-        return finished
+            copies.add(finish(self._ranks(block)))
+        return [result.numpy() for result in copies.wait()]
 
-    def _ranks(self, vectors: NDArray[np.floating], rows_to_sort: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (m, n) ranks of (m, d) vectors, and whether each of the m rows must be sorted instead."""
+    def _ranks(self, vectors: NDArray[np.floating]) -> Tensor:
+        """Return (m, n) ranks of (m, d) vectors."""
         block = torch.from_numpy(np.ascontiguousarray(vectors, dtype=np.float32))
-        similarities = to_device(block, self._device) @ self._references.T
-        if not self._is_histogram:
-            return sorted_ranks(similarities), torch.zeros(len(block), dtype=torch.bool, device=self._device)
-        ranks, is_inexact = histogram_ranks(similarities)
-        if rows_to_sort is not None:
-            rows = to_device(rows_to_sort, self._device)
-            ranks.index_copy_(0, rows, sorted_ranks(similarities.index_select(0, rows)))
-        return ranks, is_inexact
+        return sorted_ranks(to_device(block, self._device) @ self._references.T)
 
 
 def sorted_ranks(similarities: Tensor) -> Tensor:
@@ -117,23 +97,6 @@ def sorted_ranks(similarities: Tensor) -> Tensor:
     unit_ranks = (torch.arange(n, dtype=torch.float64, device=similarities.device) - (n - 1) / 2) * unit_scale(n)
     order = similarities.argsort(dim=1, stable=True)
     return torch.empty_like(similarities).scatter_(1, order, unit_ranks.float().expand(rows, n))
-
-
-def histogram_ranks(similarities: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute approximate unit rank vectors of (m, n) float32 similarities (see `space.histogram_rank_vectors`).
-
-    Returns:
-        (m, n) rank vectors, and (m,) whether a row's error is too large, so that it must be sorted.
-    """
-    n = similarities.shape[1]
-    low, high = similarities.aminmax(dim=1, keepdim=True)
-    is_constant = ~(low < high)
-    bins = ((similarities - low) * ((BINS - 1) / (high - low))).masked_fill(is_constant, 0.0).long()
-    counts = torch.zeros(len(bins), BINS, device=bins.device).scatter_add_(1, bins, torch.ones_like(similarities))
-    counts = counts.double()
-    is_inexact = is_constant[:, 0] | (counts.pow(3).sum(dim=1) - n > MAX_BINNING_ERROR * n * (n**3 - n))
-    mean_ranks = counts.cumsum(dim=1) - (counts + n) / 2
-    return (mean_ranks * unit_scale(n)).float().gather(1, bins), is_inexact
 
 
 def products(ranks: Tensor, others: Tensor) -> Tensor:

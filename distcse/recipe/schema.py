@@ -98,7 +98,7 @@ class RankInferenceSection(Section):
     normalize: bool = True
     """Rank the references by cosine; false ranks them by inner product, as the public code does at inference."""
     rank_method: Literal["sort", "histogram"] = "sort"
-    """How references are ranked, as for teachers: `sort` is exact, `histogram` faster with tens of thousands."""
+    """How references are ranked, as for teachers: `sort` is exact, `histogram` faster with tens of thousands on CPUs."""
 
 
 class EvaluationSection(Section):

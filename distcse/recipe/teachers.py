@@ -82,8 +82,8 @@ class TeacherSection(EncoderSection):
     num_references: Annotated[int, Field(ge=2)] = 100_000
     """Corpus sentences that a rank-space teacher ranks: the same for every seed, and all of a smaller corpus."""
     rank_method: Literal["sort", "histogram"] = "sort"
-    """How a rank-space teacher ranks them: `sort` is exact; `histogram` counts into 65,536 bins, which is faster for tens of
-    thousands of sentences and changes a similarity by at most 1e-5 (1e-6 for 100,000)."""
+    """How a rank-space teacher ranks them: `sort` is exact; `histogram` counts into 65,536 bins, which is faster on CPUs for
+    tens of thousands of sentences and changes a similarity by at most 1e-5 (1e-6 for 100,000). GPUs sort in either case."""
     precision: FrozenPrecision = "auto"
     """Precision of the frozen forward pass and, on a GPU, of its matrices, which halves their memory below fp32. fp16 changes
     cosines by up to 3.3e-4, bf16 by 2.6e-3 on a GPU and 4e-3 on a CPU

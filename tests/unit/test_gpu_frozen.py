@@ -234,9 +234,9 @@ def test_a_memory_that_holds_few_tokens_computes_the_same(
 def test_ranking_waits_once_per_call(rank_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors, references = unit(24, 16, seed=1), unit(20_000, 16)
     host = RankSpace(references, rank_method)
-    on_cpu = DeviceRankSpace(references, rank_method, "cpu")
+    on_cpu = DeviceRankSpace(references, "cpu")
     with simulated() as gpu:
-        space = DeviceRankSpace(references, rank_method, "gpu")
+        space = DeviceRankSpace(references, "gpu")
         lists, waits = waits_of(gpu, lambda: space.lists([vectors[:12], vectors[12:]], slice(2, 6)))
         assert waits == 1
         expected = on_cpu.lists([vectors[:12], vectors[12:]], slice(2, 6))
@@ -249,21 +249,6 @@ def test_ranking_waits_once_per_call(rank_method: str, monkeypatch: pytest.Monke
         pairs = np.arange(12), np.arange(12, 24)
         found, expected = (pair_similarities(each, vectors, *pairs) for each in (space, host))
         np.testing.assert_allclose(found, expected, atol=2e-6)
-
-
-def test_rows_that_a_histogram_cannot_rank_are_sorted_after_a_second_wait() -> None:
-    vectors, references = unit(24, 16, seed=1), unit(20_000, 16)
-    vectors[3] = 0  # equal similarities to all references
-    host, on_cpu = RankSpace(references, "histogram"), DeviceRankSpace(references, "histogram", "cpu")
-    with simulated() as gpu:
-        space = DeviceRankSpace(references, "histogram", "gpu")
-        ranks, waits = waits_of(gpu, lambda: space.ranks(vectors))
-        assert waits == 2 and np.array_equal(ranks, on_cpu.ranks(vectors))
-        assert np.array_equal(ranks[3], RankSpace(references).ranks(vectors)[3])
-        lists, waits = waits_of(gpu, lambda: space.lists([vectors[:12], vectors[12:]]))
-        assert waits == 2
-        np.testing.assert_allclose(lists[0], host.similarities(vectors[:12]), atol=2e-6)
-        np.testing.assert_allclose(lists[1], host.similarities(vectors[12:]), atol=2e-6)
 
 
 def test_a_rank_space_teacher_waits_once_for_a_block_of_steps() -> None:
