@@ -59,7 +59,7 @@ GPU = DeviceDefaults(
     records_steps=True,
     overlaps_reduction=True,
     shards_dev_scores=True,
-    # Beside an H100, the host took about a millisecond to launch a layer's forward pass (benchmarks/results), in which the GPU
+    # With an H100, the host took about a millisecond to launch a layer's forward pass (benchmarks/results), in which the GPU
     # computes a layer of BERT-base for tens of thousands of tokens. Smaller passes, or batches that end early, leave it idle.
     # The memory does not decide: 65,536 tokens of a large encoder need about 2 GB in half precision, and a pass that does not
     # fit is halved.

@@ -61,6 +61,14 @@ def older_objects_frozen() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def checkpoints_are_waited_for() -> Iterator[None]:
+    """Let evaluations on a simulated GPU wait for checkpoints: which of them exist must not depend on this machine's disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distcse.trainer.checkpoint_manager.PATIENCE_S", 60.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder of the labelled sets and the Wikipedia sentences."""

@@ -33,7 +33,7 @@ def rotary_embedding() -> Callable[..., Any]:
 
 
 def only_calls_rust(tokenizer: Any) -> bool:
-    """Return whether a fast tokenizer passes texts to its Rust tokenizer as they are: its class has no Python code of its own.
+    """Return whether a fast tokenizer passes texts to its Rust tokenizer as they are: its class replaces no method.
 
     Private: `TokenizersBackend._encode_plus`, which classes such as CodeLlama's replace.
     """

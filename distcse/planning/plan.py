@@ -82,13 +82,14 @@ class StudentPlan:
 
     @property
     def host_bytes(self) -> float:
-        """Host memory of a worker: the sampler's order of rows, a GPU's checkpoint, and the neighbor graph."""
+        """Host memory of a worker: the sampler's order of rows, a GPU's checkpoints, and the neighbor graph."""
         graph = 0.0
         # The driver holds the concatenated vectors and their index.
         if self.run.recipe.training.neighbor_batching is not None:
             graph = 2 * 4.0 * self.run.rows * sum(self.run.table_dimensions)
-        checkpoint = 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
-        return _ORDER_BYTES * self.run.rows + checkpoint + graph
+        # One is being written while the best so far waits for storage.
+        checkpoints = 2 * 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
+        return _ORDER_BYTES * self.run.rows + checkpoints + graph
 
     @property
     def tables(self) -> dict[str, float]:
@@ -232,13 +233,6 @@ class StudentPlan:
                 "use them with a larger batch, or with parallel trials or seeds"
             )
         found += self._suggest_fewer_workers()
-        checkpoint = self.run.checkpoint_seconds(machine)
-        eval_steps = math.ceil(checkpoint / self.step_seconds)
-        if on_gpu and eval_steps > recipe.evaluation.eval_steps:
-            found.append(
-                f"a checkpoint takes {checkpoint:.3g} s to write, longer than {recipe.evaluation.eval_steps} steps, so that "
-                f"training waits for it; write evaluation.eval_steps={eval_steps} or more, or use faster storage"
-            )
         if self.step.binding == "host and launches":
             found.append("the host is the bottleneck: a larger batch hardly takes more time per step")
         if self.step.binding == "teachers' lists":

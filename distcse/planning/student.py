@@ -312,8 +312,8 @@ class StudentRun:
     def dev_seconds(self, machine: Machine, step: float, workers: int = 1) -> float:
         """Return the seconds that training pauses for all dev scores and their checkpoints.
 
-        Training waits for an asynchronous score, and on a GPU for a checkpoint, if it takes longer than the steps until the
-        next one, and always for the last.
+        Training waits for an asynchronous score if it takes longer than the steps until the next one, and always for the last.
+        On a GPU it waits for the last checkpoint alone, and for the one that is being written then.
 
         Args:
             machine: A worker's device.
@@ -328,8 +328,9 @@ class StudentRun:
         if on_gpu and GPU.shards_dev_scores and not is_async:
             score /= workers
         pause = max(0.0, score - interval) if is_async else score
-        written = max(0.0, checkpoint - interval) if on_gpu else checkpoint
-        return (self.dev_scores - 1) * (pause + written) + score + checkpoint
+        if on_gpu:
+            return (self.dev_scores - 1) * pause + score + checkpoint + max(0.0, checkpoint - interval)
+        return (self.dev_scores - 1) * (pause + checkpoint) + score + checkpoint
 
     def checkpoint_seconds(self, machine: Machine) -> float:
         """Return the seconds in which a checkpoint of weights and moments is written: on a GPU, while training continues."""

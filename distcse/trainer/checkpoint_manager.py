@@ -22,6 +22,8 @@ from distcse.trainer.snapshot import Snapshot
 from distcse.trainer.step_log import ADVICE
 from distcse.trainer.task import EvaluatedTask
 
+PATIENCE_S = 0.1
+"""Seconds for which an evaluation waits for the previous checkpoint: those of small models are complete by then."""
 ReportToTrain = Callable[[dict[str, float]], None]
 """Function that receives `step`, `dev_score` and `best_dev_score` after a dev score, such as `ray.train.report`."""
 
@@ -29,9 +31,11 @@ ReportToTrain = Callable[[dict[str, float]], None]
 class CheckpointManager:
     """Scores the model and writes its checkpoints. Every worker calls it; rank 0's score is used, and rank 0 writes.
 
-    With a GPU, checkpoints are written in a thread while training continues. At most one is being written: the next evaluation
-    waits for it. Its event and its errors come with the next report or evaluation, or at the end of the context. On CPUs,
-    training waits for each checkpoint, because a thread would take its cores and need a copy of the state.
+    With a GPU, checkpoints are written one after the other in a thread, while training continues. Storage may need longer for
+    one than training for the steps between two evaluations. A checkpoint that is due meanwhile is left out, so that a run that
+    is killed resumes from an earlier one; if it is or may become the best, it waits in the host's memory until it is written,
+    or a better one replaces it. Events and errors of a checkpoint come with the next report or evaluation, or at the end of
+    the context. On CPUs, training waits for each checkpoint, because a thread would take its cores and need a copy of the state.
 
     With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, and a run that
     resumes from it requests that score again. A killed and resumed run therefore has the same scores as an undisturbed one.
@@ -64,6 +68,11 @@ class CheckpointManager:
         self._blocked_s = 0.0
         self._in_background = is_gpu(engine.device)
         self._writer = CheckpointWriter[list[Event]](self._in_background)
+        self._score_request = CheckpointWriter[None](self._in_background)
+        self._waiting: tuple[Snapshot, TrainerState] | None = None
+        """Rank 0's checkpoint that waits for the writer: the best, or one whose score is pending."""
+        self._unmarked_best: int | None = None
+        """Step whose score arrived while its checkpoint was written, and is the best."""
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -75,15 +84,20 @@ class CheckpointManager:
             DistcseError: Writing failed and nothing else did. Otherwise, the reason is a warning.
         """
         if error is None:
-            self._finish_write()
+            on_rank_zero(self._finish_writes)
         elif isinstance(error, Exception):
             try:
                 self._take_written()
             except Exception as failed:  # `error` is what ends the run
                 self._emit(LogMessage(f"the last checkpoint was not written: {failed}", warning=True))
 
-    def evaluate_and_save(self, state: TrainerState, should_evaluate: bool) -> TrainerState:
-        """Save a checkpoint, and score its model if `should_evaluate`, after the previous checkpoint is complete.
+    def evaluate_and_save(self, state: TrainerState, should_evaluate: bool, must_save: bool = False) -> TrainerState:
+        """Score the model if `should_evaluate`, and save a checkpoint unless the previous one is still being written.
+
+        Args:
+            state: The state after the last step.
+            should_evaluate: Whether to score the model.
+            must_save: Whether to wait for the previous checkpoint and save this one, because no step follows. Default: False.
 
         Returns:
             The state with the scores that have arrived; finished, if training must stop early.
@@ -91,28 +105,69 @@ class CheckpointManager:
         Raises:
             DivergedError: A dev score, weight or optimizer moment is not finite.
             OutOfMemoryError: A rank has no memory for a copy of the state.
-            StorageWriteError: The previous checkpoint or, on a CPU, this one cannot be written.
+            StorageWriteError: An earlier checkpoint or, on a CPU, this one cannot be written.
         """
-        self._finish_write()
+        if self._in_background:
+            on_rank_zero(partial(self._advance, PATIENCE_S))
         evaluator = self._evaluator if should_evaluate else None
         if self._evaluator is not None:
             state = self._collect_pending(state)
         elif should_evaluate:
             state = self._evaluate_here(state)
         state = self._stop_early(state) if should_evaluate else state
+        if must_save or state.finished:
+            on_rank_zero(self._finish_writes)
+        elif self._in_background and evaluator is None and not _is_best(state) and on_rank_zero(self._writer.is_busy):
+            return state
         snapshot = on_all_ranks(partial(self._take_snapshot, state.step))
         if evaluator is not None:
             self._pending = state.step
-        if evaluator is not None and (state.finished or not self._in_background):
-            self._begin(evaluator, partial(self._finite_state, snapshot, state.step))
+            if state.finished or not self._in_background:
+                self._begin(evaluator, partial(self._finite_state, snapshot, state.step))
+            else:
+                self._begin_in_background(evaluator, snapshot, state.step)
             if state.finished:  # the last checkpoint contains its own score
                 state = self._take_pending(evaluator, state)
-            evaluator = None
-        if snapshot is not None:
-            self._writer.start(partial(self._write, snapshot, state, evaluator))
+        on_rank_zero(partial(self._write_or_keep, snapshot, state))
         if not self._in_background:
-            self._finish_write()
+            on_rank_zero(self._take_written)
         return state
+
+    def _begin_in_background(self, evaluator: AsyncEvaluator, snapshot: Snapshot | None, step: int) -> None:
+        """Begin a score in a thread, once the state's copies are complete."""
+        if snapshot is not None:
+            self._score_request.start(lambda: evaluator.begin(self._finite_state(snapshot, step)))
+
+    def _write_or_keep(self, snapshot: Snapshot | None, state: TrainerState) -> None:
+        """Start to write a checkpoint, or keep it until the one that is being written is complete."""
+        assert snapshot is not None
+        if self._evaluator is None:
+            self._waiting = None  # this one is better
+        elif self._waiting is not None:  # the best so far, and this one's score is pending
+            self._take_written()
+            self._start_waiting()
+        if self._in_background and self._writer.is_busy():
+            self._waiting = snapshot, state
+        else:
+            self._take_written()  # it may be complete since `_advance`
+            self._writer.start(partial(self._write, snapshot, state))
+
+    def _advance(self, patience_s: float = 0.0) -> None:
+        """Report the last checkpoint if it is complete, and start to write the one that waits for it."""
+        if not self._writer.is_busy(patience_s):
+            self._take_written()
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._writer.start(partial(self._write, *waiting))
+
+    def _finish_writes(self) -> None:
+        """Wait for the checkpoint that is being written, and then for the one that waits for it."""
+        self._take_written()
+        self._start_waiting()
+        self._take_written()
 
     def _take_snapshot(self, step: int) -> Snapshot | None:
         """Take a snapshot; rank 0's memory can be exhausted, since it alone copies the state."""
@@ -144,10 +199,11 @@ class CheckpointManager:
             return state
 
         def report_written() -> bool:
-            if self._writer.is_busy():  # and has not begun the score, or could not mark its checkpoint as the best
+            self._advance()
+            if evaluator is None or self._score_request.is_busy():
                 return False
-            self._take_written()
-            return evaluator is not None and evaluator.is_ready()
+            self._score_request.take()
+            return evaluator.is_ready()
 
         return self._collect_pending(state) if on_rank_zero(report_written) else state
 
@@ -157,19 +213,28 @@ class CheckpointManager:
             on_rank_zero(lambda: evaluator.begin(model_state()))
 
     def _collect_pending(self, state: TrainerState) -> TrainerState:
-        """Wait for the pending score, and mark its checkpoint, which is already written, as the best if it is."""
+        """Wait for the pending score, and mark its checkpoint as the best if it is."""
         step = self._pending
         if self._evaluator is None or step is None:
             return state
         state = self._take_pending(self._evaluator, state)
-        if state.best is not None and state.best[0] == step:
-            on_rank_zero(partial(self._checkpoints.mark_best, step))
+        scored = TrainerState(step, state.scores)
+        on_rank_zero(partial(self._keep_best, scored))
         return state
+
+    def _keep_best(self, state: TrainerState) -> None:
+        """Mark a state's checkpoint as the best if it is; drop it if it is not, and waits to be written."""
+        if self._waiting is not None:
+            self._waiting = (self._waiting[0], state) if _is_best(state) else None
+        elif _is_best(state):
+            self._unmarked_best = state.step
+            self._advance()
 
     def _take_pending(self, evaluator: AsyncEvaluator, state: TrainerState) -> TrainerState:
         step, self._pending = self._pending, None
         assert step is not None
         with self._blocking():
+            on_rank_zero(self._score_request.take)
             score = on_rank_zero(evaluator.take)
         return self._with_score(state, step, score)
 
@@ -209,11 +274,9 @@ class CheckpointManager:
         self._emit(LogMessage(f"stopped early at step {state.step}: {scores_since_best} dev scores without a new best"))
         return TrainerState(state.step, state.scores, finished=True)
 
-    def _write(self, snapshot: Snapshot, state: TrainerState, evaluator: AsyncEvaluator | None) -> list[Event]:
-        """Write a checkpoint, and begin its score if there is an evaluator; return its events. Runs in the writer's thread."""
+    def _write(self, snapshot: Snapshot, state: TrainerState) -> list[Event]:
+        """Write a checkpoint, and return its events. Runs in the writer's thread."""
         model_state = self._finite_state(snapshot, state.step)
-        if evaluator is not None:
-            evaluator.begin(model_state)
         warnings: list[Event] = []
         folder = self._checkpoints.save(model_state, state, warnings.append)
         return [CheckpointSaved(state.step, str(folder)), *warnings]
@@ -229,11 +292,16 @@ class CheckpointManager:
             )
         return model_state
 
-    def _finish_write(self) -> None:
-        """Wait for the checkpoint that is being written, and report it."""
-        on_rank_zero(self._take_written)
-
     def _take_written(self) -> None:
         """Wait for the writer, and emit the events of its checkpoint, on this thread: listeners may end the run."""
-        for event in self._writer.take() or []:
+        events = self._writer.take() or []
+        if self._unmarked_best is not None:
+            self._checkpoints.mark_best(self._unmarked_best)
+            self._unmarked_best = None
+        for event in events:
             self._emit(event)
+
+
+def _is_best(state: TrainerState) -> bool:
+    """Return whether a state's own score is the best so far."""
+    return state.best is not None and state.best[0] == state.step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -49,9 +49,12 @@ class CheckpointWriter(Generic[T]):
         else:
             run()
 
-    def is_busy(self) -> bool:
-        """Return whether a write is running."""
-        return self._write is not None and not self._write.done()
+    def is_busy(self, patience_s: float = 0.0) -> bool:
+        """Return whether a write is running, after waiting at most `patience_s` seconds for it. Default: 0."""
+        if self._write is None:
+            return False
+        wait([self._write], patience_s)
+        return not self._write.done()
 
     def take(self) -> T | None:
         """Wait for the write, and return its result; None if there is none, or its result was taken before.

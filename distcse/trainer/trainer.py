@@ -123,7 +123,7 @@ def train(
                 log.pause()
                 state = TrainerState(done, state.scores, finished=is_last)
                 # A stop after an evaluation step scores it too, because the resumed run would not.
-                state = manager.evaluate_and_save(state, should_evaluate)
+                state = manager.evaluate_and_save(state, should_evaluate, must_save=stop)
                 task.model.train()
                 log.resume()
             if stop or state.finished:

@@ -164,6 +164,74 @@ def test_a_checkpoint_contains_its_own_step(gpu: Simulation, tmp_path: Path) -> 
         assert_equal_weights(moments, states[1].moments[name])
 
 
+class RisingTask(LineTask):
+    """A `LineTask` with given dev scores by step, of the initial model too if there is one for step 0."""
+
+    def __init__(self, scores: dict[int, float]) -> None:
+        super().__init__()
+        self._scores, self.evaluates_initial_model = scores, 0 in scores
+
+    def evaluate(self) -> float:
+        return self._scores[self.step]
+
+
+@pytest.mark.parametrize(
+    ("scores", "saved"),
+    [
+        # The best waits and is written before the last, and what is not the best is left out.
+        ({0: 1, 3: 2, 6: 1, 9: 1, 12: 1}, [0, 3, 12]),
+        # A better one replaces it.
+        ({0: 1, 3: 2, 6: 3, 9: 1, 12: 1}, [0, 6, 12]),
+        ({0: 1, 3: 2, 6: 3, 9: 2, 12: 4}, [0, 6, 12]),
+        ({0: 5, 3: 2, 6: 3, 9: 2, 12: 4}, [0, 12]),
+    ],
+)
+def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
+    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: dict[int, float], saved: list[int]
+) -> None:
+    """The first checkpoint is written until after the evaluation at step 9."""
+    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
+    store, events, task = SlowStore(tmp_path, step=0), list[Event](), RisingTask(scores)
+    task.at_step = lambda step: store.go.set() if step == 11 else None
+    result = fit(store, task, events.append)
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
+    assert result.state.scores == list(scores.items())
+    best, latest = store.best(), store.latest()
+    assert best is not None and latest is not None
+    assert best.name == f"step-{max(scores, key=lambda step: scores[step]):06d}" and latest.name == "step-000012"
+    whole = CheckpointStore(tmp_path / "whole")
+    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", TIMEOUT_S)
+    fit(whole, RisingTask(scores))
+    for found, expected in ((best, whole.best()), (latest, whole.latest())):
+        assert expected is not None
+        assert_equal_weights(load_weights(found), load_weights(expected))
+
+
+def test_a_run_that_is_killed_during_a_slow_write_resumes_to_the_same_scores_and_weights(
+    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
+    scores = {3: 2.0, 6: 3.0, 9: 2.0, 12: 2.5}
+    whole, store, task = CheckpointStore(tmp_path / "whole"), SlowStore(tmp_path / "killed", 3), RisingTask(scores)
+    expected = fit(whole, RisingTask(scores))
+
+    def stop(step: int) -> None:
+        if step == 10:
+            store.go.set()
+            raise ZeroDivisionError
+
+    task.at_step = stop
+    with pytest.raises(ZeroDivisionError):
+        fit(store, task)
+    latest = store.latest()
+    assert latest is not None and latest.name == "step-000003"
+    result = fit(store, RisingTask(scores))
+    assert result.state == expected.state
+    for found, other in ((store.best(), whole.best()), (store.latest(), whole.latest())):
+        assert found is not None and other is not None and found.name == other.name
+        assert_equal_weights(load_weights(found), load_weights(other))
+
+
 @pytest.mark.parametrize("memory", [80 * 2**30, 200])
 def test_a_snapshot_does_not_see_later_steps_and_waits_for_nothing(memory: int) -> None:
     """With memory for a copy on the device, and without."""
@@ -338,6 +406,49 @@ def test_training_continues_while_an_evaluator_receives_the_weights(gpu: Simulat
         assert state.best is not None and best is not None and best.name == f"step-{state.best[0]:06d}"
         scores.append(state.scores)
     assert scores[0] == scores[1] and [step for step, _ in scores[0]] == [3, 6, 9, 12]
+
+
+class ScoresBySteps:
+    """An `AsyncEvaluator` that gives the next of some scores."""
+
+    def __init__(self, scores: Iterable[float]) -> None:
+        self._scores = iter(scores)
+
+    def begin(self, state: ModelState) -> None:
+        """Accept the state."""
+
+    def is_ready(self) -> bool:
+        return False  # so that scores come with the next evaluation
+
+    def take(self) -> float:
+        return next(self._scores)
+
+
+@pytest.mark.parametrize(
+    ("scores", "saved"),
+    [([2, 1, 1, 1], [3, 12]), ([1, 2, 1, 1], [3, 6, 12]), ([1, 2, 3, 1], [3, 6, 9, 12]), ([1, 1, 1, 2], [3, 12])],
+)
+def test_the_best_of_an_evaluators_scores_is_written_although_a_write_is_slow(
+    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float], saved: list[int]
+) -> None:
+    """The checkpoint of step 3 is written until after the report of step 8 or 12, and scores come with the next evaluation."""
+    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
+    store, events, task = SlowStore(tmp_path, step=3), list[Event](), LineTask()
+    task.evaluates_initial_model = False
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        is_early = isinstance(event, StepReport) and event.step == 8 and scores[1] == 2
+        if is_early or (isinstance(event, DevScore) and event.step == 9):  # the last evaluation has begun
+            store.go.set()
+
+    state = train(task, section(), store, Reporter(emit), evaluator=ScoresBySteps(scores)).state
+    assert [score for _, score in state.scores] == scores
+    written = [event.step for event in events if isinstance(event, CheckpointSaved)]
+    assert set(saved) <= set(written) and (scores[1] == 2 or written == saved)  # once it goes, more may be written
+    best, latest = store.best(), store.latest()
+    assert best is not None and best.name == f"step-{3 * (1 + scores.index(max(scores))):06d}"
+    assert latest is not None and latest.name == "step-000012"
 
 
 def train_until_killed(folder: Path, flush: int) -> None:

@@ -482,10 +482,9 @@ def test_a_gpu_writes_checkpoints_during_training() -> None:
     gpu, cpu = GPUS["H100-80G"], builtin_cpu(1, 2**34)
     checkpoint = run.checkpoint_seconds(gpu)
     assert run.dev_seconds(gpu, step=1e3) == pytest.approx(checkpoint, rel=0.01)  # the last one
-    assert run.dev_seconds(gpu, step=0.0) == pytest.approx(run.dev_scores * checkpoint, rel=0.01)
+    # Storage that is slower than the steps between two evaluations: some are left out, and the last waits for one more.
+    assert run.dev_seconds(gpu, step=0.0) == pytest.approx(2 * checkpoint, rel=0.01)
     assert run.dev_seconds(cpu, step=1e3) == pytest.approx(run.dev_scores * checkpoint, rel=0.01)
-    advice = plan_of(load_recipe(RANKCSE, ["training.precision=bf16"]), "H100-80G", per_node=1).advice
-    assert any("evaluation.eval_steps=" in line and "checkpoint" in line for line in advice)
 
 
 # Machines
