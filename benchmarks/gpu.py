@@ -70,7 +70,7 @@ from benchmarks.table import lines_of
 from benchmarks.targets import ROWS
 from distcse.data.collate import Tokens
 from distcse.device import default_device, gpu_module, is_gpu, to_device
-from distcse.events import Reporter
+from distcse.events import Event, Reporter, StepReport
 from distcse.experiments.distillation.model import Batch, StudentModel, StudentOutput
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
 from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
@@ -80,7 +80,7 @@ from distcse.models.detection import EditDetector, Vocabulary
 from distcse.models.loading import load_backbone
 from distcse.models.precision import frozen_weight_dtype, halve_matrices
 from distcse.rank_space import DeviceRankSpace, pair_similarities
-from distcse.rank_space.device import histogram_ranks, products, sorted_ranks
+from distcse.rank_space.device import products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.trainer.checkpoints import CheckpointStore
@@ -112,6 +112,10 @@ BI, CROSS = 128, 32
 EVAL_STEPS, DEV_SENTENCES = 125, 3000
 VOCABULARY = 30_522
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PASS_TOKENS = (16_384, 262_144)
+"""Tokens of a frozen model's forward pass that are tried beside the default."""
+KERNELS = 16
+"""Kernels that a profile names, those that take the longest."""
 BUDGET = 7.5 * 60.0
 """Seconds; rows that would begin later are named as not run."""
 
@@ -471,6 +475,27 @@ class TrainedStudent(Student):
         return float((vectors[:half] * vectors[half : 2 * half]).sum(axis=1).mean())
 
 
+class ReportClock:
+    """A listener that notes when steps are reported, from its creation on."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+        self._seconds: dict[int, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Receive an event of `train`."""
+        if isinstance(event, StepReport):
+            self._seconds[event.step] = time.perf_counter() - self._begun
+
+    def step_and_fixed_seconds(self, steps: int) -> tuple[float, float]:
+        """Return the seconds of a step after the first reports, with scores and checkpoints, and those that steps do not take."""
+        total, (first, last) = time.perf_counter() - self._begun, (min(self._seconds), max(self._seconds))
+        if first == last:  # a tiny run has one report
+            return total / steps, 0.0
+        step = (self._seconds[last] - self._seconds[first]) / (last - first)
+        return step, total - steps * step
+
+
 def full_run(bench: Bench) -> Iterator[Figure]:
     """Rows 4, 5 and 31: `train` for 300 steps, with dev scores and checkpoints; the reference's steps and dev scores alone."""
     student = TrainedStudent(bench, 4 if bench.tiny else 300)
@@ -478,10 +503,10 @@ def full_run(bench: Bench) -> Iterator[Figure]:
     student.teacher_lists = cosines_of(reference)
     section = LoopSection(precision="bf16", engine="torch", batch_size=bench.n)
     with TemporaryDirectory() as folder:
-        begun = time.perf_counter()
+        clock = ReportClock()
         graphs: GraphMode = "on" if bench.records else "off"
-        train(student, section, CheckpointStore(Path(folder)), Reporter(), cuda_graphs=graphs)
-        seconds = (time.perf_counter() - begun) / student.steps
+        train(student, section, CheckpointStore(Path(folder)), Reporter(clock), cuda_graphs=graphs)
+        seconds, fixed = clock.step_and_fixed_seconds(student.steps)
     tokenizer, dev = bench.tokenizer(), student._dev
     ways = {
         "reference": bench.sampler(reference, bench.steps // 8 or 1),
@@ -496,8 +521,12 @@ def full_run(bench: Bench) -> Iterator[Figure]:
     yield of_spread(31, "share of training at every 125 steps", share, at)
     rates, updates = encode_rates(bench), SENTENCES // bench.n * EPOCHS
     once = SENTENCES * sum(1 / rate for rate in rates.values())
-    terms = {"step ms, with scores and checkpoints": 1000 * seconds, "teacher pass s": once}
-    yield counted(5, "minutes", (updates * seconds + once) / 60, at, **terms)
+    terms = {
+        "step ms, with scores and checkpoints": 1000 * seconds,
+        "recording and the last checkpoint s": fixed,
+        "teacher pass s": once,
+    }
+    yield counted(5, "minutes", (updates * seconds + fixed + once) / 60, at, **terms)
 
 
 def equal_steps(changed: Student, plain: Student, name: str) -> None:
@@ -537,7 +566,7 @@ def large(bench: Bench) -> Iterator[Figure]:
 
 def last_layers(bench: Bench) -> Iterator[Figure]:
     """Row 13: all of the last layer over [CLS] alone."""
-    ways = {name: Student(bench, "base", SIMCSE, "bf16") for name in ("one token", "all tokens")}
+    ways = {name: Student(bench, "base", SIMCSE, "bf16", graphs=True) for name in ("one token", "all tokens")}
     encoder = ways["all tokens"].model.encoder
     encoder.forward = partial(whole_last_layer, encoder)  # type: ignore[method-assign]
     rounds = interleave({name: bench.sampler(way) for name, way in ways.items()}, bench.effort, again="one token")
@@ -545,12 +574,14 @@ def last_layers(bench: Bench) -> Iterator[Figure]:
 
 
 def gradient_cache(bench: Bench) -> Iterator[Figure]:
-    """Row 33: eight chunks against one pass over the batch."""
-    ways = {name: Student(bench, "base", SIMCSE, "bf16") for name in ("plain", "chunks")}
+    """Row 33: eight chunks against one pass over the batch, call by call, which is how a gradient cache runs."""
+    n = 8 * bench.n
+    ways = {name: Student(bench, "base", SIMCSE, "bf16", n) for name in ("plain", "chunks")}
     ways["chunks"].model.grad_cache = True
     ways["chunks"].parts = 8
-    rounds = interleave({name: bench.sampler(way) for name, way in ways.items()}, bench.effort, again="plain")
-    yield of_ratio(33, "cost", rounds, "chunks", "plain", f"base, N = {bench.n}, eight chunks", "wall")
+    few = bench.steps // 8 or 1
+    rounds = interleave({name: bench.sampler(way, few) for name, way in ways.items()}, bench.effort, again="plain")
+    yield of_ratio(33, "cost", rounds, "chunks", "plain", f"base, N = {n}, eight chunks", "wall")
 
 
 def dispatch(bench: Bench) -> Iterator[Figure]:
@@ -580,7 +611,9 @@ def profiled(student: Student, way: str) -> Iterator[Figure]:
     kernels = [e for e in events if e.device_type == on_device and not e.is_user_annotation]
     busy = sum(event.self_device_time_total for event in kernels) / 1e6
     waits = sum(e.count for e in events if e.key in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"))
-    yield Figure(7, "busy share", *(100 * busy / wall,) * 3, setting=f"{way}, under the profiler")
+    largest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:KERNELS]
+    terms = {f"{e.key[:60]}, ms": e.self_device_time_total / 1000 / count for e in largest}
+    yield Figure(7, "busy share", *(100 * busy / wall,) * 3, setting=f"{way}, under the profiler", terms=terms)
     yield counted(34, "synchronisations a step", waits / count, way)
 
 
@@ -655,10 +688,19 @@ def encoding(bench: Bench) -> Iterator[Figure]:
         "default": bench.sampler(lambda: encode(single, tokenizer, texts, batch=32), 1),
         "tuned": bench.sampler(lambda: encode(half, tokenizer, texts, batch=256), 1),
         "ours": bench.sampler(lambda: ours.encode(texts, precision="fp16"), 1),
+        **{
+            f"ours, {tokens:,} tokens": bench.sampler(
+                lambda tokens=tokens: ours.encode(texts, precision="fp16", batch_tokens=tokens),
+                1,  # type: ignore[misc]
+            )
+            for tokens in PASS_TOKENS
+        },
+        "tokens alone": bench.sampler(lambda: ours.token_ids(texts), 1),
     }
     rounds = interleave(ways, bench.effort, again="ours")
+    seconds = {f"{name}, s": rounds.of(lambda s, name=name: s[name], "wall").median for name in ways}  # type: ignore[misc]
     at = f"base, {count:,} sentences, tokenising included, batches of 32 and of 256 against distcse's own"
-    yield of_ratio(11, "default (fp32) / fp16", rounds, "default", "ours", at, "wall")
+    yield replace(of_ratio(11, "default (fp32) / fp16", rounds, "default", "ours", at, "wall"), terms=seconds)
     yield of_ratio(11, "tuned, same dtype (fp16)", rounds, "tuned", "ours", at, "wall")
     real, processed = tokens_of(ours, texts)
     layers, width, _ = bench.shape("base")
@@ -705,18 +747,21 @@ def fidelity(bench: Bench) -> Iterator[Figure]:
 class PairStep:
     """distcse's step on pairs, as `train` takes it, in bf16."""
 
-    def __init__(self, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens, size: int) -> None:
+    def __init__(
+        self, bench: Bench, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens, size: int
+    ) -> None:
         section = LoopSection(batch_size=size, engine="torch", epochs=1e6, warmup=0.0, precision="bf16")
         labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
         self._task = PairTask(encoder, tokens, labels, section, None, 10**9, seed=0)
         self._engine = TorchEngine(self._task.model, section, None)
         self._step = 0
+        self._take = CudaGraphStep(training_step, CudaGraphs(bench.device)) if bench.records else training_step
 
     def __call__(self) -> None:
         """One step."""
         self._task.model.train()
         inputs = self._task.prepare_batch(self._step, self._engine.device)
-        training_step(self._engine, self._task, inputs, 2e-5)
+        self._take(self._engine, self._task, inputs, 2e-5)
         self._step += 1
 
 
@@ -730,8 +775,8 @@ def trans_encoder(bench: Bench) -> Iterator[Figure]:
     with TemporaryDirectory() as folder:  # what is mapped stays readable
         pairs = make_pairs(Path(folder), first, second)
         steps = {
-            "bi step": PairStep(bi, bi_tokens(bi, pairs), sizes[0]),
-            "cross step": PairStep(cross, cross_tokens(cross, pairs, both_orders=False), sizes[1]),
+            "bi step": PairStep(bench, bi, bi_tokens(bi, pairs), sizes[0]),
+            "cross step": PairStep(bench, cross, cross_tokens(cross, pairs, both_orders=False), sizes[1]),
         }
     both = list(zip(first, second, strict=True))
     few = both[: count // 8]
@@ -833,18 +878,18 @@ class RankReference(PublicStudent):
 def rank_steps(bench: Bench) -> Iterator[Figure]:
     """Rows 16 and 18: ranks of each batch in the step, which waits for them."""
     n, references = (16, 500) if bench.tiny else (64, 100_000)
-    ours = Student(bench, "base", RANKENCODER, "bf16", n)
-    simcse = Student(bench, "base", SIMCSE, "bf16", n)
+    ours = Student(bench, "base", RANKENCODER, "bf16", n, graphs=True)
+    simcse = Student(bench, "base", SIMCSE, "bf16", n, graphs=True)
     teacher = bench.model("base", seed=2).eval()
     vectors = unit_vectors(teacher, ours.batches).cpu().numpy()
     others = torch.nn.functional.normalize(torch.randn(references, vectors.shape[1]), dim=1)
-    space = DeviceRankSpace(others.numpy(), "histogram", str(bench.device))
+    space = DeviceRankSpace(others.numpy(), str(bench.device))
     ours.teacher_lists = lambda rows: torch.from_numpy(space.similarities(vectors[rows])).to(bench.device)
     public = RankReference(bench, ours, teacher, others.to(bench.device))
     few = bench.steps // 8 or 1
     ways = {"ours": bench.sampler(ours), "SimCSE": bench.sampler(simcse), "public": bench.sampler(public, few)}
     rounds = interleave(ways, bench.effort, again="ours")
-    at = f"base, N = {n}, n = {references:,}, histogram"
+    at = f"base, N = {n}, n = {references:,}, ranks before each step"
     yield of_ratio(16, "base", rounds, "ours", "SimCSE", at, "wall")
     yield of_ratio(18, "bf16", rounds, "public", "ours", at, "wall")
 
@@ -853,18 +898,12 @@ def rank_kernels(bench: Bench) -> Iterator[Figure]:
     """Rows 17 and 19: ranks and their products alone; pairs of different sentences, through the host's memory."""
     n, references, sentences = (16, 500, 40) if bench.tiny else (64, 100_000, 21_531)
     seen = torch.randn(n, references, device=bench.device) / 28
-    ways = {
-        kind: bench.sampler(lambda ranks=ranks: products(*(ranks(seen),) * 2))  # type: ignore[misc]
-        for kind, ranks in (("sort", sorted_ranks), ("histogram", lambda seen: histogram_ranks(seen)[0]))
-    }
-    rounds = interleave(ways, bench.effort, again="sort")
-    by_sort = 1000 * rounds.of(lambda s: s["sort"], "wall").median
-    milliseconds = rounds.of(lambda s: 1000 * s["histogram"], "wall")
-    yield of_spread(17, "64 × 100k", milliseconds, "histogram", rounds.noise("wall"), **{"by sort, ms": by_sort})
+    rounds = interleave({"sort": bench.sampler(lambda: products(*(sorted_ranks(seen),) * 2))}, bench.effort)
+    yield of_spread(17, "64 × 100k", rounds.of(lambda s: 1000 * s["sort"], "wall"), "by sorting, exact")
     vectors, others = (
         torch.nn.functional.normalize(torch.randn(count, 768), dim=1).numpy() for count in (sentences, references)
     )
-    space, first = DeviceRankSpace(others, "sort", str(bench.device)), np.arange(sentences * 6 // 7)
+    space, first = DeviceRankSpace(others, str(bench.device)), np.arange(sentences * 6 // 7)
     scored = bench.sampler(lambda: pair_similarities(space, vectors, first, first[::-1]), 1)
     yield counted(19, "seconds", scored(1).wall, f"{len(first):,} pairs of {sentences:,} sentences, exact")
 

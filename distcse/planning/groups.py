@@ -15,7 +15,7 @@ from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import FITS, WorkerMemory, gathered_bytes, states
 from distcse.planning.network import Traffic, gradient_bytes, waited_seconds
-from distcse.planning.passes import Pass, Terms, with_update
+from distcse.planning.passes import Pass, Terms, is_recorded, with_update
 from distcse.planning.plan import gib
 from distcse.planning.shapes import Shape, read_shape
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe
@@ -222,13 +222,16 @@ class MutualPlan:
         rows = self.pairs * (2 if phase.kind == "cross" and self.recipe.cross_of(group).both_orders else 1)
         steps = total_steps(section, max(1, rows // section.batch_size))
         work = self._pass(number, phase.kind, section.batch_size / workers, True)
-        step = self._step(work, section, workers)
+        recorded = group.rng_streams == 1 and is_recorded(
+            self.cluster.machine, workers, work.shape, section.cuda_graphs, section.changes_to_record
+        )
+        step = self._step(work, section, workers, recorded)
         flops, seconds = scoring.flops + steps * workers * work.flops, steps * step.seconds(work.kind)
         return GroupPhaseCost(group.name, phase.name, steps, seconds, scored, flops, step.binding)
 
-    def _step(self, work: Pass, section: LoopSection, workers: int) -> Terms:
+    def _step(self, work: Pass, section: LoopSection, workers: int, recorded: bool) -> Terms:
         machine, trained = self.cluster.machine, work.shape.parameters
-        total = with_update(work.terms(machine), machine, trained, workers, section)
+        total = with_update(work.terms(machine), machine, trained, workers, section, recorded)
         sent = Traffic(gradient_bytes(trained, workers, section))
         seconds, accumulation = total.seconds(machine.kind), section.gradient_accumulation
         return total + Terms(network=waited_seconds(sent, workers, self.cluster, seconds, accumulation))

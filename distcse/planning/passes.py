@@ -7,6 +7,7 @@ every further layer costs as much as the second, and all counts are sums of term
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -31,7 +32,7 @@ from distcse.compat.torch import (
     storage_key,
     tensors_in,
 )
-from distcse.device_defaults import BY_KIND
+from distcse.device_defaults import BY_KIND, GPU
 from distcse.models.attention import takes_prepared_mask
 from distcse.models.loading import set_shortcuts
 from distcse.planning.machines import STEP_HOST, Machine
@@ -169,6 +170,20 @@ class Pass:
         )
         terms = _terms(self.texts, self.length, self.texts * computed)
         return np.stack([terms @ first, (self.shape.layers - 1) * (terms @ further)])
+
+
+def is_recorded(machine: Machine, workers: int, shape: Shape, mode: str, changes: Sequence[str]) -> bool:
+    """Return whether a step is recorded as a CUDA graph, which takes the host one launch.
+
+    Args:
+        machine: A worker's device.
+        workers: Number of workers.
+        shape: The trained model's.
+        mode: `cuda_graphs` of its training section.
+        changes: Changes of the recipe without which its steps are not recorded.
+    """
+    possible = machine.kind == "gpu" and GPU.records_steps and workers == 1 and shape.can_record
+    return possible and (mode == "on" or (mode == "auto" and not changes))
 
 
 def with_update(

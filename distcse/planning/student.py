@@ -15,7 +15,7 @@ from distcse.planning.lengths import Lengths
 from distcse.planning.machines import Cluster, Machine
 from distcse.planning.memory import WorkerMemory, gathered_bytes, states
 from distcse.planning.network import Traffic, gradient_bytes, waited_seconds
-from distcse.planning.passes import Pass, Terms, with_update
+from distcse.planning.passes import Pass, Terms, is_recorded, with_update
 from distcse.planning.shapes import Shape, masked_lm_head, read_shape
 from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds, served_seconds
 from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
@@ -288,10 +288,9 @@ class StudentRun:
         return computed + Terms(network=waited_seconds(traffic, workers, cluster, seconds, accumulation))
 
     def records_steps(self, machine: Machine, workers: int) -> bool:
-        """Return whether a step is recorded as a CUDA graph, which takes the host one launch (`training.cuda_graphs`)."""
-        mode = self.recipe.training.cuda_graphs
-        possible = machine.kind == "gpu" and GPU.records_steps and workers == 1 and self.student.can_record
-        return possible and (mode == "on" or (mode == "auto" and not self.recipe.changes_to_record))
+        """Return whether a step is recorded as a CUDA graph (`training.cuda_graphs`)."""
+        recipe = self.recipe
+        return is_recorded(machine, workers, self.student, recipe.training.cuda_graphs, recipe.changes_to_record)
 
     def _all_passes(self, workers: int, batch: int, kind: str, length: float | None = None) -> list[Pass]:
         """Return a step's passes, and on average those of the queue's anchors, which run every refresh_steps steps."""

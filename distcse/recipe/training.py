@@ -86,6 +86,11 @@ class LoopSection(Section):
     deepspeed: dict[str, Any] | None = None
     """DeepSpeed settings that no recipe key sets: a mapping, or the path of a YAML or JSON file (such as those in
     cluster/deepspeed), which is read into the recipe."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
+    instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
+    accumulation, no gradient cache, no custom term, no queue and no detection; where the capture fails, steps run eagerly, and
+    the run says why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between two reports of loss and learning rate."""
 
@@ -113,6 +118,30 @@ class LoopSection(Section):
                     f"deepspeed sets zero_optimization.{name}, from where checkpoints cannot be made; take it out"
                 )
         return self
+
+    @field_validator("cuda_graphs", "compile_layers", mode="before", check_fields=False)
+    @classmethod
+    def _switches_are_text(cls, value: object) -> object:
+        """Accept `on` and `off` without quotes, which YAML reads as true and false."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _can_be_recorded(self) -> Self:
+        fixes = self.changes_to_record + (["engine: torch"] if self.engine == "auto" else [])
+        if self.cuda_graphs == "on" and fixes:
+            raise ValueError(
+                f"cuda_graphs records the entire step of one worker; write {', '.join(fixes)}, or cuda_graphs: off"
+            )
+        return self
+
+    @property
+    def changes_to_record(self) -> list[str]:
+        """Changes of this section without which a step cannot be captured as a CUDA graph; `engine: auto` needs none."""
+        fixes = {
+            "engine: torch": self.engine == "deepspeed" or self.zero_stage > 0,
+            "gradient_accumulation: 1": self.gradient_accumulation > 1,
+        }
+        return [fix for fix, is_needed in fixes.items() if is_needed]
 
 
 class TrainingSection(LoopSection):
@@ -143,11 +172,6 @@ class TrainingSection(LoopSection):
     backward pass. Memory then does not grow with `batch_size`, at the cost of a second forward pass of all chunks but one;
     the gradient is that of the full batch. Each chunk is a dropout random stream, so `dropout_rng_streams` stays null. null
     processes the batch as one."""
-    cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
-    instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
-    accumulation, no gradient cache, no custom term, no queue and no detection; where the capture fails, steps run eagerly, and
-    the run says why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails."""
     compile_layers: Literal["auto", "on", "off"] = "auto"
     """Compile the student's layers by `torch.compile` in steps that are recorded as CUDA graphs. `auto` does so in runs of at
     least 2,000 steps, because compiling takes up to a minute; where it fails, layers run uncompiled, and the run says why."""
@@ -203,32 +227,14 @@ class TrainingSection(LoopSection):
             )
         return self
 
-    @field_validator("cuda_graphs", "compile_layers", mode="before")
-    @classmethod
-    def _switches_are_text(cls, value: object) -> object:
-        """Accept `on` and `off` without quotes, which YAML reads as true and false."""
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-    @model_validator(mode="after")
-    def _can_be_recorded(self) -> Self:
-        fixes = self.changes_to_record + (["engine: torch"] if self.engine == "auto" else [])
-        if self.cuda_graphs == "on" and fixes:
-            raise ValueError(
-                f"cuda_graphs records the entire step of one worker; write {', '.join(fixes)}, or cuda_graphs: off"
-            )
-        return self
-
     @property
     def changes_to_record(self) -> list[str]:
-        """Changes of this section without which a step cannot be captured as a CUDA graph; `engine: auto` needs none."""
         fixes = {
-            "engine: torch": self.engine == "deepspeed" or self.zero_stage > 0,
             "workers: 1": self.workers > 1,
-            "gradient_accumulation: 1": self.gradient_accumulation > 1,
             "grad_cache_chunk: null": self.grad_cache_chunk is not None,
             "dropout_rng_streams: null": self.dropout_rng_streams not in (None, 1),
         }
-        return [fix for fix, is_needed in fixes.items() if is_needed]
+        return super().changes_to_record + [fix for fix, is_needed in fixes.items() if is_needed]
 
     @property
     def worker_counts(self) -> list[int]:

@@ -10,27 +10,28 @@ Tests record on a simulated GPU, and compare with the eager step; `benchmarks/gp
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distcse.compat.torch import leave_capture
-from distcse.device import default_device, gpu_module
+from distcse.device import default_device, gpu_module, has_gpu
 from distcse.device_defaults import defaults_of
-from distcse.distributed import world_size
+from distcse.distributed import rank, world_size
 from distcse.errors import CUDAGraphError
 from distcse.events import Listener, LogMessage
+from distcse.models.attention import takes_prepared_mask
 from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
 from distcse.trainer.engines import Engine
 from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 
 T = TypeVar("T")
 GraphMode = Literal["auto", "on", "off"]
-"""Values of `training.cuda_graphs`."""
+"""Values of `cuda_graphs` in a training section."""
 MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
 
@@ -105,26 +106,58 @@ def records_steps(mode: GraphMode) -> bool:
     return mode != "off" and world_size() == 1 and defaults_of(default_device()).records_steps
 
 
-def open_step(take_step: TakeStep, device: torch.device, mode: GraphMode, emit: Listener) -> TakeStep:
+def graph_mode(
+    mode: GraphMode, changes: Sequence[str], backbone: nn.Module, name: str, key: str, emit: Listener
+) -> GraphMode:
+    """Return the mode of a training, with `auto` off for a step that cannot be recorded; on a GPU, rank 0 says what is done.
+
+    Args:
+        mode: `cuda_graphs` of the training's section.
+        changes: Changes of the recipe without which the step cannot be recorded.
+        backbone: The trained backbone.
+        name: Its name, for messages.
+        key: Recipe key of the section, for messages.
+        emit: Receives the message.
+
+    Raises:
+        CUDAGraphError: It is on, and the backbone's forward pass cannot be recorded.
+    """
+    problem = f"{name} inspects the attention mask in its forward pass, which cannot be recorded"
+    can_record = takes_prepared_mask(backbone)
+    if mode == "on" and not can_record:
+        raise CUDAGraphError(f"{key}.cuda_graphs: {problem}; write {key}.cuda_graphs=off")
+    if mode == "auto" and (changes or not can_record):
+        reason = f"to record them, write {', '.join(changes)}" if changes else problem
+        if has_gpu() and rank() == 0:
+            emit(LogMessage(f"steps are not recorded as CUDA graphs ({reason})"))
+        return "off"
+    if records_steps(mode):
+        emit(LogMessage(f"steps are recorded as CUDA graphs; {key}.cuda_graphs=off runs them eagerly"))
+    return mode
+
+
+def open_step(
+    take_step: TakeStep, device: torch.device, mode: GraphMode, emit: Listener, key: str = "training"
+) -> TakeStep:
     """Return the step to take: `take_step`, or one that records it.
 
     Args:
         take_step: The eager step.
         device: Device of the training.
         mode: `on` raises an error if a step cannot be recorded; `auto` continues with eager steps.
-        emit: Receives what was chosen, on a GPU.
+        emit: Receives a warning if steps are not recorded after all.
+        key: Recipe key of the training's section, for messages. Default: training.
     """
     if not records_steps(mode):
         if mode == "on":
-            problem = "training.cuda_graphs has no effect without a GPU, or with several workers; steps run eagerly"
+            problem = f"{key}.cuda_graphs has no effect without a GPU, or with several workers; steps run eagerly"
             emit(LogMessage(problem, warning=True))
         return take_step
 
     def run_eagerly(reason: str) -> None:
         emit(LogMessage(f"steps run eagerly: they cannot be recorded as CUDA graphs ({reason})", warning=True))
 
-    emit(LogMessage("steps are recorded as CUDA graphs; training.cuda_graphs=off runs them eagerly"))
-    return CudaGraphStep(take_step, CudaGraphs(device), None if mode == "on" else run_eagerly)
+    return CudaGraphStep(take_step, CudaGraphs(device), None if mode == "on" else run_eagerly, key)
 
 
 class CudaGraphStep:
@@ -135,11 +168,17 @@ class CudaGraphStep:
             contain one dropout seed, and the model must not replace its tensors.
         recorder: Records the step.
         on_failure: Called with the reason when the step cannot be recorded; all further steps are eager. Default: raise.
+        key: Recipe key of the training's section, for messages. Default: training.
     """
 
     def __init__(
-        self, take_step: TakeStep, recorder: Recorder, on_failure: Callable[[str], None] | None = None
+        self,
+        take_step: TakeStep,
+        recorder: Recorder,
+        on_failure: Callable[[str], None] | None = None,
+        key: str = "training",
     ) -> None:
+        self._key = key
         self._take_step = take_step
         self._recorder = recorder
         self._on_failure = on_failure
@@ -206,8 +245,8 @@ class CudaGraphStep:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise CUDAGraphError(
-                    f"this student's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
-                    "training.cuda_graphs=off"
+                    f"the model's step cannot be recorded as a CUDA graph ({reason}); continue with --resume and "
+                    f"{self._key}.cuda_graphs=off"
                 ) from error
         self._has_failed = True
         self._recorded.clear()  # a failed recording can leave earlier ones with an outdated random generator
@@ -230,7 +269,7 @@ def _find_parts(inputs: Any, kind: type[T]) -> list[T]:
 
 def _map_parts(inputs: Any, change: Callable[[Any], Any], kind: type) -> Any:
     """Copy nested tuples, lists and dataclasses, replacing every part of type `kind` by `change(part)`."""
-    if isinstance(inputs, kind):
+    if isinstance(inputs, kind) and not isinstance(inputs, bool):
         return change(inputs)
     if is_dataclass(inputs) and not isinstance(inputs, type):
         return replace(

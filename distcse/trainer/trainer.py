@@ -84,7 +84,7 @@ def train(
     with memory_advice:
         engine = make_engine(task.model, section, task.rows, restored, records)
     take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)
-    take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit)
+    take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit, key)
     log, stop_check = StepLog(task), StopCheck(reporter, section.log_every, engine.device)
     task.on_start(state.step)
     with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator) as manager:

@@ -6,22 +6,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 
 from distcse.data import Corpus
-from distcse.events import DevScore, Event
+from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import CrossEncoder, Encoder
-from distcse.recipe import Recipe
+from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer import cuda_graphs
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import make_engine
+from distcse.trainer.trainer import train as train_task
 from distcse.trainer.trainer import training_step
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_recipe, make_spec, train
@@ -201,6 +205,7 @@ def test_a_step_of_pairs_waits_for_nothing(
                 training_step(engine, task, task.prepare_batch(step, engine.device), 1e-3)
 
 
+GRAPH_MODES: tuple[cuda_graphs.GraphMode, cuda_graphs.GraphMode] = ("off", "auto")
 RECORDED: dict[str, tuple[str, ...]] = {
     "RankCSE": (),
     "bf16, [CLS]": ("training.precision=bf16", "student.pooling=cls"),
@@ -222,25 +227,66 @@ RECORDED: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("family", RECORDED)
-def test_recorded_steps_give_the_same_weights_as_eager_ones(
-    family: str, recipe_of: MakeRecipe, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bitwise, with several batch shapes, dropout, dev scores and checkpoints in between."""
-    replayed = 0
-    replay = cuda_graphs.CudaGraphs.record
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each replay of a recorded step."""
+    entries, record = list[None](), cuda_graphs.CudaGraphs.record
 
     def counting(recorder: cuda_graphs.CudaGraphs, call: Callable[[], object]) -> Callable[[], object]:
-        found = replay(recorder, call)
+        replay = record(recorder, call)
 
         def counted() -> object:
-            nonlocal replayed
-            replayed += 1
-            return found()
+            entries.append(None)
+            return replay()
 
         return counted
 
     monkeypatch.setattr(cuda_graphs.CudaGraphs, "record", counting)
+    return entries
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("formulation", ["bi", "cross"])
+def test_recorded_steps_of_pairs_give_the_same_weights_as_eager_ones(
+    formulation: Literal["bi", "cross"],
+    precision: str,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    sentences: list[str],
+    replays: list[None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bitwise, with several batch shapes, dropout, checkpoints in between, and the sections' own weight decay."""
+    monkeypatch.setattr("distcse.trainer.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    pairs, labels = make_pairs(tmp_path, sentences[:40], sentences[40:80]), np.linspace(0, 1, 40, dtype=np.float32)
+    settings = {"batch_size": 8, "epochs": 3, "lr": 2**-10, "precision": precision, "engine": "torch"}
+    kind: type[LoopSection] = BiSection if formulation == "bi" else CrossSection
+    section = kind.model_validate(settings)
+    weights = []
+    for mode in GRAPH_MODES:
+        with simulated():
+            torch.manual_seed(0)
+            if formulation == "bi":
+                encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=16)
+                task = PairTask(encoder, bi_tokens(encoder, pairs), labels, section, None, 4, 0)
+            else:
+                scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny("bert")), max_length=32)
+                task = PairTask(scorer, cross_tokens(scorer, pairs, both_orders=True), labels, section, None, 4, 0)
+            train_task(task, section, CheckpointStore(tmp_path / mode), Reporter(), cuda_graphs=mode)
+            weights.append({name: tensor.cpu() for name, tensor in task.model.state_dict().items()})
+    assert len(replays) >= 6
+    assert_equal_weights(*weights)
+
+
+@pytest.mark.parametrize("family", RECORDED)
+def test_recorded_steps_give_the_same_weights_as_eager_ones(
+    family: str,
+    recipe_of: MakeRecipe,
+    tiny: Callable[..., Path],
+    replays: list[None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bitwise, with several batch shapes, dropout, dev scores and checkpoints in between."""
     monkeypatch.setattr("distcse.trainer.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
     overrides = list(RECORDED[family])
     if family.lower() in KINDS:
@@ -253,7 +299,7 @@ def test_recorded_steps_give_the_same_weights_as_eager_ones(
         with simulated():
             train(spec, tables)
         runs.append(weights_of(spec.run.path))
-    assert replayed >= 4
+    assert len(replays) >= 4
     assert_equal_weights(*runs)
 
 

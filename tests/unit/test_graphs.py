@@ -57,7 +57,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
     """Replace the recorder of CUDA graphs in training steps."""
     found = CpuRecorder()
 
-    def open_step(take_step: TakeStep, device: torch.device, mode: graphs.GraphMode, emit: Listener) -> TakeStep:
+    def open_step(
+        take_step: TakeStep, device: torch.device, mode: graphs.GraphMode, emit: Listener, key: str
+    ) -> TakeStep:
         return take_step if mode == "off" else CudaGraphStep(take_step, found)
 
     monkeypatch.setattr(trainer, "open_step", open_step)

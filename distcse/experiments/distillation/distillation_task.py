@@ -8,25 +8,22 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from distcse.device import has_gpu, to_device
+from distcse.device import to_device
 from distcse.distributed import on_all_ranks, rank, world_size
-from distcse.errors import CUDAGraphError
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.experiments.distillation.model import Batch, StudentOutput, build_student
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.losses import TeacherOutputs, build_objective, gather_views
-from distcse.models.attention import takes_prepared_mask
-from distcse.recipe import Recipe
 from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.teachers.worker_vectors import ListColumns, WorkerTable, WorkerVectors
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.cuda_graphs import GraphMode
+from distcse.trainer.cuda_graphs import graph_mode
 from distcse.trainer.task import StepInputs, describe_rows
 from distcse.trainer.trainer import TrainResult, finished_state, train
 
@@ -173,26 +170,10 @@ def train_student(
         return TrainResult(state, loader.steps, 0.0, 0.0)
     training = spec.recipe.training
     task = DistillationTask(spec, loader, clients)
-    cuda_graphs = _graph_mode(spec.recipe, task.model.encoder.backbone, reporter)
+    backbone, name = task.model.encoder.backbone, spec.recipe.student.backbone
+    cuda_graphs = graph_mode(
+        training.cuda_graphs, spec.recipe.changes_to_record, backbone, name, "training", reporter.emit
+    )
     return train(
         task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs, training.compile_layers
     )
-
-
-def _graph_mode(recipe: Recipe, backbone: nn.Module, reporter: Reporter) -> GraphMode:
-    """Return `training.cuda_graphs`, with `auto` off for a step that cannot be recorded.
-
-    Raises:
-        CUDAGraphError: It is on, and the backbone's forward pass cannot be recorded.
-    """
-    mode, changes = recipe.training.cuda_graphs, recipe.changes_to_record
-    problem = f"{recipe.student.backbone} inspects the attention mask in its forward pass, which cannot be recorded"
-    can_record = takes_prepared_mask(backbone)
-    if mode == "on" and not can_record:
-        raise CUDAGraphError(f"training.cuda_graphs: {problem}; write training.cuda_graphs=off")
-    if mode == "auto" and (changes or not can_record):
-        reason = f"to record them, write {', '.join(changes)}" if changes else problem
-        if has_gpu() and rank() == 0:
-            reporter.emit(LogMessage(f"steps are not recorded as CUDA graphs ({reason})"))
-        return "off"
-    return mode

@@ -11,7 +11,7 @@ import torch
 from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.distributed import barrier, rank, world_size
 from distcse.errors import CheckpointError, OutOfMemoryError
-from distcse.events import Reporter
+from distcse.events import Reporter, ignore
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
 from distcse.experiments.mutual.phases import Kind, Phase
@@ -22,6 +22,7 @@ from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state, load_weights
+from distcse.trainer.cuda_graphs import GraphMode, graph_mode
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.trainer import train
 
@@ -126,11 +127,11 @@ class PhaseTrainer:
             passes,
             context.group.rng_streams,
         )
-        checkpoints = CheckpointStore(folder, context.lease)
+        checkpoints, section = CheckpointStore(folder, context.lease), context.section(kind)
+        key = context.recipe.loop_path(context.group, kind)
+        cuda_graphs = "off" if passes > 1 else self._graph_mode(phase, encoder, reporter)
         try:
-            result = train(
-                task, context.section(kind), checkpoints, reporter, key=context.recipe.loop_path(context.group, kind)
-            )
+            result = train(task, section, checkpoints, reporter, cuda_graphs=cuda_graphs, key=key)
         except OutOfMemoryError as error:
             pairs = -(-task.rows_per_stream // passes)
             place = f"group {context.group.name}, {phase.name}, {pairs} pairs per forward pass"
@@ -142,6 +143,15 @@ class PhaseTrainer:
             _save_best(self._initial_model(phase), checkpoints, folder, result.steps)
         barrier()
         return _load_result(folder)
+
+    def _graph_mode(self, phase: Phase, encoder: Encoder | CrossEncoder, reporter: Reporter) -> GraphMode:
+        """Return whether to record the steps of a phase; said for the group's first phases alone."""
+        section, group = self._context.section(phase.kind), self._context.group
+        changes = [*section.changes_to_record, *(["workers: 1"] if group.rng_streams > 1 else [])]
+        backbone = encoder.backbone if isinstance(encoder, Encoder) else encoder.model
+        key = self._context.recipe.loop_path(group, phase.kind)
+        emit = reporter.emit if phase.cycle <= 1 else ignore
+        return graph_mode(section.cuda_graphs, changes, backbone, group.backbone, key, emit)
 
     def _tokens(self, encoder: Encoder | CrossEncoder) -> BiTokens | CrossTokens:
         tokens = self._context.tokens
