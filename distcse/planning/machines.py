@@ -11,12 +11,15 @@ from distcse.errors import CommandLineError
 GIB = 2**30
 NOT_MEASURED = "from the data sheet, not measured"
 
-# Assumed fractions of the data sheet's peak rates, printed in every plan. PyTorch's eager mode reaches neither peak: large
-# matrix products on one H200 reached 0.78 to 0.81 of it, small ones less.
+# Fractions of the data sheet's peak rates, printed in every plan. With them, steps of BERT-base on an H100 are forecast at 0.9 to
+# 1.0 of what was measured (`benchmarks/results`, row 1; docs/how-to/plan-costs.md), and assumed for other GPUs. Element-wise
+# kernels, most of which convert types or are small, reach half of the bandwidth. The share of links is assumed.
 MATMUL_SHARE = 0.6
-BANDWIDTH_SHARE = 0.8
-GPU_LAUNCH = 9e-6
-"""Seconds for the host to launch one operation on a GPU from Python, autograd and autocast included; assumed."""
+BANDWIDTH_SHARE = 0.5
+LINK_SHARE = 0.8
+GPU_LAUNCH = 43e-6
+"""Seconds for the host to launch one operation on a GPU from Python, autograd and autocast included: eager steps of BERT-base
+took the virtual machine of an H100 47 ms, whatever the batch."""
 STEP_HOST = 1.9e-3
 """Seconds of a step for which the host is busy besides its launches: collation, noise, mixing of lists; measured on a CPU.
 A step that is recorded as a graph takes the host only this long."""
@@ -100,11 +103,11 @@ def _gpu(name: str, fp32: float, bf16: float, bandwidth: float, memory: int, lin
     if bf16:
         matmul["bf16"] = bf16 * 1e12 * MATMUL_SHARE
     source = (
-        f"{NOT_MEASURED}; assumed: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s, "
+        f"{NOT_MEASURED}; assumed, as an H100 reached: {MATMUL_SHARE:g} of its FLOP/s, {BANDWIDTH_SHARE:g} of its GB/s, "
         f"{GPU_LAUNCH * 1e6:g} µs of the host per launch"
     )
-    share = 1e9 * BANDWIDTH_SHARE
-    return Machine(name, "gpu", matmul, bandwidth * share, memory * GIB, link * share, source, GPU_LAUNCH)
+    rates = 1e9 * BANDWIDTH_SHARE * bandwidth, 1e9 * LINK_SHARE * link
+    return Machine(name, "gpu", matmul, rates[0], memory * GIB, rates[1], source, GPU_LAUNCH)
 
 
 GPUS = {
