@@ -350,7 +350,8 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     (table,) = embed_corpus(recipe, LocalBackend(), Reporter())
     assert table is not None
     read = read_corpus(recipe, Reporter())
-    rows, _ = split_held_out(len(read), recipe.evaluation.num_heldout, recipe.seed)
+    train, _ = split_held_out(len(read), recipe.evaluation.num_heldout, recipe.seed)
+    rows = train.ids()
     return read.texts(rows), np.asarray(table.vectors(rows)).tolist()
 
 

@@ -352,7 +352,7 @@ def _write_domains(folder: Path, ids: NDArray[np.uint16], names: list[str]) -> d
 
 def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
     try:
-        ids = np.load(folder / _DOMAINS, allow_pickle=False)
+        ids = np.load(folder / _DOMAINS, mmap_mode="r", allow_pickle=False)
     except (OSError, EOFError, ValueError) as error:
         raise CorpusCacheError(
             f"{to_uri(folder / _DOMAINS)} cannot be read ({error}); remove {to_uri(folder)}"

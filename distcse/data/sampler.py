@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data.neighbor_batching import Grouping
+from distcse.data.permutation import Permutation
+from distcse.data.row_set import RowSet
 from distcse.errors import CorpusTooSmallError
 
+MAX_ARRAY_ROWS = 2**27
+"""Most rows whose order is shuffled in an array, of 0.5 GiB an epoch. The order of more rows is computed by position."""
+_CACHED_BATCHES = 256
+"""Batches by position that are kept: a step asks for its own several times, and for those in the embedding queue."""
 _HELD_OUT_STREAM = 2**32 - 1
 
 
@@ -18,30 +27,28 @@ class BatchSampler:
     Different rows are dropped in each epoch.
 
     Args:
-        rows: (n,) row ids of the training rows, or n for the rows 0 to n - 1.
+        rows: The training rows: a set, their (n,) ids, or n for the rows 0 to n - 1.
         batch_size: Rows per global batch.
         seed: Seed of the permutations.
-        grouping: Neighbor batching. Default: none, batches are random.
+        grouping: Neighbor batching, whose orders are arrays at any number of rows. Default: none, batches are random.
 
     Raises:
         CorpusTooSmallError: There are fewer rows than one batch.
     """
 
     def __init__(
-        self, rows: NDArray[np.int64] | int, batch_size: int, seed: int, grouping: Grouping | None = None
+        self, rows: RowSet | NDArray[np.int64] | int, batch_size: int, seed: int, grouping: Grouping | None = None
     ) -> None:
-        ids = np.arange(rows) if isinstance(rows, int) else np.asarray(rows, dtype=np.int64)
-        if len(ids) < batch_size:
+        self._rows = RowSet(rows) if isinstance(rows, int) else rows
+        if len(self._rows) < batch_size:
             raise CorpusTooSmallError(
-                f"the corpus has {len(ids)} training rows, but one batch needs {batch_size}; "
+                f"the corpus has {len(self._rows)} training rows, but one batch needs {batch_size}; "
                 f"add text, or lower training.batch_size (or evaluation.num_heldout)"
             )
-        # Rows and orders are the memory of a worker that grows with the corpus: 4 bytes each.
-        self._rows: NDArray[np.integer] = ids.astype(np.uint32 if ids.max() < 2**32 else np.int64)
         self._batch_size = batch_size
         self._seed = seed
         self._grouping = grouping
-        self._orders: dict[int, NDArray[np.integer]] = {}
+        self._epochs: dict[int, Callable[[int], NDArray[np.int64]]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -51,23 +58,33 @@ class BatchSampler:
     def batch(self, step: int) -> NDArray[np.int64]:
         """Return the (batch_size,) row ids of a step; steps count from 0 over all epochs."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        if epoch not in self._orders:
+        if epoch not in self._epochs:
             # Cache two epochs: prefetching across an epoch's end alternates between them.
-            self._orders = {**dict(list(self._orders.items())[-1:]), epoch: self._order(epoch)}
-        return self._orders[epoch][index * self._batch_size : (index + 1) * self._batch_size].astype(np.int64)
+            self._epochs = {**dict(list(self._epochs.items())[-1:]), epoch: self._order(epoch)}
+        return self._epochs[epoch](index)
 
     def block(self, first: int, count: int) -> NDArray[np.int64]:
         """Return the (count, batch_size) row ids of `count` steps, beginning with step `first`."""
         return np.stack([self.batch(step) for step in range(first, first + count)])
 
-    def _order(self, epoch: int) -> NDArray[np.integer]:
+    def _order(self, epoch: int) -> Callable[[int], NDArray[np.int64]]:
+        """Return the function from the number of a batch in an epoch to its (batch_size,) row ids."""
+        rows, count = self._rows, len(self._rows)
+        if count > MAX_ARRAY_ROWS and self._grouping is None:
+            permutation = Permutation(count, [self._seed, epoch])
+            compute = lru_cache(_CACHED_BATCHES)(lambda index: rows.take(permutation(self._positions(index))))
+            return lambda index: compute(index).copy()
         generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        order = self._rows.copy()
+        order = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
         generator.shuffle(order)
         if self._grouping is None:
-            return order
-        grouped: NDArray[np.integer] = self._grouping.order(order.astype(np.int64), generator).astype(order.dtype)
-        return grouped
+            return lambda index: rows.take(order[self._positions(index)])
+        grouped = self._grouping.order(rows.take(order), generator)
+        return lambda index: grouped[self._positions(index)]
+
+    def _positions(self, index: int) -> NDArray[np.int64]:
+        """Return the (batch_size,) positions of a batch in its epoch."""
+        return np.arange(index * self._batch_size, (index + 1) * self._batch_size)
 
 
 def duplicate_mask(columns: NDArray[np.int64], own: slice) -> NDArray[np.bool_]:
@@ -85,8 +102,8 @@ def duplicate_mask(columns: NDArray[np.int64], own: slice) -> NDArray[np.bool_]:
     return is_duplicate
 
 
-def split_held_out(rows: int, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Split n row ids into (training ids, held-out ids), both ascending; deterministic for equal arguments.
+def split_held_out(rows: int, held_out: int, seed: int) -> tuple[RowSet, NDArray[np.int64]]:
+    """Split n row ids into (training rows, ids of held-out rows), both ascending; deterministic for equal arguments.
 
     Args:
         rows: Number of rows n.
@@ -100,7 +117,19 @@ def split_held_out(rows: int, held_out: int, seed: int) -> tuple[NDArray[np.int6
         raise CorpusTooSmallError(
             f"evaluation.num_heldout is {held_out}, but the corpus has {rows} rows; set it below {rows}"
         )
-    chosen = np.random.Generator(np.random.PCG64([seed, _HELD_OUT_STREAM])).permutation(rows)[:held_out]
-    is_held_out = np.zeros(rows, dtype=bool)
-    is_held_out[chosen] = True
-    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
+    chosen, others = RowSet(rows).split(draw(rows, held_out, seed, _HELD_OUT_STREAM))
+    return others, chosen
+
+
+def draw(rows: int, count: int, seed: int, stream: int) -> NDArray[np.int64]:
+    """Draw `count` of the numbers from 0 to `rows` - 1 without replacement; return them ascending.
+
+    Args:
+        rows: Upper limit.
+        count: Numbers to draw.
+        seed: Seed of the run.
+        stream: Random stream of this draw, distinct from the number of any epoch.
+    """
+    if rows > MAX_ARRAY_ROWS:
+        return np.sort(Permutation(rows, [seed, stream])(np.arange(count)))
+    return np.sort(np.random.Generator(np.random.PCG64([seed, stream])).permutation(rows)[:count])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from distcse.data.sampler import MAX_ARRAY_ROWS
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import FITS, STAGES, WorkerMemory
 from distcse.planning.network import Traffic
@@ -17,8 +18,8 @@ _NEIGHBORS_EXACT = 200_000
 """Most rows that faiss compares with all others; above, it uses an inverted file."""
 _PROBED = 32
 """Lists of the inverted file that each query searches."""
-_ORDER_BYTES = 40.0
-"""Host bytes of a worker's sampler per row: row ids, the orders of two epochs, and a third one with its permutation."""
+_ORDER_BYTES = 12.0
+"""Host bytes of a worker's sampler per row, where orders are arrays: those of two epochs, and of a third that replaces one."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,13 @@ class StudentPlan:
             graph = 2 * 4.0 * self.run.rows * sum(self.run.table_dimensions)
         # One is being written while the best so far waits for storage.
         checkpoints = 2 * 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
-        return _ORDER_BYTES * self.run.rows + checkpoints + graph
+        return self._order_bytes + checkpoints + graph
+
+    @property
+    def _order_bytes(self) -> float:
+        """Host memory of a worker's order of rows; none if it is computed by position."""
+        is_array = self.run.rows <= MAX_ARRAY_ROWS or self.run.recipe.training.neighbor_batching is not None
+        return _ORDER_BYTES * self.run.rows if is_array else 0.0
 
     @property
     def tables(self) -> dict[str, float]:
@@ -185,7 +192,7 @@ class StudentPlan:
             )
         if self.host_bytes > host:
             neighbors = " and their neighbors" if training.neighbor_batching else ""
-            remedy = "every host holds the complete order (docs/explanation/scaling.md)"
+            remedy = "every worker holds the complete order (docs/explanation/scaling.md)"
             remedy = "set training.neighbor_batching=null" if training.neighbor_batching else remedy
             most = int(host / _ORDER_BYTES / 10**6) * 10**6
             found.append(

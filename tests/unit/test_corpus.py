@@ -213,7 +213,8 @@ def test_the_sampler_is_a_function_of_seed_and_step() -> None:
 
 
 def test_held_out_rows_are_not_trained_on() -> None:
-    train, held_out = split_held_out(50, 7, seed=3)
+    train_rows, held_out = split_held_out(50, 7, seed=3)
+    train = train_rows.ids()
     assert len(held_out) == 7 and set(train) | set(held_out) == set(range(50)) and not set(train) & set(held_out)
     assert np.array_equal(split_held_out(50, 7, seed=3)[1], held_out)
     assert len(split_held_out(50, 0, seed=3)[0]) == 50

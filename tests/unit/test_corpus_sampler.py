@@ -7,7 +7,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from distcse.data import BatchSampler, split_held_out
+from distcse.data import BatchSampler, sampler, split_held_out
+from distcse.data.permutation import Permutation
+from distcse.data.row_set import RowSet
 from distcse.errors import CorpusTooSmallError
 from tests.failures import fails_with
 
@@ -49,9 +51,10 @@ def test_a_block_may_cross_the_end_of_an_epoch() -> None:
 def test_only_the_given_rows_are_sampled() -> None:
     train, held_out = split_held_out(64, 16, seed=3)
     sampler = BatchSampler(train, 8, seed=3)
-    assert set(sampler.block(0, 6).ravel().tolist()) == set(train.tolist())
-    assert not set(held_out.tolist()) & set(train.tolist())
-    assert np.array_equal(train, np.sort(train)) and np.array_equal(held_out, np.sort(held_out))
+    ids = train.ids()
+    assert set(sampler.block(0, 6).ravel().tolist()) == set(ids.tolist())
+    assert not set(held_out.tolist()) & set(ids.tolist())
+    assert np.array_equal(ids, np.sort(ids)) and np.array_equal(held_out, np.sort(held_out))
 
 
 def test_the_order_is_stable_between_releases() -> None:
@@ -83,3 +86,42 @@ def test_negative_steps_are_errors() -> None:
 def test_too_few_rows_are_an_error_that_names_both_numbers_and_the_key() -> None:
     with fails_with(CorpusTooSmallError, "9", "10", "training.batch_size", "evaluation.num_heldout"):
         BatchSampler(9, 10, seed=1)
+
+
+def test_the_order_of_a_billion_rows_takes_the_memory_of_a_batch() -> None:
+    tracemalloc.start()
+    train, held_out = split_held_out(10**9, 1000, seed=7)
+    large = BatchSampler(train, 512, seed=7)
+    batches = [large.batch(step) for step in (0, 1, large.steps_per_epoch - 1, large.steps_per_epoch, 123_456)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+    rows = np.concatenate(batches)
+    assert rows.min() >= 0 and rows.max() < 10**9 and not np.isin(rows, held_out).any()
+    assert len(np.unique(np.concatenate(batches[:3]))) == 3 * 512  # of one epoch
+    assert np.array_equal(BatchSampler(train, 512, seed=7).batch(123_456), batches[4])  # a resumed run
+    assert not np.array_equal(batches[0], batches[3])
+    expected = batches[4].copy()
+    batches[4][:] = 0  # a caller's change of its batch
+    assert np.array_equal(large.batch(123_456), expected)
+
+
+def test_the_order_by_position_is_that_of_an_array_of_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "MAX_ARRAY_ROWS", 100)
+    train, held_out = split_held_out(1000, 40, seed=3)
+    assert np.array_equal(np.sort(np.concatenate([train.ids(), held_out])), np.arange(1000)) and len(held_out) == 40
+    by_position = BatchSampler(train, 64, seed=3)
+    for epoch in range(3):
+        order = train.ids()[Permutation(960, [3, epoch])(np.arange(960))]
+        assert np.array_equal(by_position.block(epoch * 15, 15).ravel(), order)
+        assert np.array_equal(np.sort(order), train.ids())
+
+
+def test_a_row_set_takes_the_rows_that_an_array_of_its_ids_has() -> None:
+    without = np.array([0, 3, 4, 5, 18, 19])
+    rows, ids = RowSet(20, without), np.setdiff1d(np.arange(20), without)
+    assert len(rows) == 14 and np.array_equal(rows.ids(), ids)
+    assert np.array_equal(rows.take(np.array([13, 0, 5], dtype=np.uint32)), ids[[13, 0, 5]])
+    assert [block.tolist() for block in rows.blocks(10)] == [ids[:10].tolist(), ids[10:].tolist()]
+    taken, others = rows.split(np.array([1, 13]))
+    assert np.array_equal(taken, ids[[1, 13]]) and np.array_equal(others.ids(), np.delete(ids, [1, 13]))

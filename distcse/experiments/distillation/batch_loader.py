@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from distcse.data import BatchSampler, Corpus, Grouping, TokenTable, duplicate_mask, split_held_out
 from distcse.data.collate import Tokens, collate
+from distcse.data.row_set import RowSet
+from distcse.data.sampler import draw
 from distcse.device import is_gpu
 from distcse.device_defaults import defaults_of
 from distcse.errors import CorpusTooSmallError
@@ -176,7 +178,7 @@ class BatchLoader:
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length).to(device)
 
 
-def split_rows(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def split_rows(recipe: Recipe, rows: int) -> tuple[RowSet, NDArray[np.int64], NDArray[np.int64]]:
     """Split the row ids of a corpus of `rows` rows into training rows, held-out rows and anchors, each ascending.
 
     Raises:
@@ -184,19 +186,13 @@ def split_rows(recipe: Recipe, rows: int) -> tuple[NDArray[np.int64], NDArray[np
     """
     train, held_out = split_held_out(rows, recipe.evaluation.num_heldout, recipe.seed)
     queue = recipe.objective.queue
-    anchors, train = _draw_anchors(train, queue.num_anchors if queue else 0, recipe.seed)
-    return train, held_out, anchors
-
-
-def _draw_anchors(rows: NDArray[np.int64], count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw `count` rows; return them and the others, both ascending."""
-    if count >= len(rows):
+    count = queue.num_anchors if queue else 0
+    if count >= len(train):
         raise CorpusTooSmallError(
-            f"objective.rank.queue.num_anchors is {count}, but the corpus has {len(rows)} training rows; lower it"
+            f"objective.rank.queue.num_anchors is {count}, but the corpus has {len(train)} training rows; lower it"
         )
-    chosen = np.zeros(len(rows), dtype=bool)
-    chosen[np.random.Generator(np.random.PCG64([seed, _ANCHOR_STREAM])).permutation(len(rows))[:count]] = True
-    return rows[chosen], rows[~chosen]
+    anchors, train = train.split(draw(len(train), count, recipe.seed, _ANCHOR_STREAM))
+    return train, held_out, anchors
 
 
 def _make_grouping(spec: TrainSpec) -> Grouping | None:

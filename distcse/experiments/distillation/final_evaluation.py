@@ -282,7 +282,7 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: List
     if not labelled.tasks:
         return Contamination({})
     rows, _ = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
-    chunks = (corpus.texts(rows[begin : begin + _CHUNK_ROWS]) for begin in range(0, len(rows), _CHUNK_ROWS))
+    chunks = map(corpus.texts, rows.blocks(_CHUNK_ROWS))
     contamination = Contamination.measure(
         (text for chunk in chunks for text in chunk), [task.sentences() for task in labelled.tasks]
     )
