@@ -34,7 +34,7 @@ class Permutation:
         self._size = size
         high = math.isqrt(size - 1) + 1  # the root, rounded up
         self._high, self._low = np.uint64(high), np.uint64(-(-size // high))
-        self._keys: NDArray[np.uint64] = np.random.SeedSequence(list(key)).generate_state(_ROUNDS, np.uint64)
+        self._keys = np.random.SeedSequence(list(key)).generate_state(_ROUNDS, np.uint64).astype(np.uint64, copy=False)
 
     def __call__(self, positions: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the (m,) numbers at (m,) positions, each from 0 to n - 1."""

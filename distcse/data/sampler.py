@@ -75,7 +75,7 @@ class BatchSampler:
             compute = lru_cache(_CACHED_BATCHES)(lambda index: rows.take(permutation(self._positions(index))))
             return lambda index: compute(index).copy()
         generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
-        order = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
+        order: NDArray[np.integer] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
         generator.shuffle(order)
         if self._grouping is None:
             return lambda index: rows.take(order[self._positions(index)])

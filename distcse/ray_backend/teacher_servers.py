@@ -251,8 +251,8 @@ def _unexpected_error(teacher: TeacherSection, failed: RayTaskError) -> TeacherE
 
 def table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
     """Return a function that opens a teacher's table in a server's process."""
-    store, identity = table.store, table.identity
-    return lambda: serving(teacher, EmbeddingTable(store.path, identity))
+    location = table.location
+    return lambda: serving(teacher, location.open())
 
 
 def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int | None) -> Callable[[], Teacher]:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from distcse.errors import StorageError
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
+from distcse.recipe.byte_size import parse_bytes
 from distcse.recipe.encoders import EncoderSection, StudentSection
 from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
@@ -162,6 +163,9 @@ class StorageSection(Section):
     recipe and time."""
     cache: str = "~/.cache/distcse"
     """Folder of tokenised corpora and teacher tables, shared by all runs. DISTCSE_CACHE overrides the default."""
+    local_budget: str | None = None
+    """Size of the teachers' tables that each node may copy from object storage, such as `200GiB`. A table that does not fit is
+    read row by row where it is stored, in a folder too: many rows at the same time, ahead of the step. null has no limit."""
 
     @field_validator("runs", "cache")
     @classmethod
@@ -174,6 +178,18 @@ class StorageSection(Section):
             raise ValueError(str(refused)) from None
         return name.rstrip("/") if is_uri(name) else name
 
+    @field_validator("local_budget")
+    @classmethod
+    def _is_a_size(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_bytes(text)
+        return text
+
+    @property
+    def local_budget_bytes(self) -> int | None:
+        """`local_budget` in bytes."""
+        return None if self.local_budget is None else parse_bytes(self.local_budget)
+
     def with_absolute_paths(self) -> StorageSection:
         """Return a copy with paths resolved against the current directory, and the cache that DISTCSE_CACHE selects."""
         cache = self.cache if "cache" in self.model_fields_set else os.environ.get("DISTCSE_CACHE", self.cache)
@@ -185,6 +201,8 @@ _KEYS_OF_RAY = (
     *(f"training.{key}" for key in ("min_workers", "max_failures", "node_labels", "gpus_per_worker")),
 )
 """Keys that only runs on Ray read."""
+_KEYS_OF_TABLES = ("teachers.embedding_workers", "teachers.shard_rows", "storage.local_budget")
+"""Keys that only runs with embedding tables read."""
 
 
 @register_recipe
@@ -225,6 +243,7 @@ class Recipe(BaseRecipe):
         "evaluation.rank_inference",
         "resources",
         "storage.cache",
+        "storage.local_budget",
         "loggers",
     )
     searchable_keys: ClassVar[tuple[str, ...]] = (
@@ -278,8 +297,9 @@ class Recipe(BaseRecipe):
         if not self.teachers.encoders:
             keys = type(self.teachers).model_fields
             unread |= {f"teachers.{key}": "there are no teachers" for key in keys if key != "encoders"}
+            unread["storage.local_budget"] = "there are no teachers"
         elif self.teachers.mode == "live":
-            unread |= dict.fromkeys(("teachers.embedding_workers", "teachers.shard_rows"), "teachers.mode is live")
+            unread |= dict.fromkeys(_KEYS_OF_TABLES, "teachers.mode is live")
         if self.evaluation.data is None:
             unread |= dict.fromkeys(("corpus.exclude_evaluation", "evaluation.dev_is_test"), "evaluation.data is null")
         if self.dev_score == "none":

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from distcse.storage.atomic_files import atomic_folder, atomic_write
 from distcse.storage.checksums import dump_checked_json, load_checked_json
+from distcse.storage.stored_files import StoredFile
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,15 @@ class ArtifactStore(ABC):
         Raises:
             ObjectStorageError: The storage refuses the download.
             RunRecordError: The stored folder is damaged.
+        """
+
+    @abstractmethod
+    def open_file(self, name: str) -> StoredFile:
+        """Open a file of the folder that `publish` stored, to read parts of it where it is stored, without a local copy.
+
+        Raises:
+            FileNotFoundError: The folder is not stored, or has no such file.
+            ObjectStorageError: The storage refuses the request.
         """
 
     @abstractmethod

@@ -30,6 +30,7 @@ from distcse.storage.artifact_store import ArtifactStore
 from distcse.storage.atomic_files import atomic_write, storage_errors
 from distcse.storage.checksums import Digest, checksum, dump_checked_json, load_checked_json_bytes, text_checksum
 from distcse.storage.locations import mirror_root, resolve_path, to_uri
+from distcse.storage.stored_files import StoredFile
 
 _RECORD = "record.json"
 _MAX_PARALLEL = 8
@@ -115,6 +116,12 @@ class BucketStore(ArtifactStore):
                 self._write_note(record)
                 return True
         return False
+
+    def open_file(self, name: str) -> StoredFile:
+        record = self._stored_record()
+        if record is None or name not in record.files:
+            raise FileNotFoundError(f"{self} has no file {name}")
+        return objects.ObjectFile(self._file_uri(record, name), record.files[name][0])
 
     def has_folder(self) -> bool:
         return self._stored_record() is not None

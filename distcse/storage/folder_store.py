@@ -11,6 +11,7 @@ from pathlib import Path
 
 from distcse.storage.artifact_store import ArtifactStore
 from distcse.storage.atomic_files import storage_errors
+from distcse.storage.stored_files import LocalFile, StoredFile
 
 
 class FolderStore(ArtifactStore):
@@ -41,6 +42,9 @@ class FolderStore(ArtifactStore):
 
     def fetch_folder(self, into: Path | None = None) -> bool:
         return self.path.is_dir()
+
+    def open_file(self, name: str) -> StoredFile:
+        return LocalFile(self.path / name)
 
     def has_folder(self) -> bool:
         return self.path.is_dir()

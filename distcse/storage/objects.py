@@ -13,6 +13,7 @@ from typing import Any
 
 from distcse.errors import ObjectStorageError
 from distcse.storage.locations import find_endpoint, split_uri
+from distcse.storage.stored_files import StoredFile
 
 _MAX_ATTEMPTS = 6
 """Attempts per request if AWS_MAX_ATTEMPTS is not set; with exponential backoff they take 0.5 to 2 minutes."""
@@ -55,6 +56,30 @@ def read_chunks(uri: str) -> Iterator[bytes]:
     with _storage_errors(uri, "read"), system.open_input_file(key) as content:
         while part := content.read(_CHUNK_BYTES):
             yield part
+
+
+class ObjectFile(StoredFile):
+    """An object that is read at offsets, one request a read.
+
+    Args:
+        uri: Address of the object.
+        size_bytes: Its size.
+
+    Raises:
+        FileNotFoundError: It does not exist.
+        ObjectStorageError: The storage refuses the request.
+    """
+
+    def __init__(self, uri: str, size_bytes: int) -> None:
+        self._uri, self.size_bytes = uri, size_bytes
+        system, key = _open_filesystem(uri)
+        with _storage_errors(uri, "read"):
+            self._file = system.open_input_file(key)
+
+    def read(self, offset: int, count: int) -> bytes:
+        with _storage_errors(self._uri, "read"):
+            found: bytes = self._file.read_at(count, offset)
+        return found
 
 
 def write(uri: str, content: bytes | Path) -> None:

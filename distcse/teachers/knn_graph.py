@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from distcse.errors import EmbeddingTableError
 from distcse.storage import ArtifactStore, dump_label, load_checked_label, open_store, text_checksum
 from distcse.teachers.knn import knn
-from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.table import EmbeddingTable, TableLocation
 
 _FORMAT = 1
 _FILE, _LABEL = "neighbors.npy", "graph.json"
@@ -45,8 +45,8 @@ def joined_vectors(
 class KnnGraphSpec:
     """Describes a neighbor graph; small enough to send to another process."""
 
-    tables: Sequence[tuple[ArtifactStore, TableIdentity]]
-    """Folder and identity of each teacher's complete table, all of the same corpus."""
+    tables: Sequence[TableLocation]
+    """Location of each teacher's complete table, all of the same corpus."""
     alphas: Sequence[float]
     """The teachers' weights."""
     num_neighbors: int
@@ -77,7 +77,7 @@ class KnnGraphSpec:
         """
         if (folder := self.find()) is not None:
             return folder
-        store, tables = self.store, [EmbeddingTable(store.path, identity) for store, identity in self.tables]
+        store, tables = self.store, [table.open() for table in self.tables]
         vectors = joined_vectors(tables, self.alphas, np.arange(tables[0].identity.rows))
         _, found = knn(vectors, self.num_neighbors, "training.neighbor_batching")
         with store.write_folder(lambda: _is_intact(store.path)) as temporary:
@@ -89,7 +89,7 @@ class KnnGraphSpec:
     @property
     def _identity(self) -> list[Any]:
         weights = [alpha / sum(self.alphas) for alpha in self.alphas]
-        return [_FORMAT, [identity.key for _, identity in self.tables], weights, self.num_neighbors]
+        return [_FORMAT, [table.identity.key for table in self.tables], weights, self.num_neighbors]
 
 
 def knn_graph_checksum(folder: Path) -> str:

@@ -6,7 +6,8 @@
 
 A shard is complete once its .json exists: the .npy is written to a temporary file, synced and renamed first, the .json
 afterwards. A kill at any moment therefore leaves a complete shard or none. In object storage, a shard is a folder with these
-two files, complete once it has its record. A machine downloads only the shards that it serves.
+two files, complete once it has its record. A machine downloads only the shards that it serves, or reads single rows where
+they are stored (`storage.local_budget`).
 
 Row i's vector is the i-th. In a corpus with duplicates, each distinct sentence has one vector, in the order of first rows
 (see `distcse.data.distinct_rows`).
@@ -31,6 +32,7 @@ from distcse.data.distinct_rows import DistinctRows
 from distcse.errors import EmbeddingTableError, TeacherOutputError
 from distcse.storage import (
     ArtifactStore,
+    StoredFile,
     atomic_write,
     dump_label,
     load_checked_label,
@@ -39,6 +41,7 @@ from distcse.storage import (
     text_checksum,
     write_text_atomic,
 )
+from distcse.teachers.row_reader import RowReader
 
 FORMAT = 1
 _FOLDER = "tables"
@@ -91,6 +94,22 @@ class TableIdentity:
 
 
 @dataclass(frozen=True)
+class TableLocation:
+    """Where a table is stored, and how it is read; small enough to send to another process."""
+
+    store: ArtifactStore
+    identity: TableIdentity
+    reads_in_place: bool = False
+    """See `EmbeddingTable.reads_in_place`."""
+
+    def open(self) -> EmbeddingTable:
+        """Open the table on this machine."""
+        table = EmbeddingTable(self.store.path, self.identity)
+        table.reads_in_place = self.reads_in_place
+        return table
+
+
+@dataclass(frozen=True)
 class StoredVectors:
     """Those of a shard's vectors that another table has."""
 
@@ -137,6 +156,9 @@ class EmbeddingTable:
     def __init__(self, directory: Path, identity: TableIdentity) -> None:
         self.store = open_store(directory)
         self.identity = identity
+        self.reads_in_place = False
+        """Whether rows are read one by one where the shards are stored. Otherwise shards are memory-mapped, in object storage
+        after copying them to this machine."""
         self._opened: OrderedDict[int, NDArray[np.float16]] = OrderedDict()
         self._most_open = _most_open()
 
@@ -144,6 +166,11 @@ class EmbeddingTable:
     def directory(self) -> Path:
         """The table's local folder."""
         return self.store.path
+
+    @property
+    def location(self) -> TableLocation:
+        """The table's location, for other processes."""
+        return TableLocation(self.store, self.identity, self.reads_in_place)
 
     @classmethod
     def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
@@ -247,7 +274,17 @@ class EmbeddingTable:
             EmbeddingTableError: The first shard is missing or damaged.
             ObjectStorageError: It cannot be downloaded.
         """
-        return int(self._open(0).shape[1])
+        return self._stored_dimension if self.reads_in_place else int(self._open(0).shape[1])
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all vectors, from the first shard's record; no shard is copied.
+
+        Raises:
+            EmbeddingTableError: The first shard is missing.
+            ObjectStorageError: The object storage refuses a request.
+        """
+        return self.identity.vectors * self._stored_dimension * np.dtype(np.float16).itemsize
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of n row ids. They are normalized again, because float16 changes norms by 1e-4.
@@ -293,6 +330,8 @@ class EmbeddingTable:
         numbers, size = self.numbers_of(ids), self.identity.shard_rows
         order = np.argsort(numbers, kind="stable")
         bounds = np.flatnonzero(np.diff(numbers[order] // size)) + 1
+        if self.reads_in_place:
+            return self._row_reader.read(numbers).astype(dtype, copy=False)
         found = np.empty((len(ids), self._open(int(numbers[0] // size)).shape[1]), dtype=dtype)
         for indices in np.split(order, bounds):
             shard = int(numbers[indices[0]] // size)
@@ -314,6 +353,33 @@ class EmbeddingTable:
                 "start the run again to embed the shard again"
             )
         return norms
+
+    @cached_property
+    def _row_reader(self) -> RowReader:
+        return RowReader(
+            f"table {self.store}",
+            lambda shard: self._open_stored(shard, self._payload(shard)),
+            lambda shard: len(self.shard_range(shard)),
+            self.identity.shard_rows,
+            self._stored_dimension,
+            self._most_open,
+        )
+
+    @cached_property
+    def _stored_dimension(self) -> int:
+        """d, from the record of the first shard."""
+        try:
+            label = self._open_stored(0, self._label(0))
+            return int(json.loads(label.read(0, label.size_bytes))["dimension"])
+        except (OSError, ValueError, KeyError) as error:
+            raise EmbeddingTableError(
+                f"table {self.store} has no readable shard 0 ({error}); start the run again to embed it"
+            ) from None
+
+    def _open_stored(self, shard: int, file: Path) -> StoredFile:
+        """Open a shard's file where it is stored."""
+        folder = self._stored(shard) if self.store.is_remote else self.store
+        return folder.open_file(file.name)
 
     def _open(self, shard: int) -> NDArray[np.float16]:
         """Return a shard's memory-mapped vectors. The map that was used longest ago is closed if too many are open."""

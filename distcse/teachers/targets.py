@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.numpy import save_file
 from distcse.errors import EmbeddingTableError
 from distcse.storage import ArtifactStore, bytes_checksum, open_store, text_checksum, to_uri
 from distcse.teachers.knn_graph import joined_vectors
-from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.table import EmbeddingTable, TableLocation
 
 _NAME, _KEY, _KEPT, _DIGEST = "projection", "of", "kept", "blake2b"
 
@@ -27,12 +28,12 @@ class TargetSpec:
     """Describes where targets are stored; small enough to send to a worker.
 
     Attributes:
-        tables: Folder and identity of each teacher's table.
+        tables: Location of each teacher's table.
         alphas: The teachers' weights.
         projection: File of the (Σ d_t, d) projection; None if one teacher's vectors are the targets. Default: None.
     """
 
-    tables: Sequence[tuple[ArtifactStore, TableIdentity]]
+    tables: Sequence[TableLocation]
     alphas: Sequence[float]
     projection: ArtifactStore | None = None
 
@@ -40,7 +41,7 @@ class TargetSpec:
     def key(self) -> str:
         """Hash of what a projection was fitted to: the tables and the teachers' relative weights."""
         shares = [alpha / sum(self.alphas) for alpha in self.alphas]
-        identity = json.dumps([[table.key for _, table in self.tables], shares])
+        identity = json.dumps([[table.identity.key for table in self.tables], shares])
         return text_checksum(identity)
 
     def open(self) -> Targets:
@@ -49,7 +50,7 @@ class TargetSpec:
         Raises:
             EmbeddingTableError: The projection is missing or damaged.
         """
-        tables = [EmbeddingTable(store.path, identity) for store, identity in self.tables]
+        tables = [table.open() for table in self.tables]
         projection = None if self.projection is None else read_projection(self.projection.path)
         return Targets(tables, self.alphas, projection)
 
@@ -70,6 +71,34 @@ class Targets:
         if self._projection is None:
             return joined
         return _project(joined, self._projection)
+
+
+class TargetReader:
+    """Reads the target vectors of training steps on a thread, some steps ahead, so that slow storage is not waited for.
+
+    Args:
+        targets: The targets.
+        rows_of: Maps a step to the (R,) row ids of this worker.
+        num_steps: Steps of the training; none is read from there on.
+        steps_ahead: Steps that are read before training reaches them. Default: 8.
+    """
+
+    def __init__(
+        self, targets: Targets, rows_of: Callable[[int], NDArray[np.int64]], num_steps: int, steps_ahead: int = 8
+    ) -> None:
+        self._targets, self._rows_of = targets, rows_of
+        self._num_steps, self._steps_ahead = num_steps, steps_ahead
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="targets")
+        self._requested: dict[int, Future[NDArray[np.float32]]] = {}
+
+    def vectors(self, step: int) -> NDArray[np.float32]:
+        """Return the (R, d) target vectors of a step."""
+        wanted = range(step, max(step + 1, min(step + 1 + self._steps_ahead, self._num_steps)))
+        self._requested = {
+            each: self._requested.get(each) or self._thread.submit(self._targets.vectors, self._rows_of(each))
+            for each in wanted
+        }
+        return self._requested[step].result()
 
 
 def _project(joined: NDArray[np.float32], projection: NDArray[np.float32]) -> NDArray[np.float32]:

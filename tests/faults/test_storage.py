@@ -6,6 +6,7 @@ import pickle
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,42 @@ def test_messages_name_the_address_of_a_damaged_file(bucket: str) -> None:
     (table.directory / "shard-00000.npy").write_bytes(b"")
     with fails_with(EmbeddingTableError, f"{bucket}/tables/", "shard-00000.npy cannot be read"):
         table.vectors([0])
+
+
+def test_rows_of_a_table_that_does_not_fit_are_read_in_the_bucket(
+    bucket: str, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    identity = TableIdentity("m", "c", 25, "mean", 16, "", "fp32", shard_rows=10)
+    table = EmbeddingTable.locate(resolve_path(bucket), identity)
+    for shard in range(3):
+        table.write_shard(shard, np.random.default_rng(shard).normal(size=(len(table.shard_range(shard)), 6)))
+    rows = [3, 4, 5, 19, 20, 24, 3]
+    expected = table.vectors(rows)
+    sent = pickle.dumps(replace(table.location, reads_in_place=True))
+    machine("other")
+    location = pickle.loads(sent)
+    requests = requests_of(gate)
+    elsewhere = location.open()
+    assert np.array_equal(elsewhere.vectors(rows), expected) and elsewhere.stored_bytes == 25 * 6 * 2
+    reads = [request for request in requests if request.endswith(".npy")]
+    assert sum(request.startswith("GET ") for request in reads) == 4  # rows 3 to 5, 19, 20, 24
+    assert not list(elsewhere.directory.glob("*.npy"))
+    assert np.array_equal(replace(location, reads_in_place=False).open().vectors(rows), expected)
+    assert len(list(elsewhere.directory.glob("*.npy"))) == 3
+    open_store(elsewhere.directory / "shard-00002").delete_folder()
+    with fails_with(EmbeddingTableError, f"{bucket}/tables/", "shard 2"):
+        location.open().vectors([24])
+
+
+def requests_of(gate: Gate) -> list[str]:
+    """Record the requests from now on: method and path of each."""
+    requests: list[str] = []
+
+    def record(method: str, path: str) -> None:
+        requests.append(f"{method} {path}")
+
+    gate.refuses = record
+    return requests
 
 
 def test_a_model_is_saved_to_and_loaded_from_object_storage(

@@ -23,7 +23,7 @@ from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
 from distcse.teachers.knn_graph import open_knn_graph
-from distcse.teachers.table import TableIdentity
+from distcse.teachers.table import TableLocation
 from distcse.teachers.targets import TargetSpec
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import total_steps
@@ -50,7 +50,7 @@ class TrainSpec:
     """Folder of the corpus's neighbor graph; None unless the recipe has training.neighbor_batching."""
     targets: TargetSpec | None = None
     """The teachers' vectors; None unless a loss term uses them."""
-    worker_tables: Mapping[int, tuple[ArtifactStore, TableIdentity]] = field(default_factory=dict)
+    worker_tables: Mapping[int, TableLocation] = field(default_factory=dict)
     """Tables that the workers read themselves, by teacher index; the other teachers have clients."""
 
 

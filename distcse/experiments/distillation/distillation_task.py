@@ -19,6 +19,7 @@ from distcse.experiments.distillation.model import Batch, StudentOutput, build_s
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
+from distcse.teachers.targets import TargetReader
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.teachers.worker_vectors import ListColumns, WorkerTable, WorkerVectors
 from distcse.trainer.async_evaluator import AsyncEvaluator
@@ -57,7 +58,11 @@ class DistillationTask:
         torch.manual_seed(spec.recipe.seed)
         self.model = build_student(spec.recipe)
         self._interpolation = WeightInterpolation(self.model.encoder, spec.recipe.student.init_weight_mix)
-        self._targets = spec.targets.open() if spec.targets is not None and self._objective.needs_targets else None
+        self._targets: TargetReader | None = None
+        if spec.targets is not None and self._objective.needs_targets:
+            self._targets = TargetReader(
+                spec.targets.open(), lambda step: loader.sampler.batch(step)[loader.batch_slice], loader.steps
+            )
         self.steps = loader.steps
         self.rows = loader.rows
         self.patience = spec.recipe.evaluation.patience
@@ -108,8 +113,7 @@ class DistillationTask:
         outputs = self._teachers.teacher_outputs(step).to(device) if self._teachers else TeacherOutputs()
         if self._targets is None:
             return outputs
-        rows = self._loader.sampler.batch(step)[self._loader.batch_slice]
-        return replace(outputs, targets=to_device(torch.from_numpy(self._targets.vectors(rows)), device))
+        return replace(outputs, targets=to_device(torch.from_numpy(self._targets.vectors(step)), device))
 
     def _duplicate_mask(self, step: int, device: torch.device) -> Tensor | None:
         mask = self._loader.duplicate_mask(step)

@@ -33,6 +33,7 @@ from distcse.storage import ArtifactStore, open_store, resolve_path
 from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import Serving, kind_of
 from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
+from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetSpec, fit_projection, kept_share, projection_of, write_projection
@@ -160,7 +161,7 @@ class PreparedCorpus:
         reporter.emit(StageProgress("neighbors", 0, len(self.corpus), "sentences"))
         selected = _select_tables(tables, tabled)
         spec = KnnGraphSpec(
-            [(table.store, table.identity) for table in selected],
+            [table.location for table in selected],
             [teachers[number].alpha for number in tabled],
             section.max_rank,
             open_store(self.recipe.storage.cache),
@@ -185,7 +186,7 @@ class PreparedCorpus:
         reporter: Reporter,
     ) -> TargetSpec:
         """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension."""
-        spec = TargetSpec([(table.store, table.identity) for table in tables], alphas)
+        spec = TargetSpec([table.location for table in tables], alphas)
         file = open_store(RunDirectory(run).projection)
         if file.parent.fetch(file.name) and projection_of(file.path) == spec.key:
             return replace(spec, projection=file)
@@ -404,6 +405,7 @@ def prepare_tables(
         reused_rows = len(corpus) - embedded
         _report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
         tables[number] = table
+    apply_local_budget(tables, recipe.storage.local_budget_bytes, reporter)
     return tables
 
 

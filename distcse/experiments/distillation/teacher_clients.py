@@ -20,7 +20,7 @@ def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None])
         tables: One per teacher; None for a live teacher.
     """
     found = cosine_tables(spec.recipe.teachers, tables)
-    return replace(spec, worker_tables={number: (table.store, table.identity) for number, table in found.items()})
+    return replace(spec, worker_tables={number: table.location for number, table in found.items()})
 
 
 def teacher_clients(spec: TrainSpec, served: Mapping[int, TeacherClient]) -> list[TeacherClient]:
@@ -30,9 +30,6 @@ def teacher_clients(spec: TrainSpec, served: Mapping[int, TeacherClient]) -> lis
         spec: The run.
         served: By teacher index: the clients of teachers whose tables this process does not read itself.
     """
-    tables = {
-        number: WorkerTable(EmbeddingTable(store.path, identity))
-        for number, (store, identity) in spec.worker_tables.items()
-    }
+    tables = {number: WorkerTable(location.open()) for number, location in spec.worker_tables.items()}
     clients: dict[int, TeacherClient] = {**served, **tables}
     return [clients[number] for number in sorted(clients)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -291,6 +292,10 @@ class MutualRecipe(BaseRecipe):
     @property
     def dev_score(self) -> str:
         return self.evaluation.dev
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        return {"storage.local_budget": "groups have no embedding tables"}
 
     @property
     def inputs(self) -> RecipeInputs:
