@@ -19,12 +19,14 @@ RowIds = Iterable[int] | NDArray[np.int64]
 
 
 class RaggedWriter:
-    """Streams rows into a folder; holds only the row lengths in memory."""
+    """Streams rows into a folder; its memory does not grow with the rows."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._values = open(folder / VALUES, "wb")  # noqa: SIM115 - closed by finish
-        self._lengths: list[NDArray[np.int64]] = []
+        self._offsets = open(folder / OFFSETS, "wb")  # noqa: SIM115 - closed by finish
+        self._rows, self._last = 0, 0
+        self._write_header()
+        self._offsets.write(np.zeros(1, dtype=np.int64).tobytes())
 
     def append(self, values: bytes, lengths: Sequence[int]) -> None:
         """Add rows.
@@ -34,18 +36,27 @@ class RaggedWriter:
             lengths: Number of values (not bytes) in each row.
         """
         self._values.write(values)
-        self._lengths.append(np.asarray(lengths, dtype=np.int64))
+        offsets = self._last + np.cumsum(lengths, dtype=np.int64)
+        self._offsets.write(offsets.tobytes())
+        self._rows += len(offsets)
+        self._last = int(offsets[-1]) if len(offsets) else self._last
 
     def finish(self) -> int:
         """Write the offsets and return the number of rows."""
+        self._offsets.seek(0)
+        self._write_header()
         self.close()
-        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
-        np.save(self._folder / OFFSETS, np.cumsum(lengths))
-        return len(lengths) - 1
+        return self._rows
 
     def close(self) -> None:
-        """Close the file of values, whether finished or not."""
+        """Close the files, whether finished or not."""
         self._values.close()
+        self._offsets.close()
+
+    def _write_header(self) -> None:
+        """Write the header of `np.save`, which reserves space for any number of rows."""
+        header = {"descr": np.dtype(np.int64).str, "fortran_order": False, "shape": (self._rows + 1,)}
+        np.lib.format.write_array_header_1_0(self._offsets, header)
 
     def __enter__(self) -> RaggedWriter:
         return self

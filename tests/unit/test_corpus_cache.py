@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,19 @@ def test_real_sentences(data: Path, tmp_path: Path) -> None:
     texts = corpus.texts(range(5000))
     assert len(corpus) == len(set(texts)) == 5000 and corpus.blank_rows == 0
     assert all(5 <= len(text.split()) <= 60 for text in texts)
+
+
+def test_offsets_are_streamed_as_numpy_saves_them(tmp_path: Path) -> None:
+    """The writer's memory is that of one chunk."""
+    lengths = np.random.default_rng(0).integers(0, 9, (300, 1000))
+    tracemalloc.start()
+    with RaggedWriter(tmp_path) as writer:
+        writer.append(b"", [])
+        for chunk in lengths:
+            writer.append(bytes(int(chunk.sum())), chunk.tolist())
+        assert writer.finish() == 300_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 300_000
+    np.save(tmp_path / "expected.npy", np.concatenate([[0], np.cumsum(lengths)]))
+    assert (tmp_path / OFFSETS).read_bytes() == (tmp_path / "expected.npy").read_bytes()
