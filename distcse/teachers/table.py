@@ -362,7 +362,7 @@ class EmbeddingTable:
             lambda shard: len(self.shard_range(shard)),
             self.identity.shard_rows,
             self._stored_dimension,
-            self._most_open,
+            _MOST_OPEN if self.store.is_remote else self._most_open,
         )
 
     @cached_property
