@@ -71,7 +71,7 @@ def test_steps_can_be_requested_in_any_order_and_the_order_is_stable_between_rel
 
 
 def prepare_knn_graph(tables: list[EmbeddingTable], alphas: list[float], num_neighbors: int, cache: Path) -> Path:
-    stored = [(table.store, table.identity) for table in tables]
+    stored = [table.location for table in tables]
     return KnnGraphSpec(stored, alphas, num_neighbors, open_store(cache)).prepare()
 
 
