@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -114,6 +114,16 @@ def test_a_family_is_read_trained_and_saved_as_sentence_transformers_reads_it(
         encoder.save(tmp_path / "saved")
         same(Encoder.load(tmp_path / "saved").encode(TEXTS), vectors)
         same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_as_a_teacher_embeds_as_sentence_transformers_does(
+    family: str, sentences: list[str], tmp_path: Path
+) -> None:
+    source = make_family(tmp_path / "source", family, sentences)
+    section = TeacherSection(backbone=str(source), pooling="mean", max_length=16, precision="fp32")
+    (vectors,) = cast(Encoder, kind_of(section).open_embedder()).encode_each([TEXTS], precision="fp32")
+    same(vectors, their_vectors(source, TEXTS))
 
 
 @pytest.mark.slow
