@@ -49,6 +49,7 @@ class _ClusterConfig:
         import ray
 
         silence_sigterm_warning()
+        _leave_out_colors()
         if self.address:
             _check_address(self.address)
             ray.init(log_to_driver=_shows_worker_logs(), logging_level=logging.WARNING, runtime_env=self.environment)
@@ -298,6 +299,12 @@ def _start_local_cluster(cpus: int | None, environment: dict[str, Any] | None) -
 def _shows_worker_logs() -> bool:
     """Return whether this process prints what the workers print; they write it to files of the Ray session in any case."""
     return os.environ.get(_WORKER_LOGS, "0") not in ("", "0")
+
+
+def _leave_out_colors() -> None:
+    """Let Ray print workers' lines without color codes where they are not wanted: NO_COLOR, a file or a pipe."""
+    if os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 
 
 def _free_port() -> int:

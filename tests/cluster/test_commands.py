@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -60,15 +61,24 @@ def test_a_dry_run_says_that_workers_get_none_of_the_gpus_that_ray_has(recipe_fi
     assert done.stderr.count(message) == 1 and "GPUs 3; workers 4, each with CPUs 0.1, GPUs 0" in done.stderr
 
 
+def assert_silent_libraries(output: str) -> None:
+    """Assert that DeepSpeed's banners and warnings, and those of torch that it causes, are not in a command's output."""
+    noise = re.compile(
+        r"deepspeed|ds_accelerator|accelerator\.py|\[(INFO|WARNING)\]|nvcc|FutureWarning|built successfully", re.I
+    )
+    assert not [line for line in output.splitlines() if noise.search(line)]
+
+
 @pytest.mark.slow
 def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Path) -> None:
-    command = [*TRAIN, str(recipe_file), "training.workers=1", "training.engine=auto", "training.log_every=1"]
+    command = [*TRAIN, str(recipe_file), "training.workers=1", "training.engine=deepspeed", "training.zero_stage=3"]
+    command.append("training.log_every=1")
     process = subprocess.Popen(
         [*command, "training.epochs=8"],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=user_environment(),
+        env=user_environment(DISTCSE_WORKER_LOGS="1", CI=""),
         cwd=ROOT,
     )
     assert process.stderr is not None
@@ -83,6 +93,9 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
     for words in ("corpus", "tokens", "teacher 0", "dev ", "steps/s", "left"):
         assert words in stderr
     assert "\x1b[" not in stderr and "Traceback" not in stderr + rest
+    assert re.search(r"^\(TrainController pid=\d+\) .*training worker group", stderr, re.M)  # DISTCSE_WORKER_LOGS
+    assert "(RayTrainWorker pid=" in stderr
+    assert_silent_libraries(stderr + rest + stdout)
     assert "stopping at the next report" in rest and "resume  python -m distcse.train --resume" in stdout
     run = Path(next(line for line in stdout.splitlines() if line.startswith("run ")).split()[1])
     step = json.loads(
@@ -90,8 +103,9 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
     )["step"]
     assert step > 0 and (run / "model" / "model.safetensors").exists()
 
-    resumed = train("--resume", run, "training.workers=0")
+    resumed = run_command([*TRAIN, "--resume", str(run), "training.workers=0"], CI="1")
     assert resumed.returncode == 0, resumed.stderr
+    assert_silent_libraries(resumed.stderr + resumed.stdout)
     for words in ("Agreement", "student", f"model   {run / 'model'}", "report  ", "SentenceTransformer("):
         assert words in resumed.stdout
     card = (run / "model" / "README.md").read_text()
