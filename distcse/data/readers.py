@@ -29,6 +29,19 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SEPARATOR_LINE = re.compile("sep=(.)")
 _OTHER_SEPARATORS = (",", ";", "\t", "|")
+_RENAME = "rename it to end with {}"
+_SIGNATURES = (
+    (b"\x1f\x8b", ".gz", "gzip data", _RENAME),
+    (b"BZh91AY&SY", ".bz2", "bzip2 data", _RENAME),
+    (b"\xfd7zXZ\0", ".xz", "xz data", _RENAME),
+    (b"\x28\xb5\x2f\xfd", ".zst", "Zstandard data", _RENAME),
+    (b"PAR1\x15", ".parquet", "Parquet data", _RENAME),
+    (b"PK\x03\x04", ".zip", "a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV in UTF-8"),
+    (b"version https://git-lfs.github.com/spec/", "", "a Git LFS pointer, not the text", "download it: git lfs pull"),
+    (b"\xff\xfe\0\0", "", "UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
+    (b"\0\0\xfe\xff", "", "UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
+)
+"""First bytes of a file, the extension that belongs to them, what they are, and the way out under another extension."""
 
 csv.field_size_limit(2**27)  # the default of 128 KiB is smaller than many web pages
 
@@ -112,6 +125,8 @@ def _text(file: Path, column: str) -> Iterator[str]:
 
 def _jsonl(file: Path, column: str) -> Iterator[str | None]:
     for number, line in _lines(file):
+        if number == 1 and line.lstrip().startswith("["):
+            raise CorpusFormatError(f"{file}, line 1: a JSON list, not JSON Lines; rename the file to end with .json")
         yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
 
 
@@ -173,6 +188,10 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
     named = _SEPARATOR_LINE.fullmatch(first.strip())  # Excel reads it, and some tools write it
     skipped = 1 if named else 0
     first = next(lines, "") if named else first
+    if "\r" in first.strip() and '"' not in first:
+        raise CorpusFormatError(
+            f"{file}, line 1: the lines end with a carriage return alone; convert them (tr '\\r' '\\n')"
+        )
     separator = named[1] if named else _separator(first, column, file_kind(file).startswith(".tsv"))
     rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     try:
@@ -181,6 +200,7 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
             return
         if column not in header:
             raise MissingColumnError(f"{file}, line 1: {describe_missing_column(column, header)}")
+        _refuse_doubled_column(column, header, f"{file}, line 1")
         index = header.index(column)
         for row in rows:
             if row and len(row) != len(header):
@@ -190,6 +210,11 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
             yield row[index] if row else None
     except csv.Error as error:
         raise CorpusFormatError(f"{file}, line {rows.line_num + skipped}: {error}") from None
+
+
+def _refuse_doubled_column(column: str, columns: Sequence[str], location: str) -> None:
+    if columns.count(column) > 1:
+        raise CorpusFormatError(f"{location}: {columns.count(column)} columns are named {column!r}; rename the others")
 
 
 def _separator(header: str, column: str, is_tsv: bool) -> str:
@@ -206,10 +231,13 @@ def _parquet(file: Path, column: str) -> Iterator[str | None]:
     import pyarrow.parquet as pq
 
     try:
+        with open(file, "rb") as opened:
+            _refuse_other_content(file, opened.read(64), ".parquet")
         with pq.ParquetFile(file) as table:
             schema = table.schema_arrow
             if column not in schema.names:
                 raise MissingColumnError(f"{file}: {describe_missing_column(column, schema.names)}")
+            _refuse_doubled_column(column, schema.names, str(file))
             data_type = schema.field(column).type
             if not _is_text(data_type):
                 raise CorpusFormatError(f"{file}, column {column!r}: expected text, found {data_type}")
@@ -241,7 +269,10 @@ def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None
 def _lines(file: Path) -> Iterator[tuple[int, str]]:
     number = 0
     try:
+        with open(file, "rb") as packed:
+            _refuse_other_content(file, packed.read(64), file.suffix.lower())
         with _open(file) as opened:
+            _refuse_other_content(file, opened.peek(64)[:64])
             if opened.peek(2)[:2] in _UTF16_MARKS:
                 for number, line in enumerate(TextIOWrapper(opened, "utf-16", newline="\n"), start=1):
                     yield number, line.rstrip("\r\n")
@@ -257,6 +288,13 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
         if error.errno is None:  # bz2 and zstd: of the content, not of the disk
             raise CorpusFormatError(f"{file} is damaged after line {number}: {error}; copy it again") from None
         raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _refuse_other_content(file: Path, start: bytes, extension: str | None = None) -> None:
+    """Refuse content that its first bytes name, unless it is what the extension says."""
+    for signature, usual_extension, name, way_out in _SIGNATURES:
+        if start.startswith(signature) and usual_extension != extension:
+            raise CorpusFormatError(f"{file} contains {name}; {way_out.format(usual_extension)}")
 
 
 def _refuse_unmarked_utf16(file: Path, start: bytes) -> None:

@@ -24,6 +24,7 @@ from distcse.models.loading import (
     attention_of,
     model_class,
     position_limit,
+    refuse_other_shapes,
     require_finite,
     save_tokenizer,
     set_dropout,
@@ -316,6 +317,7 @@ def _load_classifier(
             use_safetensors=True,
             trust_remote_code=folder.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             dtype=torch.float32,
             attn_implementation=attention_of(max_length),
         )
@@ -323,6 +325,7 @@ def _load_classifier(
         raise ModelLoadError(
             f"{folder.backbone} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
         ) from error
+    refuse_other_shapes(folder.backbone, report["mismatched_keys"])
     require_finite(folder.backbone, model)
     set_shortcuts(model, is_fast)
     return model, sorted(report["missing_keys"])

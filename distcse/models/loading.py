@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -95,6 +95,7 @@ def load_backbone(
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with their names
                 dtype=torch.float32,
                 attn_implementation=attention_of(max_length),
             )
@@ -102,6 +103,7 @@ def load_backbone(
         raise ModelLoadError(
             f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
         ) from error
+    refuse_other_shapes(folder, report["mismatched_keys"])
     missing = sorted(report["missing_keys"])
     required = [key for key in missing if not key.startswith("pooler.")]
     if required:
@@ -119,6 +121,25 @@ def load_backbone(
         # No pooling uses it: kept so that the saved folder is complete, but not trained.
         backbone.pooler.requires_grad_(False)
     return backbone
+
+
+def refuse_other_shapes(folder: Path, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse weights whose shape is not the config's.
+
+    Args:
+        folder: The model's folder.
+        mismatched: Name, shape in the file and shape by config.json, as transformers reports them.
+
+    Raises:
+        ModelLoadError: There are such weights.
+    """
+    weights = sorted(mismatched)
+    if weights:
+        name, stored, configured = weights[0]
+        raise ModelLoadError(
+            f"{folder}: {len(weights)} weights do not have the shape that config.json gives, such as {name}: {tuple(stored)}, "
+            f"not {tuple(configured)}; get config.json and weights of the same model"
+        )
 
 
 def _report_ignored(folder: Path, backbone: Any, unexpected: Sequence[str]) -> None:

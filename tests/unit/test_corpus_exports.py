@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from distcse.recipe import CorpusSection
 from tests.failures import fails_with
 
 TEXTS = ["Grüße; aus, Köln", 'She said "no".', "a\ttab | pipe"]
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 EXPECTED = ["Grüße; aus, Köln", 'She said "no".', "a tab | pipe"]
 
 
@@ -83,6 +85,54 @@ def test_a_damaged_file_is_named(compression: str, tmp_path: Path) -> None:
     file.write_bytes(compress(compression, b"one line\n" * 1000)[:-20])
     with fails_with(CorpusFormatError, str(file), "damaged"):
         rows(file)
+
+
+@pytest.mark.parametrize("name", ["file.txt", "file.csv", "file.json", "file.jsonl", "file.txt.gz", "file.parquet"])
+@pytest.mark.parametrize("kind", [".gz", ".bz2", ".xz", ".zst", ".parquet", "Excel", "Git LFS", "UTF-32", "UTF-32-BE"])
+def test_content_under_another_name_is_named(kind: str, name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if kind == ".parquet":
+        table().to_parquet(file)
+    elif kind == "Excel":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("xl/workbook.xml", "<workbook/>")
+    elif kind == "Git LFS":
+        file.write_bytes(POINTER)
+    elif kind.startswith("UTF-32"):
+        file.write_bytes("\ufeffa text".encode(f"utf-32-{kind[7:] or 'LE'}"))
+    else:
+        file.write_bytes(compress(kind, table().to_csv(index=False).encode()))
+    if not name.endswith(kind):
+        with fails_with(CorpusFormatError, str(file), kind.removesuffix("-BE")):
+            rows(file)
+
+
+def test_content_that_was_compressed_twice_or_after_the_pointer_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt.gz"
+    for inner, named in ((gzip.compress(b"a text\n"), "gzip"), (POINTER, "Git LFS")):
+        file.write_bytes(gzip.compress(inner))
+        with fails_with(CorpusFormatError, str(file), named):
+            rows(file)
+
+
+def test_a_json_list_under_the_name_of_json_lines_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file.jsonl").write_text(json.dumps([{"text": "a"}]))
+    with fails_with(CorpusFormatError, "file.jsonl, line 1", "list", ".json"):
+        rows(tmp_path / "file.jsonl")
+
+
+def test_lines_that_end_with_a_carriage_return_alone_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_bytes(b"id,text\r0,one\r1,two\r")
+    with fails_with(CorpusFormatError, "file.csv, line 1", "carriage return", "tr "):
+        rows(tmp_path / "file.csv")
+
+
+def test_two_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text("text,text\n0,one\n")
+    pq.write_table(pa.Table.from_arrays([pa.array(["0"]), pa.array(["one"])], ["text", "text"]), tmp_path / "f.parquet")
+    for name in ("file.csv", "f.parquet"):
+        with fails_with(CorpusFormatError, name, "2 columns", "'text'", "rename"):
+            rows(tmp_path / name)
 
 
 @pytest.mark.parametrize("orient", ["records", "lines"])

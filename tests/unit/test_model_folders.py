@@ -28,10 +28,11 @@ from distcse.errors import (
 )
 from distcse.health.sources import check_model
 from distcse.models import CrossEncoder, Encoder
+from distcse.models.detection import build_detector
 from distcse.models.loading import dropouts
 from distcse.models.tokenizer_spec import TokenizerSpec
 from distcse.planning.shapes import read_shape
-from distcse.recipe import EncoderSection, StudentSection, TeacherSection
+from distcse.recipe import DetectionSection, EncoderSection, StudentSection, TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
 from tests.models import (
@@ -39,6 +40,7 @@ from tests.models import (
     make_cross_encoder,
     make_custom_code,
     make_family,
+    make_masked_lm,
     their_vectors,
     without_tokenizer,
 )
@@ -489,6 +491,26 @@ def test_weights_that_were_not_copied_to_their_end_are_named(size: int, folder: 
     (folder / "model.safetensors").write_bytes(content[:size])
     with fails_with(ModelLoadError, str(folder)):
         Encoder.load(folder)
+
+
+@pytest.mark.parametrize(("key", "size"), [("vocab_size", 5000), ("intermediate_size", 48)])
+def test_weights_of_another_shape_than_the_config_says_are_named(
+    key: str, size: int, folder: Path, tiny_cross: Path, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.rmtree(folder / "distcse")
+    cross = shutil.copytree(tiny_cross, tmp_path / "cross")
+    generator = make_masked_lm(tmp_path / "generator", tiny())
+    encoder = Encoder.load(generator, pooling="mean")
+    for source in (folder, cross, generator):
+        change(source / "config.json", **{key: size})
+    for use in (
+        lambda: Encoder.load(folder),
+        lambda: CrossEncoder.load(cross),
+        lambda: CrossEncoder.fresh(folder, 16),
+        lambda: build_detector(DetectionSection(generator=str(generator)), encoder, encoder, "fp32"),
+    ):
+        with fails_with(ModelLoadError, "weights do not have the shape", str(size), "of the same model"):
+            use()
 
 
 def test_an_adapter_alone_is_refused_before_its_pooling_is_asked_for(folder: Path) -> None:

@@ -26,7 +26,7 @@ from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.packing import short_cut
 from distcse.models.fast.switch import allows_shortcuts, forbid_shortcuts
 from distcse.models.folder import open_model
-from distcse.models.loading import attention_of, position_limit
+from distcse.models.loading import attention_of, position_limit, refuse_other_shapes
 from distcse.recipe import DetectionSection
 
 _LOGITS = 64_000_000
@@ -222,6 +222,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
             config=opened.load_config(),
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
             dtype=torch.float32,
             attn_implementation=attention_of(max_length),
         )
@@ -229,6 +230,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
         raise ModelLoadError(
             f"{folder} cannot be loaded as a masked language model: {' '.join(str(refused).split())[:400]}"
         ) from refused
+    refuse_other_shapes(folder, loading_info["mismatched_keys"])
     if loading_info["missing_keys"]:
         raise MissingWeightsError(
             f"{folder} lacks the weights of its masked-language-model head, such as {sorted(loading_info['missing_keys'])[0]}; "
