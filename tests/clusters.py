@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distcse.events import Reporter
 from distcse.placement.cluster import ClusterSpeeds, Labels, Paths
-from distcse.placement.resources import Node
+from distcse.placement.resources import Node, ResourceRequest
 
 
 @dataclass
@@ -28,6 +29,11 @@ class FixedCluster:
 
     def nodes(self) -> list[Node]:
         return list(self.live)
+
+    def scaled_up(
+        self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def is_one_cpu(self) -> bool:
         return False

@@ -6,6 +6,7 @@ the file system is shared, as by NFS. All processes of a machine can be killed a
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -16,12 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import ROOT
 
 RAY = str(Path(sys.executable).with_name("ray"))
 _NET = f"10.{os.getpid() % 200 + 20}.77"
 _PORT, _DASHBOARD = 6379, 8265
+_FAKE_HEAD = "f" * 51 + "00000"
+"""Id of the head of a cluster with Ray's fake autoscaler."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,16 @@ def reason_to_skip() -> str | None:
 
 
 @contextmanager
-def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path] = ()) -> Iterator[list[Machine]]:
+def machines(
+    folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path] = (), **variables: str
+) -> Iterator[list[Machine]]:
     """Context manager: run a Ray cluster of several machines; the first one is the head.
 
     Args:
         folder: Folder of the logs.
         nodes: Arguments of `ray start` on each, without addresses and ports.
         disks: Folders that are a separate disk on each machine.
+        variables: Environment variables of the machines.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {
@@ -87,6 +94,7 @@ def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path]
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
+        **variables,
     }
     with ExitStack() as stack:
         bridge = f"dcse{os.getpid() % 100000}"
@@ -105,6 +113,54 @@ def machines(folder: Path, nodes: Sequence[Sequence[str]], disks: Sequence[Path]
             machine = stack.enter_context(_machine(folder, bridge, number, address, ray, environment, disks))
             running.append(machine)
         yield running
+
+
+@contextmanager
+def autoscaled_machine(folder: Path, node_type: Mapping[str, Any], most: int) -> Iterator[Machine]:
+    """Context manager: run a machine without CPUs, whose autoscaler starts nodes as further processes of the machine.
+
+    Ray's fake provider of nodes: `AutoscalingCluster` would run `ray stop`, which ends the Ray processes of other tests too.
+
+    Args:
+        folder: Folder of the logs.
+        node_type: Resources and labels of a started node.
+        most: Number of nodes that it can start.
+    """
+    # Named by its class, because Ray's wheel lacks the defaults of the type fake_multinode.
+    module = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+    provider = {"type": "external", "module": module, "gcs_address": f"{_NET}.1:{_PORT}", "head_node_id": _FAKE_HEAD}
+    types = {
+        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+        "worker": {**node_type, "node_config": {}, "min_workers": 0, "max_workers": most},
+    }
+    config = {
+        "cluster_name": "fake",
+        "max_workers": most,
+        "provider": {**provider, "launch_multiple": True, "disable_node_updaters": True},
+        "available_node_types": types,
+        "head_node_type": "ray.head.default",
+        "idle_timeout_minutes": 10,
+        "upscaling_speed": 1.0,
+        "auth": {},
+        "file_mounts": {},
+        "cluster_synced_files": [],
+        **{f"{role}setup_commands": [] for role in ("", "head_", "worker_")},
+        "initialization_commands": [],
+        "head_start_ray_commands": [],
+        "worker_start_ray_commands": [],
+    }
+    file = folder / "autoscaler.json"
+    file.write_text(json.dumps(config))
+    head = ["--num-cpus=0", f"--autoscaling-config={file}"]
+    variables = {
+        "RAY_FAKE_CLUSTER": "1",
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        "RAY_enable_autoscaler_v2": "1",
+        "RAY_CLOUD_INSTANCE_ID": _FAKE_HEAD,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _FAKE_HEAD,
+    }
+    with machines(folder, [head], **variables) as (machine,):
+        yield machine
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from distcse.experiments.experiment import Experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.placement.cluster import Cluster
+from distcse.placement.resources import ResourceRequest
+from distcse.recipe import BaseRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import to_uri
@@ -61,6 +63,13 @@ def open_run(
             # A begun run has its models, apart from those that it has given up.
             report_warnings(experiment.settings_warnings(only_local=not is_new), reporter)
         yield RunScope(directory, lease, reporter)
+
+
+def waited_for_nodes(
+    cluster: Cluster | None, recipe: BaseRecipe, requests: Sequence[ResourceRequest], reporter: Reporter
+) -> AbstractContextManager[None]:
+    """Wait `resources.wait_s` seconds for a cluster's autoscaler to start nodes; see `Cluster.scaled_up`."""
+    return nullcontext() if cluster is None else cluster.scaled_up(requests, recipe.resources.wait_s, reporter)
 
 
 def joined_for_devices(cluster: Cluster | None) -> AbstractContextManager[None]:

@@ -27,6 +27,8 @@ class TrialRequest:
     """CPUs of one worker; None is an even share."""
     gpus_per_worker: float | None = None
     """GPUs of one worker; None is one GPU if there are any."""
+    node_labels: Mapping[str, str] | None = None
+    """Labels of the nodes of the workers; None is any node."""
     teachers: TeachersSection | None = None
     """Teachers that all trials share; None if there are none."""
     leaves_threads: bool = False

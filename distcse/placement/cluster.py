@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from distcse.placement.resources import Node
+from distcse.events import Reporter
+from distcse.placement.resources import Node, ResourceRequest
 
 if TYPE_CHECKING:  # PyTorch, which servers of cached tables do not import
     from distcse.device import DeviceSpeed
@@ -56,6 +57,25 @@ class Cluster(Protocol):
         """Return the live nodes, waiting for the cluster if it is starting.
 
         Raises:
+            RayConnectionError: The cluster cannot be joined or started.
+        """
+        ...
+
+    def scaled_up(
+        self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
+    ) -> AbstractContextManager[None]:
+        """Ask the cluster's autoscaler for nodes during the block, and wait for them before it.
+
+        It returns after `wait_s` seconds although nodes are missing, because fewer may be enough: what plans on the nodes
+        refuses a run for which they are too few.
+
+        Args:
+            requests: What must run at the same time.
+            wait_s: Most seconds to wait; 0 asks for nothing.
+            reporter: Receives what is waited for; can request a stop.
+
+        Raises:
+            StoppedEarlyError: A stop was requested during the wait.
             RayConnectionError: The cluster cannot be joined or started.
         """
         ...

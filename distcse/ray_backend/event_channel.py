@@ -31,13 +31,14 @@ class EventActor:
         self._events: list[Event] = []
         self._stop = False
         self._workers: dict[int, Any] = {}
+        self._hosts: dict[int, str] = {}
         self._failure: bytes | None = None
         self._finished = False
         self._returned: bytes | None = None  # not unpickled here, which would import PyTorch
 
-    def start(self, rank: int, worker: Any) -> None:
-        """Record a worker's actor; a restarted one calls this again."""
-        self._workers[rank] = worker
+    def start(self, rank: int, worker: Any, host: str = "") -> None:
+        """Record a worker's actor and the id of its node; a restarted one calls this again."""
+        self._workers[rank], self._hosts[rank] = worker, host
         if rank == 0:
             self._finished, self._returned, self._failure = False, None, None
 
@@ -53,6 +54,10 @@ class EventActor:
     def workers(self) -> list[Any]:
         """Return the actors of all workers."""
         return list(self._workers.values())
+
+    def hosts(self) -> set[str]:
+        """Return the ids of the workers' nodes."""
+        return set(self._hosts.values())
 
     def returned(self) -> bytes | None:
         """Return the value that rank 0 has sent; None if it has not finished, or if this actor has restarted since."""
@@ -93,6 +98,7 @@ class EventChannel:
         self.has_started = False
         """Whether a worker had started at the last `relay`; it can be lost since."""
         self._worker: Any = None
+        self._is_pausing = False
         self._finished = False
         self._taking: Any = None
         self._failure: bytes | None = None
@@ -114,7 +120,7 @@ class EventChannel:
         Raises:
             RayActorError: The actor is lost and cannot restart.
         """
-        if reporter.stop_requested():
+        if self._is_pausing or reporter.stop_requested():
             self.actor.stop.remote()
         if self._taking is None:
             self._taking = self.actor.take.remote()
@@ -131,6 +137,17 @@ class EventChannel:
             self.has_started, self._idle_since = True, None
         for event in events:
             reporter.emit(event)
+
+    def pause(self) -> None:
+        """Ask the workers to write a checkpoint and return, so that others continue."""
+        self._is_pausing = True
+
+    def hosts(self) -> set[str]:
+        """Return the ids of the workers' nodes; none if the actor does not answer."""
+        try:
+            return set(ray.get(self.actor.hosts.remote(), timeout=_ANSWER_TIMEOUT_S))
+        except GetTimeoutError:
+            return set()
 
     def failure(self, after_s: float) -> DistcseError | None:
         """Return the error that ended a worker at least `after_s` seconds before the last `relay`; None if there is none."""
@@ -199,7 +216,8 @@ def announce_worker(actor: Any, rank: int) -> bool:
         False if the actor is lost and cannot restart, so that no driver follows this run.
     """
     try:
-        ray.get(actor.start.remote(rank, ray.get_runtime_context().current_actor), timeout=_ANSWER_TIMEOUT_S)
+        context = ray.get_runtime_context()
+        ray.get(actor.start.remote(rank, context.current_actor, context.get_node_id()), timeout=_ANSWER_TIMEOUT_S)
     except RayActorError:
         return False
     except GetTimeoutError:  # the actor hangs; training does not need it

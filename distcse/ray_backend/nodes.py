@@ -9,6 +9,7 @@ from typing import Any
 
 from distcse.errors import ClusterTooSmallError
 from distcse.placement.resources import Node, ResourceRequest, Resources, find_shortfall, format_resources
+from distcse.ray_backend.versions import draining_nodes
 
 _START_TIMEOUT_S = 60.0
 """Seconds in which a live node starts a process."""
@@ -24,10 +25,15 @@ _MAX_HOLDERS = 3
 
 
 def alive() -> list[Node]:
-    """Return the live nodes of the cluster."""
+    """Return the live nodes of the cluster, without those that Ray drains, which take no new work."""
     import ray
 
-    return [Node(node["NodeID"], node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+    leaving = draining_nodes()
+    return [
+        Node(node["NodeID"], node["Resources"], node["Labels"])
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in leaving
+    ]
 
 
 def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
@@ -125,6 +131,38 @@ class ResourceWatchdog:
                 f"the cluster lost a node; {shortfall} may wait forever, because others may start first on the nodes that it "
                 "needs. If the run stands still, add a node, or stop it and continue with --resume"
             )
+
+
+class NodeChanges:
+    """Finds the changes of a cluster for which training is worth a restart from a new checkpoint.
+
+    Args:
+        nodes: The nodes at the start of the training.
+        can_grow: Returns whether the current nodes have room for more workers; called once for new nodes.
+    """
+
+    def __init__(self, nodes: Sequence[Node], can_grow: Callable[[], bool]) -> None:
+        self._known = {node.id for node in nodes}
+        self._can_grow = can_grow
+        self._checked_at = 0.0
+
+    def find(self, hosts: Callable[[], set[str]]) -> str | None:
+        """Describe the change; None without one. Call it often: it does nothing for 2 s after a check.
+
+        Args:
+            hosts: Returns the ids of the nodes with workers; called while Ray drains nodes.
+        """
+        if (now := time.monotonic()) - self._checked_at < _CHECK_INTERVAL_S:
+            return None
+        self._checked_at = now
+        leaving = draining_nodes()
+        if leaving and (used := leaving & hosts()):
+            return f"Ray drains {len(used)} of the workers' nodes"
+        new = {node.id for node in alive()} - self._known
+        self._known |= new
+        if new and self._can_grow():
+            return f"{len(new)} new nodes have room for more workers"
+        return None
 
 
 def _do_nothing() -> None:

@@ -7,6 +7,7 @@ in functions.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.train
 from ray.exceptions import RayActorError
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import RunConfig, ScalingConfig
 
 from distcse.errors import DistcseError, EncoderError, ProcessLostError, RunError, StoppedEarlyError, WorkersLostError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.resources import RunResources
 from distcse.gc_paused import gc_paused
 from distcse.placement.gpu_shares import process_group_backend
-from distcse.placement.resources import Resources, count_fitting, format_resources
+from distcse.placement.resources import Node, Resources, count_fitting, format_resources
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import (
@@ -32,8 +33,9 @@ from distcse.ray_backend.event_channel import (
     reporter_of,
 )
 from distcse.ray_backend.network import use_interface_of
-from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, responsive_nodes
+from distcse.ray_backend.nodes import STOPPED_WAIT_S, NodeChanges, ResourceWatchdog, alive, responsive_nodes
 from distcse.ray_backend.versions import (
+    failure_config,
     has_returned_value,
     is_lost_event_actor,
     silence_train_reports,
@@ -59,6 +61,9 @@ _FAILURE_WAIT_S = 10.0
 def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:
     """Run `train_student` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
 
+    A node that Ray drains, as after a preemption notice, makes the workers write a checkpoint before it is lost. With
+    `training.min_workers`, new nodes with room for more workers do so too.
+
     Args:
         spec: The run.
         servers: The actor that holds the teachers' servers.
@@ -73,11 +78,10 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
         StoppedEarlyError: The run was asked to stop while no worker trained.
     """
     training = spec.recipe.training
-    if training.min_workers is None:
-        return _run_trainer(spec, servers, reporter, training.workers, resources, training.max_failures)
-    failures = 0
+    is_elastic = training.min_workers is not None
+    nodes, failures = alive(), 0
     while True:
-        workers = _workers_now(spec.recipe, resources.per_worker)
+        workers = _workers_now(spec.recipe, resources.per_worker) if is_elastic else training.workers
         if workers < training.workers:
             reporter.emit(
                 LogMessage(
@@ -86,10 +90,12 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
                 )
             )
         try:
-            return _run_trainer(spec, servers, reporter, workers, resources, max_failures=0)
+            result = _run_trainer(spec, servers, reporter, workers, resources, nodes)
+            if result is not None:
+                return result
         except WorkersLostError as lost:  # see `_explain_failure`; the loss of another process is a ProcessLostError
             failures += 1
-            if failures > training.max_failures:
+            if not is_elastic or failures > training.max_failures:
                 raise
             reporter.emit(
                 LogMessage(f"{str(lost).partition(';')[0]}; restarting from the last checkpoint", warning=True)
@@ -97,8 +103,27 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
 
 
 def _run_trainer(
-    spec: TrainSpec, servers: Any, reporter: Reporter, workers: int, resources: RunResources, max_failures: int
-) -> TrainResult:
+    spec: TrainSpec,
+    servers: Any,
+    reporter: Reporter,
+    workers: int,
+    resources: RunResources,
+    nodes: Sequence[Node],
+) -> TrainResult | None:
+    """Run one Ray Train trainer with a number of workers.
+
+    Args:
+        spec: The run.
+        servers: The actor that holds the teachers' servers.
+        reporter: See `train_in_workers`.
+        workers: Number of workers.
+        resources: What the run's processes reserve.
+        nodes: The nodes at the start of the run, those lost since included.
+
+    Returns:
+        The result; None if the workers wrote a checkpoint because nodes leave or join, and others must continue.
+    """
+    is_elastic = spec.recipe.training.min_workers is not None
     per_worker = resources.per_worker
     gpus = per_worker.get("GPU", 0.0)
     start_autoscaling_coordinator()
@@ -122,7 +147,10 @@ def _run_trainer(
             # A new name for each start: `train_student` resumes from our checkpoints, so Ray Train must not.
             name=f"{spec.run.name}-{time.time_ns()}",
             storage_path=str(spec.run / "ray"),
-            failure_config=FailureConfig(max_failures=max_failures),
+            # An elastic run is started again with the number of workers that fits.
+            failure_config=failure_config(
+                0 if is_elastic else spec.recipe.training.max_failures, restarts_after_preemption=not is_elastic
+            ),
             worker_runtime_env={"env_vars": worker_environment(gpus)},
         ),
     )
@@ -132,7 +160,10 @@ def _run_trainer(
     watchdog = ResourceWatchdog(
         resources.requests(spec.recipe, workers),
         lambda warning: reporter.emit(LogMessage(warning, warning=True)),
+        nodes,
     )
+    changes = NodeChanges(alive(), lambda: is_elastic and _workers_now(spec.recipe, per_worker) > workers)
+    is_pausing = False
     wait_warning = WaitWarning(reporter, _START_WARNING_S)
     try:
         while not running.done():
@@ -146,6 +177,15 @@ def _run_trainer(
                 # The other workers wait for the failed one in a collective operation.
                 channel.kill_workers()
                 raise failure
+            if is_pausing:
+                time.sleep(0.2)
+                continue
+            if channel.has_started and (change := changes.find(channel.hosts)) is not None:
+                text = f"{change}: the run writes a checkpoint and continues from it on the nodes that stay"
+                reporter.emit(LogMessage(text, warning=True))
+                channel.pause()
+                is_pausing = True
+                continue
             watchdog.check()
             if not channel.has_started:
                 needed = f"{workers} workers of {format_resources(per_worker)} each"
@@ -172,7 +212,7 @@ def _run_trainer(
             f"the run lost its result, which its event channel no longer has; resume it: --resume {spec.run}"
         )
     result: TrainResult = returned
-    return result
+    return None if is_pausing and result.interrupted and not reporter.stop_requested() else result
 
 
 def _workers_now(recipe: Recipe, resources: Resources) -> int:

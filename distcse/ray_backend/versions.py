@@ -51,7 +51,6 @@ TUNE = {
     # the trials' checkpoints only.
     "TUNE_GLOBAL_CHECKPOINT_S": "1",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
-    "TUNE_MAX_PENDING_TRIALS_PG": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
 }
 """Variables of a sweep's driver."""
@@ -61,6 +60,11 @@ TUNE_TRIAL = {
     "TUNE_FUNCTION_THREAD_TIMEOUT_S": "60",
 }
 """Variables that a trial sets in its actor."""
+
+
+def pending_trials(number: int) -> dict[str, str]:
+    """Return the variable with which Ray Tune lets this many trials wait for resources, so that an autoscaler sees them all."""
+    return {"TUNE_MAX_PENDING_TRIALS_PG": str(number)}
 
 
 def silence_sigterm_warning() -> None:
@@ -95,6 +99,34 @@ def has_returned_value() -> bool:
     from ray.train import Result
 
     return "return_value" in {field.name for field in fields(Result)}
+
+
+def failure_config(max_failures: int, restarts_after_preemption: bool) -> Any:
+    """Return Ray Train's `FailureConfig`.
+
+    From Ray 2.58, losses of preempted workers count separately, and are repeated without a limit by default.
+
+    Args:
+        max_failures: Restarts of the workers after failures.
+        restarts_after_preemption: Whether Ray Train restarts the same number of workers after a preemption.
+    """
+    from ray.train import FailureConfig
+
+    limit = "max_preemption_failures"
+    has_limit = limit in {field.name for field in fields(FailureConfig)}
+    preemption = {} if restarts_after_preemption or not has_limit else {limit: 0}
+    return FailureConfig(max_failures=max_failures, **preemption)
+
+
+def draining_nodes() -> frozenset[str]:
+    """Return the ids of the nodes that Ray drains: after a preemption notice, or because an autoscaler ends them.
+
+    Private: the function. `ray.nodes` and the state API list these nodes as alive. `ray.train.get_preemption_info` exists from
+    Ray 2.58, and only in workers, all of which must call it together.
+    """
+    from ray._private.state import state
+
+    return frozenset(state.get_draining_nodes())
 
 
 def without_datasets_callback(callbacks: Sequence[Any]) -> list[Any]:

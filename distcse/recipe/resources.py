@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from distcse.recipe.section import Section
 
@@ -18,6 +20,11 @@ class ResourcesSection(Section):
     """`auto` shares the GPUs out, says at the start which process gets how much, and warns of each that gets none on a
     cluster that has some. `required` refuses to start unless every process that computes with a model gets a GPU. `none`
     hides all GPUs from the run."""
+    wait_s: Annotated[float, Field(ge=0)] = 0
+    """Seconds that a run waits at its start for a cluster's autoscaler to start the nodes that it needs. 0 refuses a run for
+    which the cluster has too few nodes. Nodes that are not there have no CPUs or GPUs to share out: set
+    `training.cpus_per_worker` and `training.gpus_per_worker`, else a worker waits for one CPU, and with `gpu: required` for
+    one GPU."""
 
 
 def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:
@@ -37,6 +44,16 @@ def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:
             raise ValueError(
                 f"resources.gpu is none, and {key} is {number:g}; write {key}: null, or resources.gpu: auto"
             )
+
+
+def least_gpus(mode: GpuMode, gpus: float | None) -> float:
+    """Return the GPUs that one process needs on any cluster: those that the recipe sets, or one if GPUs are required.
+
+    Args:
+        mode: `resources.gpu`.
+        gpus: GPUs that the recipe sets; None leaves the number to the run.
+    """
+    return float(mode == "required") if gpus is None else gpus
 
 
 def can_share_gpu(workers: int, gpus: float | None) -> bool:

@@ -14,6 +14,7 @@ from distcse.placement.gpu_plan import GpuPlan, plan_gpus
 from distcse.placement.gpu_shares import GpuRole
 from distcse.placement.resources import Node, ResourceRequest, Resources, count_fitting
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
+from distcse.recipe.resources import least_gpus
 
 if TYPE_CHECKING:
     from distcse.teachers.kinds import TeacherKind
@@ -74,6 +75,12 @@ def request_embedding_actors(section: TeachersSection, count: int, each: Resourc
     """Return the resource request of `count` embedding actors."""
     key = "teachers.embedding_workers"
     return ResourceRequest(f"{key}={count}", count, each, section.node_labels, key, {"GPU": _GPU_KEY})
+
+
+def least_embedding(section: TeachersSection, mode: GpuMode) -> ResourceRequest:
+    """Return the request of the embedding actors that the recipe sets, or of one, on any cluster."""
+    each = {"CPU": 1.0, "GPU": least_gpus(mode, section.gpus_per_actor)}
+    return request_embedding_actors(section, section.embedding_workers or 1, each)
 
 
 def server_roles(section: TeachersSection, reads_tables_itself: bool = False) -> list[GpuRole]:

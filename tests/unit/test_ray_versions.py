@@ -54,6 +54,28 @@ def test_the_backend_of_torch_can_be_replaced() -> None:
     assert list(inspect.signature(backend.on_start).parameters)[1:] == ["worker_group", "backend_config"]
 
 
+def test_a_preemption_has_a_limit_where_ray_train_has_one() -> None:
+    from ray.train import FailureConfig
+
+    elastic = versions.failure_config(0, restarts_after_preemption=False)
+    assert getattr(elastic, "max_preemption_failures", 0) == 0
+    assert versions.failure_config(3, restarts_after_preemption=True) == FailureConfig(max_failures=3)
+
+
+def test_draining_nodes_can_be_listed() -> None:
+    from ray._private.state import state
+
+    assert not inspect.signature(state.get_draining_nodes).parameters
+
+
+def test_a_restored_search_has_a_new_scheduler() -> None:
+    """As docs/how-to/sweeps.md says of ASHA's rungs."""
+    from ray.tune.execution.tune_controller import TuneController
+
+    source = inspect.getsource(TuneController.__getstate__)
+    assert '"_scheduler_alg",' in source.partition("for k in [")[2].partition("]")[0]
+
+
 def test_reports_are_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray.train.v2._internal.execution.context as context
 

@@ -19,6 +19,7 @@ from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.distillation.preflight import check_recipe, check_run
 from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.resources import least_requests
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
@@ -26,7 +27,7 @@ from distcse.experiments.distillation.warnings import band_warnings, cached_corp
 from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
 from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_rising_curve
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
@@ -53,7 +54,10 @@ class Distillation(Experiment[Recipe]):
         reporter: Reporter,
         plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
-        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
+        with (
+            gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None),
+            waited_for_nodes(backend.cluster, self.recipe, least_requests(self.recipe), reporter),
+        ):
             report_warnings(self.settings_warnings(), reporter)
             check_run(self.recipe, backend, reporter, plans_of_trials)
 
@@ -79,7 +83,11 @@ class Distillation(Experiment[Recipe]):
         check_recipe(self.recipe)
         labelled = labelled_tasks(self.recipe)
         run = open_run(self, backend, reporter, directory)
-        with run as (directory, lease, reporter), joined_for_devices(backend.cluster):
+        with (
+            run as (directory, lease, reporter),
+            joined_for_devices(backend.cluster),
+            waited_for_nodes(backend.cluster, self.recipe, least_requests(self.recipe), reporter),
+        ):
             if lease.has_local_changes:
                 CheckpointStore(directory.path).rescue(reporter.emit)
             recipe = self.recipe if backend.is_for_trials else with_precisions(self.recipe, backend.cluster, reporter)

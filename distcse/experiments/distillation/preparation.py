@@ -24,6 +24,7 @@ from distcse.experiments.distillation.joining import joined_for_embedding
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.gpu_policy import gpu_policy
+from distcse.experiments.run_scope import waited_for_nodes
 from distcse.models import Encoder, EncoderHandle, TokenizerSpec
 from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
@@ -34,6 +35,7 @@ from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import Serving, kind_of
 from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
 from distcse.teachers.local_budget import apply_local_budget
+from distcse.teachers.resources import least_embedding
 from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetSpec, fit_projection, kept_share, projection_of, write_projection
@@ -298,7 +300,11 @@ def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[E
     use_available_cpus()
     require_lasting(recipe.storage, ["cache"])
     check_storage(recipe.storage, ["cache"])
-    with gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None):
+    requests = [least_embedding(recipe.teachers, recipe.gpu_mode)]
+    with (
+        gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None),
+        waited_for_nodes(backend.cluster, recipe, requests, reporter),
+    ):
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
         report_embedding_gpus(recipe, backend.cluster, reporter)
         corpus = read_corpus(recipe, reporter)

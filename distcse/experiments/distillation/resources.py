@@ -22,7 +22,8 @@ from distcse.placement.resources import (
     refuse_impossible,
 )
 from distcse.recipe import Recipe
-from distcse.teachers.resources import SERVERS, server_demands, server_roles, starts_servers
+from distcse.recipe.resources import least_gpus
+from distcse.teachers.resources import SERVERS, least_embedding, server_demands, server_roles, starts_servers
 
 EVALUATOR_ALTERNATIVE = "evaluation.async_eval=null scores in the workers"
 """Fix of problems with the dev-score evaluator."""
@@ -55,6 +56,22 @@ class RunResources:
         labels = recipe.training.node_labels
         training = ResourceRequest(f"{key}={workers}", workers, self.per_worker, labels, key, smaller)
         return [training, *_other_requests(recipe, self.server_gpus, self.evaluator)]
+
+
+def least_requests(recipe: Recipe) -> list[ResourceRequest]:
+    """List what a run needs on any cluster, to wait for its nodes before anything is planned on them.
+
+    A process takes the CPUs and GPUs that the recipe sets, or one CPU and, if GPUs are required, one GPU.
+    """
+    training, teachers, mode = recipe.training, recipe.teachers, recipe.gpu_mode
+    gpus, server_gpus = (least_gpus(mode, section) for section in (training.gpus_per_worker, teachers.gpus_per_actor))
+    section = recipe.evaluation.async_eval
+    evaluator = evaluator_request(recipe, 0.0 if section is None else least_gpus(mode, section.gpus))
+    per_worker = {"CPU": training.cpus_per_worker or 1.0, **({"GPU": gpus} if gpus else {})}
+    requests = RunResources(per_worker, server_gpus, evaluator, GpuPlan([], [], [])).requests(recipe, training.workers)
+    if teachers.node_labels and teachers.node_labels != training.node_labels:
+        requests.append(least_embedding(teachers, mode))
+    return requests
 
 
 def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:

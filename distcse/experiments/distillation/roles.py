@@ -92,7 +92,7 @@ def _roles_on_cluster(recipe: Recipe, cluster: Cluster, trial: TrialGpus | None)
         if recipe.evaluation.async_eval is not None:
             evaluators = speeds.of(labels, gpus.of(EVALUATOR))
     else:
-        student, server_gpus = speeds.of(None, trial.worker), trial.server
+        student, server_gpus = speeds.of(labels, trial.worker), trial.server
     teachers = _teacher_devices(recipe, speeds, nodes, server_gpus)
     return _roles(recipe, student, teachers, [*(evaluators or student), *usable_devices(options, speeds, nodes)])
 

@@ -39,7 +39,11 @@ class DistillationTrials(Trials):
     def request(self) -> TrialRequest:
         training = self._recipe.training
         return TrialRequest(
-            training.workers, training.cpus_per_worker, training.gpus_per_worker, teachers=self._recipe.teachers
+            training.workers,
+            training.cpus_per_worker,
+            training.gpus_per_worker,
+            training.node_labels,
+            self._recipe.teachers,
         )
 
     @property

@@ -24,13 +24,14 @@ from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.preflight import check_groups
+from distcse.experiments.mutual.resources import least_requests
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
 from distcse.experiments.mutual.start_scores import score_starts
 from distcse.experiments.mutual.tokens import prepare_tokens
 from distcse.experiments.mutual.trials import MutualTrials
-from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
 from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, resolve_model
@@ -56,7 +57,10 @@ class MutualDistillation(Experiment[MutualRecipe]):
         reporter: Reporter,
         plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
-        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
+        with (
+            gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None),
+            waited_for_nodes(backend.cluster, self.recipe, least_requests(self.recipe, self.recipe.groups), reporter),
+        ):
             report_warnings(self.settings_warnings(), reporter)
             check_groups(self.recipe, backend, reporter, plans_of_trials)
 
@@ -87,6 +91,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
             _check_models(self.recipe, groups, backend, reporter)
             is_new = directory is None  # a resumed run keeps what it began with
             directory, lease, reporter = joined.enter_context(open_run(self, backend, reporter, directory))
+            requests = least_requests(self.recipe, groups)
+            joined.enter_context(waited_for_nodes(backend.cluster, self.recipe, requests, reporter))
             ending, stop_requested = threading.Event(), reporter.stop_requested
             caller, reporter = reporter, replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
             if lease.has_local_changes:

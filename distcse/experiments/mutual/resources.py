@@ -18,6 +18,7 @@ from distcse.placement.resources import (
     refuse_impossible,
 )
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
+from distcse.recipe.resources import least_gpus
 
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
 _ALTERNATIVE = "write ray: false to run them one after the other"
@@ -38,6 +39,25 @@ class GroupResources:
     def gpus_of_groups(self) -> Sequence[float]:
         """GPUs of one worker of each group."""
         return [each.get("GPU", 0.0) for each in self.per_worker]
+
+
+def least_requests(recipe: MutualRecipe, groups: Sequence[GroupSection]) -> list[ResourceRequest]:
+    """List what groups that run at the same time need on any cluster, to wait for its nodes before planning on them.
+
+    Args:
+        recipe: The recipe.
+        groups: Its groups that are not dropped. Groups that share workers need those of one group, or the number that is set.
+    """
+    shared = recipe.mutual.shared_workers
+    requests = []
+    for group in groups if shared is None else groups[:1]:
+        number = group.workers if shared is None else shared if isinstance(shared, int) else 1
+        gpus = least_gpus(recipe.gpu_mode, group.gpus_per_worker)
+        each = {"CPU": group.cpus_per_worker or 1.0, **({"GPU": gpus} if gpus else {})}
+        key = "groups.N.workers" if shared is None else "mutual.shared_workers"
+        description = f"{key.replace('N', str(recipe.groups.index(group)))}={number}"
+        requests.append(ResourceRequest(description, number, each, group.node_labels, key, _SMALLER, _ALTERNATIVE))
+    return requests
 
 
 def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Sequence[Node]) -> GroupResources:
