@@ -59,10 +59,10 @@ class RaySweepBackend:
         folder: Path,
         resources: TrialResources,
         reporter: Reporter,
-    ) -> None:
+    ) -> Any:
         from distcse.ray_backend.tune import search
 
-        search(context, space, sweep, folder, resources, reporter)
+        return search(context, space, sweep, folder, resources, reporter)
 
     def train_all(
         self,

@@ -23,7 +23,7 @@ from ray.tune.search import BasicVariantGenerator
 
 from distcse.events import Reporter, TrialUpdate
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
-from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, set_callbacks
+from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.recipe import Sweep
 from distcse.storage import open_store, to_uri
 from distcse.trainer import allocator
@@ -40,13 +40,13 @@ _END = 101
 
 def search(
     context: TrialContext, space: Space, sweep: Sweep, folder: Path, resources: TrialResources, reporter: Reporter
-) -> None:
+) -> tune.ResultGrid:
     """See `SweepBackend.search`."""
     if sweep.schedule.kind == "pbt":
         config = _config(
             context, sweep, resources, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
         )
-        _fit(
+        return _fit(
             replace(context, exchanges_checkpoints=True),
             space.values,
             _domains(space),
@@ -56,14 +56,13 @@ def search(
             resources,
             reporter,
         )
-    elif sweep.search.algorithm == "tpe":
+    if sweep.search.algorithm == "tpe":
         config = _config(context, sweep, resources, sweep.search.trials, tpe(space, sweep))
-        _fit(context, space.values, {}, config, sweep, folder, resources, reporter)
-    else:
-        drawn = sweep.search.algorithm == "random"
-        points = space.draw(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
-        config = _config(context, sweep, resources, 1, None)
-        _fit(context, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, resources, reporter)
+        return _fit(context, space.values, {}, config, sweep, folder, resources, reporter)
+    drawn = sweep.search.algorithm == "random"
+    points = space.draw(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
+    config = _config(context, sweep, resources, 1, None)
+    return _fit(context, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, resources, reporter)
 
 
 def train_all(
@@ -91,8 +90,8 @@ def _fit(
     folder: Path,
     resources: TrialResources,
     reporter: Reporter,
-) -> None:
-    os.environ.update(TUNE)
+) -> tune.ResultGrid:
+    os.environ.update(TUNE | pending_trials(resources.concurrent if resources.can_wait else 1))
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
 
     def trial(sample: dict[str, Any]) -> None:
@@ -107,7 +106,7 @@ def _fit(
         finally:
             allocator.release_memory()
 
-    trainable = tune.with_resources(trial, resources.reserved)
+    trainable = tune.with_resources(trial, _placement(resources))
     listener = TrialListener(context, reporter)
     if _can_restore(folder):
         tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
@@ -127,10 +126,18 @@ def _fit(
                 verbose=0,
             ),
         )
-    tuner.fit()
+    results = tuner.fit()
     for record in read_trials(context.trials.path):
         if not record.ended:  # still running after `search.hours`, or missing from a damaged state of Ray Tune
             listener.note_end(record.name, "stopped")
+    return results
+
+
+def _placement(resources: TrialResources) -> Any:
+    """Return what a trial's process reserves, in the form in which Ray Tune takes it with the labels of its node."""
+    if resources.node_labels is None or not resources.in_own_process:
+        return resources.reserved
+    return tune.PlacementGroupFactory([resources.reserved], bundle_label_selector=[dict(resources.node_labels)])
 
 
 def _can_restore(folder: Path) -> bool:

@@ -67,7 +67,7 @@ class SweepBackend(Protocol):
         folder: Path,
         resources: TrialResources,
         reporter: Reporter,
-    ) -> None:
+    ) -> Any:
         """Run a search, or continue the one whose state is in `folder`. The results are in the trials' records.
 
         Args:
@@ -77,6 +77,9 @@ class SweepBackend(Protocol):
             folder: Folder of the search's state.
             resources: Resources of a trial, and how many trials run at once.
             reporter: Receives updates of trials; can request a stop.
+
+        Returns:
+            What the backend's search library returns: Ray Tune's `ResultGrid`.
 
         Raises:
             StoppedError: `reporter` requested a stop.

@@ -23,7 +23,7 @@ from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.registry import experiment_of
-from distcse.experiments.run_scope import joined_for_devices
+from distcse.experiments.run_scope import joined_for_devices, waited_for_nodes
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import TrialGpus, Trials
@@ -47,7 +47,7 @@ from distcse.tuning.final_evaluation import measure
 from distcse.tuning.records import Trial, find_best_trial, read_trials
 from distcse.tuning.space import Space
 from distcse.tuning.trial import TrialContext
-from distcse.tuning.trial_resources import TrialResources, plans_of_trials, trial_resources
+from distcse.tuning.trial_resources import TrialResources, least_requests, plans_of_trials, trial_resources
 from distcse.tuning.trial_table import write_tables
 from distcse.tuning.trial_tracking import track_trials
 
@@ -71,6 +71,8 @@ class SweepResult:
     """The final runs' models on the test sets, without those that a stop left out; None if nothing was measured."""
     interrupted: bool
     """Whether the sweep was stopped before its end."""
+    result_grid: Any = None
+    """Ray Tune's `ResultGrid` of the search, for code that knows Ray Tune; None if the search was stopped."""
 
     @property
     def best_recipe(self) -> Path:
@@ -187,9 +189,10 @@ def _run(
     reporter: Reporter,
 ) -> SweepResult:
     reporter.emit(LogMessage(f"sweep directory {to_uri(directory)}"))
-    interrupted = False
+    interrupted, result_grid = False, None
     report_warnings(experiment_of(recipe).settings_warnings(), reporter)  # once, not in every trial
-    with backend.cluster.joined():
+    least = least_requests(recipe)
+    with backend.cluster.joined(), waited_for_nodes(backend.cluster, recipe, least, reporter):
         require_trial_loggers(sweep.loggers)  # fail before the teachers embed the corpus
         nodes = backend.cluster.nodes()
         resources = trial_resources(recipe, sweep, nodes)
@@ -202,7 +205,9 @@ def _run(
                 trained = shared.recipe(resources.cpus, resources.gpus)
                 context = TrialContext(trained, open_store(directory / _TRIALS), trial_backend)
                 with track_trials(sweep, context, reporter) as tracked:
-                    backend.search(context, space, sweep, directory / _RAY_TUNE / "search", resources, tracked)
+                    result_grid = backend.search(
+                        context, space, sweep, directory / _RAY_TUNE / "search", resources, tracked
+                    )
                 best_trial = _write_best_recipe(recipe, directory)
                 if best_trial is not None and sweep.final_runs.seeds:
                     context = TrialContext(
@@ -220,9 +225,8 @@ def _run(
     if best_trial is not None and not interrupted:
         final = measure(shared, final_results, folder, recipe.gpu_mode, backend.run_backend, reporter)
         final.write(directory / "evaluation.json", open_store(folder))
-    return SweepResult(
-        recipe, sweep, directory, trials, best_trial, final_results, final.evaluation, interrupted=final.stopped
-    )
+    evaluation, is_stopped = final.evaluation, final.stopped
+    return SweepResult(recipe, sweep, directory, trials, best_trial, final_results, evaluation, is_stopped, result_grid)
 
 
 def _with_precisions(
@@ -236,10 +240,14 @@ def _with_precisions(
 
 
 def _require_shared(recipe: BaseRecipe, trials: Trials, cluster: Cluster, directory: Path) -> None:
-    """Check that every node sees the sweep's folders, since a trial may run on any node."""
+    """Check that every node that can run a trial, or its teachers, sees the sweep's folders."""
     paths = trials.paths
     check_storage(recipe.storage, [key.removeprefix("storage.") for key in paths.written])
-    cluster.require_shared({"storage.runs": directory, **paths.written}, paths.read, [None])
+    request = trials.request
+    # The process that starts a trial's workers reserves next to nothing, and runs on any node.
+    labels = [request.node_labels if request.workers <= 1 else None]
+    labels += [] if request.teachers is None else [request.teachers.node_labels]
+    cluster.require_shared({"storage.runs": directory, **paths.written}, paths.read, labels)
 
 
 @contextmanager

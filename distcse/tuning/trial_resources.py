@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distcse.errors import ClusterTooSmallError
@@ -12,13 +12,16 @@ from distcse.placement.gpu_plan import GpuPlan, plan_gpus
 from distcse.placement.gpu_shares import GpuRole
 from distcse.placement.resources import (
     Node,
+    ResourceRequest,
     Resources,
     count_fitting,
     even_share,
     format_nodes,
     format_resources,
+    nodes_with,
 )
 from distcse.recipe import BaseRecipe, GpuMode, Sweep
+from distcse.recipe.resources import least_gpus
 from distcse.teachers.resources import SERVERS, plan_embedding, server_demands, server_roles
 
 _TRIALS = "trials"
@@ -39,6 +42,10 @@ class TrialResources:
     """GPUs, or a fraction of one, of one training worker."""
     workers: int
     """Training workers of one trial; with 0 or 1, the trial trains in its own process."""
+    node_labels: Mapping[str, str] | None = None
+    """Labels of the nodes of a trial's workers."""
+    can_wait: bool = False
+    """Whether trials may wait for nodes that an autoscaler starts."""
     leaves_threads: bool = False
     """Whether a stopped trial's threads may train on for a while."""
     server_gpus: float = 0.0
@@ -61,15 +68,27 @@ class TrialResources:
 
     @property
     def reserved(self) -> dict[str, float]:
-        """What a trial's process reserves: almost nothing if a trainer reserves for its workers."""
+        """What a trial's process reserves, on a node with `node_labels`: almost nothing if a trainer reserves for its workers."""
         return {"CPU": self.cpus, "GPU": self.gpus} if self.in_own_process else {"CPU": _TRAINER_CPUS}
+
+
+def least_requests(recipe: BaseRecipe) -> list[ResourceRequest]:
+    """List what one trial and the teachers' servers need on any cluster, to wait for its nodes before planning on them."""
+    request, mode = experiment_of(recipe).trials.request, recipe.gpu_mode
+    gpus, number, key = least_gpus(mode, request.gpus_per_worker), max(1, request.workers), "training.workers"
+    each = {"CPU": request.cpus_per_worker or 1.0, "GPU": gpus}
+    smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
+    trial = ResourceRequest(f"a trial with {key}={request.workers}", number, each, request.node_labels, key, smaller)
+    teachers = request.teachers
+    return [trial, *([] if teachers is None else server_demands(teachers, least_gpus(mode, teachers.gpus_per_actor)))]
 
 
 def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> TrialResources:
     """Return how many trials fit into the cluster's CPUs and GPUs, and an even share of the CPUs for each.
 
     `training.cpus_per_worker` and `gpus_per_worker` may be fractions: with 0.5, two trials share a core or GPU. A mutual
-    distillation trains its groups one after the other in the trial's process. No worker spans two nodes.
+    distillation trains its groups one after the other in the trial's process. No worker spans two nodes. With
+    `resources.wait_s`, more than `search.concurrent` need not fit yet: one trial is enough, and the others wait for nodes.
 
     Args:
         recipe: The sweep's recipe.
@@ -79,12 +98,15 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
     Raises:
         ClusterTooSmallError: `search.concurrent` trials, or the GPUs of trials and servers, do not fit.
         GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
+        NodeLabelError: No node has the labels of `training.node_labels`.
     """
     request = experiment_of(recipe).trials.request
     plan = _plan_training(request, sweep, nodes, recipe.gpu_mode)
     plan.require_room()
     gpu, server_gpus = plan.of(_TRIALS), plan.of(SERVERS)
+    nodes_with(nodes, request.node_labels, "training.node_labels")
     left = _without_servers(request, server_gpus, [node.resources for node in nodes])
+    left = [free for node, free in zip(nodes, left, strict=True) if node.has(request.node_labels)]
     workers, cpu = request.workers, request.cpus_per_worker
     each, trainer_cpus = max(1, workers), _TRAINER_CPUS if workers > 1 else 0.0
     left = [node for node in left if count_fitting([node], {"GPU": gpu})]
@@ -94,13 +116,15 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
     left = _without(left, concurrent, {"CPU": trainer_cpus})
     cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], total_workers))))
     one = {"CPU": cpu, "GPU": gpu}
-    if count_fitting(left, one) < total_workers:
+    can_wait = recipe.resources.wait_s > 0
+    if count_fitting(left, one) < (each if can_wait else total_workers):
         raise ClusterTooSmallError(
             f"{concurrent} concurrent trials need {total_workers} training workers of {format_resources(one)} each, none of them "
             f"across nodes, but the free resources ({format_nodes(left)}) fit {count_fitting(left, one)}; lower "
             "search.concurrent, training.workers, training.cpus_per_worker or training.gpus_per_worker"
         )
-    return TrialResources(concurrent, cpu, gpu, workers, request.leaves_threads, server_gpus)
+    labels, threads = request.node_labels, request.leaves_threads
+    return TrialResources(concurrent, cpu, gpu, workers, labels, can_wait, threads, server_gpus)
 
 
 def plans_of_trials(
@@ -124,7 +148,7 @@ def _plan_training(request: TrialRequest, sweep: Sweep, nodes: Sequence[Node], m
     trials = GpuRole(
         _TRIALS,
         max(1, request.workers) * (sweep.search.concurrent or 1),
-        None,
+        request.node_labels,
         request.gpus_per_worker,
         "search.concurrent" if request.workers <= 1 else "training.workers",
         "training.gpus_per_worker",

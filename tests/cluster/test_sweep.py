@@ -193,6 +193,7 @@ def test_a_sweep_of_a_mutual_distillation(
     )
     result = run_new_sweep(recipe, sweep)
     assert [trial.status for trial in result.trials] == ["finished"] * 2
+    assert {entry.metrics["best"] for entry in result.result_grid} == {trial.best.score for trial in result.trials}
     assert {(len(t.metrics), t.values["mutual.cycles"]) for t in result.trials} == {(1, 1), (2, 2)}
     assert all(trial.metrics[-1].progress == 100 for trial in result.trials)
 

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.tune import PlacementGroupFactory
 
-from distcse.errors import ClusterTooSmallError, GpuRequiredError
+from distcse.errors import ClusterTooSmallError, GpuRequiredError, NodeLabelError
 from distcse.events import Event, Reporter
 from distcse.experiments.distillation.gpus import report_gpus
 from distcse.experiments.distillation.preparation import prepare_tables, read_corpus, require_embedding_gpus
+from distcse.experiments.distillation.resources import least_requests as run_requests
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.resources import Node, Resources
+from distcse.ray_backend.tune import _placement
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.teachers.resources import EMBEDDING, plan_embedding
-from distcse.tuning.trial_resources import TrialResources, trial_resources
+from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 
@@ -79,6 +82,45 @@ def test_trials_leave_labelled_servers_their_gpus(recipe_with: MakeRecipe) -> No
     nodes = [Node("teachers", {"CPU": 8.0, "GPU": 2.0}, {"role": "teachers"}), Node("", {"CPU": 8.0, "GPU": 2.0}, {})]
     resources = trial_resources(recipe, sweep(), nodes)
     assert (resources.concurrent, resources.gpus, resources.server_gpus) == (1, 1.0, 0.5)
+
+
+def test_trials_run_on_labelled_nodes_only(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.workers=1", "training.node_labels={role: students}")
+    nodes = [Node("a", {"CPU": 2.0}, {"role": "students"}), Node("b", {"CPU": 8.0}, {})]
+    resources = trial_resources(recipe, sweep(), nodes)
+    assert resources.concurrent == 2
+    placement = _placement(resources)
+    assert placement.bundles == [{"CPU": 1.0}]
+    assert placement == PlacementGroupFactory([{"CPU": 1.0}], bundle_label_selector=[{"role": "students"}])
+    with fails_with(NodeLabelError, "role=students of training.node_labels"):
+        trial_resources(recipe, sweep(), nodes[1:])
+
+
+def test_trials_wait_for_nodes_that_an_autoscaler_starts(recipe_with: MakeRecipe) -> None:
+    one_each = ("training.workers=1", "training.cpus_per_worker=2")
+    nodes = nodes_of([{"CPU": 2.0}])
+    with fails_with(ClusterTooSmallError, "4 concurrent trials"):
+        trial_resources(recipe_with(*one_each), sweep(concurrent=4), nodes)
+    growing = recipe_with(*one_each, "resources.wait_s=60")
+    resources = trial_resources(growing, sweep(concurrent=4), nodes)
+    assert resources.concurrent == 4 and resources.can_wait
+    with fails_with(ClusterTooSmallError, "4 concurrent trials"):
+        trial_resources(growing, sweep(concurrent=4), nodes_of([{"CPU": 1.0}]))
+    (trial,) = least_requests(growing)
+    assert (trial.number, trial.each) == (1, {"CPU": 2.0, "GPU": 0.0})
+
+
+def test_a_run_waits_for_what_its_recipe_sets(recipe_with: MakeRecipe) -> None:
+    """Nodes that are not there have no CPUs and GPUs to share out."""
+    labels = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}")
+    recipe = recipe_with("training.workers=4", "resources.gpu=required", *labels)
+    workers, embedding = run_requests(recipe)
+    assert (workers.number, workers.each, workers.labels) == (4, {"CPU": 1.0, "GPU": 1.0}, {"role": "students"})
+    assert (embedding.number, embedding.each, embedding.labels) == (1, {"CPU": 1.0, "GPU": 1.0}, {"role": "teachers"})
+    set_cpus = ("training.workers=2", "training.cpus_per_worker=8", "evaluation.async_eval={}", "teachers.mode=live")
+    requests = run_requests(recipe_with(*set_cpus))
+    assert requests[0].each == {"CPU": 8.0}
+    assert {request.description for request in requests[1:]} == {"2 live teacher servers", "evaluation.async_eval"}
 
 
 def test_a_trial_across_nodes_is_refused(recipe_with: MakeRecipe) -> None:
