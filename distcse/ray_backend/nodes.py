@@ -44,7 +44,8 @@ def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
     test_task = ray.remote(num_cpus=0, max_retries=0)(_do_nothing)
     nodes = [node for node in alive() if node.has(labels)]
     answers = [test_task.options(scheduling_strategy=On(node.id, soft=False)).remote() for node in nodes]
-    ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)
+    if answers:  # Ray may drain all nodes with the labels
+        ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)
     return [node.resources for node, answer in zip(nodes, answers, strict=True) if _has_succeeded(answer)]
 
 

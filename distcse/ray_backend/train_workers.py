@@ -177,16 +177,13 @@ def _run_trainer(
                 # The other workers wait for the failed one in a collective operation.
                 channel.kill_workers()
                 raise failure
-            if is_pausing:
-                time.sleep(0.2)
-                continue
-            if channel.has_started and (change := changes.find(channel.hosts)) is not None:
+            if channel.has_started and not is_pausing and (change := changes.find(channel.hosts)) is not None:
                 text = f"{change}: the run writes a checkpoint and continues from it on the nodes that stay"
                 reporter.emit(LogMessage(text, warning=True))
                 channel.pause()
                 is_pausing = True
-                continue
-            watchdog.check()
+            if not (is_pausing and is_elastic):  # an elastic run does not wait for what it loses
+                watchdog.check()
             if not channel.has_started:
                 needed = f"{workers} workers of {format_resources(per_worker)} each"
                 wait_warning.check(
