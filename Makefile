@@ -22,9 +22,12 @@ ON_OLDER_CPU := $(addprefix tests/unit/test_,mkldnn_linear.py precision.py teach
 
 # The oldest Ray that pyproject.toml admits, in a folder that Python reads before the environment's own packages.
 OLDEST_RAY := $(shell sed -n 's/.*"ray\[.*>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
+# Of its tests, `make test-slow` runs those that `make test-oldest-ray` leaves: the latter has a sweep whose trial has two workers.
 ON_OLDEST_RAY := tests/unit/test_ray_versions.py $(addprefix tests/cluster/,test_on_ray.py test_mutual_on_ray.py test_sweep.py)
+WITH_OLDEST_RAY = PYTHONPATH=$(CURDIR)/build/ray-$(OLDEST_RAY) $(BIN)/python -m pytest
+FIRST_ON_OLDEST_RAY := tests/unit/test_ray_versions.py tests/cluster/test_sweep.py::test_tpe_with_a_trainer_of_two_workers_in_its_trial
 
-.PHONY: help quickstart test test-faults test-oldest-ray unit lint prose types bench lock release-notes clean
+.PHONY: help quickstart test test-faults test-oldest-ray test-slow unit lint prose types bench lock release-notes clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -43,14 +46,18 @@ quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student fro
 	$(BIN)/python -m distcse.train quickstart $(ARGS)
 
 test: $(VENV)/.dev ## set up, then run the unit tests, the oracle tests, and small runs on a local Ray cluster
-	$(PYTEST) tests/cluster $(UNIT) -m "cluster or not slow"
+	$(PYTEST) tests/cluster $(UNIT) -m "not slow"
 
-test-faults: $(VENV)/.dev ## set up, then run all other tests: lost processes and nodes, load, failing storage, hostile files, slow unit tests
-	$(PYTEST) tests/faults $(UNIT) -m "faults or slow"
-	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU) -m "not slow"
+test-faults: $(VENV)/.dev ## set up, then disturb runs: killed processes, lost nodes, load, failing storage, hostile files
+	$(PYTEST) tests/faults -m "not slow"
 
-test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run a few of the cluster tests with the oldest supported version of Ray
-	PYTHONPATH=$(CURDIR)/build/ray-$(OLDEST_RAY) $(BIN)/python -m pytest $(ON_OLDEST_RAY) -m "oldest_ray or not cluster"
+test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run a sweep with the oldest supported version of Ray
+	$(WITH_OLDEST_RAY) $(FIRST_ON_OLDEST_RAY)
+
+test-slow: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run all other tests, for a night or a release; also as on an older CPU
+	$(PYTEST) tests/cluster tests/faults $(UNIT) -m slow
+	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU)
+	$(WITH_OLDEST_RAY) $(ON_OLDEST_RAY) -m "oldest_ray or not cluster" $(addprefix --deselect ,$(FIRST_ON_OLDEST_RAY))
 
 build/ray-%/.installed: $(VENV)/.dev
 	rm -rf $(@D)

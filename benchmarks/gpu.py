@@ -113,7 +113,7 @@ EVAL_STEPS, DEV_SENTENCES = 125, 3000
 VOCABULARY = 30_522
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PASS_TOKENS = (16_384, 262_144)
-"""Tokens of a frozen model's forward pass that are tried beside the default."""
+"""Tokens of a frozen model's forward pass that are tried as well as the default."""
 KERNELS = 16
 """Kernels that a profile names, those that take the longest."""
 BUDGET = 7.5 * 60.0

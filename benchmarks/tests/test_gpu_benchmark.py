@@ -27,6 +27,7 @@ import benchmarks.gpu
 """
 
 
+@pytest.mark.slow
 def test_it_imports_neither_ray_nor_deepspeed_datasets_or_pyarrow() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,6 @@ def assert_silent_libraries(output: str) -> None:
     assert not [line for line in output.splitlines() if noise.search(line)]
 
 
-@pytest.mark.slow
 def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Path) -> None:
     command = [*TRAIN, str(recipe_file), "training.workers=1", "training.engine=deepspeed", "training.zero_stage=3"]
     command.append("training.log_every=1")
@@ -116,7 +115,6 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
     assert score["measure"] == "agreement" and score["values"]["student"] > 0
 
 
-@pytest.mark.slow
 def test_a_local_cluster_is_reached_from_this_machine_only() -> None:
     script = """
 import psutil

@@ -14,7 +14,7 @@ from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 MakeRecipe = Callable[..., MutualRecipe]

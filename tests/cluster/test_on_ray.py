@@ -67,7 +67,6 @@ def test_a_run_moved_from_two_deepspeed_workers_to_one_equals_a_local_run(recipe
     assert saved.encode(["A cat."]).shape == (1, 32)
 
 
-@pytest.mark.slow
 def test_live_teachers_equal_tables(recipe_with: MakeRecipe) -> None:
     live = run(recipe_with("training.workers=1", "teachers.mode=live", "training.max_steps=6"), Reporter())
     table = run(recipe_with("training.workers=0", "training.max_steps=6"), Reporter())
@@ -75,7 +74,6 @@ def test_live_teachers_equal_tables(recipe_with: MakeRecipe) -> None:
     assert all(a == pytest.approx(b, abs=0.5) for (_, a), (_, b) in pairs)
 
 
-@pytest.mark.slow
 @pytest.mark.oldest_ray
 def test_every_kind_of_teacher_and_detection_on_two_workers(
     recipe_with: MakeRecipe, tiny: Callable[..., Path], tmp_path: Path
@@ -106,6 +104,7 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
     assert_same_learning(local_weights, ray_weights, excluded=("LayerNorm.bias", "running_mean"))
 
 
+@pytest.mark.slow
 def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
     """Selected layers, neighbor batching, a queue, joined regression targets and disagreement weights, together.
 

@@ -28,7 +28,7 @@ from tests.pairs import make_mutual_recipe
 from tests.sweeps import LR, ON_RAY, TAU2, make_sweep, run_new_sweep
 from tests.tensorboard import scalars
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture
@@ -115,6 +115,7 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(recipe: Recipe, tmp_
     assert second.trials[1].metrics == second.trials[0].metrics
 
 
+@pytest.mark.slow
 @pytest.mark.oldest_ray
 def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path: Path, labelled: Path) -> None:
     embed_tables(recipe)
@@ -129,6 +130,7 @@ def test_tpe_with_a_trainer_of_two_workers_in_its_trial(recipe: Recipe, tmp_path
     assert sum(weights) == pytest.approx(1) and 0.02 <= trial.values[TAU2] <= 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.oldest_ray
 def test_pbt_trials_continue_from_better_ones(recipe: Recipe, tmp_path: Path) -> None:
     embed_tables(recipe)
@@ -181,6 +183,7 @@ def test_a_trial_without_a_gpu_sees_none(
     assert seen.read_text() == "''"
 
 
+@pytest.mark.slow
 def test_a_sweep_of_a_mutual_distillation(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
 ) -> None:

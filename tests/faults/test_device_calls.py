@@ -36,7 +36,7 @@ from tests.jobs import make_recipe
 from tests.kills import CpuHolder, Nodes
 from tests.weights import assert_equal_weights, weights_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 OPTIONS = DeviceOptions(heartbeat_timeout_s=3)
 
@@ -183,6 +183,7 @@ def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_c
     assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
 
 
+@pytest.mark.slow
 def test_functions_and_embedding_end_although_another_job_holds_a_cpu_of_each_node(
     nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
@@ -198,6 +199,7 @@ def test_functions_and_embedding_end_although_another_job_holds_a_cpu_of_each_no
     assert found["tables"] == 1 and any("embedded, 0 reused" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(nodes: Nodes, tmp_path: Path) -> None:
     try:
         found = drive(nodes, "lose_a_node", tmp_path)
@@ -215,6 +217,7 @@ def train_from_the_head(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_a_driver_without_room_loads_no_model_and_its_run_equals_a_local_one(
     nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
 ) -> None:

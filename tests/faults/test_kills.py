@@ -33,7 +33,7 @@ from tests.jobs import embed_tables, make_recipe, make_two_worker_recipe
 from tests.kills import CpuHolder, kill_actor, processes_of
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -118,6 +118,7 @@ def test_shards_of_an_actor_without_room_go_to_another_one(
     assert "1 CPU free" in warning and "1 x CpuHolder of job" in warning and "(4 CPUs each)" in warning
 
 
+@pytest.mark.slow
 def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(recipe: Recipe) -> None:
     """Killed before and after the stop request: the first run ends with a checkpoint, and resumes to the same weights."""
     overrides = (
@@ -156,7 +157,11 @@ def _values(*overrides: str) -> dict[str, Any]:
     ("kind", "named"),
     [
         ("EventActor", ("event channel", "The actor is dead because it was killed by `ray.kill`")),
-        ("TrainController", ("Ray Train controller", "The actor is dead because its worker process has died")),
+        pytest.param(
+            "TrainController",
+            ("Ray Train controller", "The actor is dead because its worker process has died"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_loss_of_a_necessary_actor_ends_the_run_with_one_line(

@@ -28,7 +28,7 @@ from tests.failures import fails_with
 from tests.kills import CpuHolder, kill_actor
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = pytest.mark.cluster
 MakeRecipe = Callable[..., MutualRecipe]
 LONG = ("cross.epochs=20", "bi.epochs=20", "evaluation.eval_steps=20", "mutual.cycles=1")
 SHORT = ("cross.epochs=4", "bi.epochs=4")
@@ -98,6 +98,7 @@ def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_un
         assert bert.begin < roberta.end and roberta.begin < bert.end  # they overlap
 
 
+@pytest.mark.slow
 def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders train; the last one finishes the run."""
     uninterrupted = run_mutual(recipe_with(), Reporter())
@@ -151,7 +152,13 @@ def _wait_for_steps(run: Path, phase: str) -> None:
     raise AssertionError(f"no step of {phase}")
 
 
-@pytest.mark.parametrize("other", ["waits for resources", "has a hanging scorer", "prepares without an end"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        "waits for resources",
+        *(pytest.param(hangs, marks=pytest.mark.slow) for hangs in ("has a hanging scorer", "prepares without an end")),
+    ],
+)
 def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
     recipe_with: MakeRecipe, cluster: None, other: str
 ) -> None:
@@ -186,6 +193,7 @@ def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
     assert stopped.interrupted and not stopped.best and not lost
 
 
+@pytest.mark.slow
 def test_a_group_that_fails_too_often_ends_the_run_or_is_dropped(recipe_with: MakeRecipe, cluster: None) -> None:
     def kill(event: Event) -> None:
         if isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
@@ -220,6 +228,7 @@ class OutOfMemoryOnce(GroupContext):
         return super().section(kind)
 
 
+@pytest.mark.slow
 def test_two_workers_of_a_group_equal_one_even_if_one_is_killed(
     recipe_with: MakeRecipe, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

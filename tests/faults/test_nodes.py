@@ -113,7 +113,6 @@ def test_each_role_uses_a_precision_that_all_of_its_nodes_are_fast_at(three: lis
         assert "fp32: student, teacher 0, teacher 1, evaluation (" in line
 
 
-@pytest.mark.slow
 def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     recipe_file: Path, three: list[Machine]
 ) -> None:
@@ -193,7 +192,6 @@ def test_missing_folders_are_created_before_nodes_check_them(
         assert any(cache.glob("tables/*/shard-*.npy")) and runs.is_dir() == (command == "tune")
 
 
-@pytest.mark.slow
 def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(
     recipe_file: Path, three: list[Machine]
 ) -> None:

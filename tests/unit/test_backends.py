@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from distcse.experiments.local_backend import LocalBackend
 from distcse.ray_backend.backend import RayBackend, choose_backend
 from distcse.recipe import Recipe
@@ -30,6 +32,7 @@ def test_choosing_a_backend_does_not_import_ray() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+@pytest.mark.slow
 def test_what_the_trainers_controller_imports_is_light() -> None:
     """Ray Train's controller imports this module before it requests workers. Ray itself imports PyTorch there."""
     script = """

@@ -25,6 +25,7 @@ MakeRecipe = Callable[..., Recipe]
 Forward = Callable[..., Any]
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_weights_and_are_not_used_by_evaluations(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def test_a_package_that_is_not_installed_is_an_error(name: str) -> None:
         packages_fingerprint([name])
 
 
+@pytest.mark.slow
 def test_versions_are_in_the_fingerprint(write: WriteFile, monkeypatch: pytest.MonkeyPatch) -> None:
     assert packages_fingerprint(["numpy", "sklearn"]) == [
         f"numpy=={version('numpy')}",

@@ -243,7 +243,14 @@ def diffcse(
     )
 
 
-@pytest.mark.parametrize("operation", ["replacement", "insertion", "deletion"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "replacement",
+        pytest.param("insertion", marks=pytest.mark.slow),
+        pytest.param("deletion", marks=pytest.mark.slow),
+    ],
+)
 def test_diffcse_trains_and_leaves_the_encoder_alone(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], operation: str
 ) -> None:
@@ -286,7 +293,7 @@ def test_two_workers_learn_what_one_does(
     _assert_same_learning(weights)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_every_zero_stage_learns_what_the_plain_engine_does(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], stage: int
 ) -> None:

@@ -93,6 +93,7 @@ def test_matrices_alone_are_halved(tiny: Callable[..., Path]) -> None:
     assert types["LayerNorm"] == types["word_embeddings"] == torch.float32
 
 
+@pytest.mark.slow
 def test_fp16_teachers_keep_the_lists_gradients(minilm: str, data: Path) -> None:
     """Autocast as on a GPU, on real sentences: no TF32 model is more exact, and lists' gradients hardly change."""
     import gzip
@@ -177,6 +178,7 @@ def test_steps_are_recorded_by_default_on_a_gpu(
     assert said == [True, False]
 
 
+@pytest.mark.slow
 def test_a_failed_recording_continues_with_eager_steps(
     recipe_with: MakeRecipe, exact_rates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

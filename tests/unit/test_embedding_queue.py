@@ -126,7 +126,7 @@ def test_the_queue_starts_full_and_anchors_are_refreshed_periodically(recipe_wit
     ]
 
 
-@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "deepspeed"])
 def test_a_run_with_a_queue_resumes_to_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
     overrides = (BOTH, "training.epochs=2", f"training.engine={engine}")
     uninterrupted, spec = train_with_and_without_interruption(recipe_with(*overrides))

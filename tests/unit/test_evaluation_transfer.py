@@ -100,6 +100,7 @@ def make_task(mode: str, rows: int = 240) -> tuple[TransferTask, VectorModel]:
     return task, VectorModel(lambda requested: np.array([vectors[text] for text in requested]))
 
 
+@pytest.mark.slow
 def test_nested_folds_equal_sentevals() -> None:
     task, model = make_task("strict")
     result = task.measure(model)
@@ -119,6 +120,7 @@ def test_nested_folds_equal_sentevals() -> None:
     assert found == pytest.approx(accuracies, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_fast_and_strict_accuracy_are_close() -> None:
     strict, model = make_task("strict", rows=1500)  # with fewer rows, SentEval stops before it converges
     fast, _ = make_task("fast", rows=1500)

@@ -94,6 +94,7 @@ def test_the_graph_has_the_inputs_and_outputs_that_libraries_expect(exported: tu
     assert "onnx/model.onnx" in prepare_upload(folder, folder.parent / "bundle").files
 
 
+@pytest.mark.slow
 def test_linear_layers_after_pooling_are_exported_and_copied(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """Token vectors are not an output, because pooling them outside of the graph would skip the linear layers."""
     import onnx
@@ -108,7 +109,7 @@ def test_linear_layers_after_pooling_are_exported_and_copied(tiny: Callable[...,
     assert copied == {"2_Dense/model.safetensors"}
 
 
-@pytest.mark.parametrize("fixture", ["exported", "templated"])
+@pytest.mark.parametrize("fixture", ["exported", pytest.param("templated", marks=pytest.mark.slow)])
 def test_the_cards_code_needs_neither_torch_nor_distcse(
     fixture: str, request: pytest.FixtureRequest, tiny: Callable[..., Path]
 ) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -89,6 +89,17 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 
 
+def in_all_modes(kinds: Mapping[str, tuple[str, ...]]) -> list[Any]:
+    """Return each kind, precision and mode; of the modes other than the plain one, all kinds but the first are slow."""
+    first, *_ = kinds
+    return [
+        pytest.param(kind, precision, mode, marks=() if mode == "plain" or kind == first else pytest.mark.slow)
+        for mode in MODES
+        for precision in ("fp32", "bf16")
+        for kind in kinds
+    ]
+
+
 @pytest.fixture(scope="module")
 def recipe_of(
     tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]
@@ -132,9 +143,7 @@ def check_steps(recipe: Recipe) -> None:
     assert np.isfinite(values).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "precision", "mode"), in_all_modes(LOSSES))
 def test_a_step_waits_for_nothing(loss: str, precision: str, mode: str, recipe_of: MakeRecipe) -> None:
     check_steps(recipe_of(*LOSSES[loss], *MODES[mode], f"training.precision={precision}"))
 
@@ -145,9 +154,7 @@ def test_a_step_with_other_settings_waits_for_nothing(setting: str, precision: s
     check_steps(recipe_of(*SINGLE_PASS[setting], f"training.precision={precision}"))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("edit", DETECTION)
+@pytest.mark.parametrize(("edit", "precision", "mode"), in_all_modes(DETECTION))
 def test_a_diffcse_step_waits_for_nothing(edit: str, precision: str, mode: str, recipe_of: MakeRecipe) -> None:
     section = ", ".join(("weight: 0.5", "generator: GENERATOR", *DETECTION[edit]))
     detection = ("objective={rank: null, consistency: null, detection: {" + section + "}}", "teachers.encoders=[]")
@@ -245,7 +252,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return entries
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("formulation", ["bi", "cross"])
 def test_recorded_steps_of_pairs_give_the_same_weights_as_eager_ones(
     formulation: Literal["bi", "cross"],
@@ -278,7 +285,10 @@ def test_recorded_steps_of_pairs_give_the_same_weights_as_eager_ones(
     assert_equal_weights(*weights)
 
 
-@pytest.mark.parametrize("family", RECORDED)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if number < 2 else pytest.mark.slow) for number, family in enumerate(RECORDED)],
+)
 def test_recorded_steps_give_the_same_weights_as_eager_ones(
     family: str,
     recipe_of: MakeRecipe,

@@ -71,10 +71,15 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
     "overrides",
     [
         (),
-        ("student.dropout=0.0", "training.precision=bf16"),
-        ("objective.rank.form=list_mle", "teachers.rank_noise_group=3", "teachers.disagreement_scale=0.5"),
-        ("objective.rank=null", "objective.regression={}", "student.projection=none"),
-        ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
+        *(
+            pytest.param(overrides, marks=pytest.mark.slow)
+            for overrides in (
+                ("student.dropout=0.0", "training.precision=bf16"),
+                ("objective.rank.form=list_mle", "teachers.rank_noise_group=3", "teachers.disagreement_scale=0.5"),
+                ("objective.rank=null", "objective.regression={}", "student.projection=none"),
+                ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
+            )
+        ),
     ],
     ids=lambda overrides: " ".join(overrides) or "RankCSE",
 )

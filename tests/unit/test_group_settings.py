@@ -92,6 +92,7 @@ def test_a_group_trains_with_its_own_settings(both: MakeRecipe) -> None:
         RunDirectory.reopen(run, ["groups.1.bi.lr=1e-3"])
 
 
+@pytest.mark.slow
 def test_settings_equal_to_the_runs_change_nothing(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:

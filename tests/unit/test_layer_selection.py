@@ -93,6 +93,7 @@ def test_invalid_layers_are_refused(recipe_with: MakeRecipe) -> None:
         )
 
 
+@pytest.mark.slow
 def test_only_domains_of_teachers_with_vectors_are_sampled(
     recipe_with: MakeRecipe, tmp_path: Path, sentences: list[str], tiny: Callable[..., Path], tiny_cross: Path
 ) -> None:

@@ -43,7 +43,7 @@ def test_quickstart_installs_its_own_extra_and_passes_arguments_on(tmp_path: Pat
     assert printed.endswith("python -m distcse.train quickstart training.max_steps=3 --quiet\n")
 
 
-@pytest.mark.parametrize("target", ["test", "test-faults", "unit", "lint", "types", "bench"])
+@pytest.mark.parametrize("target", ["test", "test-faults", "test-slow", "unit", "lint", "types", "bench"])
 def test_the_other_targets_install_dev(target: str, tmp_path: Path) -> None:
     printed = commands(target, tmp_path)
     assert "'.[dev]'" in printed and "[quickstart]" not in printed
@@ -76,6 +76,7 @@ def test_help_lists_targets_and_variables() -> None:
         "quickstart",
         "test",
         "test-faults",
+        "test-slow",
         "unit",
         "lint",
         "types",

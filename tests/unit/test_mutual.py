@@ -229,6 +229,7 @@ def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: Make
             np.testing.assert_allclose(ours.score(pairs), theirs.predict(pairs), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_models_of_a_group_can_teach_a_student(
     alone: MakeRecipe, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
@@ -263,6 +264,7 @@ def test_a_stopped_run_resumes_to_the_same_labels(both: MakeRecipe) -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_combines_labels_that_a_killed_driver_did_not(both: MakeRecipe) -> None:
     result = run_mutual(both("mutual.cycles=1"), Reporter())
     run = result.directory.path
@@ -317,6 +319,7 @@ def test_an_unexpected_error_names_its_group_and_phase() -> None:
         SerializedGroup(group, threading.Lock()).prepare(Phase(1))
 
 
+@pytest.mark.slow
 def test_sequential_phases_start_from_the_previous_phases_model(alone: MakeRecipe, tmp_path: Path) -> None:
     overrides = ("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
     start = Encoder.from_section(alone().groups[0])
@@ -338,6 +341,7 @@ def test_sequential_phases_start_from_the_previous_phases_model(alone: MakeRecip
     assert not torch.equal(bi[name], start.backbone.state_dict()[name])
 
 
+@pytest.mark.slow
 def test_a_sequential_runs_first_cross_encoder_starts_from_the_labelling_bi_encoder(
     alone: MakeRecipe, tmp_path: Path, sentences: list[str]
 ) -> None:
@@ -379,6 +383,7 @@ def test_a_failed_group_is_dropped_or_ends_the_run(both: MakeRecipe, tmp_path: P
     )
 
 
+@pytest.mark.slow
 def test_cycles_end_without_improvement(alone: MakeRecipe) -> None:
     result = run_mutual(alone("mutual.cycles=6", "mutual.patience=1", "bi.lr=1e-9", "cross.lr=1e-9"), Reporter())
     store = PhaseStore(result.directory.path)
@@ -457,6 +462,7 @@ def test_packaged_recipes_have_the_hyperparameters_of_table_16(name: str) -> Non
     assert cross.max_length == 64 and {group.max_length for group in recipe.groups} == {32}
 
 
+@pytest.mark.slow
 def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeRecipe, labelled: Path) -> None:
     overrides = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
     pairs = (f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}", "mutual.on_failure=drop")

@@ -96,6 +96,7 @@ def test_a_dropped_group_is_not_waited_for(both: MakeRecipe, tmp_path: Path) -> 
     assert run.label("bert", 1) == 0.4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_trains_on_the_same_labels(both: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group roberta posts its first scores after bert has begun to train."""
     texts: list[str] = []

@@ -85,6 +85,7 @@ def test_a_group_without_memory_continues_from_its_checkpoint_to_the_same_labels
     assert_same_labels(undisturbed.directory.path, disturbed.directory.path, tolerance=1e-4)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_begins_with_the_smaller_passes(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:

@@ -201,7 +201,9 @@ def resumed(first: MutualResult) -> MutualResult:
     return run_mutual(recipe, Reporter(), directory)
 
 
-@pytest.mark.parametrize(("activity", "phase"), [("waiting", 2), ("scoring", 0), ("scoring", 1)])
+@pytest.mark.parametrize(
+    ("activity", "phase"), [("waiting", 2), *(pytest.param("scoring", n, marks=pytest.mark.slow) for n in (0, 1))]
+)
 def test_a_run_stopped_while_a_group_waits_or_scores_resumes_to_the_same_labels(
     both: MakeRecipe, activity: str, phase: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

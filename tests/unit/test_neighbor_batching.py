@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from distcse.data import BatchSampler, Grouping
 from distcse.errors import CorpusTooSmallError, EmbeddingTableError, InvalidValueError, ResumeMismatchError
@@ -107,6 +108,7 @@ def test_a_small_corpus_has_fewer_neighbors(tmp_path: Path) -> None:
     assert sorted(order.tolist()) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_neighbors_has_the_same_weights(recipe_with: MakeRecipe) -> None:
     overrides = ("training.neighbor_batching={per_anchor: 3, min_rank: 2, max_rank: 9}", "training.epochs=2")
     undisturbed, spec = train_with_and_without_interruption(recipe_with(*overrides))

@@ -135,6 +135,7 @@ def test_tables_have_the_tokens_that_the_models_read(
     assert len(cross_tokens(cross, pairs, both_orders=False)) == len(pairs)
 
 
+@pytest.mark.slow
 def test_groups_of_one_tokenizer_share_tables_and_a_second_run_reuses_them(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

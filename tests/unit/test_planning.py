@@ -171,6 +171,7 @@ def test_flops_equal_torchs_flop_counter(kind: str, training: bool, tiny: Callab
     assert work.flops == counter.get_total_flops()
 
 
+@pytest.mark.slow
 def test_a_step_counts_both_views_discriminator_and_generator(tiny: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny("bert")
     generator = make_masked_lm(tmp_path / "lm", folder)
@@ -265,6 +266,7 @@ def test_launches_are_the_operations_of_a_real_pass(tiny: Callable[..., Path]) -
     assert counted <= work.launches <= 1.3 * counted
 
 
+@pytest.mark.slow
 def test_a_recorded_step_takes_the_host_one_launch() -> None:
     recipe = load_recipe(RANKCSE, ["training.precision=bf16"])
     run, h100 = run_of(recipe), Cluster("H100-80G", 1, 1, GPUS["H100-80G"], 12.5e9)
@@ -372,6 +374,7 @@ def test_activation_bytes_are_those_that_autograd_saves(
     assert work.saved_bytes == pytest.approx(measured(), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_a_packed_batch_saves_no_padding(tiny: Callable[..., Path], sentences: list[str], pooling: str) -> None:
     section = StudentSection(backbone=str(tiny("minilm")), pooling=pooling, max_length=32, dropout=0.0)
@@ -605,6 +608,7 @@ def test_a_larger_corpus_costs_at_least_as_much(few: int, more: int) -> None:
     assert plan_of(recipe, rows=few).disk_bytes <= plan_of(recipe, rows=more).disk_bytes
 
 
+@pytest.mark.slow
 def test_larger_settings_cost_more() -> None:
     def seconds(*overrides: str) -> float:
         return plan_of(load_recipe(RANKCSE, list(overrides)), per_node=1).step_seconds
@@ -618,6 +622,7 @@ def test_larger_settings_cost_more() -> None:
     assert memories[0].total > memories[1].total > memories[2].total
 
 
+@pytest.mark.slow
 def test_gradcache_saves_activations_for_another_forward_pass() -> None:
     plain, chunks = (
         run_of(load_recipe(RANKCSE, ["training.workers=1", *override]))
@@ -680,6 +685,7 @@ def test_one_server_for_many_workers_is_the_bottleneck_unless_workers_compute_th
         assert found.waiting == 0 and found.binding != "teachers' lists"
 
 
+@pytest.mark.slow
 def test_small_lists_stay_with_servers_and_vectors_are_gathered_once() -> None:
     run = run_of(load_recipe(RANKCSE, ["training.precision=bf16"]))
     cluster = Cluster("8xA100-40G", 1, 8, GPUS["A100-40G"], 12.5e9)

@@ -118,6 +118,7 @@ def test_without_avx512_bf16_is_not_native_and_slow() -> None:
     assert found["precision"] == "fp32" and "bf16" not in found["native"] and found["speedups"]["bf16"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this CPU has no AVX-512")
 def test_emulated_bf16_is_native_but_measured_as_slow() -> None:
     found = speeds_under(AVX512_ONLY)

@@ -68,6 +68,7 @@ def test_ranks_equal_those_of_a_stable_sort(dtype: type) -> None:
     assert np.array_equal(np.argsort(rank_vectors(rows), axis=1), order)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_references_fit_in_a_gibibyte() -> None:
     references, vectors = unit(100_000, 384), unit(128, 384, seed=1)
     tracemalloc.start()
@@ -136,7 +137,7 @@ def test_sentences_are_ranked_on_the_models_device(monkeypatch: pytest.MonkeyPat
     assert devices == ["cuda:1", "cuda"]
 
 
-@pytest.mark.parametrize(("count", "width"), [(2, 3), (30_000, 16), (999, 384)])
+@pytest.mark.parametrize(("count", "width"), [(2, 3), pytest.param(30_000, 16, marks=pytest.mark.slow), (999, 384)])
 def test_references_in_onednn_layout_have_the_same_similarities(count: int, width: int) -> None:
     """For one row, some rows, and more than one chunk; rounding may swap two nearly tied references."""
     vectors, references = unit(400, width, seed=1), unit(count, width)
@@ -199,7 +200,7 @@ def in_rank_space(references: int) -> tuple[str, ...]:
     return ("teachers.encoders.0.similarity=rank", f"teachers.encoders.0.num_references={references}")
 
 
-@pytest.mark.parametrize("combine", ["sum", "hinge"])
+@pytest.mark.parametrize("combine", ["sum", pytest.param("hinge", marks=pytest.mark.slow)])
 def test_a_student_is_trained_on_ranks(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], combine: str
 ) -> None:

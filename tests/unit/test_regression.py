@@ -96,7 +96,7 @@ def test_a_target_that_the_projection_maps_to_zero_is_zero(recipe_with: MakeReci
     assert not Targets(tables, spec.targets.alphas, np.zeros((dimension, 4), np.float32)).vectors(np.arange(3)).any()
 
 
-@pytest.mark.parametrize("form", ["cosine", "mse"])
+@pytest.mark.parametrize("form", ["cosine", pytest.param("mse", marks=pytest.mark.slow)])
 def test_training_moves_the_student_towards_its_targets(recipe_with: MakeRecipe, form: str) -> None:
     overrides = (
         *ALONE,
@@ -114,7 +114,7 @@ def test_training_moves_the_student_towards_its_targets(recipe_with: MakeRecipe,
     assert after > before + 0.1
 
 
-@pytest.mark.parametrize("width", [768, 1024, 1792])
+@pytest.mark.parametrize("width", [768, 1024, pytest.param(1792, marks=pytest.mark.slow)])
 def test_targets_of_wide_teachers_keep_their_inner_products(width: int) -> None:
     """Vectors of 40 directions, embedded into more dimensions than the student has, lose only their noise."""
     random = np.random.default_rng(0)
@@ -129,11 +129,13 @@ def test_targets_of_wide_teachers_keep_their_inner_products(width: int) -> None:
     assert kept_share(joined, np.eye(width, dtype=np.float32)) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
     undisturbed, spec = train_with_and_without_interruption(recipe_with(*ONTO_ALL))
     assert_equal_weights(weights_of(undisturbed.run.path), weights_of(spec.run.path))
 
 
+@pytest.mark.slow
 def test_the_model_card_describes_the_space(recipe_with: MakeRecipe) -> None:
     """Teacher vectors that are joined, weighted and projected as the card describes equal the targets."""
     result = run(recipe_with(*ONTO_ALL, "training.max_steps=2"), Reporter())

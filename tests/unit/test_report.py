@@ -133,6 +133,7 @@ def test_fast_transfer_is_not_compared_with_papers(measured: Evaluation) -> None
         assert ("RankCSE ListNet" in page) == shown
 
 
+@pytest.mark.slow
 def test_changed_neighbors_are_shown(measured: Evaluation) -> None:
     changes = NeighborChanges(12, 3, [NeighborChange("A cat <sits>.", "A dog.", "The cat.", 0.25)])
     changed = replace(measured, neighbors={"student": changes})

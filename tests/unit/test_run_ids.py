@@ -61,6 +61,7 @@ def test_the_same_command_resumes_a_stopped_run(recipe: Path, undisturbed: bytes
     assert train.main(command) == 0, "a finished run is finished at every further start"
 
 
+@pytest.mark.slow
 def test_files_may_have_moved_if_their_contents_are_equal(recipe: Path, undisturbed: bytes, tmp_path: Path) -> None:
     begun = stopped_run(recipe, tmp_path / "runs")
     moved = shutil.copy(recipe.parent / "corpus.txt", tmp_path / "moved.txt")
@@ -101,6 +102,7 @@ def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Pat
         running.run(str(recipe), *settings)
 
 
+@pytest.mark.slow
 def test_a_rerun_of_a_run_with_an_id_has_a_directory_of_its_own(recipe: Path, tmp_path: Path) -> None:
     settings = (*SETTINGS, f"storage.runs={tmp_path}", "training.max_steps=1")
     run = running.run(str(recipe), *settings, listen=lambda event: None)

@@ -70,6 +70,7 @@ def narrow(table: EmbeddingTable) -> None:
         table.write_shard(shard, vectors * 0.1 + np.eye(vectors.shape[1], dtype=np.float32)[0])
 
 
+@pytest.mark.slow
 def test_run_dry_run_plan_and_doctor_report_the_same_warnings(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_group_that_makes_the_labels_worse_is_named(recipe: MutualRecipe) -> N
     assert f"{scores['labels']:.2f} with it and {scores['good']:.2f} without" in warning.problem
 
 
+@pytest.mark.slow
 def test_run_and_dry_run_report_it(recipe: MutualRecipe) -> None:
     def reported_by(work: Callable[[Reporter], object]) -> tuple[dict[str, float], list[str]]:
         events: list[Event] = []

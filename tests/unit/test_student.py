@@ -85,7 +85,7 @@ def test_same_seed_same_weights_other_seed_other_weights(recipe_with: MakeRecipe
     assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "deepspeed"])
 def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine: str) -> None:
     recipe = recipe_with(f"training.engine={engine}", "training.gradient_accumulation=2", "training.epochs=2")
     uninterrupted, tables = make_spec(recipe)
@@ -99,7 +99,10 @@ def test_a_resumed_run_ends_at_the_same_weights(recipe_with: MakeRecipe, engine:
     assert [step for step, _ in second.state.scores] == [0, 6, 12, 18, 24, 30, 36, 42, 44]
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [*(pytest.param(stage, "fp32", marks=pytest.mark.slow) for stage in (0, 1, 2)), (0, "bf16"), (3, "fp32")],
+)
 def test_every_zero_stage_equals_the_torch_engine_and_resumes(
     recipe_with: MakeRecipe, stage: int, precision: str
 ) -> None:
@@ -115,8 +118,13 @@ def test_every_zero_stage_equals_the_torch_engine_and_resumes(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "stage"), [("torch", 0), ("deepspeed", 0), ("deepspeed", 2), ("deepspeed", 3)])
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [
+        ("deepspeed", 0),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("torch", 0), ("deepspeed", 2), ("deepspeed", 3))),
+    ],
+)
 def test_two_workers_equal_one_and_a_run_moves_between_them(recipe_with: MakeRecipe, engine: str, stage: int) -> None:
     overrides = (
         f"training.engine={engine}",
@@ -313,7 +321,7 @@ def test_simcse_needs_neither_teachers_nor_labels(
         make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "evaluation.patience=2")
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_deepspeed_settings_of_the_cluster_folder_do_not_change_training(recipe_with: MakeRecipe, stage: int) -> None:
     plain, tables = make_spec(recipe_with())
     train(plain, tables)

@@ -195,6 +195,7 @@ LISTS_ALONE = (
 )
 
 
+@pytest.mark.slow
 def test_list_mle_on_rank_space_lists(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     overrides = [
         f"teachers.encoders.{n}.{override}" for n in (0, 1) for override in ("similarity=rank", "num_references=200")
@@ -216,6 +217,7 @@ def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path]
     assert has_decreased(losses)
 
 
+@pytest.mark.slow
 def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
     overrides = (
@@ -230,6 +232,7 @@ def test_rank_cse_with_detection(tmp_path: Path, tiny: Callable[..., Path], sent
     assert parts <= losses[-1].keys() and has_decreased(losses) and has_decreased(losses, "detection")
 
 
+@pytest.mark.slow
 def test_training_with_a_cross_encoder_and_an_encoder(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:

@@ -262,6 +262,7 @@ def test_a_plan_and_the_doctor_refuse_it(
         assert re.search(DOCTOR_LINE, capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_only_the_config(recipe: str, bare: Path) -> None:
     """As for a model that is not downloaded yet."""
     (bare / "model.safetensors").unlink()

@@ -59,6 +59,7 @@ def test_the_saved_student_is_interpolated_and_the_trained_weights_are_not(recip
         torch.testing.assert_close(saved[name], 0.75 * trained[f"encoder.{name}"] + 0.25 * initial[name])
 
 
+@pytest.mark.slow
 def test_the_dev_score_is_that_of_the_saved_student(recipe_with: MakeRecipe) -> None:
     result = run(recipe_with(MIXED), Reporter())
     spec, tables = make_spec(result.recipe, result.directory)

@@ -214,6 +214,7 @@ def test_a_gpu_computes_the_lists_and_the_host_never_waits(
     assert_equal_outputs([found], [expected])
 
 
+@pytest.mark.slow
 def test_steps_on_a_gpu_do_not_wait_and_equal_recorded_ones(
     recipe_with_domains: MakeRecipe, simulated_gpu: Simulation
 ) -> None:
