@@ -52,6 +52,7 @@ def wait_for_metrics(names: set[str], run: str) -> Samples:
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_run_exports_metrics_and_leaks_no_secret(
     tmp_path: Path,
     tiny: Callable[..., Path],

@@ -113,6 +113,7 @@ def test_each_role_uses_a_precision_that_all_of_its_nodes_are_fast_at(three: lis
         assert "fp32: student, teacher 0, teacher 1, evaluation (" in line
 
 
+@pytest.mark.slow
 def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     recipe_file: Path, three: list[Machine]
 ) -> None:

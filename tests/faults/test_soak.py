@@ -11,7 +11,7 @@ from tests.kills import Nodes
 from tests.soak import ROWS, Soak
 from tests.wikipedia import wiki_sentences
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[Soak]
         yield Soak(folder, cluster_nodes, wiki_sentences(data, ROWS))
 
 
-@pytest.mark.parametrize(("seed", "kind"), [pytest.param(10, "node", marks=pytest.mark.slow), (11, "driver")])
+@pytest.mark.parametrize(("seed", "kind"), [(10, "node"), (11, "driver")])
 def test_a_disturbed_run_reaches_the_same_weights(soak: Soak, seed: int, kind: str) -> None:
     played = soak.play(seed, kind)
     assert played.survived and played.restarts == 1, played.line

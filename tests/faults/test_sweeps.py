@@ -26,7 +26,7 @@ from tests.jobs import embed_tables, make_recipe
 from tests.kills import kill_actor
 from tests.sweeps import LR, ON_RAY, make_sweep, run_new_sweep
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -81,7 +81,6 @@ def test_trials_that_are_killed_diverge_or_are_stopped(recipe: Recipe, tmp_path:
     assert scored.count(0) == 1  # resumed from its checkpoint twice
 
 
-@pytest.mark.slow
 def test_a_stop_in_the_final_evaluation_keeps_what_is_measured(recipe: Recipe, tmp_path: Path, labelled: Path) -> None:
     evaluation = recipe.evaluation.model_copy(
         update={"data": str(labelled), "dev": "agreement", "final_suites": ["sts"]}
@@ -118,7 +117,6 @@ def test_a_stop_in_the_final_evaluation_keeps_what_is_measured(recipe: Recipe, t
     assert done.evaluation is not None and [model.name for model in done.evaluation.models] == names
 
 
-@pytest.mark.slow
 def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -> None:
     parameters = {LR: {"log_uniform": [1e-5, 1e-3]}}
     search = {"algorithm": "random", "trials": 200, "hours": 25 / 3600, "concurrent": 1}
@@ -129,7 +127,6 @@ def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -
     assert {trial.status for trial in result.trials} <= {"finished", "stopped"} and result.best_trial is not None
 
 
-@pytest.mark.slow
 def test_a_damaged_state_of_ray_tune_is_not_restored(recipe: Recipe, tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, {LR: {"values": [1e-3, 1e-4]}}, search={"algorithm": "grid", "concurrent": 1})
     directory = begin(recipe, sweep)
@@ -141,7 +138,6 @@ def test_a_damaged_state_of_ray_tune_is_not_restored(recipe: Recipe, tmp_path: P
     assert again.best_trial == first.best_trial
 
 
-@pytest.mark.slow
 def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
