@@ -845,7 +845,7 @@ def diffcse(bench: Bench) -> Iterator[Figure]:
     for name, choice in (("ours", "all_positions"), ("masked only", "masked_only")):
         section = DetectionSection.model_validate({"generator": "random weights", "replace": choice})
         objective = {**SIMCSE, "detection": section}
-        student = Student(bench, "base", objective, "bf16", n)
+        student = Student(bench, "base", objective, "bf16", n, graphs=True)
         student.attach(EditDetector(bench.model("base", seed=1), copy.deepcopy(generator), words, section))
         ways[name] = student
     samplers = {name: bench.sampler(way, bench.steps // 4 or 1) for name, way in ways.items()}

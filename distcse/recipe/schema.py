@@ -399,8 +399,7 @@ class Recipe(BaseRecipe):
     @property
     def _terms_to_drop(self) -> list[str]:
         terms = self.objective
-        changing = [*terms.keys_that_need("detector", active=True), *terms.keys_that_need("queue", active=True)]
-        fixes = [f"{key}: null" for key in changing]
+        fixes = [f"{key}: null" for key in terms.keys_that_need("queue", active=True)]
         if terms.custom:
             fixes.append("objective.custom: {}")  # their Python would run once, and never again
         if self.student.trust_remote_code:

@@ -89,8 +89,8 @@ class LoopSection(Section):
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
     instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
-    accumulation, no gradient cache, no custom term, no queue and no detection; where the capture fails, steps run eagerly, and
-    the run says why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails."""
+    accumulation, no gradient cache, no custom term and no queue; where the capture fails, steps run eagerly, and the run says
+    why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between two reports of loss and learning rate."""
 

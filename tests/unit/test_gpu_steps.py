@@ -89,6 +89,13 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 
 
+def detecting(edit: str) -> tuple[str, ...]:
+    """Overrides of a recipe of DiffCSE, whose student learns without teachers."""
+    section = ", ".join(("weight: 0.5", *(() if edit == "deletion" else ("generator: GENERATOR",)), *DETECTION[edit]))
+    objective = "objective={rank: null, consistency: null, detection: {" + section + "}}"
+    return objective, "teachers.encoders=[]", "student.pooling=cls", "student.projection=batch_norm_mlp"
+
+
 def in_all_modes(kinds: Mapping[str, tuple[str, ...]]) -> list[Any]:
     """Return each kind, precision and mode; of the modes other than the plain one, all kinds but the first are slow."""
     first, *_ = kinds
@@ -156,11 +163,7 @@ def test_a_step_with_other_settings_waits_for_nothing(setting: str, precision: s
 
 @pytest.mark.parametrize(("edit", "precision", "mode"), in_all_modes(DETECTION))
 def test_a_diffcse_step_waits_for_nothing(edit: str, precision: str, mode: str, recipe_of: MakeRecipe) -> None:
-    section = ", ".join(("weight: 0.5", "generator: GENERATOR", *DETECTION[edit]))
-    detection = ("objective={rank: null, consistency: null, detection: {" + section + "}}", "teachers.encoders=[]")
-    if "deletion" in edit:
-        detection = (detection[0].replace("generator: GENERATOR, ", ""), detection[1])
-    overrides = (*detection, "student.pooling=cls", "student.projection=batch_norm_mlp", *MODES[mode])
+    overrides = (*detecting(edit), *MODES[mode])
     if mode == "gradient cache":
         overrides = (*overrides, "student.projection=none")
     check_steps(recipe_of(*overrides, f"training.precision={precision}"))
@@ -231,6 +234,7 @@ RECORDED: dict[str, tuple[str, ...]] = {
     "RoBERTa": (),
     "DistilBERT": (),
     "MiniLM": (),
+    **{f"DiffCSE, {edit}": detecting(edit) for edit in DETECTION},
 }
 
 

@@ -202,7 +202,6 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
         (("training.grad_cache_chunk=4",), "grad_cache_chunk: null"),
         (("training.dropout_rng_streams=4",), "dropout_rng_streams: null"),
-        (("objective.detection={operation: deletion}",), "objective.detection: null"),
         (("objective.rank.queue={num_batches: 2}", "student.projection=none"), "objective.rank.queue: null"),
         (("objective.custom={mine: {class_path: 'a.py:Mine'}}",), "objective.custom: {}"),
         (("student.trust_remote_code=true",), "student.trust_remote_code: false"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from distcse.models import Encoder, build_projection
 from distcse.models.detection import EditDetector, build_detector
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.trainer.allocator import trim
-from distcse.trainer.dropout_rng import dropout_rng
+from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
 
 T = TypeVar("T")
 
@@ -83,7 +84,14 @@ class StudentModel(nn.Module):
         The dropout masks of a stream depend only on its seed. A run that resumes with another number of workers assigns
         them the same streams, and thus the same masks. One forward pass computes both views of a stream, over twice its
         rows. The projection gets both views of all streams at once, because batch norm needs them together.
+
+        On a GPU, if the global batch is one stream, the discriminator draws its edits after the stream's dropout, without a seed:
+        a step that sets one seed can be recorded as a CUDA graph.
         """
+        with self._one_seed(batch.streams):
+            return self._forward(batch)
+
+    def _forward(self, batch: Batch) -> StudentOutput:
         if self.queue is not None and batch.anchors:
             self.queue.refresh(gather_parts(self._encode_no_grad(batch.anchors), len(self.queue.anchors)))
         if self.queue is not None and batch.queue:
@@ -100,6 +108,17 @@ class StudentModel(nn.Module):
         z1, z2 = projected.float().chunk(2)
         condition = projected if self.condition == "projected" else pooled
         return StudentOutput(z1, z2, None if self.detector is None else self._detect(batch.streams, condition))
+
+    @contextmanager
+    def _one_seed(self, streams: Sequence[tuple[Tokens, int]]) -> Iterator[None]:
+        """Context manager: on a GPU, seed the only stream of the global batch once, for its dropout and its edits."""
+        (tokens, seed), *others = streams
+        is_alone = not others and world_size() == 1 and not self.grad_cache
+        if self.detector is None or not is_alone or not is_gpu(tokens.ids.device):
+            yield
+            return
+        with dropout_rng(seed, tokens.ids.device), rng_is_fixed():
+            yield
 
     def _detect(self, streams: Sequence[tuple[Tokens, int]], condition: Tensor) -> Detection:
         """Run the discriminator over all streams. Each view of a stream gets different edits, drawn from the stream's seed.

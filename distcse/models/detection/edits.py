@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from distcse.device import is_gpu, to_device
+from distcse.device import is_gpu
 
 Fill = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(B, L) ids, mask and wanted positions -> (B, L) the generator's token at those, what was there elsewhere."""
@@ -124,7 +126,8 @@ def _width(lengths: Tensor, limit: int | None = None) -> int | None:
 
 def _choose(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Tensor:
     """(B, L) booleans: each token that is no special one with probability `ratio`."""
-    special = torch.isin(ids, to_device(torch.tensor(words.special), ids.device))
+    # Compared one by one: a tensor of the special ids would be a copy from the host, which no CUDA graph can record.
+    special = reduce(operator.or_, (ids == id for id in words.special), torch.zeros_like(ids, dtype=torch.bool))
     return (torch.rand(ids.shape, device=ids.device) < ratio) & mask.bool() & ~special
 
 
