@@ -178,6 +178,10 @@ class HostCopies:
         if self._end is not None:
             self._end.record(gpu_module(self._device).current_stream(self._device))
 
+    def is_complete(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._end is None or bool(self._end.query())
+
     def wait(self) -> list[Tensor]:
         """Wait until all copies are complete, and return them in the order in which they were added."""
         if self._end is not None and self._copies:

@@ -21,7 +21,7 @@ class DeviceDefaults:
     width_multiple: int
     """Batches are padded to a multiple of this many tokens."""
     records_steps: bool
-    """Whether `training.cuda_graphs: auto` records training steps as CUDA graphs."""
+    """Whether `cuda_graphs: auto` records training steps as CUDA graphs."""
     overlaps_reduction: bool
     """Whether workers sum gradients in buckets during the backward pass; otherwise at its end, in one collective."""
     shards_dev_scores: bool
@@ -61,8 +61,7 @@ GPU = DeviceDefaults(
     shards_dev_scores=True,
     # With an H100, the host took about a millisecond to launch a layer's forward pass (benchmarks/results), in which the GPU
     # computes a layer of BERT-base for tens of thousands of tokens. Smaller passes, or batches that end early, leave it idle.
-    # The memory does not decide: 65,536 tokens of a large encoder need about 2 GB in half precision, and a pass that does not
-    # fit is halved.
+    # The memory does not decide: a pass that does not fit is halved.
     frozen_batch_tokens=65_536,
     frozen_min_fill=1.0,
 )

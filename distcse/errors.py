@@ -474,7 +474,7 @@ class WorkFailedError(RunError):
 
 
 class CUDAGraphError(RunError):
-    """`training.cuda_graphs` is `on`, and the student's training step cannot be recorded as a CUDA graph."""
+    """`cuda_graphs` is `on`, and the model's training step cannot be recorded as a CUDA graph."""
 
     code = "DCSE-X15"
 

@@ -34,7 +34,7 @@ from distcse.models.score_activation import SIGMOID, activate, read_activation, 
 from distcse.models.st_format import backbone_folder, replacing
 from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.texts import as_pairs
-from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
+from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize_pairs
 
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
@@ -168,12 +168,12 @@ class CrossEncoder(nn.Module):
         """Return the token ids of each pair, truncated to `max_length`, and token type ids if the tokenizer has them."""
         ids: list[list[int]] = []
         kinds: list[list[int]] = []
-        has_kinds = "token_type_ids" in self.tokenizer.model_input_names
         for begin in range(0, len(pairs), TOKENIZED_TEXTS):
-            for encoding in tokenize(self.tokenizer, pairs[begin : begin + TOKENIZED_TEXTS], self.max_length):
-                ids.append(encoding.ids)
-                if has_kinds:
-                    kinds.append(encoding.type_ids)
+            part_ids, part_kinds = tokenize_pairs(
+                self.tokenizer, pairs[begin : begin + TOKENIZED_TEXTS], self.max_length
+            )
+            ids += part_ids
+            kinds += part_kinds or []
         return ids, kinds or None
 
     def score(

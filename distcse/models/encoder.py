@@ -225,7 +225,7 @@ class Encoder(nn.Module):
         ids: list[list[int]] = []
         for begin in range(0, len(texts), TOKENIZED_TEXTS):
             part = apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, self.max_length)
-            ids += (encoding.ids for encoding in tokenize(self.tokenizer, part, self.max_length))
+            ids += tokenize(self.tokenizer, part, self.max_length)
         return ids
 
     def encode(

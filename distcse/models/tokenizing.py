@@ -11,28 +11,48 @@ TOKENIZED_TEXTS = 8192
 """Texts per call of a tokenizer, whose output of 30 tokens takes 4 KB until the call's ids are taken from it."""
 
 
-def tokenize(tokenizer: Any, texts: Sequence[str] | Sequence[tuple[str, str]], max_length: int) -> Sequence[Any]:
-    """Tokenize at most `TOKENIZED_TEXTS` texts or pairs, with special tokens, truncated and without padding.
+def tokenize(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
+    """Return the token ids of texts, with special tokens and truncated.
 
     The Rust tokenizer is called directly: transformers builds a dictionary and four lists of each text, which takes the
     interpreter longer than a GPU needs to encode the text, and meanwhile no forward pass can be launched. Tokenizers whose
-    Python code changes the texts are called as they are.
+    class replaces transformers' methods are called as they are.
 
     Args:
         tokenizer: A fast Hugging Face tokenizer.
-        texts: Texts; or pairs, whose longer text is truncated first.
-        max_length: Maximum number of tokens of a text or pair, with special tokens.
-
-    Returns:
-        The `tokenizers.Encoding` of each text, with its `ids` and `type_ids`.
+        texts: At most `TOKENIZED_TEXTS` texts.
+        max_length: Maximum number of tokens of a text, with special tokens.
     """
+    if only_calls_rust(tokenizer):
+        return [encoding.ids for encoding in _encode(tokenizer, list(texts), max_length)]
+    ids: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
+    return ids
+
+
+def tokenize_pairs(
+    tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length: int
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """Return the token ids of pairs, and their token type ids if the tokenizer has them; see `tokenize`.
+
+    Args:
+        tokenizer: A fast Hugging Face tokenizer.
+        pairs: At most `TOKENIZED_TEXTS` pairs.
+        max_length: Maximum number of tokens of a pair, with special tokens; the longer text is truncated first.
+    """
+    if only_calls_rust(tokenizer):
+        encodings = _encode(tokenizer, list(pairs), max_length)
+        has_kinds = "token_type_ids" in tokenizer.model_input_names
+        return [each.ids for each in encodings], [each.type_ids for each in encodings] if has_kinds else None
+    first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+    encoded = tokenizer(first, second, truncation="longest_first", max_length=max_length)
+    return encoded["input_ids"], encoded.get("token_type_ids")
+
+
+def _encode(tokenizer: Any, inputs: list[str] | list[tuple[str, str]], max_length: int) -> list[Any]:
+    """Return the `tokenizers.Encoding` of each text or pair, as transformers would compute it."""
     from transformers.tokenization_utils_base import TruncationStrategy
     from transformers.utils import PaddingStrategy
 
-    if not only_calls_rust(tokenizer):
-        fields = [list(field) for field in zip(*texts, strict=True)] if isinstance(texts[0], tuple) else [list(texts)]
-        encodings: Sequence[Any] = tokenizer(*fields, truncation=True, max_length=max_length).encodings
-        return encodings
     tokenizer.set_truncation_and_padding(
         padding_strategy=PaddingStrategy.DO_NOT_PAD,
         truncation_strategy=TruncationStrategy.LONGEST_FIRST,
@@ -44,5 +64,5 @@ def tokenize(tokenizer: Any, texts: Sequence[str] | Sequence[tuple[str, str]], m
     backend = tokenizer.backend_tokenizer
     if backend.encode_special_tokens != tokenizer.split_special_tokens:
         backend.encode_special_tokens = tokenizer.split_special_tokens
-    encodings = backend.encode_batch_fast(list(texts))
+    encodings: list[Any] = backend.encode_batch_fast(inputs)
     return encodings

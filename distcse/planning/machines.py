@@ -19,7 +19,7 @@ BANDWIDTH_SHARE = 0.5
 LINK_SHARE = 0.8
 GPU_LAUNCH = 43e-6
 """Seconds for the host to launch one operation on a GPU from Python, autograd and autocast included: eager steps of BERT-base
-took the virtual machine of an H100 47 ms, whatever the batch."""
+took the virtual machine of an H100 at least 47 ms."""
 STEP_HOST = 1.9e-3
 """Seconds of a step for which the host is busy besides its launches: collation, noise, mixing of lists; measured on a CPU.
 A step that is recorded as a graph takes the host only this long."""

@@ -312,7 +312,8 @@ class StudentRun:
         """Return the seconds that training pauses for all dev scores and their checkpoints.
 
         Training waits for an asynchronous score if it takes longer than the steps until the next one, and always for the last.
-        On a GPU it waits for the last checkpoint alone, and for the one that is being written then.
+        On a GPU it waits for the last checkpoint alone, and for the one that is being written then. What an asynchronous score
+        that may be a new best waits for storage is not counted.
 
         Args:
             machine: A worker's device.

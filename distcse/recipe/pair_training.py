@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from distcse.recipe.section import Precision, Section
+from distcse.recipe.section import Precision, Section, switch_text
 from distcse.recipe.training import LoopSection
 
 L = TypeVar("L", bound=LoopSection)
@@ -71,6 +71,13 @@ class LoopOverrides(Section):
     """Engine of the training loop."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """DeepSpeed ZeRO stage."""
+    cuda_graphs: Literal["auto", "on", "off"] | None = None
+    """Whether steps are captured as CUDA graphs on a GPU."""
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _switches_are_text(cls, value: object) -> object:
+        return switch_text(value)
 
     @property
     def named(self) -> dict[str, Any]:

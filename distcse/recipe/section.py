@@ -64,3 +64,8 @@ class Section(BaseModel):
             if isinstance(part, str) and ("\0" in part or any("\ud800" <= sign <= "\udfff" for sign in part)):
                 raise ValueError(f"got {part[:60]!r}, with a NUL or half of a surrogate pair in it; take it out")
         return value
+
+
+def switch_text(value: object) -> object:
+    """Return `on` for true and `off` for false, as which YAML reads them without quotes; other values unchanged."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value

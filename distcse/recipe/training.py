@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from distcse.recipe.resources import can_share_gpu
-from distcse.recipe.section import Gpus, Labels, Precision, Section
+from distcse.recipe.section import Gpus, Labels, Precision, Section, switch_text
 
 _DECIDED = {
     "train_batch_size": "batch_size",
@@ -122,8 +122,7 @@ class LoopSection(Section):
     @field_validator("cuda_graphs", "compile_layers", mode="before", check_fields=False)
     @classmethod
     def _switches_are_text(cls, value: object) -> object:
-        """Accept `on` and `off` without quotes, which YAML reads as true and false."""
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        return switch_text(value)
 
     @model_validator(mode="after")
     def _can_be_recorded(self) -> Self:

@@ -37,8 +37,10 @@ class CheckpointManager:
     or a better one replaces it. Events and errors of a checkpoint come with the next report or evaluation, or at the end of
     the context. On CPUs, training waits for each checkpoint, because a thread would take its cores and need a copy of the state.
 
-    With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, and a run that
-    resumes from it requests that score again. A killed and resumed run therefore has the same scores as an undisturbed one.
+    With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, unless it waited,
+    and a run that resumes from it requests that score again. A killed and resumed run therefore has the same scores as an
+    undisturbed one. No checkpoint is left out before its score has arrived: while the best waits, the next evaluation waits for
+    the writer.
 
     Args:
         task: The training task, which computes dev scores.
@@ -68,7 +70,7 @@ class CheckpointManager:
         self._blocked_s = 0.0
         self._in_background = is_gpu(engine.device)
         self._writer = CheckpointWriter[list[Event]](self._in_background)
-        self._score_request = CheckpointWriter[None](self._in_background)
+        self._score_request = CheckpointWriter[None](self._in_background, "score-request", is_write=False)
         self._waiting: tuple[Snapshot, TrainerState] | None = None
         """Rank 0's checkpoint that waits for the writer: the best, or one whose score is pending."""
         self._unmarked_best: int | None = None
@@ -103,7 +105,7 @@ class CheckpointManager:
             The state with the scores that have arrived; finished, if training must stop early.
 
         Raises:
-            DivergedError: A dev score, weight or optimizer moment is not finite.
+            DivergedError: A dev score is not finite, or a weight or optimizer moment of a checkpoint.
             OutOfMemoryError: A rank has no memory for a copy of the state.
             StorageWriteError: An earlier checkpoint or, on a CPU, this one cannot be written.
         """
@@ -115,10 +117,15 @@ class CheckpointManager:
         elif should_evaluate:
             state = self._evaluate_here(state)
         state = self._stop_early(state) if should_evaluate else state
+        if self._evaluator is None and _is_best(state):
+            self._waiting = None  # this one is better
         if must_save or state.finished:
             on_rank_zero(self._finish_writes)
-        elif self._in_background and evaluator is None and not _is_best(state) and on_rank_zero(self._writer.is_busy):
-            return state
+        elif self._in_background and evaluator is None and not _is_best(state):
+            if on_rank_zero(self._is_writing):
+                return state
+        elif self._in_background:
+            on_rank_zero(self._make_room)
         snapshot = on_all_ranks(partial(self._take_snapshot, state.step))
         if evaluator is not None:
             self._pending = state.step
@@ -140,21 +147,29 @@ class CheckpointManager:
 
     def _write_or_keep(self, snapshot: Snapshot | None, state: TrainerState) -> None:
         """Start to write a checkpoint, or keep it until the one that is being written is complete."""
-        assert snapshot is not None
-        if self._evaluator is None:
-            self._waiting = None  # this one is better
-        elif self._waiting is not None:  # the best so far, and this one's score is pending
-            self._take_written()
-            self._start_waiting()
+        assert snapshot is not None and self._waiting is None
         if self._in_background and self._writer.is_busy():
             self._waiting = snapshot, state
         else:
-            self._take_written()  # it may be complete since `_advance`
+            self._take_written()
             self._writer.start(partial(self._write, snapshot, state))
 
     def _advance(self, patience_s: float = 0.0) -> None:
         """Report the last checkpoint if it is complete, and start to write the one that waits for it."""
         if not self._writer.is_busy(patience_s):
+            self._take_written()
+            self._start_waiting()
+        elif self._waiting is not None:
+            self._waiting[0].release_copied()
+
+    def _is_writing(self) -> bool:
+        """Start to write the checkpoint that waits, if it can be; return whether one is being written."""
+        self._advance()
+        return self._writer.is_busy() or self._waiting is not None
+
+    def _make_room(self) -> None:
+        """Start to write the checkpoint that waits: the best so far, while the next one's score is pending."""
+        if self._waiting is not None:
             self._take_written()
             self._start_waiting()
 

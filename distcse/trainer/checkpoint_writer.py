@@ -22,11 +22,13 @@ class CheckpointWriter(Generic[T]):
     """Runs one write after the other, at most one at once. Only one thread may use it.
 
     Args:
-        in_background: Whether writes run in a thread; otherwise `start` runs them.
+        in_background: Whether calls run in a thread; otherwise `start` runs them.
+        name: Name of the thread.
+        is_write: Whether calls count for `is_writing`. Default: True.
     """
 
-    def __init__(self, in_background: bool) -> None:
-        self._in_background = in_background
+    def __init__(self, in_background: bool, name: str = "checkpoint-writer", is_write: bool = True) -> None:
+        self._in_background, self._name, self._is_write = in_background, name, is_write
         self._write: Future[T] | None = None
 
     def start(self, write: Callable[[], T]) -> None:
@@ -35,7 +37,8 @@ class CheckpointWriter(Generic[T]):
         self._write = future = Future[T]()
 
         def run() -> None:
-            _running.add(future)
+            if self._is_write:
+                _running.add(future)
             try:
                 future.set_result(write())
             except BaseException as error:  # raised by `take`
@@ -45,7 +48,7 @@ class CheckpointWriter(Generic[T]):
 
         if self._in_background:
             # A daemon, so that a process can end without it: storage shows a complete checkpoint or none.
-            threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+            threading.Thread(target=run, name=self._name, daemon=True).start()
         else:
             run()
 

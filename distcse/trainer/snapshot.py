@@ -55,6 +55,11 @@ class Snapshot:
                 kinds.setdefault(kind, {})[name] = part.view(shape)
         return ModelState.of_kinds(kinds, int(numbers[0]))
 
+    def release_copied(self) -> None:
+        """Free the GPU's memory if the copies are complete, without waiting for them."""
+        if self._copies.is_complete():
+            self._sources.clear()
+
     def is_finite(self) -> bool:
         """Wait for the copies, and return whether all norms are finite.
 

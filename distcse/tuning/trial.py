@@ -38,7 +38,8 @@ class TrialContext:
     keep_models: bool = False
     """Whether to keep each trial's model. Checkpoints are removed in any case."""
     exchanges_checkpoints: bool = False
-    """Whether trials continue from each other's checkpoints (PBT): each dev score is then reported with its checkpoint."""
+    """Whether trials continue from each other's checkpoints (PBT): dev scores are then reported with their checkpoints. On a GPU
+    with slow storage, some evaluations have none (see `CheckpointManager`), and are not reported."""
 
 
 def run_trial(
@@ -157,9 +158,9 @@ class _TrialReporter:
         for scored in self._scores(event):
             self._score(*scored)
         if self._with_checkpoints and isinstance(event, CheckpointSaved):
-            last = self.trial.metrics[-1] if self.trial.metrics else None
-            if last is not None and last.step == event.step:
-                self._report({**metrics_of(self.trial), "checkpoint": event.folder})
+            upto = [metric for metric in self.trial.metrics if metric.step <= event.step]  # it may be reported late
+            if upto and upto[-1].step == event.step:
+                self._report({**metrics_of(replace(self.trial, metrics=upto)), "checkpoint": event.folder})
 
     def _score(self, step: int, progress: float, score: float) -> None:
         seconds = self._seconds_before + time.monotonic() - self._began

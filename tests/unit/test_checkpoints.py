@@ -36,6 +36,7 @@ from distcse.storage import checksum, dump_checked_json, open_store, storage_err
 from distcse.storage.folder_store import FolderStore
 from distcse.trainer import checkpoint_manager
 from distcse.trainer.checkpoint_manager import CheckpointManager
+from distcse.trainer.checkpoint_writer import is_writing
 from distcse.trainer.checkpoints import (
     WEIGHTS,
     CheckpointStore,
@@ -182,7 +183,7 @@ class RisingTask(LineTask):
         ({0: 1, 3: 2, 6: 1, 9: 1, 12: 1}, [0, 3, 12]),
         # A better one replaces it.
         ({0: 1, 3: 2, 6: 3, 9: 1, 12: 1}, [0, 6, 12]),
-        ({0: 1, 3: 2, 6: 3, 9: 2, 12: 4}, [0, 6, 12]),
+        ({0: 1, 3: 2, 6: 3, 9: 2, 12: 4}, [0, 12]),
         ({0: 5, 3: 2, 6: 3, 9: 2, 12: 4}, [0, 12]),
     ],
 )
@@ -205,6 +206,26 @@ def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
     for found, expected in ((best, whole.best()), (latest, whole.latest())):
         assert expected is not None
         assert_equal_weights(load_weights(found), load_weights(expected))
+
+
+def test_the_best_is_written_although_the_write_before_it_ends_during_an_evaluation(
+    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
+    store, task = SlowStore(tmp_path, step=0), RisingTask({0: 1, 3: 2, 6: 1, 9: 1, 12: 1})
+    evaluate = task.evaluate
+
+    def evaluate_slowly() -> float:
+        if task.step == 6:
+            store.go.set()
+            while is_writing():
+                time.sleep(0.01)
+        return evaluate()
+
+    task.evaluate = evaluate_slowly  # type: ignore[method-assign]
+    fit(store, task)
+    best = store.best()
+    assert best is not None and best.name == "step-000003"
 
 
 def test_a_run_that_is_killed_during_a_slow_write_resumes_to_the_same_scores_and_weights(

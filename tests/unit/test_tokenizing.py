@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from distcse.models.tokenizing import tokenize
+from distcse.models.tokenizing import tokenize, tokenize_pairs
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NAMES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
@@ -19,10 +18,12 @@ TEXTS = ["the kings of France is bald .", "", "[MASK] is the king [SEP] of zzz",
 
 
 class Shouting(PreTrainedTokenizerFast):
-    """A tokenizer whose Python code changes the texts, as a model's remote code may."""
+    """A tokenizer whose Python code changes texts and ids, as a model's remote code may."""
 
     def _encode_plus(self, text: Any, *positional: Any, **settings: Any) -> Any:
-        return super()._encode_plus([one + " bald" for one in text], *positional, **settings)
+        encoded = super()._encode_plus([one + " bald" for one in text], *positional, **settings)
+        encoded["input_ids"] = [[*ids, 4] for ids in encoded["input_ids"]]
+        return encoded
 
 
 def word_piece(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **settings: Any) -> Any:
@@ -30,7 +31,8 @@ def word_piece(kind: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast, **
     rust = Tokenizer(WordPiece(words, unk_token="[UNK]"))
     rust.pre_tokenizer = pre_tokenizers.Whitespace()
     rust.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return kind(tokenizer_object=rust, **NAMES, **settings)
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return kind(tokenizer_object=rust, model_input_names=inputs, **NAMES, **settings)
 
 
 def unigram() -> Any:
@@ -48,33 +50,31 @@ TOKENIZERS: dict[str, Any] = {
 }
 
 
-def fields_of(encodings: Sequence[Any]) -> tuple[list[list[int]], list[list[int]]]:
-    return [encoding.ids for encoding in encodings], [encoding.type_ids for encoding in encodings]
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_texts_have_the_tokens_of_transformers(name: str) -> None:
     # Two objects, so that settings that one call leaves in the Rust tokenizer do not help the other.
-    expected = TOKENIZERS[name]()(TEXTS, truncation=True, max_length=7, return_token_type_ids=True)
-    ids, kinds = fields_of(tokenize(TOKENIZERS[name](), TEXTS, 7))
-    assert ids == expected["input_ids"] and kinds == expected["token_type_ids"]
-    assert max(map(len, ids)) == 7
+    ids = tokenize(TOKENIZERS[name](), TEXTS, 7)
+    assert ids == TOKENIZERS[name]()(TEXTS, truncation=True, max_length=7)["input_ids"]
+    assert max(map(len, ids)) == 7 + (name == "with Python code")
 
 
 @pytest.mark.parametrize("name", ["word pieces", "truncated on the left", "unigram without special tokens"])
 def test_pairs_have_the_tokens_of_transformers(name: str) -> None:
     first, second = TEXTS, TEXTS[::-1]
-    expected = TOKENIZERS[name]()(first, second, truncation="longest_first", max_length=12, return_token_type_ids=True)
-    ids, kinds = fields_of(tokenize(TOKENIZERS[name](), list(zip(first, second, strict=True)), 12))
-    assert ids == expected["input_ids"] and kinds == expected["token_type_ids"]
+    expected = TOKENIZERS[name]()(first, second, truncation="longest_first", max_length=12)
+    ids, kinds = tokenize_pairs(TOKENIZERS[name](), list(zip(first, second, strict=True)), 12)
+    assert ids == expected["input_ids"] and kinds == expected.get("token_type_ids")
+    assert (kinds is None) == ("unigram" in name)
 
 
 def test_python_code_of_a_tokenizer_is_run() -> None:
-    plain, shouting = (tokenize(word_piece(kind), ["the king"], 16)[0] for kind in (PreTrainedTokenizerFast, Shouting))
-    assert shouting.ids == [*plain.ids[:-1], len(SPECIAL) + WORDS.index("bald"), plain.ids[-1]]
+    (plain,), (shouting,) = (
+        tokenize(word_piece(kind), ["the king"], 16) for kind in (PreTrainedTokenizerFast, Shouting)
+    )
+    assert shouting == [*plain[:-1], len(SPECIAL) + WORDS.index("bald"), plain[-1], 4]
 
 
 def test_settings_of_an_earlier_call_have_no_effect() -> None:
     tokenizer = word_piece()
     tokenizer(TEXTS, padding="max_length", max_length=40, split_special_tokens=True)
-    assert fields_of(tokenize(tokenizer, TEXTS, 7)) == fields_of(tokenize(word_piece(), TEXTS, 7))
+    assert tokenize(tokenizer, TEXTS, 7) == tokenize(word_piece(), TEXTS, 7)

@@ -234,8 +234,10 @@ class MutualRecipe(BaseRecipe):
         "groups.node_labels",
         "groups.bi.engine",
         "groups.bi.zero_stage",
+        "groups.bi.cuda_graphs",
         "groups.cross.engine",
         "groups.cross.zero_stage",
+        "groups.cross.cuda_graphs",
         "bi.engine",
         "bi.zero_stage",
         "bi.deepspeed",
@@ -380,6 +382,11 @@ class MutualRecipe(BaseRecipe):
                     raise ValueError(
                         f"group {group.name} has max_workers {group.max_workers}, which does not divide {path}.batch_size "
                         f"{section.batch_size}"
+                    )
+                if section.cuda_graphs == "on" and group.rng_streams > 1:
+                    raise ValueError(
+                        f"{path}.cuda_graphs records the step of one worker with one dropout stream; write "
+                        f"groups.{number}.workers: 1 and groups.{number}.max_workers: null, or {path}.cuda_graphs: off"
                     )
             if group.rng_streams % group.workers:
                 raise ValueError(
