@@ -525,6 +525,30 @@ def fail_in_a_group(folder: Path) -> str:
     return "none"
 
 
+def leave_out_in_a_group(folder: Path) -> list[tuple[int, float]]:
+    """Score three models on two workers while the first one's checkpoint is written; return a worker's scores."""
+    task, state = RisingTask({0: 2, 3: 1, 6: 3, 9: 1}), TrainerState(0)
+    checkpoint_manager.PATIENCE_S = 0.0
+    with simulated():
+        engine, store = TorchEngine(task.model, section(), None), SlowStore(folder, 0)
+        with CheckpointManager(task, engine, store, lambda _: None, None, None) as manager:
+            for step in (0, 3, 6, 9):
+                task.step = step
+                if step == 9:
+                    store.go.set()
+                state = TrainerState(step, state.scores, finished=step == 9)
+                state = manager.evaluate_and_save(state, should_evaluate=True)
+    return state.scores
+
+
+def test_all_workers_leave_out_the_same_checkpoints(tmp_path: Path) -> None:
+    assert run_workers(leave_out_in_a_group, 2, tmp_path) == [[(0, 2.0), (3, 1.0), (6, 3.0), (9, 1.0)]] * 2
+    store = CheckpointStore(tmp_path)
+    folders = store.best(), store.latest()
+    assert [folder.name for folder in folders if folder is not None] == ["step-000006", "step-000009"]
+    assert not (tmp_path / "checkpoints" / "step-000003").exists()
+
+
 def test_all_workers_raise_the_error_of_the_writer(tmp_path: Path) -> None:
     assert run_workers(fail_in_a_group, 2, tmp_path) == ["StorageWriteError"] * 2
 
