@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ class RaggedWriter:
     """Streams rows into a folder; its memory does not grow with the rows."""
 
     def __init__(self, folder: Path) -> None:
-        self._values = open(folder / VALUES, "wb")  # noqa: SIM115 - closed by finish
-        self._offsets = open(folder / OFFSETS, "wb")  # noqa: SIM115 - closed by finish
         self._rows, self._last = 0, 0
-        self._write_header()
-        self._offsets.write(np.zeros(1, dtype=np.int64).tobytes())
+        with ExitStack() as files:
+            self._values = files.enter_context(open(folder / VALUES, "wb"))
+            self._offsets = files.enter_context(open(folder / OFFSETS, "wb"))
+            self._write_header()
+            self._offsets.write(np.zeros(1, dtype=np.int64).tobytes())
+            self._files = files.pop_all()
 
     def append(self, values: bytes, lengths: Sequence[int]) -> None:
         """Add rows.
@@ -49,9 +51,8 @@ class RaggedWriter:
         return self._rows
 
     def close(self) -> None:
-        """Close the files, whether finished or not."""
-        self._values.close()
-        self._offsets.close()
+        """Close both files, whether finished or not, and also if one cannot be written to its end."""
+        self._files.close()
 
     def _write_header(self) -> None:
         """Write the header of `np.save`, which reserves space for any number of rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,27 @@ from distcse.recipe import CorpusSection
 from tests.failures import fails_with
 
 LINES = [f"sentence {number} of the corpus" for number in range(40)]
+
+
+def open_files(folder: Path) -> list[str]:
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [target for target in (os.readlink(link) for link in links if link.is_symlink()) if str(folder) in target]
+
+
+@pytest.mark.parametrize("full", [VALUES, OFFSETS])
+def test_a_full_disk_leaves_no_file_of_a_writer_open(tmp_path: Path, full: str) -> None:
+    (tmp_path / full).symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as raised, RaggedWriter(tmp_path) as writer:
+        writer.append(b"abcd", [1])
+        writer.finish()
+    assert not open_files(tmp_path) and raised.traceback
+
+
+def test_a_writer_whose_second_file_cannot_be_opened_closes_the_first(tmp_path: Path) -> None:
+    (tmp_path / OFFSETS).mkdir()
+    with pytest.raises(IsADirectoryError) as raised:
+        RaggedWriter(tmp_path)
+    assert not open_files(tmp_path) and raised.traceback  # which holds the writer
 
 
 @pytest.fixture
