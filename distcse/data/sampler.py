@@ -79,8 +79,8 @@ class BatchSampler:
         generator.shuffle(order)
         if self._grouping is None:
             return lambda index: rows.take(order[self._positions(index)])
-        grouped = self._grouping.order(rows.take(order), generator)
-        return lambda index: grouped[self._positions(index)]
+        grouped = self._grouping.order(rows.take(order), generator).astype(np.uint32)  # ids of neighbors have 31 bits
+        return lambda index: grouped[self._positions(index)].astype(np.int64)
 
     def _positions(self, index: int) -> NDArray[np.int64]:
         """Return the (batch_size,) positions of a batch in its epoch."""
@@ -130,6 +130,8 @@ def draw(rows: int, count: int, seed: int, stream: int) -> NDArray[np.int64]:
         seed: Seed of the run.
         stream: Random stream of this draw, distinct from the number of any epoch.
     """
+    if count == 0:
+        return np.empty(0, dtype=np.int64)
     if rows > MAX_ARRAY_ROWS:
         return np.sort(Permutation(rows, [seed, stream])(np.arange(count)))
     return np.sort(np.random.Generator(np.random.PCG64([seed, stream])).permutation(rows)[:count])
