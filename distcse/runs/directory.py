@@ -50,6 +50,8 @@ _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed
 """Packages that a report lists; run.json has all."""
 
 _RECORD, _EVENTS, _REQUESTED = "run.json", "events.jsonl", "requested.yaml"
+ORDER = "order of rows"
+"""Name of the fingerprint of an order by position. Earlier versions, which recorded none, shuffled at any number of rows."""
 _FILES_OF_0_1 = ("claim", "ledger.json")
 
 
@@ -327,6 +329,7 @@ def recorded(run: Path) -> dict[str, Any]:
 
 def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the name and both fingerprints of the first data that changed; None if nothing did."""
+    before = {ORDER: "shuffled", **before}
     names = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
     return (names[0], before[names[0]], now[names[0]]) if names else None
 

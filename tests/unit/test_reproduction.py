@@ -14,6 +14,9 @@ import distcse
 from distcse import train
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunError, RunRecordError
 from distcse.events import Event, Reporter, StepReport
+from distcse.experiments.distillation import fingerprints
+from distcse.experiments.distillation.fingerprints import read_fingerprints
+from distcse.recipe import load_recipe
 from distcse.runs.directory import RunDirectory, check_stored, recorded
 from distcse.runs.reference_run import ReferenceRun, load_run_weights
 from distcse.storage import dump_checked_json, load_checked_json
@@ -45,6 +48,17 @@ def run(first: tuple[Path, Path], tmp_path: Path) -> Path:
 def only_run(folder: Path) -> Path:
     (run,) = (folder / "runs").iterdir()
     return run
+
+
+def test_a_run_of_an_earlier_version_is_not_resumed_in_another_order(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(str(run / "recipe.yaml"))
+    directory, few = RunDirectory(run), read_fingerprints(recipe)
+    directory.record(42, few)
+    monkeypatch.setattr(fingerprints, "MAX_ARRAY_ROWS", 10)
+    with fails_with(ResumeMismatchError, "order of rows", "by position", "was shuffled", "start a new run"):
+        directory.record(42, read_fingerprints(recipe))
 
 
 def test_a_run_records_everything_that_it_depends_on(first: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distcse.data import Corpus
+from distcse.data.sampler import MAX_ARRAY_ROWS
 from distcse.evaluation import Tasks
 from distcse.events import Reporter
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
@@ -10,6 +11,7 @@ from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.preparation import read_corpus
 from distcse.models import model_fingerprint, resolve_model
 from distcse.recipe import Recipe
+from distcse.runs.directory import ORDER
 from distcse.teachers.kinds import kind_of
 
 
@@ -26,6 +28,8 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
         "corpus": corpus.content,
         "student": model_fingerprint(resolve_model(student.backbone, student.trust_remote_code)),
     }
+    if len(corpus) > MAX_ARRAY_ROWS:
+        fingerprints[ORDER] = "by position"
     for number, teacher in enumerate(recipe.teachers.encoders):
         fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
     for loss in recipe.objective.active_terms.values():
