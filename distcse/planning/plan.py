@@ -84,19 +84,20 @@ class StudentPlan:
     @property
     def host_bytes(self) -> float:
         """Host memory of a worker: the sampler's order of rows, a GPU's checkpoints, and the neighbor graph."""
-        graph = 0.0
-        # The driver holds the concatenated vectors and their index.
-        if self.run.recipe.training.neighbor_batching is not None:
-            graph = 2 * 4.0 * self.run.rows * sum(self.run.table_dimensions)
-        # One is being written while the best so far waits for storage.
-        checkpoints = 2 * 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
-        return self._order_bytes + checkpoints + graph
+        return self._host_bytes_per_row * self.run.rows + self._checkpoint_bytes
 
     @property
-    def _order_bytes(self) -> float:
-        """Host memory of a worker's order of rows; none if it is computed by position."""
-        is_array = self.run.rows <= MAX_ARRAY_ROWS or self.run.recipe.training.neighbor_batching is not None
-        return _ORDER_BYTES * self.run.rows if is_array else 0.0
+    def _checkpoint_bytes(self) -> float:
+        """Host memory of a GPU's checkpoints: one is being written while the best so far waits for storage."""
+        return 2 * 12.0 * self.run.trained if self.cluster.machine.kind == "gpu" else 0.0
+
+    @property
+    def _host_bytes_per_row(self) -> float:
+        """Host bytes of the order and the neighbors of a row."""
+        if self.run.recipe.training.neighbor_batching is not None:
+            # The driver holds the concatenated vectors and their index.
+            return _ORDER_BYTES + 2 * 4.0 * sum(self.run.table_dimensions)
+        return _ORDER_BYTES if self.run.rows <= MAX_ARRAY_ROWS else 0.0  # above, it is computed by position
 
     @property
     def tables(self) -> dict[str, float]:
@@ -176,7 +177,7 @@ class StudentPlan:
     @cached_property
     def problems(self) -> list[str]:
         """Why the plan cannot run, each with settings that fix it."""
-        found, machine, memory, training = [], self.cluster.machine, self.memory, self.run.recipe.training
+        found, machine, memory = [], self.cluster.machine, self.memory
         if self.cluster.spec != "local" and self.workers > self.cluster.devices:
             found.append(
                 f"training.workers is {self.workers}, but {self.cluster.spec} has {self.cluster.devices} devices; "
@@ -191,13 +192,8 @@ class StudentPlan:
                 f"{self._suggest_smaller(available)}"
             )
         if self.host_bytes > host:
-            neighbors = " and their neighbors" if training.neighbor_batching else ""
-            remedy = "every worker holds the complete order (docs/explanation/scaling.md)"
-            remedy = "set training.neighbor_batching=null" if training.neighbor_batching else remedy
-            most = int(host / _ORDER_BYTES / 10**6) * 10**6
             found.append(
-                f"a worker's host needs {gib(self.host_bytes)} for the order of {self.run.rows:,} rows{neighbors}, but it has "
-                f"{gib(host)}; {remedy}, or train on fewer rows: corpus.limit={most}"
+                f"a worker's host has {gib(host)}, but needs {gib(self.host_bytes)}: {self._suggest_host(host)}"
             )
         if self.run.rows < self.batch + self.run.recipe.evaluation.num_heldout:
             found.append(
@@ -205,6 +201,21 @@ class StudentPlan:
                 "lower training.batch_size or evaluation.num_heldout"
             )
         return found
+
+    def _suggest_host(self, host: float) -> str:
+        """Name the largest part of a worker's host memory, with settings that make all of it fit into `host` bytes."""
+        checkpoints, per_row = self._checkpoint_bytes, self._host_bytes_per_row
+        rows, fewer = per_row * self.run.rows, ""
+        if per_row and checkpoints < host:
+            most = int((host - checkpoints) / per_row)
+            fewer = f", or train on fewer rows: corpus.limit={most // 10**6 * 10**6 or most}"
+        if checkpoints > rows or not fewer:
+            part = f"two checkpoints of {self.run.trained:,} parameters take {gib(checkpoints)}"
+            return f"{part}; take a smaller backbone, or nodes with more memory{fewer}"
+        held, remedy = "order", "every worker holds the complete order (docs/explanation/scaling.md)"
+        if self.run.recipe.training.neighbor_batching is not None:
+            held, remedy = "neighbors and the order", "set training.neighbor_batching=null"
+        return f"the {held} of {self.run.rows:,} rows take {gib(rows)}; {remedy}{fewer}"
 
     def _suggest_smaller(self, available: float) -> str:
         """Return settings that make a worker fit into `available` bytes; each was checked."""

