@@ -37,4 +37,9 @@ class LocalFile(StoredFile):
         self.size_bytes = os.fstat(self._file.fileno()).st_size
 
     def read(self, offset: int, count: int) -> bytes:
-        return os.pread(self._file.fileno(), count, offset)
+        parts, missing = [], count
+        # One call returns less than 2 GiB, and on some file systems less than it was asked for.
+        while missing and (part := os.pread(self._file.fileno(), missing, offset + count - missing)):
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)

@@ -328,10 +328,10 @@ class EmbeddingTable:
     def _gather(self, ids: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Gather (n, d) vectors from their shards, converted to a type but not normalized."""
         numbers, size = self.numbers_of(ids), self.identity.shard_rows
-        order = np.argsort(numbers, kind="stable")
-        bounds = np.flatnonzero(np.diff(numbers[order] // size)) + 1
         if self.reads_in_place:
             return self._row_reader.read(numbers).astype(dtype, copy=False)
+        order = np.argsort(numbers, kind="stable")
+        bounds = np.flatnonzero(np.diff(numbers[order] // size)) + 1
         found = np.empty((len(ids), self._open(int(numbers[0] // size)).shape[1]), dtype=dtype)
         for indices in np.split(order, bounds):
             shard = int(numbers[indices[0]] // size)

@@ -100,6 +100,10 @@ class TargetReader:
         }
         return self._requested[step].result()
 
+    def close(self) -> None:
+        """Read no further step. The end of the process waits at most for the step that is being read."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
 
 def _project(joined: NDArray[np.float32], projection: NDArray[np.float32]) -> NDArray[np.float32]:
     projected = joined @ projection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.distillation.preparation import prepare_tables
 from distcse.experiments.distillation.teacher_clients import with_worker_tables
 from distcse.experiments.local_backend import LocalBackend
@@ -20,12 +23,14 @@ from distcse.recipe import Recipe, read_recipe
 from distcse.recipe.byte_size import parse_bytes
 from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.storage.stored_files import LocalFile
+from distcse.teachers import row_reader
 from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import TargetReader, Targets
 from tests.failures import fails_with
 from tests.jobs import make_spec
-from tests.unit.test_worker_vectors import assert_equal_parts, outputs_of
+from tests.unit.test_regression import ALONE
+from tests.unit.test_worker_vectors import assert_equal_parts, clients_of, outputs_of
 
 
 def make_table(folder: Path, model: str = "m", rows: int = 25) -> EmbeddingTable:
@@ -74,6 +79,28 @@ def test_adjacent_rows_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reads = Reads(monkeypatch)
     table.vectors([3, 4, 5, 4, 8, 9, 10, 11, 24])  # 8 and 9 end a shard
     assert sorted(reads.sizes) == [12, 24, 24, 36]
+
+
+def test_a_read_that_returns_less_than_it_was_asked_for_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, whole = make_table(tmp_path), os.pread
+    monkeypatch.setattr(os, "pread", lambda number, count, offset: whole(number, min(count, 7), offset))
+    assert np.array_equal(in_place(table).vectors(np.arange(25)), table.vectors(np.arange(25)))
+    with open(table.directory / "shard-00001.npy", "r+b") as file:
+        file.truncate(60)
+    with fails_with(EmbeddingTableError, "shard 1", "too short"):
+        in_place(table).vectors([12])
+
+
+def test_a_read_of_many_adjacent_rows_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_reader, "_READ_BYTES", 4 * 12 + 11)
+    table = make_table(tmp_path)
+    placed = in_place(table)
+    assert placed.dimension == 6
+    reads = Reads(monkeypatch)
+    assert np.array_equal(placed.vectors(np.arange(2, 25)), table.vectors(np.arange(2, 25)))
+    assert sorted(reads.sizes) == [12, 24, *5 * [48]]  # of eight, ten and five rows
 
 
 def test_rows_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +176,48 @@ def test_targets_are_read_ahead_of_the_step(tmp_path: Path) -> None:
         assert np.array_equal(reader.vectors(step), table.vectors([step, step + 1]))
         assert asked == list(range(min(step + 4, 10)))
     assert np.array_equal(reader.vectors(2), table.vectors([2, 3]))
+
+
+def test_a_closed_reader_of_targets_reads_no_further_step(tmp_path: Path) -> None:
+    """The first step is read, the second is being read when the reader is closed, and the others are not begun."""
+    began, released, read = threading.Event(), threading.Event(), list[int]()
+
+    class Waiting(Targets):
+        def vectors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+            read.append(int(rows[0]))
+            if read == [0, 1]:
+                began.set()
+                released.wait(timeout=120)
+            return super().vectors(rows)
+
+    reader = TargetReader(Waiting([make_table(tmp_path)], [1.0], None), lambda step: np.array([step]), num_steps=10)
+    reader.vectors(0)
+    began.wait(timeout=120)
+    reader.close()
+    released.set()
+    reader._thread.shutdown(wait=True)
+    assert read == [0, 1]
+
+
+def test_a_training_that_fails_closes_its_reader_of_targets(
+    recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_with(*ALONE, "objective.regression={teachers: [1]}", "evaluation.dev=none")
+    spec, tables = make_spec(recipe)
+    readers: list[TargetReader] = []
+    vectors = TargetReader.vectors
+
+    def fails_at_the_second(reader: TargetReader, step: int) -> NDArray[np.float32]:
+        readers.append(reader)
+        if step == 1:
+            raise EmbeddingTableError("shard 1 cannot be read")
+        return vectors(reader, step)
+
+    monkeypatch.setattr(TargetReader, "vectors", fails_at_the_second)
+    with fails_with(EmbeddingTableError, "shard 1"):
+        train_student(spec, clients_of(spec, tables), Reporter())
+    with pytest.raises(RuntimeError, match="shutdown"):
+        vectors(readers[0], 10)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -142,6 +143,11 @@ class DistillationTask:
     def teacher_wait_s(self) -> float:
         return self._teachers.wait_s if self._teachers else 0.0
 
+    def close(self) -> None:
+        """Read no further targets."""
+        if self._targets is not None:
+            self._targets.close()
+
 
 def train_student(
     spec: TrainSpec,
@@ -174,10 +180,11 @@ def train_student(
         return TrainResult(state, loader.steps, 0.0, 0.0)
     training = spec.recipe.training
     task = DistillationTask(spec, loader, clients)
-    backbone, name = task.model.encoder.backbone, spec.recipe.student.backbone
-    cuda_graphs = graph_mode(
-        training.cuda_graphs, spec.recipe.changes_to_record, backbone, name, "training", reporter.emit
-    )
-    return train(
-        task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs, training.compile_layers
-    )
+    with closing(task):
+        backbone, name = task.model.encoder.backbone, spec.recipe.student.backbone
+        cuda_graphs = graph_mode(
+            training.cuda_graphs, spec.recipe.changes_to_record, backbone, name, "training", reporter.emit
+        )
+        return train(
+            task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs, training.compile_layers
+        )
