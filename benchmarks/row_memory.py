@@ -95,7 +95,7 @@ def in_process(part: str, folder: Path, rows: int) -> dict[str, Any]:
 
 def driver(recipe: Recipe) -> dict[str, Any]:
     """Read, tokenize, and fill the table."""
-    seconds, began, stages = {}, time.process_time(), dict[str, float]()
+    began, stages = time.process_time(), dict[str, float]()
 
     def listen(event: Event) -> None:
         if isinstance(event, StageProgress) and event.finished:
