@@ -91,6 +91,14 @@ def test_the_order_of_neighbors_is_kept_in_four_bytes_a_row() -> None:
     assert np.array_equal(np.sort(grouped.block(0, 200), axis=None), np.arange(count))
 
 
+def test_drawing_no_rows_takes_no_memory() -> None:
+    tracemalloc.start()
+    train, held_out = split_held_out(10**6, 0, seed=7)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**16 and len(train) == 10**6 and held_out.dtype == np.int64 and not len(held_out)
+
+
 def test_negative_steps_are_errors() -> None:
     with pytest.raises(ValueError, match="non-negative"):
         BatchSampler(10, 5, seed=1).batch(-1)
