@@ -64,14 +64,16 @@ class Cluster(Protocol):
     def scaled_up(
         self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
     ) -> AbstractContextManager[None]:
-        """Ask the cluster's autoscaler for nodes during the block, and wait for them before it.
+        """Join the cluster for the block, ask its autoscaler for nodes meanwhile, and wait for them before the block.
+
+        With 0 seconds, or on a cluster of this machine, which has no autoscaler, it does nothing.
 
         It returns after `wait_s` seconds although nodes are missing, because fewer may be enough: what plans on the nodes
         refuses a run for which they are too few.
 
         Args:
             requests: What must run at the same time.
-            wait_s: Most seconds to wait; 0 asks for nothing.
+            wait_s: Most seconds to wait.
             reporter: Receives what is waited for; can request a stop.
 
         Raises:

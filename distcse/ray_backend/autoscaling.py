@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ray.autoscaler.sdk import request_resources
+from ray.exceptions import RayError
 
 from distcse.errors import StoppedEarlyError
 from distcse.events import LogMessage, Reporter
@@ -14,29 +16,45 @@ from distcse.placement.resources import ResourceRequest, find_shortfall
 from distcse.ray_backend.nodes import alive
 
 _CHECK_INTERVAL_S = 1.0
+_RENEW_INTERVAL_S = 10.0
+"""Seconds between two requests: Ray Train's coordinator, an actor that outlives runs, replaces them every 20 s."""
 
 
 @contextmanager
 def scaled_up(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> Iterator[None]:
-    """See `Cluster.scaled_up`.
+    """Ask for nodes during the block, also for those that are there, which could leave as idle; see `Cluster.scaled_up`.
 
-    Ray has one such request for the entire cluster: a later one, of this run or of another, replaces it. Ray Train makes its
-    own when the workers start.
+    Ray has one such request for the entire cluster: a later one, of this run or of another, replaces it.
     """
-    if find_shortfall(requests, alive()) is None:
-        yield
-        return
-    # At least one CPU each: an autoscaler starts no node for a request of nothing but labels.
-    each = [request for request in requests for _ in range(request.number)]
-    request_resources(
-        bundles=[_amounts(request) for request in each],
-        bundle_label_selectors=[dict(request.labels or {}) for request in each],
-    )
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(_RENEW_INTERVAL_S):
+            _request(requests, reporter)
+
+    _request(requests, reporter)
+    thread = threading.Thread(target=renew, name="autoscaling", daemon=True)
+    thread.start()
     try:
         _wait(requests, wait_s, reporter)
         yield
     finally:
-        request_resources(bundles=[])
+        ended.set()
+        thread.join()
+        _request([], reporter)
+
+
+def _request(requests: Sequence[ResourceRequest], reporter: Reporter) -> None:
+    """Replace the cluster's request. A failure is a warning: the next one may succeed, and the block has its own errors."""
+    each = [request for request in requests for _ in range(request.number)]
+    try:
+        request_resources(
+            bundles=[_amounts(request) for request in each],
+            bundle_label_selectors=[dict(request.labels or {}) for request in each],
+        )
+    except RayError as error:
+        reason = str(error).strip().splitlines()[-1]
+        reporter.emit(LogMessage(f"Ray does not take the request for nodes: {reason}", warning=True))
 
 
 def _wait(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> None:
@@ -55,4 +73,5 @@ def _wait(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
 
 
 def _amounts(request: ResourceRequest) -> dict[str, float]:
+    """Return at least one CPU: an autoscaler starts no node for a request of nothing but labels."""
     return {kind: amount for kind, amount in request.each.items() if amount} or {"CPU": 1.0}

@@ -7,7 +7,7 @@ in the methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -23,7 +23,7 @@ from distcse.experiments.mutual.resources import GroupResources
 from distcse.placement.cluster import ClusterSpeeds, Labels, Paths
 from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node, ResourceRequest
-from distcse.ray_backend.cluster import cluster, is_on_this_machine, starting_ray, wait_for_ray
+from distcse.ray_backend.cluster import cluster, is_on_this_machine, starting_ray, wait_for_ray, was_started_here
 from distcse.recipe import BaseRecipe
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult
@@ -59,15 +59,16 @@ class RayCluster:
         wait_for_ray()
         return alive()
 
-    def scaled_up(
-        self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
-    ) -> AbstractContextManager[None]:
-        if not wait_s or is_on_this_machine():  # which has no autoscaler
-            return nullcontext()
-        from distcse.ray_backend.autoscaling import scaled_up
+    @contextmanager
+    def scaled_up(self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> Iterator[None]:
+        if not wait_s or is_on_this_machine() or was_started_here():  # a local cluster has no autoscaler
+            yield
+            return
+        with self.joined():
+            from distcse.ray_backend.autoscaling import scaled_up
 
-        wait_for_ray()
-        return scaled_up(requests, wait_s, reporter)
+            with scaled_up(requests, wait_s, reporter):
+                yield
 
     def is_one_cpu(self) -> bool:
         from distcse.ray_backend.node_speeds import needs_no_cluster

@@ -118,6 +118,8 @@ class _StartingCluster:
 
 _starting: _StartingCluster | None = None
 """The cluster that `start_ray` began to start and `cluster` has not entered yet. A process has one Ray, so this is global."""
+_entered: _StartingCluster | None = None
+"""The cluster that `cluster` has joined or started and not left yet."""
 
 
 def start_ray(cpus: int | None = None, fast_allocator: bool = False) -> bool:
@@ -166,7 +168,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     Raises:
         RayConnectionError: The cluster cannot be joined or started.
     """
-    global _starting
+    global _starting, _entered
     _end_if_gone()
     if _starting is None and _is_up():
         yield
@@ -177,12 +179,13 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     # Stays in `_starting` during the wait, so that a caller who interrupts it can enter the cluster later.
     starting = _starting = _starting or _StartingCluster(config)
     starting.wait()
-    _starting = None
+    _starting, _entered = None, starting
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # see `_restore_sigterm`
     try:
         yield
     finally:
+        _entered = None
         starting.end()
 
 
@@ -202,6 +205,11 @@ def is_on_this_machine() -> bool:
     if _starting is not None:
         return _starting.config.address is None
     return not _is_up() and "RAY_ADDRESS" not in os.environ
+
+
+def was_started_here() -> bool:
+    """Return whether this process's cluster is a local one that `cluster` has started and not ended yet."""
+    return _entered is not None and _entered.config.address is None
 
 
 def shutdown_ray() -> None:

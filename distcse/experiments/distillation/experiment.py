@@ -54,10 +54,7 @@ class Distillation(Experiment[Recipe]):
         reporter: Reporter,
         plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
-        with (
-            gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None),
-            waited_for_nodes(backend.cluster, self.recipe, least_requests(self.recipe), reporter),
-        ):
+        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             report_warnings(self.settings_warnings(), reporter)
             check_run(self.recipe, backend, reporter, plans_of_trials)
 

@@ -21,7 +21,6 @@ from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.run_scope import waited_for_nodes
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.losses import build_objective
 from distcse.models import Encoder, resolve_model
@@ -36,7 +35,6 @@ from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn import require_faiss
-from distcse.teachers.resources import least_embedding
 from distcse.teachers.reuse import count_new_rows
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
@@ -148,11 +146,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
     Raises:
         DistcseError: A check failed.
     """
-    requests = [least_embedding(recipe.teachers, recipe.gpu_mode)]
-    with (
-        gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None),
-        waited_for_nodes(backend.cluster, recipe, requests, reporter),
-    ):
+    with gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None):
         check_storage(recipe.storage, ["cache"])
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
         report_embedding_gpus(recipe, backend.cluster, reporter)

@@ -57,10 +57,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
         reporter: Reporter,
         plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
     ) -> None:
-        with (
-            gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None),
-            waited_for_nodes(backend.cluster, self.recipe, least_requests(self.recipe, self.recipe.groups), reporter),
-        ):
+        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             report_warnings(self.settings_warnings(), reporter)
             check_groups(self.recipe, backend, reporter, plans_of_trials)
 

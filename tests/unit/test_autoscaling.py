@@ -1,0 +1,114 @@
+"""Requests of nodes from a cluster's autoscaler, without a cluster."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from distcse.errors import StoppedEarlyError
+from distcse.events import Event, LogMessage, Reporter
+from distcse.placement.resources import Node, ResourceRequest
+from distcse.ray_backend import autoscaling, backend
+from distcse.ray_backend.backend import RayCluster
+from tests.failures import fails_with
+
+NODES = [Node("a", {"CPU": 4.0}, {"role": "students"})]
+WORKERS = ResourceRequest(
+    "training.workers=2", 2, {"CPU": 2.0, "GPU": 0.0}, {"role": "students"}, "training.workers", {}
+)
+FOR_WORKERS = [({"CPU": 2.0}, {"role": "students"})] * 2
+
+
+class Autoscaler:
+    """Records each request, and whether the process had joined the cluster at that time."""
+
+    def __init__(self) -> None:
+        self.is_joined = False
+        self.fails = False
+        self.requests: list[tuple[list[Any], bool]] = []
+        self.renewed = threading.Event()
+
+    @contextmanager
+    def joined(self, **settings: Any) -> Iterator[None]:
+        was_joined, self.is_joined = self.is_joined, True
+        yield
+        self.is_joined = was_joined
+
+    def request(self, bundles: Sequence[Any], bundle_label_selectors: Sequence[Any]) -> None:
+        self.requests.append((list(zip(bundles, bundle_label_selectors, strict=True)), self.is_joined))
+        if len(self.requests) > 3:
+            self.renewed.set()
+        if self.fails:
+            raise RayError("no answer")
+
+
+@pytest.fixture
+def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Autoscaler:
+    scaler = Autoscaler()
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(backend, "cluster", scaler.joined)
+    monkeypatch.setattr(autoscaling, "request_resources", scaler.request)
+    monkeypatch.setattr(autoscaling, "alive", lambda: NODES)
+    monkeypatch.setattr(autoscaling, "_CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(autoscaling, "_RENEW_INTERVAL_S", 0.001)
+    return scaler
+
+
+def test_a_request_is_renewed_during_the_block_and_withdrawn_before_the_cluster_is_left(autoscaler: Autoscaler) -> None:
+    """Also for nodes that are there, and with an inner block that joins the cluster, as an embedding pass has."""
+    cluster = RayCluster()
+    with cluster.scaled_up([WORKERS], 60.0, Reporter()):
+        with cluster.joined():
+            pass
+        assert autoscaler.renewed.wait(60)
+    assert not autoscaler.is_joined
+    *during, last = autoscaler.requests
+    assert all(request == (FOR_WORKERS, True) for request in during) and last == ([], True)
+
+
+def test_an_error_of_the_block_is_not_hidden_by_a_request_that_fails(autoscaler: Autoscaler) -> None:
+    events: list[Event] = []
+    with (
+        fails_with(StoppedEarlyError, "the block's own error"),
+        RayCluster().scaled_up([WORKERS], 60.0, Reporter(events.append)),
+    ):
+        autoscaler.fails = True
+        raise StoppedEarlyError("the block's own error")
+    assert autoscaler.requests[-1][0] == []
+    assert events[-1] == LogMessage("Ray does not take the request for nodes: no answer", warning=True)
+
+
+def test_a_local_cluster_is_not_waited_for(autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that will be started, nor one that is entered already."""
+    monkeypatch.setattr(backend, "was_started_here", lambda: True)
+    with RayCluster().scaled_up([WORKERS], 60.0, Reporter()):
+        pass
+    monkeypatch.setattr(backend, "was_started_here", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS")
+    with RayCluster().scaled_up([WORKERS], 60.0, Reporter()):
+        pass
+    assert not autoscaler.requests
+
+
+def test_a_wait_ends_after_its_time_or_a_stop_request(autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaling, "alive", lambda: [])
+    events: list[Event] = []
+    with RayCluster().scaled_up([WORKERS], 0.01, Reporter(events.append)):
+        pass
+    texts = [event.text for event in events if isinstance(event, LogMessage)]
+    shortfall = "2 of training.workers=2 (2 CPUs each) on a node with role=students"
+    assert texts == [
+        f"waiting up to 0.01 s (resources.wait_s) for nodes for {shortfall}",
+        f"no nodes for {shortfall} after 0.01 s (resources.wait_s); continuing with the nodes that are there",
+    ]
+    with (
+        fails_with(StoppedEarlyError, "waited for nodes"),
+        RayCluster().scaled_up([WORKERS], 60.0, Reporter(stop_requested=lambda: True)),
+    ):
+        pass
+    assert autoscaler.requests[-1] == ([], True)
