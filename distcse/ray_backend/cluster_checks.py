@@ -13,7 +13,7 @@ from typing import Any
 
 from distcse.checks import Check, fail, ok, warn
 from distcse.errors import StorageError
-from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file
+from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, draining_nodes
 from distcse.storage import ArtifactStore, open_store
 
 _DASHBOARD = 8265
@@ -68,7 +68,8 @@ def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
 
     from distcse.ray_backend.shared_storage import find_unshared
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    leaving = draining_nodes()  # which take no new work
+    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
     task = ray.remote(num_cpus=0)(_describe_node)
     stores = {key: open_store(folder) for key, folder in shared.items()}
     buckets = [store for store in stores.values() if store.is_remote]

@@ -21,7 +21,7 @@ from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_threads
 from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, unique_name
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
-from distcse.ray_backend.nodes import ResourceWatchdog, alive
+from distcse.ray_backend.nodes import ResourceWatchdog, alive, live_nodes
 from distcse.ray_backend.shared_storage import require_shared
 from distcse.trainer import allocator
 
@@ -36,7 +36,7 @@ class DeviceActor(HeartbeatActor):
     def __init__(self, plan: DevicePlan) -> None:
         use_assigned_gpus()
         node_id = ray.get_runtime_context().get_node_id()
-        self._threads = next(plan.threads_on(node.resources) for node in alive() if node.id == node_id)
+        self._threads = next(plan.threads_on(node.resources) for node in live_nodes() if node.id == node_id)
         os.environ["OMP_NUM_THREADS"] = str(self._threads)  # for faiss: Ray's value is that of the reserved CPUs
 
     def call(self, function: Callable[[Reporter], T], channel: Any) -> T:

@@ -36,7 +36,7 @@ class EventActor:
         self._finished = False
         self._returned: bytes | None = None  # not unpickled here, which would import PyTorch
 
-    def start(self, rank: int, worker: Any, host: str = "") -> None:
+    def start(self, rank: int, worker: Any, host: str) -> None:
         """Record a worker's actor and the id of its node; a restarted one calls this again."""
         self._workers[rank], self._hosts[rank] = worker, host
         if rank == 0:

@@ -24,16 +24,17 @@ _MAX_ACTORS = 1000
 _MAX_HOLDERS = 3
 
 
-def alive() -> list[Node]:
-    """Return the live nodes of the cluster, without those that Ray drains, which take no new work."""
+def live_nodes() -> list[Node]:
+    """Return the live nodes of the cluster, with those that Ray drains."""
     import ray
 
+    return [Node(node["NodeID"], node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+
+
+def alive() -> list[Node]:
+    """Return the live nodes of the cluster, without those that Ray drains, which take no new work."""
     leaving = draining_nodes()
-    return [
-        Node(node["NodeID"], node["Resources"], node["Labels"])
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in leaving
-    ]
+    return [node for node in live_nodes() if node.id not in leaving]
 
 
 def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
@@ -105,7 +106,7 @@ class ResourceWatchdog:
         if now - self._checked_at < _CHECK_INTERVAL_S:
             return
         self._checked_at = now
-        nodes = alive()
+        nodes = live_nodes()  # a drained node is lost when it is gone: until then, its processes work
         has_lost = bool(self._initial_ids - {node.id for node in nodes})
         shortfall = find_shortfall(self._requests, nodes) if has_lost else None
         if shortfall is None:
@@ -134,36 +135,23 @@ class ResourceWatchdog:
             )
 
 
-class NodeChanges:
-    """Finds the changes of a cluster for which training is worth a restart from a new checkpoint.
+class DrainNotices:
+    """Finds out that Ray drains nodes on which a run's workers are."""
 
-    Args:
-        nodes: The nodes at the start of the training.
-        can_grow: Returns whether the current nodes have room for more workers; called once for new nodes.
-    """
-
-    def __init__(self, nodes: Sequence[Node], can_grow: Callable[[], bool]) -> None:
-        self._known = {node.id for node in nodes}
-        self._can_grow = can_grow
+    def __init__(self) -> None:
         self._checked_at = 0.0
 
-    def find(self, hosts: Callable[[], set[str]]) -> str | None:
-        """Describe the change; None without one. Call it often: it does nothing for 2 s after a check.
+    def count(self, hosts: Callable[[], set[str]]) -> int:
+        """Return the number of drained nodes with workers. Call it often: it returns 0 for 2 s after a check.
 
         Args:
             hosts: Returns the ids of the nodes with workers; called while Ray drains nodes.
         """
         if (now := time.monotonic()) - self._checked_at < _CHECK_INTERVAL_S:
-            return None
+            return 0
         self._checked_at = now
         leaving = draining_nodes()
-        if leaving and (used := leaving & hosts()):
-            return f"Ray drains {len(used)} of the workers' nodes"
-        new = {node.id for node in alive()} - self._known
-        self._known |= new
-        if new and self._can_grow():
-            return f"{len(new)} new nodes have room for more workers"
-        return None
+        return len(leaving & hosts()) if leaving else 0
 
 
 def _do_nothing() -> None:

@@ -33,7 +33,7 @@ from distcse.ray_backend.event_channel import (
     reporter_of,
 )
 from distcse.ray_backend.network import use_interface_of
-from distcse.ray_backend.nodes import STOPPED_WAIT_S, NodeChanges, ResourceWatchdog, alive, responsive_nodes
+from distcse.ray_backend.nodes import STOPPED_WAIT_S, DrainNotices, ResourceWatchdog, alive, responsive_nodes
 from distcse.ray_backend.versions import (
     failure_config,
     has_returned_value,
@@ -61,8 +61,7 @@ _FAILURE_WAIT_S = 10.0
 def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:
     """Run `train_student` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
 
-    A node that Ray drains, as after a preemption notice, makes the workers write a checkpoint before it is lost. With
-    `training.min_workers`, new nodes with room for more workers do so too.
+    A node that Ray drains, as after a preemption notice, makes the workers write a checkpoint before it is lost.
 
     Args:
         spec: The run.
@@ -121,7 +120,7 @@ def _run_trainer(
         nodes: The nodes at the start of the run, those lost since included.
 
     Returns:
-        The result; None if the workers wrote a checkpoint because nodes leave or join, and others must continue.
+        The result; None if the workers wrote a checkpoint because nodes leave, and others must continue.
     """
     is_elastic = spec.recipe.training.min_workers is not None
     per_worker = resources.per_worker
@@ -162,7 +161,7 @@ def _run_trainer(
         lambda warning: reporter.emit(LogMessage(warning, warning=True)),
         nodes,
     )
-    changes = NodeChanges(alive(), lambda: is_elastic and _workers_now(spec.recipe, per_worker) > workers)
+    notices = DrainNotices()
     is_pausing = False
     wait_warning = WaitWarning(reporter, _START_WARNING_S)
     try:
@@ -177,8 +176,11 @@ def _run_trainer(
                 # The other workers wait for the failed one in a collective operation.
                 channel.kill_workers()
                 raise failure
-            if channel.has_started and not is_pausing and (change := changes.find(channel.hosts)) is not None:
-                text = f"{change}: the run writes a checkpoint and continues from it on the nodes that stay"
+            if channel.has_started and not is_pausing and (drained := notices.count(channel.hosts)):
+                text = (
+                    f"Ray drains {drained} of the workers' nodes: the run writes a checkpoint and continues from it on the "
+                    "nodes that stay"
+                )
                 reporter.emit(LogMessage(text, warning=True))
                 channel.pause()
                 is_pausing = True

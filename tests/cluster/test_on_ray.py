@@ -171,7 +171,7 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
     try:
         channel.relay(Reporter())
         assert not channel.has_started and 0 < channel.idle_s() < 60
-        ray.get(channel.actor.start.remote(0, worker))
+        ray.get(channel.actor.start.remote(0, worker, "node"))
         channel.relay(Reporter())
         assert channel.has_started and channel.idle_s() == 0
         ray.kill(worker)
@@ -180,7 +180,7 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         time.sleep(0.5)
         channel.relay(Reporter())
         assert channel.has_started and 0.5 <= channel.idle_s() < 60
-        ray.get(channel.actor.start.remote(0, (later := ray.remote(CpuHolder).options(num_cpus=0).remote())))
+        ray.get(channel.actor.start.remote(0, (later := ray.remote(CpuHolder).options(num_cpus=0).remote()), "node"))
         ray.get(later.is_ready.remote())
         channel.relay(Reporter())
         assert channel.idle_s() == 0
