@@ -101,7 +101,8 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
         NodeLabelError: No node has the labels of `training.node_labels`.
     """
     request = experiment_of(recipe).trials.request
-    plan = _plan_training(request, sweep, nodes, recipe.gpu_mode)
+    can_wait = recipe.resources.wait_s > 0
+    plan = _plan_training(request, _trials_at_once(recipe, sweep), nodes, recipe.gpu_mode)
     plan.require_room()
     gpu, server_gpus = plan.of(_TRIALS), plan.of(SERVERS)
     nodes_with(nodes, request.node_labels, "training.node_labels")
@@ -112,11 +113,11 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
     left = [node for node in left if count_fitting([node], {"GPU": gpu})]
     fits = count_fitting(left, {"CPU": (cpu or 1) + trainer_cpus / each, "GPU": gpu}) // each
     concurrent = sweep.search.concurrent or _safe_number(plan, each, max(1, fits))
+    at_once = min(concurrent, max(1, fits)) if can_wait else concurrent
     total_workers = each * concurrent
-    left = _without(left, concurrent, {"CPU": trainer_cpus})
-    cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], total_workers))))
+    left = _without(left, at_once, {"CPU": trainer_cpus})
+    cpu = cpu or max(1.0, float(int(even_share([node.get("CPU", 0.0) for node in left], each * at_once))))
     one = {"CPU": cpu, "GPU": gpu}
-    can_wait = recipe.resources.wait_s > 0
     if count_fitting(left, one) < (each if can_wait else total_workers):
         raise ClusterTooSmallError(
             f"{concurrent} concurrent trials need {total_workers} training workers of {format_resources(one)} each, none of them "
@@ -137,17 +138,22 @@ def plans_of_trials(
     """
     request, mode = experiment_of(recipe).trials.request, recipe.gpu_mode
     embedding = [] if request.teachers is None else [plan_embedding(request.teachers, nodes, mode)]
-    plan = _plan_training(request, sweep, nodes, mode)
-    if resources.gpus:  # more trials may fit than had to
+    plan = _plan_training(request, _trials_at_once(recipe, sweep), nodes, mode)
+    if resources.gpus and not (resources.can_wait and sweep.search.concurrent):  # more trials may fit than had to
         plan = plan.with_number(_TRIALS, max(1, request.workers) * resources.concurrent)
     return [*embedding, plan]
 
 
-def _plan_training(request: TrialRequest, sweep: Sweep, nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
-    """Decide the GPUs of the trials that run at once, at least one, and of the servers that they share."""
+def _trials_at_once(recipe: BaseRecipe, sweep: Sweep) -> int:
+    """Return the number of trials for which the nodes must have room: one, if the others may wait for nodes."""
+    return 1 if recipe.resources.wait_s else sweep.search.concurrent or 1
+
+
+def _plan_training(request: TrialRequest, trials_at_once: int, nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
+    """Decide the GPUs of the trials that run at once, and of the servers that they share."""
     trials = GpuRole(
         _TRIALS,
-        max(1, request.workers) * (sweep.search.concurrent or 1),
+        max(1, request.workers) * trials_at_once,
         request.node_labels,
         request.gpus_per_worker,
         "search.concurrent" if request.workers <= 1 else "training.workers",

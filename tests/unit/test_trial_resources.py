@@ -19,7 +19,7 @@ from distcse.placement.resources import Node, Resources
 from distcse.ray_backend.tune import _placement
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.teachers.resources import EMBEDDING, plan_embedding
-from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
+from distcse.tuning.trial_resources import TrialResources, least_requests, plans_of_trials, trial_resources
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 
@@ -106,6 +106,12 @@ def test_trials_wait_for_nodes_that_an_autoscaler_starts(recipe_with: MakeRecipe
     assert resources.concurrent == 4 and resources.can_wait
     with fails_with(ClusterTooSmallError, "4 concurrent trials"):
         trial_resources(growing, sweep(concurrent=4), nodes_of([{"CPU": 1.0}]))
+    on_gpus = recipe_with("training.workers=1", "training.gpus_per_worker=1", "resources.wait_s=60")
+    nodes = nodes_of([{"CPU": 8.0, "GPU": 1.0}])
+    resources = trial_resources(on_gpus, sweep(concurrent=4), nodes)
+    assert resources == TrialResources(4, 8.0, 1.0, 1, can_wait=True)
+    *_, plan = plans_of_trials(on_gpus, sweep(concurrent=4), resources, nodes)
+    assert plan.describe() == "trials 1 x 1" and not plan.warnings
     (trial,) = least_requests(growing)
     assert (trial.number, trial.each) == (1, {"CPU": 2.0, "GPU": 0.0})
 
