@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import json
+import os
 import re
 import shlex
 import shutil
@@ -93,7 +94,7 @@ def test_the_autoscaling_job_starts_from_no_nodes_and_resumes() -> None:
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
     script = worker["lifecycle"]["preStop"]["exec"]["command"][-1]
     deadline = int(re.search(r"--deadline-remaining-seconds=(\d+)", script)[1])  # type: ignore[index]
-    assert f"sleep {deadline}" in script
+    assert f"seq {deadline})" in script
     assert group["template"]["spec"]["terminationGracePeriodSeconds"] > deadline
     (memory,) = (volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "memory")
     assert memory["emptyDir"]["sizeLimit"] == "64Gi"
@@ -176,6 +177,25 @@ def scripts() -> dict[str, str]:
         "skypilot": "#!/bin/bash\n" + yaml.safe_load((FOLDER / "skypilot" / "distcse.yaml").read_text())["run"],
         "preStop": "#!/bin/bash\n" + worker["lifecycle"]["preStop"]["exec"]["command"][-1],
     }
+
+
+@pytest.mark.parametrize(("drains", "seconds"), [(True, 2), (False, 0)])
+def test_a_pod_that_ends_waits_while_ray_works_on_its_node(drains: bool, seconds: int, tmp_path: Path) -> None:
+    """Ray has ended after 2 seconds here; without a head, nothing is waited for."""
+    stand_ins = {
+        "python": "echo 0a1b",
+        "ray": f'echo "$*" >> drained; {drains}'.lower(),
+        "sleep": "echo $1 >> slept",
+        "grep": "! [ -e slept ] || [ $(wc -l < slept) -lt 2 ]",
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
+    subprocess.run(["bash", "-c", scripts()["preStop"]], cwd=tmp_path, env=path, check=True)
+    assert "drain-node --address=head:6379 --node-id=0a1b" in (tmp_path / "drained").read_text()
+    slept = tmp_path / "slept"
+    assert (slept.read_text() if slept.exists() else "") == "1\n" * seconds
 
 
 @pytest.mark.parametrize("name", scripts())

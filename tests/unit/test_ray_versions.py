@@ -128,7 +128,14 @@ def test_the_message_of_a_lost_actor_names_its_class() -> None:
 
 
 def test_ray_reads_the_variables() -> None:
-    names = [*versions.BEFORE_IMPORT, *versions.LOCAL_CLUSTER, *versions.TUNE, *versions.TUNE_TRIAL]
+    variables = (
+        versions.BEFORE_IMPORT,
+        versions.LOCAL_CLUSTER,
+        versions.TUNE,
+        versions.TUNE_TRIAL,
+        versions.pending_trials(1),
+    )
+    names = [name for each in variables for name in each]
     folder = Path(ray.__file__).parent
     files = [file for part in ("_private", "_common", "train", "tune", "air") for file in (folder / part).rglob("*.py")]
     text = "".join(file.read_text(errors="ignore") for file in files)

@@ -70,3 +70,12 @@ def test_a_signal_before_the_end_of_the_job_lets_the_run_end_and_requeues_the_jo
     job.terminate()
     assert job.wait() == 130
     assert "terminated" in calls(folder) and "scontrol requeue 7" in calls(folder)
+
+
+def test_a_node_on_which_ray_ends_fails_the_job(folder: Path) -> None:
+    """Instead of a wait for it until the job's time is over."""
+    (folder / "bin" / "srun").write_text('#!/usr/bin/env bash\n[[ "$*" == *hostname* ]] && echo 10.0.0.1\n')
+    (folder / "bin" / "python").write_text("#!/usr/bin/env bash\necho 1\n")
+    (folder / "bin" / "sleep").write_text("#!/usr/bin/env bash\n")
+    (folder / "bin" / "sleep").chmod(0o755)
+    assert start(folder, steps=0).wait() == 1
