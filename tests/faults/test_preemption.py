@@ -88,7 +88,7 @@ def _train(head: Machine, *arguments: str | Path) -> Path:
 
 
 def _train_with_drain(head: Machine, workers: list[Machine], *arguments: str | Path) -> Path:
-    """Train, and drain a node with a worker, with a deadline after which the machine is gone."""
+    """Train, and drain a node with a worker; its machine loses power after the run."""
     address = {"RAY_ADDRESS": f"{head.address}:6379"}
     process = head.start(*TRAIN, *arguments, **address)
     name = str(arguments[-1]).partition("=")[2]
