@@ -15,7 +15,10 @@ from distcse.errors import ClusterTooSmallError, ModelNotFoundError, NodeLabelEr
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.experiments.distillation.resources import plan_run
 from distcse.models import Encoder
+from distcse.placement.resources import ResourceRequest
 from distcse.ray_backend.assigned_resources import use_assigned_gpus
+from distcse.ray_backend.backend import RayBackend
+from distcse.ray_backend.cluster import was_started_here
 from distcse.ray_backend.nodes import alive
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
@@ -198,6 +201,14 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
 def test_an_error_in_an_actor_is_raised_unchanged(recipe_with: MakeRecipe) -> None:
     with fails_with(ModelNotFoundError, "/nowhere/at/all"):
         run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Reporter())
+
+
+def test_a_local_cluster_is_known_as_one_without_an_autoscaler(cluster: None) -> None:
+    events: list[Event] = []
+    request = ResourceRequest("training.workers=1000", 1000, {"CPU": 1.0}, None, "training.workers", {})
+    with RayBackend.cluster.scaled_up([request], 3600.0, Reporter(events.append)):
+        assert not events
+    assert was_started_here()
 
 
 def test_labels_that_no_node_has_are_refused_immediately(

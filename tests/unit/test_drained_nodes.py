@@ -1,4 +1,4 @@
-"""Nodes that Ray drains: they get no new work, and what runs there goes on until they are gone."""
+"""Nodes that Ray drains: they get no new work, and what runs there continues until they are gone."""
 
 from __future__ import annotations
 
