@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,17 @@ from ray.exceptions import RayError
 
 from distcse.errors import StoppedEarlyError
 from distcse.events import Event, LogMessage, Reporter
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.distillation.preflight import check_embedding
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.placement.resources import Node, ResourceRequest
 from distcse.ray_backend import autoscaling, backend
 from distcse.ray_backend.backend import RayCluster
+from distcse.recipe import Recipe
+from tests.clusters import FixedCluster
 from tests.failures import fails_with
+from tests.pairs import make_mutual_recipe
 
 NODES = [Node("a", {"CPU": 4.0}, {"role": "students"})]
 WORKERS = ResourceRequest(
@@ -112,3 +120,24 @@ def test_a_wait_ends_after_its_time_or_a_stop_request(autoscaler: Autoscaler, mo
     ):
         pass
     assert autoscaler.requests[-1] == ([], True)
+
+
+class UnaskedCluster(FixedCluster):
+    """A cluster that must not be asked for nodes."""
+
+    def scaled_up(
+        self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
+    ) -> AbstractContextManager[None]:
+        raise AssertionError(requests)
+
+
+def test_dry_runs_ask_for_no_nodes(
+    recipe_with: Callable[..., Recipe], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    backend, wait = LocalBackend(), "resources.wait_s=60"
+    backend.cluster = UnaskedCluster([Node("", {"CPU": 4.0}, {})])  # type: ignore[assignment]
+    recipe = recipe_with("training.workers=1", wait)
+    check_embedding(recipe, backend, Reporter())
+    Distillation(recipe).check(backend, Reporter())
+    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, wait)
+    MutualDistillation(mutual).check(backend, Reporter())
