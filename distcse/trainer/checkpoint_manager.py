@@ -180,8 +180,7 @@ class CheckpointManager:
 
     def _finish_writes(self) -> None:
         """Wait for the checkpoint that is being written, and then for the one that waits for it."""
-        self._take_written()
-        self._start_waiting()
+        self._make_room()
         self._take_written()
 
     def _take_snapshot(self, step: int) -> Snapshot | None:

@@ -109,6 +109,17 @@ class SlowStore(CheckpointStore):
         return super().save(state, trainer_state, emit)
 
 
+def failing_at(step: int, store: SlowStore) -> Callable[[int], None]:
+    """Return a task's `at_step` that lets the store write, and fails, at a step."""
+
+    def fail(now: int) -> None:
+        if now == step:
+            store.go.set()
+            raise ZeroDivisionError
+
+    return fail
+
+
 def section() -> TrainingSection:
     return TrainingSection(lr=0.1, engine="torch", precision="fp32", log_every=2, batch_size=4)
 
@@ -235,13 +246,7 @@ def test_a_run_that_is_killed_during_a_slow_write_resumes_to_the_same_scores_and
     scores = {3: 2.0, 6: 3.0, 9: 2.0, 12: 2.5}
     whole, store, task = CheckpointStore(tmp_path / "whole"), SlowStore(tmp_path / "killed", 3), RisingTask(scores)
     expected = fit(whole, RisingTask(scores))
-
-    def stop(step: int) -> None:
-        if step == 10:
-            store.go.set()
-            raise ZeroDivisionError
-
-    task.at_step = stop
+    task.at_step = failing_at(10, store)
     with pytest.raises(ZeroDivisionError):
         fit(store, task)
     latest = store.latest()
@@ -325,13 +330,7 @@ def test_weights_that_are_not_finite_are_not_stored(gpu: Simulation, tmp_path: P
 
 def test_another_error_waits_for_the_checkpoint(gpu: Simulation, tmp_path: Path) -> None:
     store, events, task = SlowStore(tmp_path, step=3), [], LineTask()  # type: ignore[var-annotated]
-
-    def fail(step: int) -> None:
-        if step == 4:
-            store.go.set()
-            raise ZeroDivisionError
-
-    task.at_step = fail
+    task.at_step = failing_at(4, store)
     with pytest.raises(ZeroDivisionError):
         fit(store, task, events.append)
     latest = store.latest()
@@ -341,13 +340,7 @@ def test_another_error_waits_for_the_checkpoint(gpu: Simulation, tmp_path: Path)
 def test_two_failures_are_both_reported(gpu: Simulation, tmp_path: Path) -> None:
     store = SlowStore(tmp_path, 3, StorageWriteError("the disk is full"))
     events, task = [], LineTask()  # type: ignore[var-annotated]
-
-    def fail(step: int) -> None:
-        if step == 3:
-            store.go.set()
-            raise ZeroDivisionError
-
-    task.at_step = fail
+    task.at_step = failing_at(3, store)
     with pytest.raises(ZeroDivisionError):
         fit(store, task, events.append)
     (warning,) = (event for event in events if isinstance(event, LogMessage))
