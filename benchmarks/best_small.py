@@ -24,7 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
+from numpy.typing import NDArray
 
 from distcse.evaluation import EvalConfig, Tasks, collect, evaluate, labelled_dev, make_candidate
 from distcse.evaluation.contamination import Contamination
@@ -132,6 +134,8 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, help="left out: corpus/wiki_sentences.txt.gz of --data")
+    parser.add_argument("--device", default="cpu", help="of MSELoss; distcse takes a GPU where there is one")
     parser.add_argument("--sentences", type=int, default=100_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these; left out, all")
@@ -217,7 +221,7 @@ def measured(tasks: Tasks, model: Encoder, dev: float | None = None, seconds: fl
         for suite, measure in MEASURED.items()
     }
     scored = {} if dev is None else {"dev": dev, "seconds": seconds}
-    averages = {name: statistics.mean(figures[suite].values()) for name, suite in AVERAGES.items()}
+    averages = {name: statistics.mean(figures[suite].values()) for name, suite in AVERAGES.items() if figures[suite]}
     return {**scored, **figures["sts"], **figures["transfer"], **averages}
 
 
@@ -276,7 +280,8 @@ def distil(
 
 
 def corpus(options: argparse.Namespace) -> list[str]:
-    return [f"corpus.path={options.data / 'corpus' / 'wiki_sentences.txt.gz'}", f"corpus.limit={options.sentences}"]
+    file = options.corpus or options.data / "corpus" / "wiki_sentences.txt.gz"
+    return [f"corpus.path={file}", f"corpus.limit={options.sentences}"]
 
 
 def regress(
@@ -294,7 +299,7 @@ def regress(
     from torch import nn
 
     without = {"config_kwargs": {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}}
-    model = SentenceTransformer(str(resolve_model(MINILM)), device="cpu", **without)
+    model = SentenceTransformer(str(resolve_model(MINILM)), device=options.device, **without)
     model.max_seq_length = options.max_length
     backbone: Any = model[0].auto_model
     backbone.encoder.layer = nn.ModuleList(layer for n, layer in enumerate(backbone.encoder.layer) if n in layers)
@@ -313,7 +318,7 @@ def regress(
                 learning_rate=BASELINE_LR,
                 warmup_ratio=0.1,
                 bf16=True,
-                use_cpu=True,
+                use_cpu=options.device == "cpu",
                 seed=seed,
                 eval_strategy="steps",
                 save_strategy="steps",
@@ -337,10 +342,8 @@ def regress(
         return Encoder.load(f"{folder}/best", max_length=options.max_length), best, seconds
 
 
-def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[float]]]:
+def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], NDArray[np.float32]]:
     """The sentences that distcse's rows learn from, and all-MiniLM-L6-v2's vectors of them, from the table of those rows."""
-    import numpy as np
-
     from distcse.data import split_held_out
     from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
 
@@ -352,7 +355,7 @@ def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], list[list[f
     read = read_corpus(recipe, Reporter())
     train, _ = split_held_out(len(read), recipe.evaluation.num_heldout, recipe.seed)
     rows = train.ids()
-    return read.texts(rows), np.asarray(table.vectors(rows)).tolist()
+    return read.texts(rows), np.asarray(table.vectors(rows), dtype=np.float32)
 
 
 if __name__ == "__main__":

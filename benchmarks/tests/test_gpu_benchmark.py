@@ -35,7 +35,7 @@ def test_it_imports_neither_ray_nor_deepspeed_datasets_or_pyarrow() -> None:
 
 @pytest.mark.slow
 def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--tiny"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--tiny", "--budget", "3600"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("  row ")}

