@@ -488,8 +488,12 @@ class ReportClock:
             self._seconds[event.step] = time.perf_counter() - self._begun
 
     def step_and_fixed_seconds(self, steps: int) -> tuple[float, float]:
-        """Return the seconds of a step after the first reports, with scores and checkpoints, and those that steps do not take."""
-        total, (first, last) = time.perf_counter() - self._begun, (min(self._seconds), max(self._seconds))
+        """Return the seconds of one of the last `EVAL_STEPS` steps, with a score and a checkpoint, and what the run took besides.
+
+        The first steps record graphs: all batch shapes have been seen twice before the last `EVAL_STEPS` steps begin.
+        """
+        total, last = time.perf_counter() - self._begun, max(self._seconds)
+        first = min(step for step in self._seconds if step >= last - EVAL_STEPS)
         if first == last:  # a tiny run has one report
             return total / steps, 0.0
         step = (self._seconds[last] - self._seconds[first]) / (last - first)

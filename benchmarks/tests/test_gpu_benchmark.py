@@ -7,11 +7,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import gpu
 from benchmarks.protocol import Figure, Report, counted
+from distcse.events import StepReport
 
 ROOT = Path(__file__).parents[2]
 _WITHOUT = """
@@ -40,6 +42,17 @@ def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     rows = {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("  row ")}
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 23, 31, 33}
+
+
+def test_a_step_of_train_is_timed_after_all_shapes_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 1 to 150 take 2 s each, as if they recorded graphs, and the others 1 s."""
+    now = [0.0]
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    clock = gpu.ReportClock()
+    for step in range(10, 301, 10):
+        now[0] = step + min(step, 150)
+        clock(StepReport(step, 300, {}, lr=0.0, seconds=0.0, teacher_wait_s=0.0))
+    assert clock.step_and_fixed_seconds(300) == (1.0, 150.0)
 
 
 def test_an_interrupted_benchmark_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
