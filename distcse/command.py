@@ -99,6 +99,25 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_start_options(parser: argparse.ArgumentParser, noun: str, checked: str) -> None:
+    """Add `--dry-run`, `--run-id` and `--resume` to a command that starts runs or sweeps.
+
+    Args:
+        parser: The command's.
+        noun: What it starts: `run` or `sweep`.
+        checked: What a dry run checks.
+    """
+    parser.add_argument("--dry-run", action="store_true", help=f"check {checked}; embed and train nothing")
+    parser.add_argument(
+        "--run-id",
+        metavar="NAME",
+        help=f"begin the {noun} NAME, or resume it if it has begun: the same command serves every start (storage.run_id)",
+    )
+    parser.add_argument(
+        "--resume", metavar=noun.upper(), help=f"resume the {noun} in this directory, or at this address"
+    )
+
+
 class ErrorStatus:
     """Context manager of a command: an error becomes one line on stderr, and sets the exit status.
 

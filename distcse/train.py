@@ -7,7 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from distcse.command import INTERRUPTED, STATUSES, ErrorStatus, StopOnSignal, add_output_options, parse_command, program
+from distcse.command import (
+    INTERRUPTED,
+    STATUSES,
+    ErrorStatus,
+    StopOnSignal,
+    add_output_options,
+    add_start_options,
+    parse_command,
+    program,
+)
 from distcse.errors import CommandLineError
 from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
@@ -173,21 +182,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
     parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check recipe, text, labelled sets, models and cluster; embed and train nothing",
-    )
-    parser.add_argument(
         "--rerun",
         metavar="RUN",
         help="repeat the run in this directory, or at this address, in a new one, on the same data, and compare the weights",
     )
-    parser.add_argument(
-        "--run-id",
-        metavar="NAME",
-        help="begin the run NAME, or resume it if it has begun: the same command serves every start (storage.run_id)",
-    )
-    parser.add_argument("--resume", metavar="RUN", help="resume the run in this directory, or at this address")
+    add_start_options(parser, "run", "recipe, text, labelled sets, models and cluster")
     add_output_options(parser)
     return parser
 

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status, parse_command, program
+from distcse.command import (
+    INTERRUPTED,
+    STATUSES,
+    StopOnSignal,
+    add_output_options,
+    add_start_options,
+    exit_status,
+    parse_command,
+    program,
+)
 from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
 from distcse.gc_paused import gc_paused
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
@@ -207,17 +216,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--space", metavar="SPACE", help="the search space: a packaged one's name, or a YAML file")
     parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check recipe, space, text, labelled sets, models and cluster; embed and train nothing",
-    )
-    parser.add_argument(
-        "--run-id",
-        metavar="NAME",
-        help="begin the sweep NAME, or resume it if it has begun: the same command serves every start (storage.run_id)",
-    )
-    parser.add_argument("--resume", metavar="SWEEP", help="resume the sweep in this directory (or at this address)")
+    add_start_options(parser, "sweep", "recipe, space, text, labelled sets, models and cluster")
     add_output_options(parser)
     return parser
 

@@ -78,8 +78,7 @@ class PairTokenTable:
                         texts = pairs.texts(begin, begin + _CHUNK)
                         encodings = backend.encode_batch_fast(list(zip(*texts[:: -1 if order else 1], strict=True)))
                         rows = [row.ids + row.type_ids if has_kinds else row.ids for row in encodings]
-                        values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
-                        writer.append(values.tobytes(), [len(row) for row in rows])
+                        writer.append_rows(rows, dtype)
                         if on_progress is not None:
                             on_progress(order * len(pairs) + begin + len(rows))
                 writer.finish()

@@ -43,6 +43,11 @@ class RaggedWriter:
         self._rows += len(offsets)
         self._last = int(offsets[-1]) if len(offsets) else self._last
 
+    def append_rows(self, rows: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> None:
+        """Add at least one row of integers, stored as `dtype`."""
+        values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
+        self.append(values.tobytes(), [len(row) for row in rows])
+
     def finish(self) -> int:
         """Write the offsets and return the number of rows."""
         self._offsets.seek(0)

@@ -81,8 +81,7 @@ class TokenTable:
                     texts = corpus.texts(range(first, min(first + _CHUNK, len(corpus))))
                     ids = _ids(backend, [prompt + text for text in texts] if prompt else texts)
                     _require_tokens(ids, texts, first)
-                    values = np.concatenate([np.asarray(row, dtype=dtype) for row in ids])
-                    writer.append(values.tobytes(), [len(row) for row in ids])
+                    writer.append_rows(ids, dtype)
                     if on_progress is not None:
                         on_progress(first + len(texts))
                 writer.finish()
