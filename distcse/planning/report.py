@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distcse.planning.groups import MutualPlan
-from distcse.planning.machines import Cluster
+from distcse.planning.machines import COMPILED_TRAFFIC, Cluster
 from distcse.planning.memory import WorkerMemory
 from distcse.planning.plan import StudentPlan
 from distcse.planning.scaling import ScalingRow
@@ -190,13 +190,17 @@ def _assumptions(cluster: Cluster, others: Sequence[str], shapes: Sequence[Shape
 
 
 def _measured(plan: StudentPlan) -> list[str]:
+    """Return lines on rates of passes that were not measured, or only on another machine."""
     machine = plan.cluster.machine
     missing = dict.fromkeys(
         f"width {work.shape.width} in {work.precision}"
         for work in plan.run.passes(plan.batch / plan.workers)
         if machine.factors and not machine.factors_of(work.training, work.precision, work.dropout, work.shape.width)[1]
     )
-    return [f"passes of {', '.join(missing)} were not measured, only others: run with --calibrate"] if missing else []
+    notes = [f"passes of {', '.join(missing)} were not measured, only others: run with --calibrate"] if missing else []
+    if plan.run.compiles_layers(machine, plan.workers):
+        notes.append(f"compiled layers cause {COMPILED_TRAFFIC:g} of the memory traffic of others, as on an H100")
+    return notes
 
 
 def _shapes(plan: StudentPlan) -> list[Shape]:

@@ -12,7 +12,7 @@ from distcse.experiments.distillation.batch_loader import SENTENCES_PER_PASS
 from distcse.models.fast.packing import MAX_TOKEN_FRACTION
 from distcse.models.projection import build_projection
 from distcse.planning.lengths import Lengths
-from distcse.planning.machines import Cluster, Machine
+from distcse.planning.machines import COMPILED_TRAFFIC, Cluster, Machine
 from distcse.planning.memory import WorkerMemory, gathered_bytes, states
 from distcse.planning.network import Traffic, gradient_bytes, waited_seconds
 from distcse.planning.passes import Pass, Terms, is_recorded, with_update
@@ -20,6 +20,7 @@ from distcse.planning.shapes import Shape, masked_lm_head, read_shape
 from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds, served_seconds
 from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
 from distcse.teachers.kinds import Serving, TeacherKind, kind_of
+from distcse.trainer.compiled_step import compiles_layers
 from distcse.trainer.engines.torch_engine import MIN_TABLE_ROWS
 from distcse.trainer.schedule import total_steps
 
@@ -292,6 +293,11 @@ class StudentRun:
         recipe = self.recipe
         return is_recorded(machine, workers, self.student, recipe.training.cuda_graphs, recipe.changes_to_record)
 
+    def compiles_layers(self, machine: Machine, workers: int) -> bool:
+        """Return whether the student's layers are compiled (`training.compile_layers`)."""
+        mode = self.recipe.training.compile_layers
+        return compiles_layers(mode, self.steps, self.records_steps(machine, workers))
+
     def _all_passes(self, workers: int, batch: int, kind: str, length: float | None = None) -> list[Pass]:
         """Return a step's passes, and on average those of the queue's anchors, which run every refresh_steps steps."""
         found, queue = self.passes(batch / workers, kind, length), self.recipe.objective.queue
@@ -304,7 +310,10 @@ class StudentRun:
     def _compute_terms(self, machine: Machine, workers: int, batch: int, length: float | None) -> Terms:
         """Return the seconds of a worker's passes, loss and update."""
         training, passes = self.recipe.training, self._all_passes(workers, batch, machine.kind, length)
-        total = sum((work.terms(machine) for work in passes), self._objective(workers, batch).terms(machine))
+        compiled, total = self.compiles_layers(machine, workers), self._objective(workers, batch).terms(machine)
+        for work in passes:
+            terms = work.terms(machine)
+            total += replace(terms, traffic=COMPILED_TRAFFIC * terms.traffic) if compiled and work.training else terms
         total += Terms(math=self.extra_flops(batch / workers, passes) / machine.rate(training.precision))
         return with_update(total, machine, self.trained, workers, training, self.records_steps(machine, workers))
 

@@ -25,6 +25,11 @@ MIN_STEPS = 2000
 """Steps of a run from which `auto` compiles: compiling takes about as long as 1,000 of BERT-base's steps save."""
 
 
+def compiles_layers(mode: CompileMode, steps: int, is_recorded: bool) -> bool:
+    """Return whether a run compiles the trained layers; see `open_compiled_step`."""
+    return is_recorded and (mode == "on" or (mode == "auto" and steps >= MIN_STEPS))
+
+
 def open_compiled_step(
     take_step: TakeStep, mode: CompileMode, steps: int, is_recorded: bool, emit: Listener
 ) -> TakeStep:
@@ -37,12 +42,10 @@ def open_compiled_step(
         is_recorded: Whether steps are recorded as CUDA graphs.
         emit: Receives what was chosen.
     """
-    if not is_recorded:
-        if mode == "on":
-            problem = "training.compile_layers has no effect where steps are not recorded as CUDA graphs"
-            emit(LogMessage(problem, warning=True))
-        return take_step
-    if mode == "off" or (mode == "auto" and steps < MIN_STEPS):
+    if mode == "on" and not is_recorded:
+        problem = "training.compile_layers has no effect where steps are not recorded as CUDA graphs"
+        emit(LogMessage(problem, warning=True))
+    if not compiles_layers(mode, steps, is_recorded):
         return take_step
 
     def run_uncompiled(reason: str) -> None:
