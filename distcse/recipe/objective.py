@@ -111,16 +111,21 @@ class ObjectiveSection(_Losses):
         return next((numbers for numbers in chosen if numbers), [])
 
     @property
+    def projection_of(self) -> str | None:
+        """Folder or address of the run whose projection of the teachers' vectors a term uses; None if one is fitted."""
+        return next((run for section in self.active_terms.values() if (run := section.projection_of)), None)
+
+    @property
     def models(self) -> list[str]:
         """Folders or hub ids of the frozen models that the terms load."""
         return [model for section in self.terms.values() for model in section.models.values()]
 
     def with_absolute_paths(self) -> Self:
-        """Return a copy with models' folders resolved against the current directory."""
+        """Return a copy with the terms' folders resolved against the current directory."""
         return self.model_copy(
             update={
                 key: section.with_absolute_paths()
                 for key, section in self.terms.items()
-                if section.models and key in type(self).model_fields
+                if key in type(self).model_fields
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from distcse.errors import EmbeddingTableError
+from distcse.errors import EmbeddingTableError, InvalidValueError
+from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, bytes_checksum, open_store, text_checksum, to_uri
 from distcse.teachers.knn_graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableLocation
@@ -172,6 +174,51 @@ def write_projection(projection: NDArray[np.float32], key: str, file: Path, kept
             temporary,
             metadata={_KEY: key, _KEPT: repr(kept), _DIGEST: bytes_checksum(stored.tobytes())},
         )
+
+
+def copy_projection(run: str, key: str, dimension: int, file: Path) -> None:
+    """Store another run's projection as a run's, so that both students' vectors lie in one space.
+
+    Args:
+        run: The other run's folder, or its address in object storage.
+        key: `TargetSpec.key` of this run.
+        dimension: The student's.
+        file: Path of this run's file.
+
+    Raises:
+        InvalidValueError: The other run has no projection, or one of other tables, weights or width.
+        EmbeddingTableError: It is damaged.
+    """
+    other = require_projection(run)
+    name = f"objective.regression.projection: {run}"
+    if projection_of(other) != key:
+        raise InvalidValueError(
+            f"{name} has a projection of other text, teachers, precisions or weights (alpha); give both runs the same, or write "
+            "objective.regression.projection: null"
+        )
+    width = read_projection(other).shape[1]
+    if width != dimension:
+        raise InvalidValueError(
+            f"{name} has vectors of {width} dimensions, and this student of {dimension}; take a student of that width, or write "
+            "objective.regression.projection: null"
+        )
+    with open_store(file.parent).write(file.name) as temporary:
+        shutil.copyfile(other, temporary)
+
+
+def require_projection(run: str) -> Path:
+    """Return the file of another run's projection, as a local file.
+
+    Raises:
+        InvalidValueError: It has none.
+    """
+    file = RunDirectory(open_store(run).path).projection
+    if not open_store(file.parent).fetch(file.name):
+        raise InvalidValueError(
+            f"objective.regression.projection: {run} has no {file.name}; name the folder of a run whose targets are projected. "
+            "Students onto a single teacher of their width have none: they share its space without this key"
+        )
+    return file
 
 
 def projection_of(file: Path) -> str:

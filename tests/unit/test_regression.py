@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,22 @@ from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Reporter
+from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_cards
 from distcse.storage import open_store
-from distcse.teachers.targets import Targets, TargetSpec, fit_projection, kept_by, kept_share, read_projection
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.targets import (
+    Targets,
+    TargetSpec,
+    fit_projection,
+    kept_by,
+    kept_share,
+    read_projection,
+    write_projection,
+)
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train_with_and_without_interruption
@@ -133,6 +143,35 @@ def test_targets_of_wide_teachers_keep_their_inner_products(width: int) -> None:
 def test_a_run_onto_joined_targets_resumes_to_the_same_weights(recipe_with: MakeRecipe) -> None:
     undisturbed, spec = train_with_and_without_interruption(recipe_with(*ONTO_ALL))
     assert_equal_weights(weights_of(undisturbed.run.path), weights_of(spec.run.path))
+
+
+def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    """A student of one layer takes the projection that was fitted to the start of the first, and so has the same targets."""
+    first = run(recipe_with(*ONTO_ALL, "training.max_steps=1"), Reporter()).directory.path
+    shared = (*ONTO_ALL, f"objective.regression.projection={first}", "student.layers=[0]")
+    spec, _ = make_spec(recipe_with(*shared))
+    with_another, _ = make_spec(recipe_with(*ONTO_ALL, "student.layers=[0]"))
+    rows = np.arange(20)
+    targets, fitted = (each.targets.open().vectors(rows) for each in (spec, with_another) if each.targets is not None)
+    joined = Targets(*_opened(spec), read_projection(first / "projection.safetensors")).vectors(rows)
+    np.testing.assert_array_equal(targets, joined)
+    assert np.abs(targets - fitted).max() > 0.1
+
+    with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
+        make_spec(recipe_with(*shared, "teachers.encoders.0.alpha=7"))
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    assert spec.targets is not None
+    write_projection(np.eye(64, 16, dtype=np.float32), spec.targets.key, narrow / "projection.safetensors", 1.0)
+    with fails_with(InvalidValueError, "objective.regression.projection", "16 dimensions", "32"):
+        make_spec(recipe_with(*ONTO_ALL, f"objective.regression.projection={narrow}"))
+    with fails_with(InvalidValueError, "objective.regression.projection", str(tmp_path), "no projection.safetensors"):
+        run(recipe_with(*ONTO_ALL, f"objective.regression.projection={tmp_path}"), Reporter())
+
+
+def _opened(spec: TrainSpec) -> tuple[list[EmbeddingTable], Sequence[float]]:
+    assert spec.targets is not None
+    return [location.open() for location in spec.targets.tables], spec.targets.alphas
 
 
 @pytest.mark.slow

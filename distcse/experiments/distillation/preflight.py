@@ -36,6 +36,7 @@ from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn import require_faiss
 from distcse.teachers.reuse import count_new_rows
+from distcse.teachers.targets import require_projection
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
@@ -47,7 +48,8 @@ def check_recipe(recipe: Recipe) -> None:
     Without it, these errors would end the run only after its teachers have embedded the corpus.
 
     Raises:
-        InvalidValueError: A custom loss term needs teachers, and the recipe has none.
+        InvalidValueError: A custom loss term needs teachers, and the recipe has none; or `objective.regression.projection` names
+            a run without a projection.
         MissingDependencyError: A setting needs a package that is not installed.
         CorpusError: The text is missing, or lacks a column.
         ModelNotFoundError: A model's folder or package is missing. Models of the hub are not looked up.
@@ -67,6 +69,8 @@ def check_recipe(recipe: Recipe) -> None:
     check_source(recipe.corpus)
     _check_local_models(recipe)
     check_storage(recipe.storage)
+    if (other_run := recipe.objective.projection_of) is not None:
+        require_projection(other_run)
     read_labelled_dev(recipe)
 
 

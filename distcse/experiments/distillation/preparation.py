@@ -38,7 +38,14 @@ from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.resources import least_embedding
 from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.targets import TargetSpec, fit_projection, kept_share, projection_of, write_projection
+from distcse.teachers.targets import (
+    TargetSpec,
+    copy_projection,
+    fit_projection,
+    kept_share,
+    projection_of,
+    write_projection,
+)
 from distcse.teachers.teacher_weights import TeacherWeights
 
 _FIT_ROWS = 20_000
@@ -187,14 +194,25 @@ class PreparedCorpus:
         backend: Backend,
         reporter: Reporter,
     ) -> TargetSpec:
-        """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension."""
+        """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension.
+
+        Where the recipe names another run, its projection is copied.
+        """
+        objective = self.recipe.objective
         spec = TargetSpec([table.location for table in tables], alphas)
         file = open_store(RunDirectory(run).projection)
         if file.parent.fetch(file.name) and projection_of(file.path) == spec.key:
             return replace(spec, projection=file)
         call = DeviceCall(
             "fit of the regression targets",
-            partial(_fit_projection, spec, self.initial_encoder, open_store(self.corpus.directory), file),
+            partial(
+                _fit_projection,
+                spec,
+                self.initial_encoder,
+                open_store(self.corpus.directory),
+                file,
+                objective.projection_of,
+            ),
             model_memory(self.recipe.student.backbone),
         )
         (is_fitted,) = backend.run_on_devices([call], device_options(self.recipe, run), reporter)
@@ -210,13 +228,21 @@ def _compute_graph(spec: KnnGraphSpec, reporter: Reporter) -> None:
 
 
 def _fit_projection(
-    spec: TargetSpec, initial: EncoderHandle, prepared: ArtifactStore, file: ArtifactStore, reporter: Reporter
+    spec: TargetSpec,
+    initial: EncoderHandle,
+    prepared: ArtifactStore,
+    file: ArtifactStore,
+    other_run: str | None,
+    reporter: Reporter,
 ) -> bool:
     """Fit and store a projection, unless one teacher's vectors have the student's dimension. `prepared` is the corpus's folder.
 
     Returns:
         Whether the targets need the projection.
     """
+    if other_run is not None:
+        copy_projection(other_run, spec.key, initial.get().dimension, file.path)
+        return True
     encoder, corpus, targets = initial.get(), Corpus.open(prepared.path), spec.open()
     if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
         return False

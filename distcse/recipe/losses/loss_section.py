@@ -88,6 +88,11 @@ class LossSection(Section):
         return list(range(count)) if "vectors" in self.needs else []
 
     @property
+    def projection_of(self) -> str | None:
+        """Folder or address of the run whose projection the term uses; None fits one."""
+        return None
+
+    @property
     def models(self) -> dict[str, str]:
         """Frozen models that the term loads: their key -> folder or hub id."""
         return {}
@@ -105,7 +110,7 @@ class LossSection(Section):
         """
 
     def with_absolute_paths(self) -> Self:
-        """Return a copy with models' folders resolved against the current directory."""
+        """Return a copy with its folders resolved against the current directory."""
         return self.model_copy(update={key: absolute_folder(model) for key, model in self.models.items()})
 
 
