@@ -132,6 +132,10 @@ class StudentPlan:
         )
         note = ", parallel to training" if run.recipe.evaluation.async_eval else ""
         found.append(PhaseCost("dev scores", seconds, flops, "", f"{run.dev_scores:,}, with checkpoints{note}"))
+        if (references := run.reference_pass(machine.kind)) is not None:
+            seconds = references.batched_seconds(machine) + references.texts / machine.tokenise
+            note = f"{references.texts:,.0f} references, without the pairs that are scored"
+            found.append(PhaseCost("ranks at inference", seconds, references.flops, "", note))
         return found
 
     @property

@@ -352,6 +352,15 @@ class StudentRun:
         texts = section.num_heldout if texts is None else texts
         return Pass(self.student, texts, length, precision=section.precision, kind=kind)
 
+    def reference_pass(self, kind: str) -> Pass | None:
+        """Return the student's pass over the references of `evaluation.rank_inference`; None without it."""
+        section = self.recipe.evaluation
+        if section.rank_inference is None:
+            return None
+        texts = min(section.rank_inference.num_references, self.rows)
+        length = self.lengths.mean(self.recipe.student.max_length)
+        return Pass(self.student, texts, length, precision=section.precision, kind=kind)
+
     @property
     def dev_scores(self) -> int:
         """Number of dev scores: at the start, every eval_steps steps and after the last step."""

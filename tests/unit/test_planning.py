@@ -114,6 +114,16 @@ def test_a_shape_has_the_models_parameter_counts(kind: str, tiny: Callable[..., 
     assert (shape.layers, shape.width) == (3, model.config.hidden_size)
 
 
+def test_ranks_at_inference_cost_a_pass_over_the_references() -> None:
+    overrides = ["evaluation.data=data", "evaluation.rank_inference={num_references: 50000}"]
+    plan = plan_of(load_recipe("simcse-bert-base", overrides), rows=20_000)
+    dev, phase = plan.run.dev_pass("gpu"), plan.phases[-1]
+    assert phase.name == "ranks at inference" and phase.note.startswith("20,000 references")
+    tokens = 20_000 * plan.run.lengths.mean(plan.run.recipe.student.max_length)
+    assert phase.flops == pytest.approx(dev.flops * tokens / dev.tokens, rel=0.02)
+    assert plan.seconds > phase.seconds > 0
+
+
 def test_a_students_shape_has_its_layers_and_embedding_size(tiny: Callable[..., Path]) -> None:
     section = StudentSection(backbone=str(tiny("roberta")), layers=[0, 2], embedding_size=8)
     encoder = Encoder.from_section(section)
