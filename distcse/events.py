@@ -83,6 +83,14 @@ class GroupActivity:
 
 
 @dataclass(frozen=True)
+class WorkersAssigned:
+    """A group of a mutual distillation works with another number of the shared workers from now on."""
+
+    workers: int
+    """0 where it has given them back."""
+
+
+@dataclass(frozen=True)
 class TrialUpdate:
     """State of a sweep's trial."""
 
@@ -101,7 +109,9 @@ class TrialUpdate:
     """Error message of a trial that diverged or failed."""
 
 
-RunEvent = StageProgress | StepReport | DevScore | CheckpointSaved | LogMessage | GroupActivity | TrialUpdate
+RunEvent = (
+    StageProgress | StepReport | DevScore | CheckpointSaved | LogMessage | GroupActivity | WorkersAssigned | TrialUpdate
+)
 
 
 @dataclass(frozen=True)

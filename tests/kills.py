@@ -49,6 +49,13 @@ def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "")
     return False
 
 
+def actor_names(prefix: str) -> list[str]:
+    """Return the names, with this prefix, of all actors that Ray lists: also of those that have ended."""
+    from ray.util.state import list_actors
+
+    return [actor.name for actor in list_actors(limit=1000) if (actor.name or "").startswith(prefix)]
+
+
 def processes_of(parent: psutil.Process, kind: str) -> list[psutil.Process]:
     """Return the live descendants of a process that are raylets, or actors of a class, oldest first.
 

@@ -97,7 +97,8 @@ class RayGroup:
         return self._passes.fit(phase, train, self._end_trainers, self._reporter)
 
     def score(self, phase: Phase) -> Scores:
-        scores: Scores = self._retry(phase, lambda: self._score(phase))
+        # Trainers on reserved slots start early, to be ready for the labels. In a pool they would end unused, or start again.
+        scores: Scores = self._retry(phase, lambda: self._score(phase), trains=not self._pool)
         return scores
 
     def release(self) -> None:
@@ -183,8 +184,13 @@ class RayGroup:
                 raise RunEnded
         return list(ray.get(list(tasks)))
 
-    def _retry(self, phase: Phase, work: Any) -> Any:
+    def _retry(self, phase: Phase, work: Any, trains: bool = True) -> Any:
         """Call `work`, and repeat it with new actors when one is lost.
+
+        Args:
+            phase: The phase.
+            work: What the actors do.
+            trains: Whether it needs trainers, in addition to scorers. Default: true.
 
         Raises:
             RunEnded: The run was asked to stop before or during `work`.
@@ -197,7 +203,7 @@ class RayGroup:
             if self._reporter.stop_requested():
                 raise RunEnded
             try:
-                self._start_actors()
+                self._start_actors(trains)
                 return work()
             except RayTaskError as failed:
                 cause = failed.cause
@@ -230,15 +236,15 @@ class RayGroup:
                 f"{str(lost).splitlines()[0]}; resume from the last checkpoint with --resume"
             ) from lost
 
-    def _start_actors(self) -> None:
-        """Start the trainers and scorers that are not running, and join the trainers into a process group."""
+    def _start_actors(self, trains: bool) -> None:
+        """Start the scorers, and with `trains` the trainers, that are not running; join the trainers into a process group."""
         number = len(self._slots)
-        if self._trainers and len(self._scorers) == number:
+        if len(self._scorers) == number and (self._trainers or not trains):
             return
         self._wait_for_resources(self._slots)
         for part in range(len(self._scorers), number):
             self._scorers.append(self._start(ScoringActor, part, self._context))
-        if not self._trainers:
+        if trains and not self._trainers:
             self._trainers = [self._start(TrainingActor, rank, self._context, rank, number) for rank in range(number)]
             (address,) = self._get([self._trainers[0].address.remote()])
             self._get([trainer.join.remote(address) for trainer in self._trainers])

@@ -15,7 +15,7 @@ from distcse.experiments.mutual.phases import Kind
 from distcse.experiments.mutual.scheduling import RemainingWork
 from distcse.recipe import LoopSection, with_values
 from tests.backends import run_mutual
-from tests.kills import kill_actor
+from tests.kills import actor_names, kill_actor
 from tests.models import make_encoder
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
@@ -54,6 +54,7 @@ def test_a_group_grows_loses_a_worker_and_makes_the_labels_of_one_process(
     waiting: set[str] = set()
     texts: list[str] = []
     killed: list[str] = []
+    early: list[str] = []
 
     def on_event(event: Event) -> None:
         if isinstance(event, LogMessage) and "run directory" in event.text:
@@ -65,6 +66,8 @@ def test_a_group_grows_loses_a_worker_and_makes_the_labels_of_one_process(
             waiting.add(event.group)
             if waiting == {"roberta", "other"}:
                 (run[0] / "others-wait").touch()
+        if isinstance(inner, GroupActivity) and (inner.activity, inner.phase_index) == ("training", 1):
+            early.extend(actor_names(f"trainer-{run[0].name}-{event.group}-"))  # the event is before the first training
         if isinstance(inner, LogMessage):
             texts.append(f"{event.group}: {inner.text}")
         grown = any(text.startswith("bert: continuing") for text in texts)
@@ -78,6 +81,7 @@ def test_a_group_grows_loses_a_worker_and_makes_the_labels_of_one_process(
     monkeypatch.setattr(RemainingWork, "pays", lambda self, count: True)  # these phases take less time than a restart
     pooled = run_mutual(with_values(recipe, ON_RAY), Reporter(on_event))
     assert killed and pooled.best and not pooled.interrupted
+    assert not early, "trainers were started for the scores of the start"
     assert "bert: continuing cycle-1-cross with 2 workers" in texts
     assert any(text.startswith("bert: lost a worker in cycle-1-cross") for text in texts)
     assert_same_labels(local.directory.path, pooled.directory.path)

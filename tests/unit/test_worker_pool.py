@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from distcse.errors import ClusterTooSmallError, InvalidValueError
-from distcse.events import Event, LogMessage, Reporter, StepReport
+from distcse.events import Event, LogMessage, Reporter, StepReport, WorkersAssigned
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
 from distcse.experiments.mutual.max_workers import with_max_workers
@@ -225,15 +226,25 @@ def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     pool = WorkerPool({name: make_member(seconds, (1, 2)) for name, seconds in steps.items()}, lambda: range(2))
     workers = {name: FakeWorkers(name, seconds, in_use) for name, seconds in steps.items()}
     groups: list[Group] = []
+    assigned: dict[str, list[int]] = {name: [] for name in workers}
     for name, each in workers.items():
         each.reporter = pool.observed(name, Reporter())
-        groups.append(PooledGroup(each, pool, Reporter()))
+
+        def emit(event: Event, name: str = name) -> None:
+            if isinstance(event, WorkersAssigned):
+                assigned[name].append(event.workers)
+
+        groups.append(PooledGroup(each, pool, Reporter(emit)))
     store, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
     assert not run_groups(three(), groups, store, LabelExchange(three(), store, ending), Reporter())
     assert not in_use
     for number, labels in enumerate(labels_of(tmp_path)):
         np.testing.assert_allclose(labels, ord("b") + number)
     assert 2 in workers["a"].numbers, "the slowest group took no worker of the others"
+    assert 2 in assigned["a"]
+    for numbers in assigned.values():
+        assert numbers.count(0) == 3 and numbers[-1] == 0, "workers that were released after a phase were not reported"
+        assert all(number != following for number, following in pairwise(numbers))
 
 
 def test_an_error_gives_the_workers_back(three: MakeRecipe, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from distcse.events import LogMessage, Reporter
+from distcse.events import LogMessage, Reporter, WorkersAssigned
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
@@ -49,12 +49,13 @@ class PooledGroup:
     def __init__(self, group: ResizableGroup, pool: WorkerPool, reporter: Reporter) -> None:
         self.name = group.name
         self._group, self._pool, self._reporter = group, pool, reporter
+        self._workers = 0
 
     def prepare(self, phase: Phase) -> None:
         """Do nothing: the group has no workers yet."""
 
     def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
-        self._group.use(self._pool.acquire(self.name, phase, has_labels, self._reporter))
+        self._use(self._pool.acquire(self.name, phase, has_labels, self._reporter))
 
     def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         while True:
@@ -63,16 +64,22 @@ class PooledGroup:
                 return trained
             slots = self._pool.grow(self.name)
             self._reporter.emit(LogMessage(f"continuing {phase.name} with {len(slots)} workers"))
-            self._group.use(slots)
+            self._use(slots)
 
     def score(self, phase: Phase) -> Scores:
-        self._group.use(self._pool.begin_scoring(self.name))
+        self._use(self._pool.begin_scoring(self.name))
         return self._group.score(phase)
 
     def release(self) -> None:
-        self._group.use([])  # ends the workers before others start on their slots
+        self._use([])  # ends the workers before others start on their slots
         self._pool.release(self.name)
 
     def close(self) -> None:
         self._group.close()
         self._pool.leave(self.name)
+
+    def _use(self, slots: Sequence[int]) -> None:
+        self._group.use(slots)
+        if len(slots) != self._workers:
+            self._workers = len(slots)
+            self._reporter.emit(WorkersAssigned(self._workers))
