@@ -50,42 +50,54 @@ Allocate = Callable[[Sequence[RemainingWork], int], Mapping[str, int]]
 
 
 @dataclass(frozen=True)
+class PhaseCost:
+    """Seconds of a phase on one worker.
+
+    Attributes:
+        training_s: Seconds of training.
+        scoring_s: Seconds of scoring all pairs, which splits freely.
+        serial_share: Share of a training step that more workers do not shorten.
+    """
+
+    training_s: float
+    scoring_s: float
+    serial_share: float
+
+
+@dataclass(frozen=True)
 class SimulatedGroup:
     """A group's costs.
 
     Attributes:
         name: Its name.
-        bi_s: Seconds of a phase that trains the bi-encoder and scores with it, on one worker.
-        cross_s: The same of the cross-encoder.
-        serial_share: Share of a step that more workers do not shorten.
-        scoring_share: Share of a phase that is scoring. Default: 0.1.
+        costs: Of a phase that trains the bi-encoder and scores with it, and of the cross-encoder's.
         believed: What the scheduler assumes before it has measured, as a factor. Default: 1.
         batch_sizes: Global batch by formulation. Default: the recipe's.
     """
 
     name: str
-    bi_s: float
-    cross_s: float
-    serial_share: float
-    scoring_share: float = 0.1
+    costs: Mapping[Kind, PhaseCost]
     believed: float = 1.0
     batch_sizes: Mapping[Kind, int] = field(default_factory=lambda: BATCH_SIZES)
 
-    def phase_s(self, kind: Kind) -> float:
-        """Seconds of a phase on one worker."""
-        return self.bi_s if kind == "bi" else self.cross_s
+    @classmethod
+    def of_length(cls, name: str, seconds: float, serial_share: float, scoring_share: float = 0.1) -> SimulatedGroup:
+        """Return a group whose phases all take this long on one worker."""
+        cost = PhaseCost(seconds * (1 - scoring_share), seconds * scoring_share, serial_share)
+        return cls(name, {"bi": cost, "cross": cost})
 
     def training_s(self, phase: Phase) -> float:
         """Seconds of the phase's training on one worker: the start has none."""
-        return self.phase_s(phase.kind) * (1 - self.scoring_share) if phase.number else 0.0
+        return self.costs[phase.kind].training_s if phase.number else 0.0
 
     def scoring_s(self, phase: Phase) -> float:
         """Seconds of the phase's scoring on one worker."""
-        return self.phase_s(phase.kind) * self.scoring_share
+        return self.costs[phase.kind].scoring_s
 
-    def speedup(self, workers: int) -> float:
+    def speedup(self, kind: Kind, workers: int) -> float:
         """One worker's step time over that of `workers`."""
-        return 1 / (self.serial_share + (1 - self.serial_share) / workers)
+        serial_share = self.costs[kind].serial_share
+        return 1 / (serial_share + (1 - serial_share) / workers)
 
     def counts(self, kind: Kind, slots: int) -> list[int]:
         """Permitted numbers of training workers."""
@@ -153,25 +165,27 @@ class _Track:
         self.begins_scoring = False
         self.known: set[Kind] = set()
         self.times: dict[Kind, StepTimes] = {
-            kind: StepTimes(group.believed * group.phase_s(kind), ASSUMED_SERIAL) for kind in ("bi", "cross")
+            kind: StepTimes(group.believed * cost.training_s, ASSUMED_SERIAL) for kind, cost in group.costs.items()
         }
 
     @property
     def rate(self) -> float:
         """Progress per second, in seconds of one worker."""
-        return float(self.workers) if self.stage == "scoring" else self.group.speedup(self.workers)
+        return float(self.workers) if self.stage == "scoring" else self.group.speedup(self.phase.kind, self.workers)
 
     def expected_s(self, phase: Phase, training_s: float, scoring_s: float, workers: int) -> float:
         """What the scheduler expects of this much work in a phase."""
         kind = phase.kind
         times, factor = self.times[kind], 1.0 if kind in self.known else self.group.believed
-        return times.seconds(workers) * training_s / self.group.phase_s(kind) + factor * scoring_s / workers
+        share = training_s / self.group.costs[kind].training_s if training_s else 0.0
+        return times.seconds(workers) * share + factor * scoring_s / workers
 
     def measure(self) -> None:
         kind, group = self.phase.kind, self.group
         self.known.add(kind)
         if self.stage == "training":
-            self.times[kind].measure(self.workers, group.phase_s(kind) / group.speedup(self.workers))
+            training_s = group.costs[kind].training_s
+            self.times[kind].measure(self.workers, training_s / group.speedup(kind, self.workers))
 
     def until_checkpoint_s(self, checkpoint_s: float) -> float:
         """Seconds until the group can change its workers while it trains."""
@@ -351,7 +365,7 @@ def _slot_seconds(group: SimulatedGroup, slots: int, phase: Phase, makespan_s: f
         return math.inf
     needed = training_s / time_s
     counts = [0, *group.counts(phase.kind, slots)]
-    speedups = [group.speedup(count) if count else 0.0 for count in counts]
+    speedups = [group.speedup(phase.kind, count) if count else 0.0 for count in counts]
     for count, speedup, next_count, next_speedup in zip(counts, speedups, counts[1:], speedups[1:], strict=False):
         if needed <= next_speedup:
             share = (needed - speedup) / (next_speedup - speedup)
@@ -375,25 +389,17 @@ STANDARD = [1] * 12 + [4] * 6 + [14] * 2
 def make_groups(costs: Sequence[float], options: argparse.Namespace) -> list[SimulatedGroup]:
     """Make groups of these costs, whose estimates are wrong by up to `--error`, drawn with a fixed seed."""
     drawn, unit = random.Random(0), options.seconds
-    return [
-        SimulatedGroup(
-            f"group-{number}",
-            cost * unit,
-            cost * unit,
-            options.serial,
-            believed=1 + drawn.uniform(-options.error, options.error),
-        )
-        for number, cost in enumerate(costs)
+    groups = [
+        SimulatedGroup.of_length(f"group-{number}", cost * unit, options.serial) for number, cost in enumerate(costs)
     ]
+    return [replace(group, believed=1 + drawn.uniform(-options.error, options.error)) for group in groups]
 
 
 def with_default_max_workers(case: Case) -> Case:
     """Return the case with as many workers per group, at most, as `groups.N.max_workers: null` allows: by the models' sizes."""
-    smallest = min(group.bi_s for group in case.groups)
-    largest = math.gcd(*BATCH_SIZES.values())
-    most = [
-        max(n for n in range(1, largest + 1) if not largest % n and n <= group.bi_s / smallest) for group in case.groups
-    ]
+    lengths = [group.costs["bi"].training_s for group in case.groups]
+    smallest, largest = min(lengths), math.gcd(*BATCH_SIZES.values())
+    most = [max(n for n in range(1, largest + 1) if not largest % n and n <= length / smallest) for length in lengths]
     groups = [_with_batch(group, number) for group, number in zip(case.groups, most, strict=True)]
     return Case(case.name, groups, case.slots)
 
@@ -428,7 +434,10 @@ def asymmetric_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _with_serial(groups: Sequence[SimulatedGroup], share: float) -> list[SimulatedGroup]:
-    return [replace(group, serial_share=share) for group in groups]
+    return [
+        replace(group, costs={kind: replace(cost, serial_share=share) for kind, cost in group.costs.items()})
+        for group in groups
+    ]
 
 
 def _with_batch(group: SimulatedGroup, size: int) -> SimulatedGroup:
@@ -502,7 +511,7 @@ def print_random(number: int = 100) -> None:
     for _ in range(number):
         slots = drawn.randint(1, 40)
         groups = [
-            SimulatedGroup(f"group-{index}", cost := math.exp(drawn.uniform(0, 5)), cost, drawn.uniform(0, 0.3))
+            SimulatedGroup.of_length(f"group-{index}", math.exp(drawn.uniform(0, 5)), drawn.uniform(0, 0.3))
             for index in range(drawn.randint(1, 40))
         ]
         found = simulate(groups, Machine(slots, 0.0), allocate_workers, 1)

@@ -26,7 +26,7 @@ OPTIONS = argparse.Namespace(seconds=600, serial=0.04, error=0.3)
 
 
 def make_group(name: str, cost: float, serial: float = 0.0) -> SimulatedGroup:
-    return SimulatedGroup(name, cost, cost, serial, scoring_share=0.1)
+    return SimulatedGroup.of_length(name, cost, serial)
 
 
 def test_a_fixed_gpu_per_group_waits_for_the_slowest() -> None:
@@ -44,7 +44,9 @@ def test_a_group_alone_has_all_slots_and_a_pause_per_phase() -> None:
 
 def test_workers_are_added_at_the_next_checkpoint() -> None:
     """The short group ends at 10 seconds; the long one, which scores for no time, then takes its slot."""
-    groups = [replace(make_group(name, cost), scoring_share=0.0) for name, cost in (("short", 10.0), ("long", 30.0))]
+    groups = [
+        SimulatedGroup.of_length(name, cost, 0.0, scoring_share=0.0) for name, cost in (("short", 10.0), ("long", 30.0))
+    ]
     groups = [replace(group, batch_sizes={"bi": 2, "cross": 2}) for group in groups]
 
     def first_one_each(work, slots):  # type: ignore[no-untyped-def]
