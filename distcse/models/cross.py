@@ -300,7 +300,16 @@ def _load_classifier(
     labels: int | None = None,
     dropout: float | None = None,
 ) -> tuple[Any, list[str]]:
-    """Return a sequence classifier in float32, and the names of the weights that the folder lacks."""
+    """Return a sequence classifier in float32, and the names of the weights that the folder lacks.
+
+    Args:
+        folder: The model's folder.
+        max_length: Maximum number of tokens of a pair.
+        is_fast: Whether the model may use exact shortcuts.
+        labels: Number of labels of the head, whose weights are random where the folder's have another shape. Default: the
+            folder's.
+        dropout: Dropout probability of all dropout layers. Default: the config's.
+    """
     from transformers import AutoModelForSequenceClassification
 
     folder.check_weights()
@@ -325,7 +334,10 @@ def _load_classifier(
         raise ModelLoadError(
             f"{folder.backbone} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
         ) from error
-    refuse_other_shapes(folder.backbone, report["mismatched_keys"])
+    prefix = f"{model.base_model_prefix}."
+    # A head for other labels than the folder's is new, as it is where the folder has none.
+    mismatched = [weight for weight in report["mismatched_keys"] if labels is None or weight[0].startswith(prefix)]
+    refuse_other_shapes(folder.backbone, mismatched)
     require_finite(folder.backbone, model)
     set_shortcuts(model, is_fast)
     return model, sorted(report["missing_keys"])

@@ -253,19 +253,16 @@ class Encoder(nn.Module):
 
         Raises:
             TextInputError: `texts` are not texts; names the first that is none.
-            EncoderSettingError: There is no prompt of this name.
+            EncoderSettingError: There is no prompt or precision of this name.
             DeviceMemoryError: A text does not fit in the GPU's memory.
         """
         prompt = None if prompt_name is None else self._prompt_named(prompt_name)
-        if isinstance(texts, str):
-            vector: NDArray[np.float32] = self._encode(
-                [texts], prompt, batch_tokens, normalize, precision, on_progress
-            )[0]
-            return vector
-        return self._encode(as_texts(texts), prompt, batch_tokens, normalize, precision, on_progress)
+        found = as_texts([texts] if isinstance(texts, str) else texts)
+        vectors = self._encode(found, prompt, batch_tokens, normalize, precision, on_progress)
+        return np.asarray(vectors[0]) if isinstance(texts, str) else vectors
 
     def _prompt_named(self, name: str) -> str:
-        prompt = find_prompt(self.prompts, name)
+        prompt = find_prompt(self.prompts, name) if isinstance(name, str) else None
         if prompt is None:
             raise EncoderSettingError(
                 f"the model has no prompt {name!r}; its prompts: {', '.join(self.prompts) or 'none'}"
@@ -324,13 +321,14 @@ class Encoder(nn.Module):
             The (n, d) float32 vectors of each group's n texts.
 
         Raises:
+            TextInputError: A group is not texts; names the first of its texts that is none.
             DeviceMemoryError: A text does not fit in the GPU's memory.
         """
         indices: deque[list[int]] = deque()
 
         def chunks() -> Iterator[Chunk]:
             for texts in groups:
-                rows, group_indices = _distinct(self.token_ids(texts), {})
+                rows, group_indices = _distinct(self.token_ids(as_texts(texts)), {})
                 indices.append(group_indices)
                 yield Chunk([rows], np.empty((len(rows), self.dimension), dtype=np.float32))
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distcse.device import HALF_PRECISIONS
+from distcse.errors import EncoderSettingError
 from distcse.models.json_files import read_json
 from distcse.models.st_format import backbone_folder
 
@@ -17,8 +18,16 @@ _OVERFLOW_FP16 = ("t5", "mt5", "umt5", "gemma")
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context: autocast for `bf16` or `fp16`, nothing for `fp32`."""
-    return torch.autocast(device.type, HALF_PRECISIONS[precision]) if precision in HALF_PRECISIONS else nullcontext()
+    """Return a context: autocast for `bf16` or `fp16`, nothing for `fp32`.
+
+    Raises:
+        EncoderSettingError: The precision is another one.
+    """
+    if precision == "fp32":
+        return nullcontext()
+    if precision not in HALF_PRECISIONS:
+        raise EncoderSettingError(f"precision is {precision!r}; allowed: fp32, {', '.join(HALF_PRECISIONS)}")
+    return torch.autocast(device.type, HALF_PRECISIONS[precision])
 
 
 def frozen_weight_dtype(precision: str, device: str) -> torch.dtype:

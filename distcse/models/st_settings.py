@@ -78,7 +78,9 @@ def read_transformer_settings(folder: Path) -> TransformerSettings:
     tokenizer = _arguments(file, settings, "tokenizer_args", "processor_kwargs")
     max_length = tokenizer.pop("model_max_length", settings.get("max_seq_length"))
     if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise ModelFormatError(f"{file}: max_seq_length is {max_length!r:.60}, not a positive integer")
+        raise ModelFormatError(
+            f"{file}: max_seq_length is {max_length!r:.60}, not a positive integer; write a number of tokens, or null"
+        )
     return TransformerSettings(
         max_length,
         bool(settings.get("do_lower_case", False)),
@@ -110,11 +112,16 @@ def read_model_settings(folder: Path) -> ModelSettings:
         )
     size = settings.get("truncate_dim")
     if size is not None and (type(size) is not int or size < 1):
-        raise ModelFormatError(f"{file}: truncate_dim is {size!r:.60}, not a positive integer")
+        raise ModelFormatError(
+            f"{file}: truncate_dim is {size!r:.60}, not a positive integer; write the number of dimensions to keep, or null for all"
+        )
     prompts = settings.get("prompts") or {}
     texts = isinstance(prompts, dict) and all(isinstance(prompt, str | None) for prompt in prompts.values())
     if not texts:
-        raise ModelFormatError(f"{file}: prompts are {prompts!r:.60}, not names with their texts")
+        raise ModelFormatError(
+            f"{file}: prompts are {prompts!r:.60}, not names with their texts; write prompts such as "
+            '{"query": "query: "}'
+        )
     named = {name: prompt or "" for name, prompt in prompts.items()}
     return ModelSettings(named, _default_prompt(file, settings.get("default_prompt_name"), named), size, similarity)
 
@@ -130,7 +137,8 @@ def _default_prompt(file: Path, name: Any, prompts: Mapping[str, str]) -> str:
     prompt = find_prompt(prompts, name) if isinstance(name, str) else None
     if prompt is None:
         raise ModelFormatError(
-            f"{file}: default_prompt_name is {name!r:.60}, which is none of the prompts: {', '.join(prompts) or 'none'}"
+            f"{file}: default_prompt_name is {name!r:.60}, which is none of the prompts ({', '.join(prompts) or 'none'}); write one "
+            "of them, or null"
         )
     return prompt
 
@@ -162,5 +170,5 @@ def _arguments(file: Path, settings: Mapping[str, Any], *names: str) -> dict[str
     """Return the keyword arguments under one of their names, without those that say where a model is and not what it is."""
     found: Any = next((settings[name] for name in names if settings.get(name) is not None), {})
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ModelFormatError(f"{file}: {names[0]} is {found!r:.60}, not an object")
+        raise ModelFormatError(f"{file}: {names[0]} is {found!r:.60}, not an object; write {{}} for no arguments")
     return {key: value for key, value in found.items() if key not in _WHERE}

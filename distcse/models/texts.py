@@ -17,13 +17,13 @@ def as_texts(texts: Iterable[str]) -> list[str]:
         texts: A list, tuple, NumPy array, pandas Series, pyarrow array or generator of texts.
 
     Raises:
-        TextInputError: They are something else, or one of them is not a text; names its place.
+        TextInputError: They are something else, or one of them is not a text, or has half of a surrogate pair; names its place.
     """
     columns = getattr(texts, "columns", None)
     if columns is not None and not callable(columns):
         names = ", ".join(map(str, columns))
         raise TextInputError(f"expected texts, found a table with the columns {names:.100}; pass one of its columns")
-    if isinstance(texts, Mapping | Set | bytes) or not isinstance(texts, Iterable):
+    if isinstance(texts, str | bytes | Mapping | Set) or not _is_iterable(texts):
         raise TextInputError(f"expected a text or a list of texts, found {type(texts).__name__}; pass a list of texts")
     as_python = getattr(texts, "to_pylist", None)  # pyarrow's values are no str
     found: list[Any] = list(texts if as_python is None else as_python())
@@ -32,6 +32,7 @@ def as_texts(texts: Iterable[str]) -> list[str]:
             raise TextInputError(
                 f"texts[{place}] is {text!r:.60} ({type(text).__name__}), not a text; remove it, or convert it with str()"
             )
+        _refuse_half_character(text, f"texts[{place}]")
     return found
 
 
@@ -44,7 +45,7 @@ def as_pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
     Raises:
         TextInputError: They are something else, or one of them is not two texts; names its place.
     """
-    if isinstance(pairs, str | bytes | Mapping | Set) or not isinstance(pairs, Iterable):
+    if isinstance(pairs, str | bytes | Mapping | Set) or not _is_iterable(pairs):
         raise TextInputError(f"expected a list of pairs, found {type(pairs).__name__}; write [(first, second)]")
     found: list[tuple[str, str]] = []
     for place, pair in enumerate(pairs):
@@ -57,5 +58,22 @@ def as_pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
             raise TextInputError(
                 f"pairs[{place}] is {pair!r:.60}, not two texts; remove it, or convert them with str()"
             )
+        for text in (first, second):
+            _refuse_half_character(text, f"pairs[{place}]")
         found.append((first, second))
     return found
+
+
+def _is_iterable(values: Any) -> bool:
+    """Return whether a value can be iterated over; an array without dimensions only looks as if it could."""
+    return isinstance(values, Iterable) and getattr(values, "ndim", 1) != 0
+
+
+def _refuse_half_character(text: str, place: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can contain and a tokenizer cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TextInputError(
+            f"{place} has {text[error.start]!a}, half of a surrogate pair and no character; remove it"
+        ) from None

@@ -353,6 +353,8 @@ REFUSED: list[tuple[str, dict[str, Any], type[DistcseError], str]] = [
     (MODEL, {"model_type": "MultiVectorEncoder"}, UnsupportedModelError, "MultiVectorEncoder"),
     (MODEL, {"similarity_fn_name": "maxsim"}, UnsupportedModelError, "maxsim"),
     (MODEL, {"truncate_dim": 0}, ModelFormatError, "truncate_dim"),
+    (MODEL, {"truncate_dim": -1}, ModelFormatError, "truncate_dim is -1, not a positive integer; write the number of"),
+    (MODEL, {"truncate_dim": True}, ModelFormatError, "truncate_dim is True, not a positive integer; write the number of"),
     (MODEL, {"truncate_dim": "8"}, ModelFormatError, "truncate_dim"),
     (MODEL, {"default_prompt_name": "passage"}, ModelFormatError, "default_prompt_name"),
     (MODEL, {"prompts": {"query": 3}}, ModelFormatError, "prompts"),
@@ -511,6 +513,29 @@ def test_weights_of_another_shape_than_the_config_says_are_named(
     ):
         with fails_with(ModelLoadError, "weights do not have the shape", str(size), "of the same model"):
             use()
+
+
+@pytest.mark.parametrize(("kind", "head"), [("bert", "classifier.weight"), ("roberta", "classifier.out_proj.weight")])
+def test_a_start_with_other_labels_gets_a_new_head(
+    kind: str, head: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    start = make_cross_encoder(tmp_path / "nli", tiny(kind), labels=3)
+    weights = load_file(start / "model.safetensors")
+    assert len(weights[head]) == 3
+    torch.manual_seed(5)
+    fresh = CrossEncoder.fresh(start, 16)
+    assert fresh.model.config.num_labels == 1
+    named = dict(fresh.model.named_parameters())
+    assert named[head].shape == (1, 32) and 0.005 < float(named[head].detach().std()) < 0.05  # initializer_range is 0.02
+    others = [name for name in weights if not name.startswith(head.rpartition(".")[0])]
+    assert len(others) > 30 and all(torch.equal(named[name], weights[name]) for name in others)
+    torch.manual_seed(5)
+    assert torch.equal(named[head], dict(CrossEncoder.fresh(start, 16).model.named_parameters())[head])
+    fresh.save(tmp_path / "saved")
+    np.testing.assert_array_equal(CrossEncoder.load(tmp_path / "saved", 16).score(PAIRS), fresh.eval().score(PAIRS))
+    change(start / "config.json", intermediate_size=48)
+    with fails_with(ModelLoadError, "weights do not have the shape", "48"):
+        CrossEncoder.fresh(start, 16)
 
 
 def test_an_adapter_alone_is_refused_before_its_pooling_is_asked_for(folder: Path) -> None:
@@ -733,6 +758,20 @@ def as_series(texts: list[str]) -> Any:
     return pandas.Series(texts, index=range(7, 7 + len(texts)), dtype=object)
 
 
+def as_frame_columns(texts: list[str]) -> list[Any]:
+    """Return the columns and the index that pandas and pyarrow make of texts."""
+    import pandas
+    import pyarrow
+
+    kinds = [pandas.Series(texts, dtype=kind) for kind in ("string", "category")]
+    return [*kinds, pandas.Index(texts), pyarrow.chunked_array([texts]), pyarrow.array(texts, pyarrow.string_view())]
+
+
+def test_texts_come_in_any_column(encoder: Encoder) -> None:
+    for column in as_frame_columns(TEXTS):
+        same(encoder.encode(column), encoder.encode(TEXTS))
+
+
 @pytest.mark.parametrize(
     "container", [list, tuple, np.array, lambda texts: np.array(texts, object), iter, as_series, as_arrow]
 )
@@ -762,11 +801,31 @@ def test_one_text_has_one_vector(encoder: Encoder, saved: Path) -> None:
         (b"abc", ["bytes"]),
         ({"text": "a"}, ["dict"]),
         ({"a", "b"}, ["set"]),
+        (np.array("a"), ["ndarray"]),
+        (torch.tensor(1.0), ["Tensor"]),
+        (np.array([["a", "b"]]), ["texts[0]", "ndarray"]),
+        (as_series(["a", None]), ["texts[1]", "None"]),
+        (["a", "b \ud83d"], ["texts[1]", r"'\ud83d'", "surrogate"]),
+        ("\ud83d", ["texts[0]", "surrogate"]),
     ],
 )
 def test_what_is_no_text_is_refused_with_its_place(texts: Any, named: list[str], encoder: Encoder) -> None:
     with fails_with(TextInputError, *named):
         encoder.encode(texts)
+
+
+def test_groups_of_texts_are_checked_as_texts_are(encoder: Encoder) -> None:
+    for groups, named in (([["a"], ["b", None]], "texts[1]"), (["a text"], "found str")):
+        with fails_with(TextInputError, named):
+            list(encoder.encode_each(groups))
+
+
+def test_a_precision_or_prompt_of_another_librarys_is_refused(encoder: Encoder) -> None:
+    """sentence-transformers has `precision="int8"`, which quantizes the vectors."""
+    with fails_with(EncoderSettingError, "precision is 'int8'", "fp32, bf16, fp16"):
+        encoder.encode(TEXTS, precision="int8")
+    with fails_with(EncoderSettingError, "['query']"):
+        encoder.encode(TEXTS, prompt_name=cast(Any, ["query"]))
 
 
 def test_a_table_is_no_list_of_texts(encoder: Encoder) -> None:
@@ -783,6 +842,8 @@ def test_a_table_is_no_list_of_texts(encoder: Encoder) -> None:
         ("ab", ["str", "[(first, second)]"]),
         ([("a", "b"), ("a", None)], ["pairs[1]", "None"]),
         ([("a", "b", "c")], ["pairs[0]"]),
+        ([("a", "\ud83d")], ["pairs[0]", "surrogate"]),
+        (np.array("a"), ["ndarray"]),
         ([None], ["pairs[0]", "NoneType"]),
         (None, ["NoneType"]),
     ],
