@@ -5,7 +5,7 @@ cached by their content, so that later runs memory-map them. `BatchSampler` sele
 `distcse.data.collate` pads them. That module alone imports PyTorch, which servers of cached tables do not need.
 """
 
-from distcse.data.corpus import Corpus, check_source, source_rows
+from distcse.data.corpus import Corpus, check_source, count_repeated_files, source_rows
 from distcse.data.neighbor_batching import Grouping
 from distcse.data.normalized_key import Excluded, normalized_key
 from distcse.data.pair_tokens import PairTokenTable
@@ -22,6 +22,7 @@ __all__ = [
     "Pairs",
     "TokenTable",
     "check_source",
+    "count_repeated_files",
     "duplicate_mask",
     "normalized_key",
     "source_rows",

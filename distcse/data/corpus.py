@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -223,6 +224,14 @@ def source_rows(section: CorpusSection) -> Iterator[Row]:
     return _source(section, identified=False).rows(section.column)
 
 
+def count_repeated_files(section: CorpusSection) -> int:
+    """Return how many of a corpus's files are read again, because `corpus.path` names them or matches them repeatedly."""
+    if section.path is None:
+        return 0
+    files = [os.path.realpath(file) for file in find_files(_paths(section.path))]
+    return len(files) - len(set(files))
+
+
 def check_source(section: CorpusSection) -> None:
     """Check in a moment that a corpus's files or packages exist and that the first file has its columns.
 
@@ -258,7 +267,7 @@ class _Source:
 
 def _source(section: CorpusSection, identified: bool = True) -> _Source:
     if section.path is not None:
-        files = find_files([section.path] if isinstance(section.path, str) else section.path)
+        files = find_files(_paths(section.path))
         if section.domain is not None and (without := [file for file in files if not has_columns(file)]):
             raise MissingColumnError(
                 f"corpus.domain is {section.domain!r}, but {without[0]} has no columns; use .jsonl, .csv or .parquet"
@@ -282,6 +291,10 @@ def _source(section: CorpusSection, identified: bool = True) -> _Source:
     raise CorpusNotFoundError(
         "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
     )
+
+
+def _paths(path: str | list[str]) -> list[str]:
+    return [path] if isinstance(path, str) else path
 
 
 def _key(source: _Source, section: CorpusSection, excluded: Excluded | None) -> str:

@@ -105,8 +105,13 @@ def _select_split(loaded: Any, section: CorpusSection) -> Any:
     return loaded[section.split]
 
 
-def _reason(error: Exception) -> str:
-    message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if isinstance(error, ConnectionError):
+def _reason(error: BaseException) -> str:
+    """Describe an error and what caused it: `datasets` says in the cause alone which file is malformed, and how."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    ends = chain if len(chain) < 3 else (chain[0], chain[-1])
+    message = ", because ".join(f"{type(each).__name__}: {' '.join(str(each).split())[:300]}" for each in ends)
+    if any(isinstance(each, ConnectionError) for each in chain):
         return f"{message}; without a network, write corpus.dataset=FOLDER or corpus.path=FILE"
     return message

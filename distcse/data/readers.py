@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
+from distcse.storage import is_uri
 
 Row = str | None
 
@@ -32,16 +33,30 @@ _OTHER_SEPARATORS = (",", ";", "\t", "|")
 _RENAME = "rename it to end with {}"
 _SIGNATURES = (
     (b"\x1f\x8b", ".gz", "gzip data", _RENAME),
-    (b"BZh91AY&SY", ".bz2", "bzip2 data", _RENAME),
+    *((b"BZh%d1AY&SY" % level, ".bz2", "bzip2 data", _RENAME) for level in range(1, 10)),
     (b"\xfd7zXZ\0", ".xz", "xz data", _RENAME),
     (b"\x28\xb5\x2f\xfd", ".zst", "Zstandard data", _RENAME),
     (b"PAR1\x15", ".parquet", "Parquet data", _RENAME),
+    (b"ARROW1\0\0", "", "Arrow data", "write it as Parquet: pyarrow.parquet.write_table"),
+    (b"SQLite format 3\0", "", "an SQLite database", "export the table as CSV in UTF-8"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "", "an old Excel or Word file", "save it as CSV or text in UTF-8"),
+    (b"{\\rtf1", "", "a document in RTF", "save it as text in UTF-8"),
+    (b"%PDF-", "", "a PDF", "extract its text: pdftotext FILE"),
     (b"PK\x03\x04", ".zip", "a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV in UTF-8"),
     (b"version https://git-lfs.github.com/spec/", "", "a Git LFS pointer, not the text", "download it: git lfs pull"),
     (b"\xff\xfe\0\0", "", "UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
     (b"\0\0\xfe\xff", "", "UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
 )
 """First bytes of a file, the extension that belongs to them, what they are, and the way out under another extension."""
+
+_OTHER_FILES = {
+    (".xlsx", ".xls", ".ods", ".numbers"): "save the sheet as CSV in UTF-8",
+    (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z"): "unpack it",
+    (".arrow", ".feather", ".orc", ".avro"): "write it as Parquet",
+    (".db", ".sqlite", ".sqlite3"): "export the table as CSV in UTF-8",
+    (".pdf", ".doc", ".docx", ".odt", ".rtf", ".html", ".htm"): "save its text as .txt in UTF-8",
+}
+"""Extensions of files that hold text and are not read -> the way out."""
 
 csv.field_size_limit(2**27)  # the default of 128 KiB is smaller than many web pages
 
@@ -50,11 +65,15 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     """Return the files that paths and globs match, in order; the matches of a glob are sorted by name.
 
     Raises:
-        CorpusNotFoundError: A file is missing or is a folder, or a glob matches nothing.
+        CorpusNotFoundError: A file is missing or is a folder or an address, or a glob matches nothing.
         CorpusFormatError: A file's extension is unknown.
     """
     found: list[Path] = []
     for path in paths:
+        if is_uri(path):
+            raise CorpusNotFoundError(
+                f"corpus.path {path} is an address, and files are read from disk; copy the file to a folder that all nodes see"
+            )
         is_glob = glob.has_magic(path) and not os.path.exists(path)
         matches = sorted(glob.glob(path, recursive=True)) if is_glob else [path]
         if not matches:
@@ -66,7 +85,8 @@ def find_files(paths: Sequence[str]) -> list[Path]:
                 f"corpus file {file} is a folder; write corpus.path={file}/*.txt, or the extension of its files"
             )
         if not os.path.isfile(file):
-            raise CorpusNotFoundError(f"corpus file {file} does not exist; correct corpus.path")
+            as_list = f", or write several files as a list: [{file}]" if "," in file.name else ""
+            raise CorpusNotFoundError(f"corpus file {file} does not exist; correct corpus.path{as_list}")
         file_kind(file)
     return found
 
@@ -80,7 +100,9 @@ def file_kind(file: Path) -> str:
     for extension in _READERS:
         if file.name.lower().endswith(extension):
             return extension
-    raise CorpusFormatError(f"{file}: unknown file extension; allowed: {', '.join(_READERS)}")
+    name = file.name.lower()
+    way_out = next((f": {way}" for extensions, way in _OTHER_FILES.items() if name.endswith(extensions)), "")
+    raise CorpusFormatError(f"{file}: unknown file extension{way_out}; allowed: {', '.join(_READERS)}")
 
 
 def has_columns(file: Path) -> bool:
@@ -111,11 +133,12 @@ def clean(text: str | None) -> Row:
     return " ".join(text.replace("\0", " ").split()) or None
 
 
-def describe_missing_column(column: str, columns: Sequence[str]) -> str:
-    """Format the message for a missing column: the existing columns, and the closest match."""
-    close = difflib.get_close_matches(column, columns, n=1)
+def describe_missing_column(column: str, columns: Sequence[str], separated: str = "") -> str:
+    """Format the message for a missing column: the existing columns, how they are separated, and the closest match."""
+    same = [name for name in columns if name.casefold() == column.casefold()]
+    close = same or difflib.get_close_matches(column, columns, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else "; set corpus.column (and corpus.domain) to one of them"
-    return f"no column {column!r}; columns: {', '.join(columns) or 'none'}{hint}"
+    return f"no column {column!r}; columns{separated}: {', '.join(columns) or 'none'}{hint}"
 
 
 def _text(file: Path, column: str) -> Iterator[str]:
@@ -181,26 +204,30 @@ def _require_text(value: Any, location: str) -> str | None:
 
 
 def _csv(file: Path, column: str) -> Iterator[str | None]:
-    lines = (line + "\n" for _, line in _lines(file))
-    first = next(lines, None)
-    if first is None:
+    numbered = _lines(file)
+    lines = (line + "\n" for _, line in numbered)
+    number, first = _next_written(numbered)
+    named = _SEPARATOR_LINE.fullmatch(first.strip('\r\n"'))  # Excel reads it, and some tools write it
+    if named:
+        number, first = _next_written(numbered)
+    if not first:
         return
-    named = _SEPARATOR_LINE.fullmatch(first.strip())  # Excel reads it, and some tools write it
-    skipped = 1 if named else 0
-    first = next(lines, "") if named else first
+    skipped = number - 1
     if "\r" in first.strip() and '"' not in first:
         raise CorpusFormatError(
-            f"{file}, line 1: the lines end with a carriage return alone; convert them (tr '\\r' '\\n')"
+            f"{file}, line {number}: the lines end with a carriage return alone; convert them (tr '\\r' '\\n')"
         )
-    separator = named[1] if named else _separator(first, column, file_kind(file).startswith(".tsv"))
+    is_tsv = file_kind(file).startswith(".tsv")
+    separator = named[1] if named else _separator(first, column, is_tsv)
     rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     try:
         header = next(rows, None)
         if header is None:
             return
         if column not in header:
-            raise MissingColumnError(f"{file}, line 1: {describe_missing_column(column, header)}")
-        _refuse_doubled_column(column, header, f"{file}, line 1")
+            by = "" if separator == _usual_separator(is_tsv) else f" (separated by {separator!r})"
+            raise MissingColumnError(f"{file}, line {number}: {describe_missing_column(column, header, by)}")
+        _refuse_doubled_column(column, header, f"{file}, line {number}")
         index = header.index(column)
         for row in rows:
             if row and len(row) != len(header):
@@ -212,18 +239,28 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
         raise CorpusFormatError(f"{file}, line {rows.line_num + skipped}: {error}") from None
 
 
+def _next_written(numbered: Iterator[tuple[int, str]]) -> tuple[int, str]:
+    """Return the next line that is not blank, with its number; an empty line after the last one."""
+    return next(((number, line + "\n") for number, line in numbered if line.strip()), (0, ""))
+
+
 def _refuse_doubled_column(column: str, columns: Sequence[str], location: str) -> None:
     if columns.count(column) > 1:
         raise CorpusFormatError(f"{location}: {columns.count(column)} columns are named {column!r}; rename the others")
 
 
 def _separator(header: str, column: str, is_tsv: bool) -> str:
-    """Return the separator with which a header line has the column; else the extension's."""
-    usual = "\t" if is_tsv else ","
-    for separator in (usual, *_OTHER_SEPARATORS):
-        if column in next(csv.reader([header], delimiter=separator), []):
-            return separator
-    return usual
+    """Return the separator with which a header line has the column; else the one that gives the most columns."""
+    usual = _usual_separator(is_tsv)
+    fields = {
+        separator: next(csv.reader([header], delimiter=separator), []) for separator in (usual, *_OTHER_SEPARATORS)
+    }
+    found = next((separator for separator, names in fields.items() if column in names), None)
+    return found or max(fields, key=lambda separator: len(fields[separator]))
+
+
+def _usual_separator(is_tsv: bool) -> str:
+    return "\t" if is_tsv else ","
 
 
 def _parquet(file: Path, column: str) -> Iterator[str | None]:
@@ -232,7 +269,10 @@ def _parquet(file: Path, column: str) -> Iterator[str | None]:
 
     try:
         with open(file, "rb") as opened:
-            _refuse_other_content(file, opened.read(64), ".parquet")
+            start = opened.read(64)
+        _refuse_other_content(file, start, ".parquet")
+        if start and not start.startswith((b"PAR1", b"PARE")):  # the second one is encrypted
+            raise CorpusFormatError(f"{file} is not a Parquet file; rename it to end with the extension of its content")
         with pq.ParquetFile(file) as table:
             schema = table.schema_arrow
             if column not in schema.names:
@@ -283,11 +323,21 @@ def _lines(file: Path) -> Iterator[tuple[int, str]]:
     except UnicodeError as error:
         raise CorpusFormatError(f"{file}, line {number + 1}: not UTF-16, as its first bytes say: {error}") from None
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise CorpusFormatError(f"{file} is damaged after line {number}: {error}; copy it again") from None
+        raise _damage(file, number, error) from None
     except OSError as error:
         if error.errno is None:  # bz2 and zstd: of the content, not of the disk
-            raise CorpusFormatError(f"{file} is damaged after line {number}: {error}; copy it again") from None
+            raise _damage(file, number, error) from None
         raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _damage(file: Path, line: int, error: Exception) -> CorpusFormatError:
+    """Return the error for a compressed file that cannot be read to its end, or that is not compressed at all."""
+    with open(file, "rb") as opened:
+        start = opened.read(64)
+    signatures = [signature for signature, extension, *_ in _SIGNATURES if extension == file.suffix.lower()]
+    if line == 0 and start and not any(map(start.startswith, signatures)):
+        return CorpusFormatError(f"{file} is not compressed; rename it to {file.with_suffix('').name}")
+    return CorpusFormatError(f"{file} is damaged after line {line}: {error}; copy it again")
 
 
 def _refuse_other_content(file: Path, start: bytes, extension: str | None = None) -> None:
@@ -326,9 +376,15 @@ def _decode(raw: bytes, file: Path, number: int) -> str:
 
 def _describe_bad_byte(error: UnicodeDecodeError) -> str:
     byte, column = error.object[error.start], error.start + 1
-    return (
-        f"byte 0x{byte:02x} at column {column} is not UTF-8; convert the file to UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)"
+    letters = re.findall(rb"[A-Za-z\x80-\xff]", error.object)
+    # Most letters of Western European text are ASCII. Other text that is converted as such would be read as nonsense.
+    is_western = sum(letter >= b"\x80" for letter in letters) < len(letters) / 2
+    way_out = (
+        "iconv -f WINDOWS-1252 -t UTF-8"
+        if is_western
+        else "iconv -f ENCODING -t UTF-8, where ENCODING is such as WINDOWS-1251, GB18030 or SHIFT_JIS"
     )
+    return f"byte 0x{byte:02x} at column {column} is not UTF-8; convert the file to UTF-8 ({way_out})"
 
 
 _FORMATS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {

@@ -13,8 +13,8 @@ def absolute(path: str) -> str: ...
 @overload
 def absolute(path: str | None) -> str | None: ...
 def absolute(path: str | None) -> str | None:
-    """Make a path absolute; null stays null."""
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
+    """Make a path absolute; null and an address stay as they are."""
+    return path if path is None or is_uri(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def absolute_paths(path: str | list[str] | None) -> str | list[str] | None:

@@ -156,6 +156,27 @@ def test_data_sets(tmp_path: Path) -> None:
         prepare(tmp_path, dataset="nobody/nothing")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("train.jsonl", b'{"text": "a"}\n{"text": broken\n', "JSON parse error"),
+        ("train.csv", b"id,text\n1,a\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
+        ("train.txt", "Grüße\n".encode("cp1252"), "byte 0xfc"),
+    ],
+)
+def test_the_cause_of_a_data_sets_error_is_named(
+    name: str, content: bytes, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` itself says only that an error occurred while it generated the data set."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / name).write_bytes(content)
+    with fails_with(CorpusNotFoundError, str(tmp_path / "set"), "because", named):
+        prepare(tmp_path, dataset=str(tmp_path / "set"))
+
+
 @pytest.mark.parametrize("failure", [ConnectionError, RuntimeError])  # ConnectionError is an OSError, but not of a disk
 def test_a_hub_that_fails_while_streaming_is_an_error_of_the_corpus(failure: type[Exception]) -> None:
     class FailingStream:

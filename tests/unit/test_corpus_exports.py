@@ -15,10 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.data import Corpus
+from distcse.data import Corpus, check_source
 from distcse.data.readers import find_files, read_sentences
-from distcse.errors import CorpusFormatError, MissingColumnError
-from distcse.recipe import CorpusSection
+from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
+from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.distillation.preparation import read_corpus
+from distcse.recipe import CorpusSection, load_recipe
 from tests.failures import fails_with
 
 TEXTS = ["Grüße; aus, Köln", 'She said "no".', "a\ttab | pipe"]
@@ -54,8 +56,46 @@ def test_excels_line_with_the_separator_is_read(tmp_path: Path) -> None:
 
 def test_a_column_that_no_separator_gives_is_missing(tmp_path: Path) -> None:
     (tmp_path / "export.csv").write_text("id;satz\n0;eins\n")
-    with fails_with(MissingColumnError, "export.csv, line 1", "'text'", "id;satz"):
+    with fails_with(MissingColumnError, "export.csv, line 1", "'text'", "separated by ';'", "id, satz"):
         rows(tmp_path / "export.csv")
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        (["id", "texts"], "did you mean 'texts'?"),
+        (["ID", "TEXT"], "did you mean 'TEXT'?"),
+        (["id", "satz"], "corpus.column"),
+        (['"id"', '"satz"'], "corpus.column"),
+    ],
+)
+def test_the_columns_are_named_apart_whatever_separates_them(
+    separator: str, names: list[str], hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "export.csv").write_text(f"{separator.join(names)}\n{separator.join(['0', 'eins'])}\n")
+    named = ", ".join(names).replace('"', "")
+    by = "" if separator == "," else f" (separated by {separator!r})"
+    with fails_with(MissingColumnError, f"columns{by}: {named}; ", hint):
+        rows(tmp_path / "export.csv")
+
+
+@pytest.mark.parametrize("start", ["\n\n", "sep=;\n", '"sep=;"\n', "sep=;\n\n", "\n \nsep=;\n"])
+def test_the_header_is_the_first_line_that_is_not_blank(start: str, tmp_path: Path) -> None:
+    file = tmp_path / "export.csv"
+    file.write_text(f"{start}id;text\n0;one, two\n1\n")
+    with fails_with(CorpusFormatError, f"line {start.count(chr(10)) + 3}:", "1 fields"):
+        rows(file)
+    file.write_text(f"{start}id;text\n0;one, two\n")
+    assert rows(file) == ["one, two"]
+    file.write_text(f"{start}id;satz\n0;eins\n")
+    with fails_with(MissingColumnError, f"line {start.count(chr(10)) + 1}:", "id, satz"):
+        rows(file)
+
+
+def test_a_file_whose_separator_is_a_tab_by_its_first_line_is_read(tmp_path: Path) -> None:
+    (tmp_path / "export.csv").write_text("sep=\t\nid\ttext\n0\tone, two\n")
+    assert rows(tmp_path / "export.csv") == ["one, two"]
 
 
 def compress(kind: str, content: bytes) -> bytes:
@@ -105,6 +145,77 @@ def test_content_under_another_name_is_named(kind: str, name: str, tmp_path: Pat
     if not name.endswith(kind):
         with fails_with(CorpusFormatError, str(file), kind.removesuffix("-BE")):
             rows(file)
+
+
+@pytest.mark.parametrize("level", range(1, 10))
+def test_bzip2_data_of_every_level_is_named(level: int, tmp_path: Path) -> None:
+    (tmp_path / "file.txt").write_bytes(bz2.compress(b"a text\n", level))
+    with fails_with(CorpusFormatError, "bzip2 data", ".bz2"):
+        rows(tmp_path / "file.txt")
+
+
+@pytest.mark.parametrize("extension", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("content", ["a text\nanother\n", "id;text\n0;one\n", '{"text": "a"}\n', "a"])
+def test_plain_text_under_the_name_of_compressed_data_is_named(extension: str, content: str, tmp_path: Path) -> None:
+    file = tmp_path / f"my.file.csv{extension}"
+    file.write_text(content)
+    with fails_with(CorpusFormatError, str(file), "is not compressed", "rename it to my.file.csv"):
+        rows(file)
+
+
+def test_text_under_the_name_of_parquet_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file.parquet").write_text("id,text\n0,one\n")
+    with fails_with(CorpusFormatError, "file.parquet is not a Parquet file", "rename"):
+        rows(tmp_path / "file.parquet")
+
+
+@pytest.mark.parametrize("extension", [".gz", ".bz2", ".xz", ".zst"])
+def test_data_of_several_streams_is_read_to_its_end(extension: str, tmp_path: Path) -> None:
+    """As parallel compressors and appending crawlers write them."""
+    file = tmp_path / f"file.txt{extension}"
+    file.write_bytes(compress(extension, b"one\n") + compress(extension, b"two\n"))
+    assert rows(file) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("start", "named"),
+    [
+        (b"%PDF-1.7\n%\xe2\xe3", "a PDF"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1\0", "an old Excel"),
+        (b"SQLite format 3\0\x10", "SQLite"),
+        (b"{\\rtf1\\ansi text}", "RTF"),
+        (b"ARROW1\0\0\xff", "Arrow"),
+    ],
+)
+@pytest.mark.parametrize("name", ["file.txt", "file.csv", "file.parquet"])
+def test_a_document_or_database_under_another_name_is_named(
+    start: bytes, named: str, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(start)
+    with fails_with(CorpusFormatError, name, named):
+        rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        *(("book.xlsx", "as CSV"), ("book.ods", "as CSV"), ("texts.csv.zip", "unpack"), ("texts.tar.gz", "unpack")),
+        *(("t.feather", "Parquet"), ("t.sqlite", "as CSV"), ("paper.PDF", ".txt"), ("page.html", ".txt")),
+    ],
+)
+def test_a_file_that_is_not_read_says_how_to_make_one_that_is(name: str, way_out: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with fails_with(CorpusFormatError, name, way_out, "allowed: .txt, .txt.gz"):
+        find_files([str(tmp_path / name)])
+
+
+def test_an_address_and_a_list_without_brackets_are_named() -> None:
+    for address in ("https://host/text.txt", "s3://bucket/text.txt"):
+        section = load_recipe("minilm-3layer", [f"corpus.path={address}"]).corpus
+        with fails_with(CorpusNotFoundError, f"corpus.path {address} is an address", "copy"):
+            check_source(section)
+    with fails_with(CorpusNotFoundError, "as a list: [a.txt,b.txt]"):
+        find_files(["a.txt,b.txt"])
 
 
 def test_content_that_was_compressed_twice_or_after_the_pointer_is_named(tmp_path: Path) -> None:
@@ -188,6 +299,18 @@ def test_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path:
         rows(tmp_path / "file.txt")
 
 
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [("Привет, как дела?", "cp1251"), ("中文的句子。", "gbk"), ("日本語の文です。", "shift-jis"), ("日本語", "utf-16-le")],
+)
+def test_an_encoding_that_is_not_western_is_not_taken_for_western(text: str, encoding: str, tmp_path: Path) -> None:
+    """Its conversion as WINDOWS-1252 succeeds, and its text is nonsense."""
+    (tmp_path / "file.txt").write_bytes(text.encode(encoding))
+    with fails_with(CorpusFormatError, "is not UTF-8", "iconv -f ENCODING") as raised:
+        rows(tmp_path / "file.txt")
+    assert "1252" not in str(raised.value)
+
+
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["file.txt", "file.csv"])
 def test_utf_16_without_its_mark_is_named(encoding: str, name: str, tmp_path: Path) -> None:
@@ -203,3 +326,19 @@ def test_doubled_rows_are_counted_and_kept(tmp_path: Path) -> None:
     for reused in (False, True):
         corpus = Corpus.prepare(section, tmp_path / "cache")
         assert (len(corpus), corpus.doubled_rows, corpus.reused) == (7, 4, reused)
+
+
+@pytest.mark.parametrize(("again", "named"), [([], ""), (["one.txt"], "1 file is"), (["*.txt"], "2 files are")])
+def test_the_log_counts_doubled_rows_and_files_that_are_read_again(
+    again: list[str], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("a\nb\na\n")
+    (tmp_path / "two.txt").write_text("c\n")
+    (tmp_path / "link").symlink_to(tmp_path)
+    paths = [f"{tmp_path}/*.txt", *(f"{tmp_path}/link/{path}" for path in again)]
+    recipe = load_recipe("minilm-3layer", [f"corpus.path={json.dumps(paths)}", f"storage.cache={tmp_path}/cache"])
+    events: list[Event] = []
+    corpus = read_corpus(recipe, Reporter(events.append))
+    (note,) = (event.note for event in events if isinstance(event, StageProgress) and event.finished)
+    assert f"{len(corpus)} sentences, {corpus.doubled_rows} of them equal an earlier one" in note
+    assert named in note and ("read again" in note) == bool(again)

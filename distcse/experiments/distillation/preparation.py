@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distcse.data import Corpus, Excluded, TokenTable
+from distcse.data import Corpus, Excluded, TokenTable, count_repeated_files
 from distcse.device import default_device, use_available_cpus
 from distcse.errors import CorpusNotFoundError, CorpusTooSmallError, EvaluationDataError, UnsuitableTeacherError
 from distcse.evaluation import evaluation_sentences
@@ -356,6 +356,9 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
         skipped += f", {corpus.excluded_rows:,} evaluation sentences excluded"
     if corpus.doubled_rows:
         skipped += f", {corpus.doubled_rows:,} of them equal an earlier one"
+    if repeated := count_repeated_files(recipe.corpus):
+        files = "1 file is" if repeated == 1 else f"{repeated:,} files are"
+        skipped += f" ({files} read again, because corpus.path matches more than once)"
     if corpus.removed_duplicates:
         skipped += f", {corpus.removed_duplicates:,} that equal an earlier one left out"
     reused = ", reused" if corpus.reused else ""
