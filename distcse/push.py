@@ -23,22 +23,33 @@ def _main(options: argparse.Namespace) -> int:
     from distcse.report.terminal import print_json, print_lines
     from distcse.sharing import prepare_upload, upload
 
-    if options.to.count("/") != 1 or not all(options.to.split("/")):
-        raise HubUploadError(f"--to {options.to} is not a name on the hub; write USER/NAME")
+    target = _hub_name(options.to)
     with tempfile.TemporaryDirectory() as folder:
         bundle = prepare_upload(resolve_path(options.model), Path(folder) / "model", options.licence)
         if not options.quiet:
             for line in bundle.remarks:
                 sys.stderr.write(f"warning   {line}\n")
-        address = None if options.dry_run else upload(bundle, options.to, options.private)
+        address = None if options.dry_run else upload(bundle, target, options.private)
     if options.json:
         print_json([{"event": "Finished", "files": bundle.files, "remarks": bundle.remarks, "address": address}])
     elif address is None:
-        lines = [f"would upload {len(bundle.files)} files, {bundle.megabytes:.1f} MB, to {options.to}:"]
+        lines = [f"would upload {len(bundle.files)} files, {bundle.megabytes:.1f} MB, to {target}:"]
         print_lines([*lines, *(f"  {name}" for name in bundle.files)])
     else:
         print_lines([f"model   {address}"])
     return 0
+
+
+def _hub_name(name: str) -> str:
+    from distcse.recipe.hub_names import hub_id  # pydantic takes longer to import than --help should
+
+    try:
+        name = hub_id(name)
+    except ValueError as error:
+        raise HubUploadError(f"--to: {error}") from None
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise HubUploadError(f"--to {name} is not a name on the hub; write USER/NAME")
+    return name
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -19,7 +19,8 @@ from distcse.models import CrossEncoder, Encoder, is_cross_encoder, resolve_mode
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
-from distcse.storage import find_model
+from distcse.recipe.hub_names import hub_id
+from distcse.storage import find_model, is_uri
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,23 @@ def parse_models(models: Sequence[str]) -> dict[str, str]:
         name, equals, path = text.partition("=")
         if not path if equals else not name:
             raise EvaluationOptionError(f"{text!r} has no model or an empty name; write MODEL or NAME=MODEL")
-        if not equals or os.path.isdir(text):  # runs/lr=3e-5/model is a path
-            name, equals, path = _default_name(text), "", text
+        is_unnamed = not equals or os.path.isdir(text) or is_uri(name)  # runs/lr=3e-5/model is a path
+        path = _without_page(text if is_unnamed else path)
+        if is_unnamed:
+            name, equals = _default_name(path), ""
         others = found.setdefault(name, [])
         if path in others or (others and not equals):
             raise EvaluationOptionError(f"two models have the name {name}; give one another name: NAME={path}")
         others.append(path)
     return number_runs(found)
+
+
+def _without_page(model: str) -> str:
+    """Return the id in the address of a model's page on the hub; other names unchanged."""
+    try:
+        return hub_id(model)
+    except ValueError as error:
+        raise EvaluationOptionError(str(error)) from None
 
 
 def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Progress | None = None) -> Candidate:

@@ -66,7 +66,9 @@ def resolve_model(
     if os.path.isfile(folder):
         raise ModelNotFoundError(f"model {folder} is a file; write its folder, {folder.parent}")
     if not is_hub_id(name):
-        raise ModelNotFoundError(f"no model folder {folder.absolute()}; correct the path")
+        is_page = name.startswith(("huggingface.co/", "hf.co/"))
+        way_out = f"write https://{name} for the model on the hub" if is_page else "correct the path"
+        raise ModelNotFoundError(f"no model folder {folder.absolute()}; {way_out}")
     return _from_hub(name, [*(wanted or _HUB_FILES), *(["*.py"] if trust_remote_code else [])], only_local)
 
 

@@ -8,19 +8,26 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 _PAGE = re.compile(
-    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?(?P<id>[^/?#]+(?:/[^/?#]+)?)(?P<rest>.*)"
+    r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?:datasets/)?"
+    r"(?!(?:blog|collections|datasets|docs|models|papers|spaces)(?:[/?#]|$))"
+    r"(?P<id>[^/?#]+?(?:/[^/?#]+?)?)(?:\.git)?(?P<rest>(?:[/?#].*)?)"
 )
 _DEFAULT_PAGES = ("", "/", "/tree/main", "/tree/main/")
+_WEB = ("https://", "http://")
 
 
 def hub_id(name: str) -> str:
     """Return the id in a page's address on the hub; other names unchanged.
 
     Raises:
-        ValueError: The address is that of a file, or of a revision other than `main`.
+        ValueError: The address is that of a file, of a revision other than `main`, or of another page of the web.
     """
     page = _PAGE.fullmatch(name.strip())
     if page is None:
+        if name.strip().startswith(_WEB):  # the message doesn't repeat the address, which may contain credentials
+            raise ValueError(
+                "the address is not the page of a model or data set on huggingface.co; write USER/NAME, or a local folder"
+            )
         return name
     rest = page["rest"].partition("?")[0].partition("#")[0]
     if rest not in _DEFAULT_PAGES:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from distcse.errors import InvalidValueError, ModelNotFoundError
+from distcse.errors import EvaluationOptionError, InvalidValueError, ModelNotFoundError
+from distcse.evaluation import parse_models
 from distcse.models import resolve_model
 from distcse.recipe import Recipe, read_recipe
+from distcse.storage import find_model
 from tests.failures import fails_with
 
 
@@ -97,6 +99,8 @@ def test_a_list_key_names_the_list_form(typed: str) -> None:
         "https://huggingface.co/intfloat/e5-small/tree/main",
         "https://www.huggingface.co/intfloat/e5-small?library=sentence-transformers",
         "http://hf.co/intfloat/e5-small#usage",
+        "https://huggingface.co/intfloat/e5-small.git",
+        "hf://intfloat/e5-small",
     ],
 )
 def test_an_address_on_the_hub_is_its_id(address: str) -> None:
@@ -115,3 +119,41 @@ def test_a_data_sets_address_is_its_id_and_other_pages_are_refused() -> None:
     for page in ("tree/v2", "blob/main/config.json"):
         with fails_with(InvalidValueError, "revision", "intfloat/e5-small"):
             read_recipe("minilm-3layer", [f"student.backbone=https://huggingface.co/intfloat/e5-small/{page}"])
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("https://huggingface.co/", "https://huggingface.co/models", "https://huggingface.co/spaces/mteb/leaderboard"),
+        *("https://github.com/intfloat/e5", "http://me:secret@host/model"),
+    ],
+)
+def test_another_page_is_no_model_and_no_address_of_object_storage(address: str) -> None:
+    for key in ("student.backbone", "teachers.encoders.0.backbone", "objective.detection.generator"):
+        with fails_with(InvalidValueError, key, "not the page of a model", "USER/NAME") as raised:
+            read_recipe("minilm-3layer", [f"{key}={address}"])
+        assert "secret" not in str(raised.value)
+    with fails_with(ModelNotFoundError, "not the page of a model"):
+        resolve_model(find_model(address), only_local=True)
+    with fails_with(EvaluationOptionError, "not the page of a model"):
+        parse_models([address])
+
+
+def test_an_address_without_its_beginning_is_named_and_stays_an_endpoints_model() -> None:
+    """Ollama's models have such names."""
+    name = "hf.co/intfloat/e5-small"
+    with fails_with(ModelNotFoundError, f"write https://{name}"):
+        resolve_model(name)
+    teacher = f"teachers.encoders=[{{backbone: {name}, endpoint: {{url: 'http://host/v1'}}}}]"
+    recipe = read_recipe("minilm-3layer", [teacher])
+    assert isinstance(recipe, Recipe) and recipe.teachers.encoders[0].backbone == name
+
+
+def test_commands_take_an_address_on_the_hub_as_its_id() -> None:
+    page = "https://huggingface.co/intfloat/e5-small"
+    with fails_with(ModelNotFoundError, "'intfloat/e5-small'"):
+        resolve_model(find_model(page), only_local=True)
+    assert parse_models([f"{page}?library=sentence-transformers", f"mine={page}"]) == {
+        "e5-small": "intfloat/e5-small",
+        "mine": "intfloat/e5-small",
+    }
