@@ -34,12 +34,17 @@ from distcse.evaluation import (
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
-from distcse.models import Encoder
+from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
+from distcse.models import Encoder, resolve_model
+from distcse.models.weight_files import CHECKSUMS
 from distcse.precision import Role, report_precisions
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages
 from distcse.report.progress import open_listener
-from distcse.storage import resolve_path
+from distcse.recipe import EncoderSection
+from distcse.storage import find_model, resolve_path
+
+_IN_MEMORY = "in memory"
 
 Model = str | Path | Encoder
 """A run directory, a model folder, the address of either in object storage, a name on the hub, `package:NAME/FOLDER`, or a loaded
@@ -239,6 +244,7 @@ def _load(
     tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, config, own)
     tasks.timed_texts = [text for task in own for text in task.texts]
     candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
+    report_warnings(_unused_prompts(candidates, load_options), reporter)
     if documents is not None:
         _add_retrieval_with_documents_by(documents, load_options, tasks, candidates)
     return candidates, tasks
@@ -253,13 +259,27 @@ def _candidate(name: str, source: Model, load_options: LoadOptions, reporter: Re
     if isinstance(source, Encoder):
         return make_candidate(
             name,
-            "in memory",
+            _IN_MEMORY,
             source.to(load_options.device),
             Contamination({}),
             load_options.resolved_precision,
             report_progress,
         )
     return open_candidate(name, str(source), load_options, report_progress)
+
+
+def _unused_prompts(candidates: Sequence[Candidate], load_options: LoadOptions) -> list[SettingsWarning]:
+    """Return the warnings of bi-encoders of other tools that are measured without the prompts that their folders name.
+
+    A model that distcse trained reads texts as it was trained.
+    """
+    sections = {}
+    for info in (candidate.info for candidate in candidates):
+        if info.kind == "bi-encoder" and info.source != _IN_MEMORY:
+            folder = resolve_model(find_model(info.source), load_options.trust_remote_code)
+            if not (folder / CHECKSUMS).is_file():
+                sections[info.name] = EncoderSection(backbone=str(folder), prompt=load_options.prompt)
+    return warn_of_unused_prompts(sections, fix="measure it with --prompt {prompt}, or another that fits the texts")
 
 
 def _add_retrieval_with_documents_by(

@@ -15,7 +15,7 @@ from distcse.models.folder import ModelFolder, find_local_model
 from distcse.models.loading import has_dropout
 from distcse.models.source import CONFIG_FILE
 from distcse.models.st_format import backbone_folder
-from distcse.models.st_settings import read_model_settings
+from distcse.models.st_settings import UNNAMED_PROMPTS, read_model_settings
 from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe, StorageSection
 from distcse.recipe.training import TrainingSection
 from distcse.recipe.unread_keys import settings_without_effect
@@ -163,28 +163,45 @@ def warn_of_unread_keys(recipe: BaseRecipe, unread: Mapping[str, str]) -> list[S
     return [SettingsWarning("DCSE-W09", problem, "remove it") for problem in settings_without_effect(recipe, unread)]
 
 
-def warn_of_unused_prompts(encoders: Mapping[str, EncoderSection], only_local: bool = False) -> list[SettingsWarning]:
+def warn_of_unused_prompts(
+    encoders: Mapping[str, EncoderSection],
+    only_local: bool = False,
+    fix: str = "write {key}.prompt: {prompt}, or another that fits the texts",
+) -> list[SettingsWarning]:
     """Warn of encoders that read texts without a prompt, and whose folders name one for every kind of text.
 
     Args:
         encoders: The encoders' sections by recipe key.
         only_local: Skip models that would have to be downloaded. Default: False.
+        fix: How to fix it, with places for the key and for the first prompt. Default: by the recipe's key.
     """
     warnings = []
     for key, section in encoders.items():
         folder = None if section.prompt else _folder(section, only_local)
         settings = None if folder is None else read_model_settings(folder)
-        if settings and settings.prompts and not settings.default_prompt and all(settings.prompts.values()):
-            prompts = settings.prompts
+        prompts = _prompts_of_all_texts(settings.prompts) if settings and not settings.default_prompt else {}
+        if prompts:
             named = ", ".join(f"{name}: {prompt!r:.60}" for name, prompt in prompts.items())
             warnings.append(
                 SettingsWarning(
                     "DCSE-W04",
                     f"{key} reads texts without a prompt, and the folder of {section.backbone} names prompts ({named})",
-                    f"write {key}.prompt: {next(iter(prompts.values()))!r:.60}, or another that fits the texts",
+                    fix.format(key=key, prompt=f"{next(iter(prompts.values()))!r:.60}"),
                 )
             )
     return warnings
+
+
+def _prompts_of_all_texts(prompts: Mapping[str, str]) -> dict[str, str]:
+    """Return the prompts of a folder that names one for every kind of text; none if a kind has no prompt.
+
+    sentence-transformers writes an empty `query` and `document` into every folder. Next to prompts of other names, such as
+    `passage`, they say nothing.
+    """
+    texts = {name: prompt for name, prompt in prompts.items() if prompt}
+    empty = prompts.keys() - texts.keys()
+    says_nothing = empty <= set(UNNAMED_PROMPTS) and not texts.keys() <= set(UNNAMED_PROMPTS)
+    return texts if not empty or says_nothing else {}
 
 
 def warn_of_few_steps(steps: int, steps_per_epoch: int, max_steps: int | None) -> list[SettingsWarning]:

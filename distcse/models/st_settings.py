@@ -36,7 +36,7 @@ _WHERE = ("trust_remote_code", "use_fast", *("subfolder", "token", "cache_dir", 
 """Arguments that sentence-transformers, too, replaces by the caller's, or that have one value here."""
 _KINDS = (None, "SentenceTransformer", "CrossEncoder")
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
-_UNNAMED = ("query", "document")
+UNNAMED_PROMPTS = ("query", "document")
 """Prompts that every model has; empty where the folder does not define them."""
 
 
@@ -128,7 +128,7 @@ def read_model_settings(folder: Path) -> ModelSettings:
 
 def find_prompt(prompts: Mapping[str, str], name: str) -> str | None:
     """Return the text of a named prompt; None if there is no such prompt."""
-    return prompts.get(name, "" if name in _UNNAMED else None)
+    return prompts.get(name, "" if name in UNNAMED_PROMPTS else None)
 
 
 def _default_prompt(file: Path, name: Any, prompts: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from distcse.data import Corpus
 from distcse.doctor import main as doctor
+from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.extent import Extent
@@ -27,7 +28,8 @@ from distcse.experiments.settings_warnings import (
     warn_of_rising_curve,
     warn_of_session_folders,
 )
-from distcse.models import TokenizerSpec
+from distcse.measuring import check_measurement
+from distcse.models import Encoder, TokenizerSpec
 from distcse.plan import main as plan
 from distcse.recipe import Recipe, StorageSection, recipe_yaml
 from distcse.recipe.training import TrainingSection
@@ -178,6 +180,9 @@ def test_the_families_defaults_are_known(
     [
         ({"prompts": {"query": "query: ", "passage": "passage: "}}, "", True),
         ({"prompts": {"query": "query: ", "passage": "passage: "}, "default_prompt_name": None}, "", True),
+        ({"prompts": {"query": "query: ", "document": "", "passage": "passage: "}}, "", True),
+        ({"prompts": {"query": "", "document": "", "search": "search: ", "passage": "passage: "}}, "", True),
+        ({"prompts": {"query": "query: ", "title": "", "passage": "passage: "}}, "", False),
         ({"prompts": {"query": "query: ", "passage": "passage: "}}, "query: ", False),
         ({"prompts": {"query": "query: "}, "default_prompt_name": "query"}, "", False),
         ({"prompts": {"query": "Instruct: find\nQuery:", "document": ""}}, "", False),
@@ -212,6 +217,26 @@ def test_a_model_without_the_prompt_that_its_folder_names_is_warned_of(
     assert codes(found) == ["DCSE-W04"] * warns
     for warning in found:
         assert "passage: 'passage: '" in warning.problem and f"{key}.prompt" in warning.fix
+
+
+def test_an_evaluation_without_the_prompt_that_a_folder_names_is_warned_of(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    theirs = shutil.copytree(tiny("bert"), tmp_path / "theirs")
+    change(theirs / "config_sentence_transformers.json", prompts={"query": "query: ", "document": "", "passage": "p: "})
+    Encoder.load(theirs, pooling="mean").save(tmp_path / "ours")  # which reads texts as it was trained
+    (tmp_path / "texts.txt").write_text("\n".join(sentences[:20]))
+
+    def reported(prompt: str = "") -> list[str]:
+        events: list[Event] = []
+        options = LoadOptions(pooling="mean", prompt=prompt)
+        models = [str(theirs), str(tmp_path / "ours")]
+        check_measurement(models, texts=tmp_path / "texts.txt", load_options=options, listen=events.append)
+        return [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W04]" in event.text]
+
+    (line,) = reported()
+    assert "theirs reads texts without a prompt" in line and "--prompt 'query: '" in line
+    assert not reported(prompt="query: ")
 
 
 def test_groups_of_a_mutual_distillation_are_warned_of(
