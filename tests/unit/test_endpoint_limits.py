@@ -45,6 +45,12 @@ def vllm(texts: list[str]) -> tuple[int, str] | None:
     return (400, message) if longest >= 512 else None
 
 
+def llama_cpp(texts: list[str]) -> tuple[int, str] | None:
+    longest = max(len(text.split()) for text in texts)
+    message = f"input ({longest} tokens) is too large to process. increase the physical batch size (current: 512)"
+    return (500, message) if longest >= 512 else None
+
+
 def infinity(texts: list[str]) -> tuple[int, str] | None:
     return (422, "List should have at most 20 items after validation") if len(texts) > 20 else None
 
@@ -159,14 +165,19 @@ def test_the_limit_of_a_request_is_found_by_halving(
     assert len(server.requests) - len(server.accepted) == refused  # the limit is kept
 
 
-@pytest.mark.parametrize(("refusal", "status"), [(tei, "413"), (vllm, "400")], ids=["TEI", "vLLM"])
+@pytest.mark.parametrize(
+    ("refusal", "status", "named"),
+    [(tei, "413", "512 tokens"), (vllm, "400", "512 tokens"), (llama_cpp, "500", "600 tokens")],
+    ids=["TEI", "vLLM", "llama.cpp"],
+)
 def test_a_text_that_is_too_long_is_named_by_its_number_and_length(
-    refusal: Refusal, status: str, server: Server
+    refusal: Refusal, status: str, named: str, server: Server, waits: list[float]
 ) -> None:
     server.refusal = refusal
     texts = [*TEXTS[:70], "long " * 600, *TEXTS[70:]]
-    with fails_with(RefusedTextError, "text 70:", "3,000 characters", status, "512 tokens", "auto-truncate"):
+    with fails_with(RefusedTextError, "text 70:", "3,000 characters", status, named, "auto-truncate"):
         Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(texts)
+    assert not waits  # the same request would be refused again
 
 
 def test_a_row_that_is_too_long_is_named_as_the_corpus_numbers_it(server: Server, tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ _TOO_LARGE_STATUSES = (413, 422)
 """With which TEI and infinity refuse a request of too many texts, or of a text with too many tokens."""
 _TOO_LARGE_WORDS = re.compile(r"batch|too (long|large|many)|length|tokens|at most|max", re.IGNORECASE)
 """In the answer 400 with which vLLM, OpenAI and other services do."""
+_TOO_LARGE_FAILURE = re.compile(r"too large to process", re.IGNORECASE)
+"""In the answer 500 with which llama.cpp does."""
 _FIRST_DELAY_S = 0.5
 _LONGEST_WAIT_S = 900.0
 """Seconds that a `Retry-After` may ask for. A longer one, such as until a quota is renewed, is an error."""
@@ -209,7 +211,7 @@ class Endpoint:
         body = {"model": self._model, "input": inputs, "encoding_format": "float"}
         for delay in [_FIRST_DELAY_S * 2**retry for retry in range(self._section.retries)]:
             response = self._post_once(body)
-            if response.status_code not in _RETRIED_STATUSES:
+            if response.status_code not in _RETRIED_STATUSES or _is_too_large(response):
                 return response
             wait = _retry_after(response)
             if wait is not None and wait > _LONGEST_WAIT_S:
@@ -253,8 +255,8 @@ class Endpoint:
 
 def _is_too_large(response: requests.Response) -> bool:
     """Whether an answer may mean that fewer or shorter texts would be accepted."""
-    status = response.status_code
-    return status in _TOO_LARGE_STATUSES or (status == 400 and _TOO_LARGE_WORDS.search(response.text) is not None)
+    words = {400: _TOO_LARGE_WORDS, 500: _TOO_LARGE_FAILURE}.get(response.status_code)
+    return response.status_code in _TOO_LARGE_STATUSES or (words is not None and bool(words.search(response.text)))
 
 
 def _quote(response: requests.Response) -> str:
