@@ -38,10 +38,10 @@ from distcse.experiments.settings_warnings import SettingsWarning, report_warnin
 from distcse.models import Encoder, resolve_model
 from distcse.models.weight_files import CHECKSUMS
 from distcse.precision import Role, report_precisions
+from distcse.recipe import EncoderSection
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages
 from distcse.report.progress import open_listener
-from distcse.recipe import EncoderSection
 from distcse.storage import find_model, resolve_path
 
 _IN_MEMORY = "in memory"

@@ -231,8 +231,9 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
         index = header.index(column)
         for row in rows:
             if row and len(row) != len(header):
+                more = f"; put texts that contain {separator!r} in quotes" if len(row) > len(header) else ""
                 raise CorpusFormatError(
-                    f"{file}, line {rows.line_num + skipped}: {len(row)} fields, but the header has {len(header)}"
+                    f"{file}, line {rows.line_num + skipped}: {len(row)} fields, but the header has {len(header)}{more}"
                 )
             yield row[index] if row else None
     except csv.Error as error:

@@ -109,6 +109,7 @@ class Encoder(nn.Module):
         folder = open_model(section.backbone, section.trust_remote_code)
         folder.check_weights()
         layout = folder.layout
+        tokenizer = folder.load_tokenizer()  # first: without one, the folder's pooling does not matter
         pooling = resolve_pooling(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
         configured_length = section.max_length or layout.max_length
@@ -127,7 +128,6 @@ class Encoder(nn.Module):
             keep_layers(backbone, section.layers)
         if isinstance(section, StudentSection) and section.embedding_size is not None:
             backbone = factorize_embeddings(backbone, section.embedding_size)
-        tokenizer = folder.load_tokenizer()
         check_vocabulary(folder.backbone, tokenizer, backbone)
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         max_length = length_limit(section, layout, tokenizer, backbone)

@@ -113,7 +113,8 @@ def read_model_settings(folder: Path) -> ModelSettings:
     size = settings.get("truncate_dim")
     if size is not None and (type(size) is not int or size < 1):
         raise ModelFormatError(
-            f"{file}: truncate_dim is {size!r:.60}, not a positive integer; write the number of dimensions to keep, or null for all"
+            f"{file}: truncate_dim is {size!r:.60}, not a positive integer; write the number of dimensions to keep, or null "
+            "for all"
         )
     prompts = settings.get("prompts") or {}
     texts = isinstance(prompts, dict) and all(isinstance(prompt, str | None) for prompt in prompts.values())
@@ -137,8 +138,8 @@ def _default_prompt(file: Path, name: Any, prompts: Mapping[str, str]) -> str:
     prompt = find_prompt(prompts, name) if isinstance(name, str) else None
     if prompt is None:
         raise ModelFormatError(
-            f"{file}: default_prompt_name is {name!r:.60}, which is none of the prompts ({', '.join(prompts) or 'none'}); write one "
-            "of them, or null"
+            f"{file}: default_prompt_name is {name!r:.60}, which is none of the prompts ({', '.join(prompts) or 'none'}); write "
+            "one of them, or null"
         )
     return prompt
 

@@ -40,12 +40,12 @@ class TokenizerSpec:
         """
         folder = open_model(section.backbone, section.trust_remote_code)
         layout = folder.layout
+        tokenizer = folder.load_tokenizer()
         resolve_pooling(section, layout)
         max_length = section.max_length or layout.max_length
         if max_length is None:
             encoder = Encoder.from_section(section)
             return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
         folder.check_config()
-        tokenizer = folder.load_tokenizer()
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         return cls(tokenizer, max_length, section.prompt or layout.prompt)

@@ -93,6 +93,12 @@ def test_the_header_is_the_first_line_that_is_not_blank(start: str, tmp_path: Pa
         rows(file)
 
 
+def test_a_text_with_the_separator_and_without_quotes_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "export.csv").write_text("id;text\n0;one\n1;a period; and more\n")
+    with fails_with(CorpusFormatError, "line 3", "3 fields, but the header has 2", "';' in quotes"):
+        rows(tmp_path / "export.csv")
+
+
 def test_a_file_whose_separator_is_a_tab_by_its_first_line_is_read(tmp_path: Path) -> None:
     (tmp_path / "export.csv").write_text("sep=\t\nid\ttext\n0\tone, two\n")
     assert rows(tmp_path / "export.csv") == ["one, two"]
@@ -301,7 +307,12 @@ def test_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path:
 
 @pytest.mark.parametrize(
     ("text", "encoding"),
-    [("Привет, как дела?", "cp1251"), ("中文的句子。", "gbk"), ("日本語の文です。", "shift-jis"), ("日本語", "utf-16-le")],
+    [
+        ("Привет, как дела?", "cp1251"),
+        ("中文的句子。", "gbk"),
+        ("日本語の文です。", "shift-jis"),
+        ("日本語", "utf-16-le"),
+    ],
 )
 def test_an_encoding_that_is_not_western_is_not_taken_for_western(text: str, encoding: str, tmp_path: Path) -> None:
     """Its conversion as WINDOWS-1252 succeeds, and its text is nonsense."""

@@ -354,7 +354,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[DistcseError], str]] = [
     (MODEL, {"similarity_fn_name": "maxsim"}, UnsupportedModelError, "maxsim"),
     (MODEL, {"truncate_dim": 0}, ModelFormatError, "truncate_dim"),
     (MODEL, {"truncate_dim": -1}, ModelFormatError, "truncate_dim is -1, not a positive integer; write the number of"),
-    (MODEL, {"truncate_dim": True}, ModelFormatError, "truncate_dim is True, not a positive integer; write the number of"),
+    (
+        MODEL,
+        {"truncate_dim": True},
+        ModelFormatError,
+        "truncate_dim is True, not a positive integer; write the number of",
+    ),
     (MODEL, {"truncate_dim": "8"}, ModelFormatError, "truncate_dim"),
     (MODEL, {"default_prompt_name": "passage"}, ModelFormatError, "default_prompt_name"),
     (MODEL, {"prompts": {"query": 3}}, ModelFormatError, "prompts"),
@@ -526,7 +531,9 @@ def test_a_start_with_other_labels_gets_a_new_head(
     fresh = CrossEncoder.fresh(start, 16)
     assert fresh.model.config.num_labels == 1
     named = dict(fresh.model.named_parameters())
-    assert named[head].shape == (1, 32) and 0.005 < float(named[head].detach().std()) < 0.05  # initializer_range is 0.02
+    assert (
+        named[head].shape == (1, 32) and 0.005 < float(named[head].detach().std()) < 0.05
+    )  # initializer_range is 0.02
     others = [name for name in weights if not name.startswith(head.rpartition(".")[0])]
     assert len(others) > 30 and all(torch.equal(named[name], weights[name]) for name in others)
     torch.manual_seed(5)
@@ -632,8 +639,11 @@ def test_a_git_lfs_pointer_is_named(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("family", ["mpnet", "qwen3", "gpt2", "albert", "xlm-roberta", "mt5"])
 def test_a_folder_without_a_tokenizer_is_refused(family: str, sentences: list[str], tmp_path: Path) -> None:
     bare = without_tokenizer(make_family(tmp_path / "source", family, sentences), tmp_path / "bare")
-    with fails_with(TokenizerMissingError, str(bare), "tokenizer.json"):
-        Encoder.load(bare, pooling="mean", max_length=8)
+    for pooling in ("mean", None):  # which the folder lacks too, and which would not help
+        section = EncoderSection(backbone=str(bare), pooling=pooling, max_length=8)
+        for use in (Encoder.from_section, TokenizerSpec.of):
+            with fails_with(TokenizerMissingError, str(bare), "tokenizer.json"):
+                use(section)
     assert "no tokenizer" in check_model(str(bare))[0].line
 
 
@@ -651,8 +661,11 @@ def test_a_folder_without_a_tokenizer_is_refused(family: str, sentences: list[st
 def test_sentencepiece_alone_names_the_package(family: str, name: str, sentences: list[str], tmp_path: Path) -> None:
     bare = without_tokenizer(make_family(tmp_path / "source", family, sentences), tmp_path / "bare")
     (bare / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    with fails_with(TokenizerMismatchError, name, "pip install sentencepiece"):
-        Encoder.load(bare, pooling="mean", max_length=8)
+    for pooling in ("mean", None):
+        section = EncoderSection(backbone=str(bare), pooling=pooling, max_length=8)
+        for use in (Encoder.from_section, TokenizerSpec.of):
+            with fails_with(TokenizerMismatchError, name, "pip install sentencepiece"):
+                use(section)
     assert "pip install sentencepiece" in check_model(str(bare))[0].line
 
 
