@@ -109,7 +109,7 @@ def test_a_damaged_cache_is_prepared_again(tmp_path: Path) -> None:
         ("a.csv", b"text,id\nx\n", CorpusFormatError, ["a.csv, line 2", "1 fields", "2"]),
         ("a.csv", b'text\n"open\n', CorpusFormatError, ["a.csv, line 2", "unexpected end of data"]),
         ("a.csv", b"", EmptyCorpusError, ["a.csv"]),
-        ("a.txt.gz", b"not gzip", CorpusFormatError, ["a.txt.gz", "line 0"]),
+        ("a.txt.gz", b"not gzip", CorpusFormatError, ["a.txt.gz", "is not compressed", "rename it to a.txt"]),
         ("a.txt.gz", gzip.compress(b"line\n" * 50_000, mtime=0)[:100], CorpusFormatError, ["a.txt.gz", "after line"]),
         ("a.parquet", b"not parquet", CorpusFormatError, ["a.parquet", "Parquet"]),
     ],
