@@ -22,6 +22,8 @@ class Node:
     id: str
     resources: Resources
     labels: Mapping[str, str]
+    address: str = ""
+    """Address of the node; empty for a made-up one."""
 
     def has(self, labels: Mapping[str, str] | None) -> bool:
         """Return whether the node has all of these labels; None matches any node."""

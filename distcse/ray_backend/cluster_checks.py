@@ -13,7 +13,8 @@ from typing import Any
 
 from distcse.checks import Check, fail, ok, warn
 from distcse.errors import StorageError
-from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, draining_nodes
+from distcse.ray_backend.nodes import alive
+from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file
 from distcse.storage import ArtifactStore, open_store
 
 _DASHBOARD = 8265
@@ -64,24 +65,20 @@ def check_cluster(shared: Mapping[str, Path] | None = None) -> list[Check]:
 
 def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
     from distcse.ray_backend.shared_storage import find_unshared
 
-    leaving = draining_nodes()  # which take no new work
-    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+    nodes = alive()
     task = ray.remote(num_cpus=0)(_describe_node)
     stores = {key: open_store(folder) for key, folder in shared.items()}
     buckets = [store for store in stores.values() if store.is_remote]
     results = {
-        node["NodeManagerAddress"]: task.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(buckets)
-        for node in alive
+        node.address: task.options(scheduling_strategy=OnNode(node.id, soft=False)).remote(buckets) for node in nodes
     }
     found, local = [], _describe_node([])
     resources = ray.cluster_resources()
-    summary = f"{address}: {len(alive)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
+    summary = f"{address}: {len(nodes)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
     for node, answer in results.items():
         remote = ray.get(answer, timeout=60)
         for kind in ("ray", "python", "torch", "distcse"):

@@ -28,7 +28,11 @@ def live_nodes() -> list[Node]:
     """Return the live nodes of the cluster, with those that Ray drains."""
     import ray
 
-    return [Node(node["NodeID"], node["Resources"], node["Labels"]) for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(node["NodeID"], node["Resources"], node["Labels"], node["NodeManagerAddress"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 def alive() -> list[Node]:

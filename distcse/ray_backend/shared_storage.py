@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distcse.errors import SharedStorageError
 from distcse.placement.cluster import Labels, Paths
-from distcse.ray_backend.versions import draining_nodes
+from distcse.ray_backend.nodes import alive
 from distcse.storage import open_store, write_text_atomic
 
 _ANSWER_TIMEOUT_S = 120
@@ -49,12 +49,11 @@ def find_unshared(written: Paths, read: Paths, labels: Sequence[Labels]) -> dict
 
 def _other_nodes(labels: Sequence[Labels]) -> dict[str, str]:
     """Return the addresses of the nodes that can get work, except this one, by node id."""
-    own_id, leaving = ray.get_runtime_context().get_node_id(), draining_nodes()
+    own_id = ray.get_runtime_context().get_node_id()
     return {
-        node["NodeID"]: node["NodeManagerAddress"]
-        for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in {own_id, *leaving}
-        if any((required or {}).items() <= node["Labels"].items() for required in labels)
+        node.id: node.address
+        for node in alive()
+        if node.id != own_id and any(node.has(required) for required in labels)
     }
 
 

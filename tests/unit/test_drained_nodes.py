@@ -28,15 +28,14 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
     monkeypatch.setattr(ray, "nodes", listed)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
-    for module in (nodes, shared_storage):
-        monkeypatch.setattr(module, "draining_nodes", lambda: frozenset({"drained"}))
+    monkeypatch.setattr(nodes, "draining_nodes", lambda: frozenset({"drained"}))
     monkeypatch.setattr(nodes, "_CHECK_INTERVAL_S", 0.0)
     return states
 
 
 def test_a_drained_node_lives_and_gets_no_work() -> None:
     assert [node.id for node in nodes.live_nodes()] == ["own", "drained", "other"]
-    assert [node.id for node in nodes.alive()] == ["own", "other"]
+    assert [(node.id, node.address) for node in nodes.alive()] == [("own", "own.local"), ("other", "other.local")]
     assert shared_storage._other_nodes([None]) == {"other": "other.local"}
 
 
