@@ -170,7 +170,7 @@ def embed_with_ray_data(recipe: Recipe, corpus: Corpus, folder: Path) -> float:
 
 @contextmanager
 def object_store_peak() -> Iterator[dict[str, float]]:
-    """Yield a dictionary that gets the memory that objects have taken: pages of plasma's file, which it does not give back."""
+    """Yield a dictionary that gets the memory that objects have taken: pages of plasma's file, which it keeps."""
     found: dict[str, float] = {}
     raylet = next(each for each in psutil.Process().children(recursive=True) if each.name() == "raylet")
     descriptors = Path(f"/proc/{raylet.pid}/fd")
