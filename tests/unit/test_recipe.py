@@ -178,7 +178,8 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("training.gradient_accumulation=7", "evaluation.eval_steps is 50, which is no multiple"),
         (
             "corpus.path=x.txt",
-            "gives path and docstrings, but a corpus has one source; keep one, and set the others to null, such as docstrings: null",
+            "gives path and docstrings, but a corpus has one source; keep one, and set the others to null, "
+            "such as docstrings: null",
         ),
         ("teachers.encoders=[]", "objective.regression needs teachers"),
         ("objective.regression=null", "objective has no term"),
