@@ -93,7 +93,7 @@ class PlainView:
             name = f"{group} {event.name}"
             self._last.setdefault(name, time.monotonic())  # a stage of a few seconds gets one line, at its end
             self._activity = f"after {name.strip()}" if event.finished else f"at {_stage_line(event, group)}"
-            if event.finished or self._due(name):
+            if event.finished or (event.done != event.total and self._due(name)):
                 self._line(_stage_line(event, group))
         elif isinstance(event, StepReport):
             self._activity = f"after step {event.step}/{event.total}"
