@@ -107,9 +107,11 @@ def main() -> None:
     }
     write_text_atomic(STORED, json.dumps(stored, indent=1) + "\n")
     for name, row in rows.items():
+        ratios = [row[key] for key in ("times_as_fast", "times_as_fast_one_by_one")]
+        batches, single = (f"{ratio['median']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]" for ratio in ratios)
         print(
-            f"| {name} | {row['megabytes']:.1f} | {row['sentences_per_s']:,.0f} | {row['times_as_fast']['median']:.2f} | "
-            f"{row['latency_ms']:.2f} | {row['stsb_test']:.2f} |"
+            f"| {name} | {row['megabytes']:.1f} | {row['sentences_per_s']:,.0f} | {batches} | {row['latency_ms']:.1f} | "
+            f"{single} | {row['stsb_test']:.2f} |"
         )
     print(f"written: {STORED}")
 
