@@ -31,7 +31,7 @@ GROUPS = {
 """Command -> what it does, by heading."""
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
 USUAL_CALLS = {
-    "distcse recipe cp quickstart my-recipe.yaml": "a recipe to start from",
+    "distcse recipe cp best-small my-recipe.yaml": "a recipe to start from",
     "distcse train my-recipe.yaml corpus.path=text.txt": "train; key.path=value overrides any setting",
     "distcse evaluate student=RUN teacher=FOLDER --data data": "compare models",
 }

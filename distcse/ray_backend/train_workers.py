@@ -126,6 +126,7 @@ def _run_trainer(
     per_worker = resources.per_worker
     gpus = per_worker.get("GPU", 0.0)
     start_autoscaling_coordinator()
+    reporter.emit(LogMessage(f"workers   starting {workers}, each with {format_resources(per_worker)}"))
     channel = EventChannel(spec.run.name)
     trainer = _TrainerWithoutDatasets(
         _train_loop_per_worker,

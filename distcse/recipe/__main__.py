@@ -11,7 +11,7 @@ from importlib.resources import files
 from distcse.command import STATUSES, exit_status, parse_command, program
 from distcse.errors import CommandLineError, RecipeNotFoundError
 from distcse.recipe.json_schema import schema_documents, schema_json
-from distcse.recipe.loading import packaged_recipes, read_document
+from distcse.recipe.loading import RECIPES_ARE_LISTED, packaged_recipes, read_document
 from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
 from distcse.recipe.sweep import Sweep
@@ -61,9 +61,7 @@ def _list() -> str:
 def _lines(name: str) -> list[str]:
     """Read a packaged recipe without the modeline that gives editors the schema's path in the repository."""
     if name not in (known := packaged_recipes()):
-        raise RecipeNotFoundError(
-            f"no packaged recipe {name!r}{nearest(name, known)}; packaged recipes: {', '.join(known)}"
-        )
+        raise RecipeNotFoundError(f"no packaged recipe {name!r}{nearest(name, known)}; {RECIPES_ARE_LISTED}")
     text = files("distcse.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return [line for line in text.splitlines(keepends=True) if not line.startswith(_MODELINE)]
 

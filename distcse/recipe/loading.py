@@ -30,8 +30,9 @@ R = TypeVar("R", bound=BaseRecipe)
 S = TypeVar("S", bound=BaseRecipe | Sweep)
 
 _MOST_VALUES = 100_000
-_RECIPES, _SPACES = "recipes", "spaces"
 """Maximum values of one document with aliases expanded: ten lines of YAML can expand to a thousand million."""
+_RECIPES, _SPACES = "recipes", "spaces"
+RECIPES_ARE_LISTED = "`python -m distcse.recipe ls` lists the packaged recipes"
 
 
 class _Loader(yaml.SafeLoader):
@@ -202,9 +203,8 @@ def _read(name: str, overrides: Sequence[str]) -> Document:
 
 def _packaged_text(name: str, folder: str, kind: str) -> bytes:
     if name not in (known := _packaged(folder)):
-        raise RecipeNotFoundError(
-            f"no {kind} or file {name!r}{nearest(name, known)}; packaged {kind}s: {', '.join(known)}"
-        )
+        packaged = RECIPES_ARE_LISTED if folder == _RECIPES else f"packaged {kind}s: {', '.join(known)}"
+        raise RecipeNotFoundError(f"no {kind} or file {name!r}{nearest(name, known)}; {packaged}")
     return (files("distcse") / folder / f"{name}.yaml").read_bytes()
 
 

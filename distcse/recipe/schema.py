@@ -64,7 +64,10 @@ class CorpusSection(Section):
     def _one_source(self) -> CorpusSection:
         given = [key for key in ("path", "dataset", "docstrings") if getattr(self, key) is not None]
         if len(given) > 1:
-            raise ValueError(f"gives {' and '.join(given)}, but a corpus has one source; keep one of them")
+            raise ValueError(
+                f"gives {' and '.join(given)}, but a corpus has one source; "
+                f"keep one, and set the others to null, such as {given[-1]}: null"
+            )
         if self.streaming and (self.dataset is None or self.limit is None):
             raise ValueError("streaming fetches the first rows of a data set; write dataset: NAME and limit: N")
         if self.domain is not None and self.docstrings is not None:

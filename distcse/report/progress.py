@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,7 @@ from distcse.events import (
 from distcse.report.parameters import format_values
 
 _PLAIN_EVERY_SECONDS = 10.0
+_REMINDER_S = 30.0
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKED = 16
 
@@ -69,7 +72,15 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last: dict[str, float] = {}
-        self._began = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
+        self._activity = "at the start"
+
+    def remind(self) -> None:
+        """Print what the run is doing if it has printed nothing for 30 seconds: slow is not hung."""
+        silence_s = time.monotonic() - self._printed_at
+        if silence_s >= _REMINDER_S:
+            load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
+            self._line(f"waiting   {silence_s:.0f} s since the last line, {self._activity} ({load})")
 
     def show(self, event: Event) -> None:
         if isinstance(event, GroupEvent):
@@ -81,9 +92,11 @@ class PlainView:
         if isinstance(event, StageProgress):
             name = f"{group} {event.name}"
             self._last.setdefault(name, time.monotonic())  # a stage of a few seconds gets one line, at its end
-            if event.finished or self._due(name):
+            self._activity = f"after {name.strip()}" if event.finished else f"at {_stage_line(event, group)}"
+            if event.finished or (event.done != event.total and self._due(name)):
                 self._line(_stage_line(event, group))
         elif isinstance(event, StepReport):
+            self._activity = f"after step {event.step}/{event.total}"
             if event.step == event.total or self._due(f"steps {group}"):
                 rest = f"{_losses(event)}  {_pace(event)}{_waited(event)}  {_left(event)} left"
                 self._line(f"{group or 'train':<9} step {event.step}/{event.total}  {rest}")
@@ -96,6 +109,7 @@ class PlainView:
                 self._line(_trial_line(event))
         elif isinstance(event, LogMessage):
             text = f"{group:<9} {event.text}" if group else event.text
+            self._activity = f"after: {text}"
             self._line(("warning   " if event.warning else "") + text)
 
     def _due(self, name: str) -> bool:
@@ -106,6 +120,7 @@ class PlainView:
         return True
 
     def _line(self, text: str) -> None:
+        self._printed_at = time.monotonic()
         self._console.print(
             f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
         )
@@ -230,10 +245,29 @@ def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
     elif quiet:
         yield QuietView(console)
     elif not console.is_terminal:
-        yield PlainView(console)
+        with _reminders(view := PlainView(console)):
+            yield view
     else:
         with live_progress(console) as progress:
             yield LiveView(console, progress)
+
+
+@contextmanager
+def _reminders(view: PlainView) -> Iterator[None]:
+    """Look every second, in a thread, whether the view is due for a reminder."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(1.0):
+            view.remind()
+
+    thread = threading.Thread(target=watch, name="reminders", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

@@ -24,11 +24,11 @@ _PIPE_WIDTH = 1000
 
 def print_evaluation(evaluation: Evaluation) -> None:
     """Print the tables of an evaluation: a row per model, with its difference from the base under it."""
-    console = _for_tables()
-    for grid in grids(evaluation):
+    console, shown = _for_tables(), grids(evaluation)
+    for grid in shown:
         console.print(f"\n{grid.title}{f' ({grid.measure})' if grid.measure else ''}", highlight=False, markup=False)
         console.print(_table(grid))
-    if evaluation.scores and len(evaluation.models) > 1:
+    if any(cell.difference for grid in shown for cells in grid.rows.values() for cell in cells):
         line = f"Under each row: difference from {evaluation.base} and its 95 % confidence interval (paired bootstrap)."
         console.print(f"\n{line} * marks intervals without 0.", markup=False, highlight=False, soft_wrap=True)
     for line in legend(evaluation):

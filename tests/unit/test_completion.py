@@ -127,6 +127,13 @@ def test_without_arguments_it_lists_its_subcommands(capsys: pytest.CaptureFixtur
     assert exited.value.code == 0 and capsys.readouterr().out == captured.out
 
 
+def test_the_usual_calls_work_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy, train, *_ = (shlex.split(call)[1:] for call in USUAL_CALLS)
+    assert main(copy) == 0
+    assert main([*train, "--print-recipe"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

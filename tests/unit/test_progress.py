@@ -95,6 +95,29 @@ def test_a_groups_scoring_is_shown_in_its_bar_and_in_its_line(monkeypatch: pytes
     assert "full      scoring 2,000/4,000 pairs" in log.getvalue()
 
 
+def test_a_log_without_news_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("distcse.report.progress.time.monotonic", lambda: clock[0])
+    view = PlainView(Console(file=(log := io.StringIO()), width=110))
+    for event, named in (
+        (None, "at the start"),
+        (StageProgress("teacher 0", 0, 20_000, "sentences"), "at teacher 0 0/20,000 sentences"),
+        (StageProgress("teacher 0", 20_000, 20_000, "sentences", finished=True), "after teacher 0"),
+        (STEPS, "after step 4200/12000"),
+    ):
+        if event is not None:
+            view.show(event)
+        clock[0] += 29.0
+        view.remind()
+        assert "waiting" not in log.getvalue()
+        clock[0] += 1.0
+        view.remind()
+        view.remind()
+        assert log.getvalue().count(f"waiting   30 s since the last line, {named} (load ") == 1
+        log.seek(0)
+        log.truncate()
+
+
 def test_sparklines() -> None:
     assert sparkline([3.0]) == "▁" and sparkline([1.0, 1.0]) == "▁▁" and sparkline([0.0, 7.0, 3.5]) == "▁█▄"
     assert len(sparkline(list(range(100)))) == 16

@@ -176,7 +176,11 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("training.workers=3", "workers is 3, which does not divide batch_size 128; allowed: 1, 2, 4"),
         ("training.dropout_rng_streams=3", "dropout_rng_streams is 3, which does not divide batch_size 128"),
         ("training.gradient_accumulation=7", "evaluation.eval_steps is 50, which is no multiple"),
-        ("corpus.path=x.txt", "gives path and docstrings, but a corpus has one source"),
+        (
+            "corpus.path=x.txt",
+            "gives path and docstrings, but a corpus has one source; keep one, and set the others to null, "
+            "such as docstrings: null",
+        ),
         ("teachers.encoders=[]", "objective.regression needs teachers"),
         ("objective.regression=null", "objective has no term"),
         ("evaluation.dev=stsb", "evaluation.data is not set"),

@@ -77,6 +77,7 @@ def test_one_command_shows_agreement_size_and_speed(
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "Agreement on texts, texts.txt, with teacher" in shown and "sentences/s" in shown and "kept@k: %" in shown
+    assert "difference from" not in shown  # the teacher has no row
 
 
 def test_a_cross_encoder_can_be_the_reference(texts: Path, tiny: Callable[..., Path], tiny_cross: Path) -> None:

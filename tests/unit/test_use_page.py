@@ -19,7 +19,7 @@ from tests.conftest import MINILM, ROOT
 PAGE = (ROOT / "docs" / "how-to" / "use.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", PAGE, re.M | re.S))
 PACKAGES = [name for line in re.findall(r"^pip install (.+)$", PAGE, re.M) for name in line.split()]
-INT8 = {"ONNX Runtime", "OpenVINO"}
+LESS_PRECISE = {"ONNX Runtime", "OpenVINO", "OpenVINO int8"}
 TEXTS = ["How do I sort a list?", "Order the items of a sequence.", "Read a file line by line."]
 
 
@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_has_blocks() -> None:
     libraries = {"sentence-transformers", "faiss", "LangChain", "LlamaIndex", "Chroma"}
-    assert set(BLOCKS) == libraries | INT8 and {"onnxruntime", "openvino"} < set(PACKAGES)
+    assert set(BLOCKS) == libraries | LESS_PRECISE and {"onnxruntime", "openvino", "nncf"} < set(PACKAGES)
 
 
 @pytest.mark.slow
@@ -69,4 +69,4 @@ def test_a_block_of_the_page_computes_the_students_vectors(name: str, runs: Path
     assert done.stdout.splitlines()[-1] == TEXTS[1]
     vectors = Encoder.load(str(runs / "runs" / "my-run" / "model")).encode(TEXTS, normalize=True)
     cosines = (vectors * np.load(runs / "vectors.npy")).sum(axis=1)
-    assert cosines.min() > (0.95 if name in INT8 else 0.9999)
+    assert cosines.min() > (0.95 if name in LESS_PRECISE else 0.9999)

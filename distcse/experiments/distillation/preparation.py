@@ -98,7 +98,7 @@ class PreparedCorpus:
             tokenizer_spec.tokenizer,
             tokenizer_spec.max_length,
             resolve_path(recipe.storage.cache),
-            _progress_callback(reporter, "tokens", len(corpus)),
+            _start_stage(reporter, "tokens", len(corpus)),
             prompt=tokenizer_spec.prompt,
         )
         _report_finished(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenized")
@@ -350,7 +350,7 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     """
     require_lasting(recipe.storage, ["cache"])
     cache, excluded = resolve_path(recipe.storage.cache), _excluded_sentences(recipe)
-    corpus = Corpus.prepare(recipe.corpus, cache, _progress_callback(reporter, "corpus", recipe.corpus.limit), excluded)
+    corpus = Corpus.prepare(recipe.corpus, cache, _start_stage(reporter, "corpus", recipe.corpus.limit), excluded)
     skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
         skipped += f", {corpus.excluded_rows:,} evaluation sentences excluded"
@@ -428,7 +428,7 @@ def prepare_tables(
                         corpus,
                         table,
                         missing,
-                        _progress_callback(reporter, stage, embedded),
+                        _start_stage(reporter, stage, embedded),
                         reporter,
                         recipe.gpu_mode,
                         reuse,
@@ -483,5 +483,7 @@ def _report_finished(reporter: Reporter, stage: str, done: int, note: str, reuse
     reporter.emit(StageProgress(stage, done, done, "sentences", finished=True, note=note, reused=reused))
 
 
-def _progress_callback(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
+def _start_stage(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
+    """Report that a stage has started, and return the function that reports its progress."""
+    reporter.emit(StageProgress(stage, 0, total, "sentences"))
     return lambda done: reporter.emit(StageProgress(stage, done, total, "sentences"))
