@@ -6,6 +6,7 @@ A reader yields one value per row: the text, stripped and on one line, or None f
 from __future__ import annotations
 
 import bz2
+import codecs
 import csv
 import difflib
 import glob
@@ -85,7 +86,7 @@ def find_files(paths: Sequence[str]) -> list[Path]:
                 f"corpus file {file} is a folder; write corpus.path={file}/*.txt, or the extension of its files"
             )
         if not os.path.isfile(file):
-            as_list = f", or write several files as a list: [{file}]" if "," in file.name else ""
+            as_list = f", or write several files as a list: [{file}]" if "," in str(file) else ""
             raise CorpusNotFoundError(f"corpus file {file} does not exist; correct corpus.path{as_list}")
         file_kind(file)
     return found
@@ -218,7 +219,10 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
             f"{file}, line {number}: the lines end with a carriage return alone; convert them (tr '\\r' '\\n')"
         )
     is_tsv = file_kind(file).startswith(".tsv")
-    separator = named[1] if named else _separator(first, column, is_tsv)
+    try:
+        separator = named[1] if named else _separator(first, column, is_tsv)
+    except csv.Error as error:
+        raise CorpusFormatError(f"{file}, line {number}: {error}") from None
     rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
     try:
         header = next(rows, None)
@@ -251,13 +255,15 @@ def _refuse_doubled_column(column: str, columns: Sequence[str], location: str) -
 
 
 def _separator(header: str, column: str, is_tsv: bool) -> str:
-    """Return the separator with which a header line has the column; else the one that gives the most columns."""
+    """Return the separator with which a header line has the column; else the usual one, or the first that gives columns."""
     usual = _usual_separator(is_tsv)
     fields = {
-        separator: next(csv.reader([header], delimiter=separator), []) for separator in (usual, *_OTHER_SEPARATORS)
+        separator: next(csv.reader([header], delimiter=separator), [])
+        for separator in dict.fromkeys((usual, *_OTHER_SEPARATORS))
     }
-    found = next((separator for separator, names in fields.items() if column in names), None)
-    return found or max(fields, key=lambda separator: len(fields[separator]))
+    with_column = (separator for separator, names in fields.items() if column in names)
+    with_several = (separator for separator, names in fields.items() if len(names) > 1)
+    return next(with_column, None) or next(with_several, usual)
 
 
 def _usual_separator(is_tsv: bool) -> str:
@@ -336,9 +342,18 @@ def _damage(file: Path, line: int, error: Exception) -> CorpusFormatError:
     with open(file, "rb") as opened:
         start = opened.read(64)
     signatures = [signature for signature, extension, *_ in _SIGNATURES if extension == file.suffix.lower()]
-    if line == 0 and start and not any(map(start.startswith, signatures)):
+    if line == 0 and _starts_as_text(start) and not any(map(start.startswith, signatures)):
         return CorpusFormatError(f"{file} is not compressed; rename it to {file.with_suffix('').name}")
     return CorpusFormatError(f"{file} is damaged after line {line}: {error}; copy it again")
+
+
+def _starts_as_text(start: bytes) -> bool:
+    """Return whether a file's first bytes are text in UTF-8, whose last character may be cut."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False
+    return bool(start) and b"\0" not in start
 
 
 def _refuse_other_content(file: Path, start: bytes, extension: str | None = None) -> None:

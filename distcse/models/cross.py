@@ -315,7 +315,8 @@ def _load_classifier(
     folder.check_weights()
     config = folder.load_config()
     refuse_other_inputs(folder.backbone, model_class(config), config)
-    if labels is not None:
+    has_new_head = labels is not None and config.num_labels != labels
+    if has_new_head:
         config.num_labels = labels
     if dropout is not None:
         set_dropout(config, dropout)
@@ -334,10 +335,11 @@ def _load_classifier(
         raise ModelLoadError(
             f"{folder.backbone} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
         ) from error
-    prefix = f"{model.base_model_prefix}."
     # A head for other labels than the folder's is new, as it is where the folder has none.
-    mismatched = [weight for weight in report["mismatched_keys"] if labels is None or weight[0].startswith(prefix)]
-    refuse_other_shapes(folder.backbone, mismatched)
+    backbone = f"{model.base_model_prefix}." if has_new_head and model.base_model_prefix else ""
+    refuse_other_shapes(
+        folder.backbone, [weight for weight in report["mismatched_keys"] if weight[0].startswith(backbone)]
+    )
     require_finite(folder.backbone, model)
     set_shortcuts(model, is_fast)
     return model, sorted(report["missing_keys"])

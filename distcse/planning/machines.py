@@ -11,9 +11,9 @@ from distcse.errors import CommandLineError
 GIB = 2**30
 NOT_MEASURED = "from the data sheet, not measured"
 
-# Fractions of the data sheet's peak rates, printed in every plan. With them, steps of BERT-base on an H100 are forecast at 0.9 to
-# 1.0 of what was measured (`benchmarks/results`, row 1; docs/how-to/plan-costs.md), and assumed for other GPUs. Element-wise
-# kernels, most of which convert types or are small, reach half of the bandwidth. The share of links is assumed.
+# Fractions of the data sheet's peak rates, printed in every plan. With them, recorded steps of BERT-base on an H100 are forecast
+# at 0.86 to 0.91 of what was measured (`benchmarks/results`, row 1; docs/how-to/plan-costs.md), and assumed for other GPUs.
+# Element-wise kernels, most of which convert types or are small, reach half of the bandwidth. The share of links is assumed.
 MATMUL_SHARE = 0.6
 BANDWIDTH_SHARE = 0.5
 LINK_SHARE = 0.8
@@ -21,7 +21,7 @@ COMPILED_TRAFFIC = 0.65
 """Memory traffic of passes through compiled layers, as a fraction of that of others: it fits steps of BERT-base on an H100."""
 GPU_LAUNCH = 43e-6
 """Seconds for the host to launch one operation on a GPU from Python, autograd and autocast included: eager steps of BERT-base
-took the virtual machine of an H100 at least 47 ms."""
+took the virtual machine of an H100 41 to 53 ms."""
 STEP_HOST = 1.9e-3
 """Seconds of a step for which the host is busy besides its launches: collation, noise, mixing of lists; measured on a CPU.
 A step that is recorded as a graph takes the host only this long."""

@@ -199,7 +199,10 @@ def _measured(plan: StudentPlan) -> list[str]:
     )
     notes = [f"passes of {', '.join(missing)} were not measured, only others: run with --calibrate"] if missing else []
     if plan.run.compiles_layers(machine, plan.workers):
-        notes.append(f"compiled layers cause {COMPILED_TRAFFIC:g} of the memory traffic of others, as on an H100")
+        notes.append(
+            f"compiled layers cause {COMPILED_TRAFFIC:g} of the memory traffic of others, as on an H100; compiling, up to a "
+            "minute, is not counted"
+        )
     return notes
 
 

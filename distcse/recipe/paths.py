@@ -13,13 +13,15 @@ def absolute(path: str) -> str: ...
 @overload
 def absolute(path: str | None) -> str | None: ...
 def absolute(path: str | None) -> str | None:
-    """Make a path absolute; null and an address stay as they are."""
-    return path if path is None or is_uri(path) else os.path.abspath(os.path.expanduser(path))
+    """Make a path absolute; null stays null."""
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
 
 
 def absolute_paths(path: str | list[str] | None) -> str | list[str] | None:
-    """Make a path, or each path of a list, absolute."""
-    return [absolute(one) for one in path] if isinstance(path, list) else absolute(path)
+    """Make a path, or each path of a list, absolute; addresses stay as they are, for the message that refuses them."""
+    if isinstance(path, list):
+        return [absolute_location(one) for one in path]
+    return None if path is None else absolute_location(path)
 
 
 def is_path(name: str) -> bool:

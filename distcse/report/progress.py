@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
+from distcse import host
 from distcse.events import (
     DevScore,
     Event,
@@ -30,7 +32,8 @@ from distcse.events import (
 from distcse.report.parameters import format_values
 
 _PLAIN_EVERY_SECONDS = 10.0
-_REMINDER_S = 30.0
+_REMINDER_S, _REMINDER_INTERVAL_S = 30.0, 1.0
+_ACTIVITY_WIDTH = 80
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKED = 16
 
@@ -74,37 +77,44 @@ class PlainView:
         self._last: dict[str, float] = {}
         self._began = self._printed_at = time.monotonic()
         self._activity = "at the start"
+        self._lock = threading.Lock()
 
     def remind(self) -> None:
-        """Print what the run is doing if it has printed nothing for 30 seconds: slow is not hung."""
-        silence_s = time.monotonic() - self._printed_at
-        if silence_s >= _REMINDER_S:
-            load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs"
-            self._line(f"waiting   {silence_s:.0f} s since the last line, {self._activity} ({load})")
+        """Print what the run is doing if it has printed nothing for 30 seconds: slow is not hung. Any thread may call it."""
+        with self._lock:
+            silence_s = time.monotonic() - self._printed_at
+            if silence_s >= _REMINDER_S:
+                activity = textwrap.shorten(self._activity, _ACTIVITY_WIDTH, placeholder=" …")
+                load = f"load {os.getloadavg()[0]:.1f} on {host.cpus()} CPUs"
+                self._line(f"waiting   {silence_s:.0f} s since the last line, {activity} ({load})")
 
     def show(self, event: Event) -> None:
-        if isinstance(event, GroupEvent):
-            self._show(event.event, event.group)
-        else:
-            self._show(event, "")
+        with self._lock:
+            if isinstance(event, GroupEvent):
+                self._show(event.event, event.group)
+            else:
+                self._show(event, "")
 
     def _show(self, event: Event, group: str) -> None:
         if isinstance(event, StageProgress):
             name = f"{group} {event.name}"
             self._last.setdefault(name, time.monotonic())  # a stage of a few seconds gets one line, at its end
             self._activity = f"after {name.strip()}" if event.finished else f"at {_stage_line(event, group)}"
-            if event.finished or (event.done != event.total and self._due(name)):
+            if event.finished or self._due(name):
                 self._line(_stage_line(event, group))
         elif isinstance(event, StepReport):
-            self._activity = f"after step {event.step}/{event.total}"
+            self._activity = f"after step {event.step}/{event.total}{f' of {group}' if group else ''}"
             if event.step == event.total or self._due(f"steps {group}"):
                 rest = f"{_losses(event)}  {_pace(event)}{_waited(event)}  {_left(event)} left"
                 self._line(f"{group or 'train':<9} step {event.step}/{event.total}  {rest}")
         elif isinstance(event, DevScore):
+            self._activity = f"after the dev score at step {event.step}{f' of {group}' if group else ''}"
             self._line(f"{group or 'dev':<9} {_dev_line(event)}")
         elif isinstance(event, GroupActivity):
+            self._activity = f"at {group}: {_activity_line(event)}"
             self._line(f"{group:<9} {_activity_line(event)}")
         elif isinstance(event, TrialUpdate):
+            self._activity = f"after trial {event.trial}, {event.status} at {event.progress:.0f} %"
             if event.status != "running" or self._due(f"trial {event.trial}"):
                 self._line(_trial_line(event))
         elif isinstance(event, LogMessage):
@@ -254,11 +264,11 @@ def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
 
 @contextmanager
 def _reminders(view: PlainView) -> Iterator[None]:
-    """Look every second, in a thread, whether the view is due for a reminder."""
+    """Look every second, in a thread, whether a reminder is due."""
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(1.0):
+        while not ended.wait(_REMINDER_INTERVAL_S):
             view.remind()
 
     thread = threading.Thread(target=watch, name="reminders", daemon=True)

@@ -189,36 +189,37 @@ def copy_projection(run: str, key: str, dimension: int, file: Path) -> None:
         InvalidValueError: The other run has no projection, or one of other tables, weights or width.
         EmbeddingTableError: It is damaged.
     """
-    other = require_projection(run)
-    name = f"objective.regression.projection: {run}"
-    if projection_of(other) != key:
-        raise InvalidValueError(
-            f"{name} has a projection of other text, teachers, precisions or weights (alpha); give both runs the same, or write "
-            "objective.regression.projection: null"
-        )
-    width = read_projection(other).shape[1]
-    if width != dimension:
-        raise InvalidValueError(
-            f"{name} has vectors of {width} dimensions, and this student of {dimension}; take a student of that width, or write "
-            "objective.regression.projection: null"
-        )
+    other = find_projection(run, key, dimension)
     with open_store(file.parent).write(file.name) as temporary:
         shutil.copyfile(other, temporary)
 
 
-def require_projection(run: str) -> Path:
-    """Return the file of another run's projection, as a local file.
-
-    Raises:
-        InvalidValueError: It has none.
-    """
+def find_projection(run: str, key: str, dimension: int | None = None) -> Path:
+    """Return another run's projection as a local file; see `copy_projection`."""
+    name = f"objective.regression.projection: {run}"
     file = RunDirectory(open_store(run).path).projection
     if not open_store(file.parent).fetch(file.name):
         raise InvalidValueError(
-            f"objective.regression.projection: {run} has no {file.name}; name the folder of a run whose targets are projected. "
+            f"{name} has no {file.name}; name the folder of a run whose targets are projected. "
             "Students onto a single teacher of their width have none: they share its space without this key"
         )
+    if projection_of(file) != key:
+        raise InvalidValueError(
+            f"{name} has a projection of other text, teachers, precisions or weights (alpha); give both runs the same, or write "
+            "objective.regression.projection: null"
+        )
+    width = read_projection(file).shape[1]
+    if dimension is not None and width != dimension:
+        raise InvalidValueError(
+            f"{name} has vectors of {width} dimensions, and this student of {dimension}; take a student of that width, or write "
+            "objective.regression.projection: null"
+        )
     return file
+
+
+def has_projection(file: ArtifactStore, key: str) -> bool:
+    """Return whether a run's file is there, and was fitted to what the key describes."""
+    return file.parent.fetch(file.name) and projection_of(file.path) == key
 
 
 def projection_of(file: Path) -> str:

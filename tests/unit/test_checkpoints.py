@@ -182,8 +182,10 @@ class RisingTask(LineTask):
     def __init__(self, scores: dict[int, float]) -> None:
         super().__init__()
         self._scores, self.evaluates_initial_model = scores, 0 in scores
+        self.at_evaluation: Callable[[int], None] = lambda step: None
 
     def evaluate(self) -> float:
+        self.at_evaluation(self.step)
         return self._scores[self.step]
 
 
@@ -201,10 +203,10 @@ class RisingTask(LineTask):
 def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
     gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: dict[int, float], saved: list[int]
 ) -> None:
-    """The first checkpoint is written until after the evaluation at step 9."""
+    """The first checkpoint is written until the last evaluation, after which none is left out."""
     monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
     store, events, task = SlowStore(tmp_path, step=0), list[Event](), RisingTask(scores)
-    task.at_step = lambda step: store.go.set() if step == 11 else None
+    task.at_evaluation = lambda step: store.go.set() if step == 12 else None
     result = fit(store, task, events.append)
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
     assert result.state.scores == list(scores.items())

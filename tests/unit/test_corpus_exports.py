@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.data import Corpus, check_source
+from distcse.data import Corpus, check_source, source_rows
 from distcse.data.readers import find_files, read_sentences
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.events import Event, Reporter, StageProgress
@@ -220,8 +220,21 @@ def test_an_address_and_a_list_without_brackets_are_named() -> None:
         section = load_recipe("minilm-3layer", [f"corpus.path={address}"]).corpus
         with fails_with(CorpusNotFoundError, f"corpus.path {address} is an address", "copy"):
             check_source(section)
-    with fails_with(CorpusNotFoundError, "as a list: [a.txt,b.txt]"):
-        find_files(["a.txt,b.txt"])
+    for files in ("a.txt,b.txt", "data/a.txt,data/b.txt"):
+        with fails_with(CorpusNotFoundError, f"as a list: [{files}]"):
+            find_files([files])
+
+
+def test_a_header_that_the_usual_separator_splits_is_not_split_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("id\ttext, cleaned, all\n1\ta text\n")
+    with fails_with(MissingColumnError, "columns: id, text, cleaned, all"):
+        list(source_rows(CorpusSection(path=str(tmp_path / "a.tsv"), column="text")))
+    (tmp_path / "a.csv").write_text('"a"\r"text"\n1\n')
+    with fails_with(CorpusFormatError, "a.csv, line 1"):
+        list(source_rows(CorpusSection(path=str(tmp_path / "a.csv"), column="text")))
+    (tmp_path / "a.txt.xz").write_bytes(b"\x5d\0\0\x80\0" + bytes(range(200, 250)))
+    with fails_with(CorpusFormatError, "damaged"):
+        list(source_rows(CorpusSection(path=str(tmp_path / "a.txt.xz"))))
 
 
 def test_content_that_was_compressed_twice_or_after_the_pointer_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,7 @@ def test_a_log_without_news_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> 
         (StageProgress("teacher 0", 0, 20_000, "sentences"), "at teacher 0 0/20,000 sentences"),
         (StageProgress("teacher 0", 20_000, 20_000, "sentences", finished=True), "after teacher 0"),
         (STEPS, "after step 4200/12000"),
+        (GroupEvent("bert", GroupActivity("cycle-1-cross", "scoring")), "at bert: cycle-1-cross scoring"),
     ):
         if event is not None:
             view.show(event)
@@ -116,6 +118,20 @@ def test_a_log_without_news_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> 
         assert log.getvalue().count(f"waiting   30 s since the last line, {named} (load ") == 1
         log.seek(0)
         log.truncate()
+
+
+def test_a_log_gets_reminders_while_its_view_is_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("distcse.report.progress._REMINDER_S", 0.0)
+    monkeypatch.setattr("distcse.report.progress._REMINDER_INTERVAL_S", 0.01)
+    reminded = threading.Event()
+    remind = PlainView.remind
+    monkeypatch.setattr(PlainView, "remind", lambda view: (remind(view), reminded.set()))
+    with open_view() as view:
+        assert isinstance(view, PlainView)
+        assert reminded.wait(60)
+    assert "s since the last line, at the start (load " in capsys.readouterr().err
 
 
 def test_sparklines() -> None:

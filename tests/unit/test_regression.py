@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
-from distcse.events import Reporter
+from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.distillation.preparation import read_corpus, require_shared_projection
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
@@ -157,8 +159,10 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, tm
     np.testing.assert_array_equal(targets, joined)
     assert np.abs(targets - fitted).max() > 0.1
 
+    events: list[Event] = []
     with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
-        make_spec(recipe_with(*shared, "teachers.encoders.0.alpha=7"))
+        run(recipe_with(*shared, "teachers.encoders.0.alpha=7"), Reporter(events.append))
+    assert not any(isinstance(event, StageProgress) and "teacher" in event.name for event in events)
     narrow = tmp_path / "narrow"
     narrow.mkdir()
     assert spec.targets is not None
@@ -172,6 +176,17 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, tm
 def _opened(spec: TrainSpec) -> tuple[list[EmbeddingTable], Sequence[float]]:
     assert spec.targets is not None
     return [location.open() for location in spec.targets.tables], spec.targets.alphas
+
+
+def test_a_run_that_has_its_copy_of_a_projection_needs_the_other_run_no_more(recipe_with: MakeRecipe) -> None:
+    first = run(recipe_with(*ONTO_ALL, "training.max_steps=1"), Reporter()).directory.path
+    shared = recipe_with(*ONTO_ALL, f"objective.regression.projection={first}", "training.max_steps=1")
+    second = run(shared, Reporter()).directory.path
+    shutil.rmtree(first)
+    corpus = read_corpus(shared, Reporter())
+    require_shared_projection(shared, corpus, second)
+    with fails_with(InvalidValueError, "objective.regression.projection", str(first), "no projection.safetensors"):
+        require_shared_projection(shared, corpus)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from distcse.experiments.distillation.gpus import report_gpus
 from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.distillation.preflight import check_recipe, check_run
-from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.resources import least_requests
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
@@ -91,6 +91,7 @@ class Distillation(Experiment[Recipe]):
             report_gpus(recipe, backend.cluster, reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
+            require_shared_projection(recipe, corpus, directory.path)
             if not backend.is_for_trials:
                 extent = Extent.of(recipe, corpus)
                 extent.report(reporter)

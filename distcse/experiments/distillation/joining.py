@@ -10,7 +10,7 @@ from distcse.experiments.distillation.resources import RunResources, plan_run
 from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
 from distcse.recipe.paths import is_path
-from distcse.storage import resolve_path
+from distcse.storage import is_uri, resolve_path
 from distcse.teachers.kinds import kind_of
 
 
@@ -74,6 +74,8 @@ def read_by_workers(recipe: Recipe) -> dict[str, Path]:
         read["evaluation.data"] = Path(recipe.evaluation.data)
     if is_path(recipe.evaluation.dev):
         read["evaluation.dev"] = Path(recipe.evaluation.dev)
+    if (other_run := recipe.objective.projection_of) is not None and not is_uri(other_run):
+        read["objective.regression.projection"] = Path(other_run)
     return {"student.backbone": Path(recipe.student.backbone), **read}
 
 

@@ -16,7 +16,12 @@ from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
 from distcse.experiments.distillation.model import build_student
-from distcse.experiments.distillation.preparation import read_corpus, require_embedding_gpus, require_vectors
+from distcse.experiments.distillation.preparation import (
+    read_corpus,
+    require_embedding_gpus,
+    require_shared_projection,
+    require_vectors,
+)
 from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.distillation.warnings import band_warnings
@@ -36,7 +41,6 @@ from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn import require_faiss
 from distcse.teachers.reuse import count_new_rows
-from distcse.teachers.targets import require_projection
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
@@ -48,8 +52,7 @@ def check_recipe(recipe: Recipe) -> None:
     Without it, these errors would end the run only after its teachers have embedded the corpus.
 
     Raises:
-        InvalidValueError: A custom loss term needs teachers, and the recipe has none; or `objective.regression.projection` names
-            a run without a projection.
+        InvalidValueError: A custom loss term needs teachers, and the recipe has none.
         MissingDependencyError: A setting needs a package that is not installed.
         CorpusError: The text is missing, or lacks a column.
         ModelNotFoundError: A model's folder or package is missing. Models of the hub are not looked up.
@@ -69,8 +72,6 @@ def check_recipe(recipe: Recipe) -> None:
     check_source(recipe.corpus)
     _check_local_models(recipe)
     check_storage(recipe.storage)
-    if (other_run := recipe.objective.projection_of) is not None:
-        require_projection(other_run)
     read_labelled_dev(recipe)
 
 
@@ -117,6 +118,7 @@ def check_run(
     extent = Extent.of(recipe, corpus)
     extent.report(reporter)
     encoder = build_student(_with_all_layers(recipe)).encoder
+    require_shared_projection(recipe, corpus, dimension=encoder.dimension)
     _report(reporter, "student", _describe_encoder(encoder))
     report_warnings([*extent.warnings, *band_warnings(recipe, corpus)], reporter)
     for number in range(len(recipe.teachers.encoders)):

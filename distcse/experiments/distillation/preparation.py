@@ -41,9 +41,10 @@ from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import (
     TargetSpec,
     copy_projection,
+    find_projection,
     fit_projection,
+    has_projection,
     kept_share,
-    projection_of,
     write_projection,
 )
 from distcse.teachers.teacher_weights import TeacherWeights
@@ -201,7 +202,7 @@ class PreparedCorpus:
         objective = self.recipe.objective
         spec = TargetSpec([table.location for table in tables], alphas)
         file = open_store(RunDirectory(run).projection)
-        if file.parent.fetch(file.name) and projection_of(file.path) == spec.key:
+        if has_projection(file, spec.key):
             return replace(spec, projection=file)
         call = DeviceCall(
             "fit of the regression targets",
@@ -252,6 +253,30 @@ def _fit_projection(
     projection = fit_projection(joined, joined[: len(align_rows)], vectors)
     write_projection(projection, spec.key, file.path, kept_share(joined[:_KEPT_ROWS], projection))
     return True
+
+
+def require_shared_projection(
+    recipe: Recipe, corpus: Corpus, run: Path | None = None, dimension: int | None = None
+) -> None:
+    """Check that the run of `objective.regression.projection` has the projection that is needed, before anything is embedded.
+
+    Args:
+        recipe: The recipe, with its precisions decided.
+        corpus: Its corpus.
+        run: The run's folder. If it has its copy already, as when it resumes, the other run may be gone. Default: none.
+        dimension: The student's. Default: not checked.
+
+    Raises:
+        InvalidValueError: The other run has no projection, or one of other text, teachers, weights or width.
+    """
+    if (other_run := recipe.objective.projection_of) is None:
+        return
+    cache, section = resolve_path(recipe.storage.cache), recipe.teachers
+    chosen = [section.encoders[number] for number in recipe.objective.vector_teachers(len(section.encoders))]
+    tables = [table_of(teacher, corpus, cache, section.shard_rows).location for teacher in chosen]
+    spec = TargetSpec(tables, [teacher.alpha for teacher in chosen])
+    if run is None or not has_projection(open_store(RunDirectory(run).projection), spec.key):
+        find_projection(other_run, spec.key, dimension)
 
 
 def require_vectors(recipe: Recipe, rows: int) -> None:

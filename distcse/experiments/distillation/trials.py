@@ -70,9 +70,13 @@ class DistillationTrials(Trials):
             raise SearchSpaceError(
                 "schedule.kind is pbt, which copies checkpoints between trials with one worker; write training.workers: 1"
             )
-        if self._recipe.dev_score == "agreement" and (
-            weights := next((p for p in paths if p.endswith(".alpha")), None)
-        ):
+        weights = next((path for path in paths if path.endswith(".alpha")), None)
+        if weights and self._recipe.objective.projection_of is not None:
+            raise SearchSpaceError(
+                f"parameters.{weights} cannot be searched with objective.regression.projection, which was fitted to "
+                "other weights; write objective.regression.projection: null, or remove the weights from the space"
+            )
+        if self._recipe.dev_score == "agreement" and weights:
             raise SearchSpaceError(
                 f"parameters.{weights} cannot be searched with evaluation.dev=agreement, which depends on the weights; "
                 "set evaluation.data, or remove the weights from the space"

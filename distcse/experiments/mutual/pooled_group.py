@@ -76,10 +76,14 @@ class PooledGroup:
 
     def close(self) -> None:
         self._group.close()
+        self._report(0)
         self._pool.leave(self.name)
 
     def _use(self, slots: Sequence[int]) -> None:
         self._group.use(slots)
-        if len(slots) != self._workers:
-            self._workers = len(slots)
-            self._reporter.emit(WorkersAssigned(self._workers))
+        self._report(len(slots))
+
+    def _report(self, workers: int) -> None:
+        if workers != self._workers:
+            self._workers = workers
+            self._reporter.emit(WorkersAssigned(workers))
