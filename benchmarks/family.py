@@ -2,7 +2,6 @@
 
 All learn the same targets. The largest is trained first; the others take its projection (`objective.regression.projection`).
 The last weights are measured: the best by a dev score may be the start's, which do not lie in the targets' space.
-docs/explanation/students.md#a-family-in-one-space has the figures.
 
     python -m benchmarks.family --data ../shared/data --models FOLDER
 
