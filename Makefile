@@ -12,9 +12,8 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)$(shell command -v nvidia-smi 2
 ## TORCH_INDEX=URL	where pip also looks for torch (default: PyTorch's CPU builds where there is no NVIDIA driver; empty: nowhere else)
 TORCH_INDEX ?= $(if $(NVIDIA),,$(TORCH_CPU))
 
-# Processes take file after file, the longest first; the smoke tests on Ray go to the same one (tests/conftest.py). Three are right for
-# two cores, because runs on Ray wait most of the time.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --no-loadscope-reorder
+# Two processes take file after file, the longest first; the smoke tests on Ray go to the same one (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 UNIT := tests/unit tests/oracle benchmarks/tests
 
 # PyTorch's kernels as on a CPU without AVX-512, and the tests of what is chosen or computed otherwise there.
