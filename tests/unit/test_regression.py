@@ -15,6 +15,8 @@ from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.preparation import read_corpus, require_shared_projection
+from distcse.experiments.distillation.trials import DistillationTrials
+from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
@@ -160,8 +162,11 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, tm
     assert np.abs(targets - fitted).max() > 0.1
 
     events: list[Event] = []
+    other_weights = recipe_with(*shared, "teachers.encoders.0.alpha=7")
     with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
-        run(recipe_with(*shared, "teachers.encoders.0.alpha=7"), Reporter(events.append))
+        run(other_weights, Reporter(events.append))
+    with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
+        DistillationTrials(other_weights).prepare(LocalBackend(), Reporter(events.append))
     assert not any(isinstance(event, StageProgress) and "teacher" in event.name for event in events)
     narrow = tmp_path / "narrow"
     narrow.mkdir()

@@ -14,7 +14,7 @@ from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
 from distcse.experiments.distillation.joining import read_by_workers
-from distcse.experiments.distillation.preparation import PreparedCorpus, read_corpus
+from distcse.experiments.distillation.preparation import PreparedCorpus, read_corpus, require_shared_projection
 from distcse.experiments.distillation.roles import with_precisions
 from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.settings_warnings import report_warnings
@@ -101,6 +101,7 @@ class DistillationTrials(Trials):
 
     def prepare(self, backend: Backend, reporter: Reporter) -> SharedTables:
         prepared = PreparedCorpus.prepare(self._recipe, backend, reporter)
+        require_shared_projection(prepared.recipe, prepared.corpus)  # once, and before the teachers embed
         prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
         tables = prepared.tables(backend, reporter)
         recipe, corpus = prepared.recipe, prepared.corpus
