@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +205,8 @@ def _spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
-def chosen_tasks(data: Path) -> Tasks:
-    everything = collect(data, ["sts", "transfer", "retrieval"], [], EvalConfig("all", "fast"))
+def chosen_tasks(data: Path, suites: Sequence[str] = tuple(MEASURED)) -> Tasks:
+    everything = collect(data, list(suites), [], EvalConfig("all", "fast"))
     wanted = [t for t in everything.tasks if t.suite == "retrieval" or t.name in (*STS, *TRANSFER)]
     return Tasks(wanted, everything.missing, everything.warnings)
 

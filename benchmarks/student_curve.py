@@ -21,8 +21,7 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks.best_small import LOOKS, MINILM, STS, Book, corpus, folder_name, measured, regress
-from distcse.evaluation import EvalConfig, Tasks, collect
+from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
 from distcse.events import Reporter
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
@@ -32,8 +31,12 @@ from distcse.recipe import Recipe, load_recipe
 from distcse.trainer.allocator import MALLOC_ENV
 
 L3, E5 = "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"
-SUITES = {"sts": STS, "transfer": ("MR", "CR", "SUBJ", "TREC"), "retrieval": None}
-"""Suites and their tasks that are measured; None represents all."""
+
+
+def weights(*alphas: float) -> tuple[str, ...]:
+    """Overrides that weight the teachers."""
+    return tuple(f"teachers.encoders.{number}.alpha={alpha}" for number, alpha in enumerate(alphas))
+
 
 MSE = "MSELoss, all-MiniLM-L6-v2"
 ALONE = "all-MiniLM-L6-v2 alone"
@@ -44,13 +47,13 @@ ROWS: dict[str, tuple[str, ...]] = {
     ALONE: ("ALONE",),
     f"{THREE}, from {L3}": ("student.layers=null", f"student.backbone={L3}"),
     f"{THREE}, a fifth of the start": ("student.init_weight_mix=0.2",),
-    f"{THREE}, weights 1/√spread": ("WEIGHTS=3.47,3.23,6.2",),
-    f"{THREE}, weights 1/spread": ("WEIGHTS=12.05,10.42,38.46",),
+    f"{THREE}, weights 1/√spread": weights(3.47, 3.23, 6.2),
+    f"{THREE}, weights 1/spread": weights(12.05, 10.42, 38.46),
     f"{THREE}, lr 2.4e-3": ("training.lr=2.4e-3",),
     f"{THREE}, lr 6e-4": ("training.lr=6e-4",),
     f"{THREE}, batch 128": ("training.batch_size=128",),
 }
-"""Overrides of `three-teachers`; ALONE leaves the first teacher only, WEIGHTS are the teachers' alphas."""
+"""Overrides of `three-teachers`; ALONE leaves the first teacher only."""
 
 
 def main() -> None:
@@ -60,6 +63,9 @@ def main() -> None:
     else:
         if any(name not in os.environ for name in MALLOC_ENV):  # glibc reads them when a process starts
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **MALLOC_ENV})
+        if options.embed is not None:
+            embed(options, options.embed)
+            return
         run_rows(options)
     print(Book(options.out, options.runs / "locks").table())
 
@@ -72,10 +78,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=[20_000, 100_000, 500_000, 1_000_000])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", metavar="NAME", default=list(ROWS), help="only these; left out, all")
-    parser.add_argument("--suites", nargs="+", choices=list(SUITES), default=list(SUITES))
+    parser.add_argument("--suites", nargs="+", choices=list(MEASURED), default=list(MEASURED))
     parser.add_argument("--max-length", type=int, default=64)
     parser.add_argument("--device", default="cpu", help="of MSELoss; distcse takes a GPU where there is one")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--embed", type=int, metavar="TEACHER", help="only make this teacher's table; a number")
     parser.add_argument("--runs", type=Path, default=Path("runs/student_curve"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/student_curve.json"))
     return parser.parse_args()
@@ -92,7 +99,7 @@ def run_processes(options: argparse.Namespace) -> None:
     arguments += ["--runs", options.runs, "--out", options.out]
     command = [sys.executable, "-m", "benchmarks.student_curve", *map(str, arguments)]
     begun = time.perf_counter()
-    embedders = [subprocess.Popen([*command, "--seeds", str(-1 - number)], env=environment) for number in range(3)]
+    embedders = [subprocess.Popen([*command, "--embed", str(number)], env=environment) for number in range(3)]
     failed = [process.wait() for process in embedders]
     print(f"tables of {max(options.sizes)} sentences after {time.perf_counter() - begun:.0f} s", flush=True)
     if not any(failed):
@@ -103,13 +110,8 @@ def run_processes(options: argparse.Namespace) -> None:
 
 
 def run_rows(options: argparse.Namespace) -> None:
-    if options.seeds[0] < 0:  # a teacher's number, from -1 on: only its table
-        embed(options, -1 - options.seeds[0])
-        return
     book = Book(options.out, options.runs / "locks")
-    everything = collect(options.data, options.suites, [], EvalConfig("all", "fast"))
-    wanted = [task for task in everything.tasks if (names := SUITES[task.suite]) is None or task.name in names]
-    tasks = Tasks(wanted, everything.missing, everything.warnings)
+    tasks = chosen_tasks(options.data, options.suites)
     failed = False
     for seed in options.seeds:  # all rows with one seed come before any with two
         for sentences in options.sizes:
@@ -145,7 +147,6 @@ def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, 
 
 def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
     changes = [str(options.models / L3).join(change.split(L3)) for change in ROWS[row]]
-    weights = next((change.partition("=")[2].split(",") for change in changes if change.startswith("WEIGHTS")), [])
     backbones = [MINILM, str(options.models / L3), str(options.models / E5)]
     batch = next((int(change.partition("=")[2]) for change in changes if "batch_size" in change), 64)
     recipe = load_recipe(
@@ -158,7 +159,6 @@ def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
             f"student.max_length={options.max_length}",
             *(f"teachers.encoders.{number}.backbone={backbone}" for number, backbone in enumerate(backbones)),
             *(f"teachers.encoders.{number}.max_length={options.max_length}" for number in range(3)),
-            *(f"teachers.encoders.{number}.alpha={weight}" for number, weight in enumerate(weights)),
             "training.precision=bf16",
             "training.workers=0",
             "training.engine=torch",
@@ -168,7 +168,7 @@ def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
             "evaluation.final_suites=[]",
             f"storage.runs={options.runs}",
             f"storage.cache={options.runs / 'cache'}",
-            *(change for change in changes if "." in change.partition("=")[0]),
+            *(change for change in changes if change != "ALONE"),
         ],
     )
     if "ALONE" in changes:
