@@ -71,7 +71,7 @@ def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_un
         elif number == 4 and is_scoring and kill_actor("ScoringActor", signal.SIGSTOP, "-bert-"):
             disturbed_actors.append("hanging scorer")
 
-    overrides = (*ON_RAY, "mutual.max_failures=1", "mutual.heartbeat_timeout_s=5")
+    overrides = (*ON_RAY, "mutual.max_failures=1", "mutual.heartbeat_timeout_s=10")
     disturbed = run_mutual(recipe_with(*overrides), Reporter(strike))
     assert len(disturbed_actors) == 5
     assert [text.partition(",")[0].partition(";")[0] for text in warnings] == [
@@ -82,7 +82,7 @@ def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_un
         "scorer 0 of group bert",
         "lost a scorer in cycle-1-bi",
     ]
-    assert all("5 s (mutual.heartbeat_timeout_s)" in text for text in warnings if "of group" in text)
+    assert all("10 s (mutual.heartbeat_timeout_s)" in text for text in warnings if "of group" in text)
     assert_same_labels(uninterrupted.directory.path, disturbed.directory.path)
     cycles = read_run(disturbed.directory.path).cycles
     assert cycles is not None
