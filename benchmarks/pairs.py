@@ -148,7 +148,7 @@ def trans_encoder(folder: Path, options: Options, effort: Effort) -> list[Figure
     if "bf16" in fast_precisions():
         ways["cross scores, bf16"] = lambda: both.through(partial(half.score, precision="bf16"))
     for kind, model in (("bi", VectorModel.of(bi_start)), ("cross", PairScores(cross_start))):
-        apart = np.abs(model.similarities(*sides) - ways[f"{kind} scores, reference"]()).max()
+        apart = np.abs(model.similarities(*sides) - ways[f"{kind} scores, reference"]()).max()  # type: ignore[operator]
         print(f"{kind} scores against the reference style: apart by at most {apart:.1e}", flush=True)
         if apart > 1e-4:
             raise SystemExit("the two ways do not give the same scores; nothing is timed")

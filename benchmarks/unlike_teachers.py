@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.data import collate
+from distcse.data.collate import collate
 from distcse.evaluation import EvalConfig, collect, labelled_dev
 from distcse.evaluation.estimates import spearman
 from distcse.evaluation.sts import ScoredPairs, StsTask
@@ -201,14 +201,14 @@ class Targets:
         self._teachers, self._way = teachers, way
         joined = self.joined("table")
         sample = joined[np.random.default_rng(0).permutation(len(joined))[:SAMPLE]]
-        self._projection = None if len(teachers) == 1 else fit_projection(sample, sample[: len(start)], start)
+        self.projection = None if len(teachers) == 1 else fit_projection(sample, sample[: len(start)], start)
 
     def joined(self, of: str) -> Vectors:
         return np.concatenate([self._way(teacher, getattr(teacher, of)) for teacher in self._teachers], axis=1)
 
     def projected(self, of: str) -> Vectors:
         joined = self.joined(of)
-        return unit(joined if self._projection is None else joined @ self._projection)
+        return unit(joined if self.projection is None else joined @ self.projection)
 
 
 def train(recipe: Recipe, texts: list[str], targets: Vectors, seed: int) -> Encoder:

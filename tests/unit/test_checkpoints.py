@@ -688,6 +688,7 @@ def test_an_ended_run_keeps_the_weights_of_its_last_and_its_best_checkpoint(tmp_
         latest = store.latest()
         assert latest is not None and finished_state(store) is not None
         assert torch.equal(load_weights(latest)["w"], state.weights["w"])
+    assert latest is not None
     (latest / "trainer_state.json").unlink()
     events = list[Event]()
     assert store.restore(events.append) is None

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,8 @@ def test_a_file_whose_separator_is_a_tab_by_its_first_line_is_read(tmp_path: Pat
 def compress(kind: str, content: bytes) -> bytes:
     if kind == ".zst":
         return bytes(pa.compress(content, codec="zstd", asbytes=True))
-    return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, "": bytes}[kind](content)
+    codecs: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    return codecs.get(kind, bytes)(content)
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".bz2", ".xz", ".zst"])

@@ -366,7 +366,7 @@ def test_a_failed_save_leaves_the_old_model(tiny: Callable[..., Path], tmp_path:
     encoder.save(tmp_path / "model")
     before = encoder.encode(TEXTS)
     encoder.pooling = "nonsense"  # type: ignore[assignment]
-    encoder.backbone.embeddings.word_embeddings.weight.data.zero_()  # type: ignore[union-attr]
+    encoder.backbone.embeddings.word_embeddings.weight.data.zero_()  # type: ignore[operator, union-attr]
     encoder.tokenizer = None
     with pytest.raises(AttributeError):
         encoder.save(tmp_path / "model")

@@ -69,7 +69,7 @@ def test_both_files_output_the_models_vectors(exported: tuple[Path, ExportResult
     assert full.max_difference < 1e-5 and full.min_cosine > 1 - 1e-5
     assert 0.95 < int8.cosine < 1 and int8.max_difference > full.max_difference
     assert exports.spearman == pytest.approx(full.spearman, abs=1e-3)
-    assert int8.spearman is not None and abs(int8.spearman - full.spearman) < 1
+    assert int8.spearman is not None and full.spearman is not None and abs(int8.spearman - full.spearman) < 1
 
 
 def test_the_graph_has_the_inputs_and_outputs_that_libraries_expect(exported: tuple[Path, ExportResult]) -> None:

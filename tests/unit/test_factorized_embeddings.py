@@ -31,8 +31,8 @@ def test_embeddings_of_low_rank_are_factorized_exactly(kind: str, tiny: Callable
         for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
             weight = getattr(embeddings, name).weight
             weight.copy_(torch.randn(len(weight), 5, generator=torch.Generator().manual_seed(1)) @ shared)
-        embeddings.LayerNorm.weight.uniform_(0.5, 1.5)
-        embeddings.LayerNorm.bias.uniform_(-0.5, 0.5)
+        embeddings.LayerNorm.weight.uniform_(0.5, 1.5)  # type: ignore[operator, union-attr]
+        embeddings.LayerNorm.bias.uniform_(-0.5, 0.5)  # type: ignore[operator, union-attr]
     before = encoder.encode(TEXTS)
     encoder.backbone = factorize_embeddings(encoder.backbone, 6)  # five directions, and one for the mean of 0
     dropouts = {type(module) for module in encoder.backbone.modules() if isinstance(module, torch.nn.Dropout)}
