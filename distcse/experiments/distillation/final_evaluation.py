@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,28 +92,39 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
     return tasks
 
 
+@dataclass(frozen=True)
+class ScoredStudent:
+    """A student to evaluate."""
+
+    name: str
+    """Name in tables."""
+    source: str
+    """The model's folder or name, as tables show it."""
+    encoder: EncoderHandle
+    trained: Path | None = None
+    """Folder of the trained student; None before training."""
+
+
 def final_scores(
     recipe: Recipe,
     corpus: Corpus,
     labelled: Tasks,
-    initial: EncoderHandle,
-    student: EncoderHandle,
+    students: Sequence[ScoredStudent],
     run: RunDirectory,
     backend: Backend,
     reporter: Reporter,
 ) -> FinalScores:
-    """Evaluate the initial student, the trained student and the teachers, each on one of the backend's devices.
+    """Evaluate students and teachers, each on one of the backend's devices.
 
-    Records in the student's folder which test sentences it was trained on. A stop request leaves models out, and a resumed run
-    measures them. The agreement with the teachers needs all teachers.
+    Records in the trained students' folders which test sentences they were trained on. A stop request leaves models out, and a
+    resumed run measures them. The agreement with the teachers needs all teachers.
 
     Args:
         recipe: The run's recipe.
-        corpus: The student's training corpus.
+        corpus: The students' training corpus.
         labelled: The labelled sets to evaluate on.
-        initial: The student before training.
-        student: The trained student.
-        run: The run's folder, with the student's.
+        students: The students, in the tables' order; the last one is that of `evaluation.rank_inference`.
+        run: The run's folder.
         backend: Where the models are evaluated.
         reporter: Receives progress.
 
@@ -125,7 +136,9 @@ def final_scores(
         return FinalScores(None)
     started_at = time.perf_counter()
     contamination = contamination_of(recipe, corpus, labelled, reporter.emit)
-    contamination.write(run.model)
+    for student in students:
+        if student.trained is not None:
+            contamination.write(student.trained)
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     if "docstring_retrieval" in selected:
         tasks.tasks.append(_docstring_task(recipe))
@@ -134,26 +147,24 @@ def final_scores(
     if texts:
         tasks.tasks.append(HeldOutVectors(texts))
     tasks.timed_texts = texts or [*tasks.tasks[0].sentences()] if tasks.tasks else []
-    backbone, precision = recipe.student.backbone, decided(recipe.evaluation.precision)
+    precision = decided(recipe.evaluation.precision)
     shared = backend.share((tasks, texts))
-    memory = model_memory(backbone)
-    students = (
-        ("start", backbone, initial, _read_contamination(backbone)),
-        ("student", str(run.model), student, contamination),
-    )
+    memory = model_memory(recipe.student.backbone)
     calls: list[DeviceCall[Any]] = [
         DeviceCall(
-            f"evaluation of the {name}",
-            partial(_measure_student, name, source, encoder, overlap, precision, shared),
+            f"evaluation of the {student.name}",
+            partial(_measure_student, student, contamination, precision, shared),
             memory,
         )
-        for name, source, encoder, overlap in students
+        for student in students
     ]
     if (ranks := recipe.evaluation.rank_inference) is not None:
         ranker = run.store / "ranker"
         untimed = replace(tasks, timed_texts=[])  # its vectors are the student's
         calls.append(
-            rank_inference_call(recipe, ranks, corpus, student, ranker, contamination, precision, untimed, backend)
+            rank_inference_call(
+                recipe, ranks, corpus, students[-1].encoder, ranker, contamination, precision, untimed, backend
+            )
         )
     teachers, first_teacher = recipe.teachers.encoders, len(calls)
     for number, section in enumerate(teachers):
@@ -193,18 +204,17 @@ class _Measured(NamedTuple):
 
 
 def _measure_student(
-    name: str,
-    source: str,
-    encoder: EncoderHandle,
+    student: ScoredStudent,
     contamination: Contamination,
     precision: str,
     shared: Callable[[], tuple[Tasks, list[str]]],
     reporter: Reporter,
 ) -> _Measured:
     tasks, _ = shared()
-    if name == "start":  # as large and as fast as the student
-        tasks = replace(tasks, timed_texts=[])
-    candidate = make_candidate(name, source, encoder.take().to(default_device()), contamination, precision)
+    if student.trained is None:  # as large and as fast as the trained student
+        tasks, contamination = replace(tasks, timed_texts=[]), _read_contamination(student.source)
+    encoder = student.encoder.take().to(default_device())
+    candidate = make_candidate(student.name, student.source, encoder, contamination, precision)
     return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested))
 
 

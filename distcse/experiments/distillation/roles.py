@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from distcse.device import DeviceSpeed, cpu_speed, local_speed
 from distcse.events import Reporter
@@ -21,10 +22,10 @@ from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import EMBEDDING, SERVERS, plan_embedding
 
+R = TypeVar("R", bound=Recipe)
 
-def with_precisions(
-    recipe: Recipe, cluster: Cluster | None, reporter: Reporter, trial: TrialGpus | None = None
-) -> Recipe:
+
+def with_precisions(recipe: R, cluster: Cluster | None, reporter: Reporter, trial: TrialGpus | None = None) -> R:
     """Return the recipe with every `precision: auto` decided, and report the choice.
 
     A recipe that is fp32 throughout measures no device.

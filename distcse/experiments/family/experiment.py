@@ -1,0 +1,133 @@
+"""A family of students of several sizes in one space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from distcse.device import DeviceSpeed
+from distcse.events import Event, GroupEvent, LogMessage, Reporter
+from distcse.experiments.backend import Backend
+from distcse.experiments.distillation.experiment import Distillation, load_trained
+from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
+from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
+from distcse.experiments.distillation.preflight import check_recipe
+from distcse.experiments.distillation.preparation import read_corpus
+from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.distillation.roles import roles_on, with_precisions
+from distcse.experiments.experiment import Experiment, register_experiment
+from distcse.experiments.family.layers import with_member_layers
+from distcse.experiments.family.result import FamilyResult
+from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.stoppable_evaluation import FinalScores
+from distcse.models import EncoderHandle
+from distcse.placement.gpu_plan import GpuPlan
+from distcse.placement.resources import Node
+from distcse.precision import Role
+from distcse.recipe import FamilyRecipe, MemberSection, Recipe
+from distcse.runs.directory import RunDirectory
+from distcse.storage import to_uri
+
+
+@register_experiment(FamilyRecipe)
+class Family(Experiment[FamilyRecipe]):
+    """Training of students of several sizes on the same targets (see `Experiment`)."""
+
+    name = "families of students"
+
+    def check(
+        self,
+        backend: Backend,
+        reporter: Reporter,
+        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
+    ) -> None:
+        recipe = with_member_layers(self.recipe, backend, reporter)
+        for member in recipe.largest_first:
+            changes = {"storage.runs": recipe.storage.runs}
+            student = Distillation(recipe.student_recipe(member, changes))
+            student.check(backend, _named(reporter, member), plans_of_trials)
+
+    def fingerprints(self) -> dict[str, str]:
+        return read_fingerprints(self.recipe)
+
+    def unread_keys(self) -> dict[str, str]:
+        layers = dict.fromkeys(
+            ("student.layers", "student.num_layers"), "each student of the family has its own layers"
+        )
+        return {**super().unread_keys(), **layers}
+
+    def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
+        return roles_on(self.recipe, list(devices))
+
+    def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> FamilyResult:
+        """Run the recipe; see `Experiment.run`. A resumed run keeps trained students and continues an unfinished one."""
+        check_recipe(self.recipe)
+        labelled = labelled_tasks(self.recipe)
+        run = open_run(self, backend, reporter, directory)
+        with run as (directory, _, logged), joined_for_devices(backend.cluster):
+            recipe = with_member_layers(self.recipe, backend, logged)
+            recipe = with_precisions(recipe, backend.cluster, logged)
+            if recipe != self.recipe:
+                directory.decide(recipe)
+            corpus = read_corpus(recipe, logged)
+            directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
+            students: dict[str, DistillationResult] = {}
+            for member in recipe.largest_first:
+                student = _train(recipe, member, students, directory, backend, _named(logged, member))
+                students[member.label] = student
+                if student.interrupted:
+                    return FamilyResult(recipe, directory, students, None, interrupted=True)
+            scored = [
+                ScoredStudent(
+                    name,
+                    str(student.directory.model),
+                    EncoderHandle(partial(load_trained, student.recipe, student.directory.store)),
+                    trained=student.directory.model,
+                )
+                for name, student in students.items()
+            ]
+            final: FinalScores = final_scores(recipe, corpus, labelled, scored, directory, backend, logged)
+            final.write(directory.evaluation, directory.store)
+            directory.store_events()
+            return FamilyResult(recipe, directory, students, final.evaluation, final.stopped)
+
+
+def _train(
+    recipe: FamilyRecipe,
+    member: MemberSection,
+    earlier: dict[str, DistillationResult],
+    directory: RunDirectory,
+    backend: Backend,
+    reporter: Reporter,
+) -> DistillationResult:
+    """Train a student in its folder, or continue there. The others take the projection that the first one has fitted."""
+    changes = {
+        "storage.runs": to_uri(directory.path / "members"),
+        "storage.run_id": member.label,
+        "evaluation.final_suites": [],
+    }
+    first = next(iter(earlier.values()), None)
+    if first is not None and first.directory.projection.exists():
+        changes["objective.regression.projection"] = to_uri(first.directory.path)
+    begun, student = RunDirectory.reopen_by_id(recipe.student_recipe(member, changes))
+    assert isinstance(student, Recipe)
+    result = Distillation(student).run(backend, reporter, begun)
+    best = result.train_result.state.best
+    if best is not None and best[0] == 0 and not result.interrupted:
+        reporter.emit(
+            LogMessage(
+                f"{member.label} has its best dev score before training, and is saved so: its vectors are not in the family's "
+                "space; train longer, or write evaluation.dev: none, which saves the last weights",
+                warning=True,
+            )
+        )
+    return result
+
+
+def _named(reporter: Reporter, member: MemberSection) -> Reporter:
+    """Return a reporter that names the student of each event."""
+
+    def emit(event: Event) -> None:
+        reporter.emit(event if isinstance(event, GroupEvent) else GroupEvent(member.label, event))
+
+    return Reporter(emit, reporter.stop_requested)

@@ -1,0 +1,65 @@
+"""The result of a family's run, with the cards of its students."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distcse.evaluation import Evaluation
+from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.model_card import ModelCard
+from distcse.recipe import FamilyRecipe
+from distcse.runs.directory import RunDirectory
+from distcse.storage import to_uri
+
+
+@dataclass(frozen=True)
+class FamilyResult:
+    """Result of a family's run (see `Result`)."""
+
+    recipe: FamilyRecipe
+    """The recipe, with the settings that it left to the run decided."""
+    directory: RunDirectory
+    students: Mapping[str, DistillationResult]
+    """Results of the students that were trained, by name, the largest first; the last one's training may be interrupted."""
+    evaluation: Evaluation | None
+    """Evaluation of students and teachers, without those that a stop left out; None if nothing was measured."""
+    interrupted: bool
+    """Whether the run was asked to stop before its end."""
+
+    @property
+    def models(self) -> dict[str, Path]:
+        return {name: result.directory.model for name, result in self.students.items()}
+
+    @property
+    def reference(self) -> tuple[str, str] | None:
+        return next((result.reference for result in self.students.values()), None)
+
+    @property
+    def summary(self) -> list[str]:
+        width = max(map(len, self.models), default=0)
+        return [f"model   {name:<{width}}  {to_uri(folder)}" for name, folder in self.models.items()]
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        return [
+            replace(
+                card,
+                title=f"{self.recipe.name} {name}",
+                sections=[*card.sections, self._siblings(name)],
+                evaluated_as=name,
+            )
+            for name, result in self.students.items()
+            for card in result.cards
+        ]
+
+    def _siblings(self, name: str) -> str:
+        """Return which other students' document embeddings this student can search."""
+        others = " and ".join(f"`{other}`" for other in self.students if other != name)
+        if not others:
+            return ""
+        return (
+            f"It is one of a family of students that learned the same targets: {others} of the same run lie in its space. "
+            "Documents embedded by one of them can be searched with queries embedded by another."
+        )

@@ -1,0 +1,127 @@
+"""Families: students of several sizes on the same targets, in one space."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import distcse
+from distcse import train
+from distcse.errors import EncoderSettingError, FrozenKeyError, InvalidValueError, SearchSpaceError
+from distcse.events import Event, GroupEvent, LogMessage, StepReport
+from distcse.experiments.family.experiment import Family
+from distcse.experiments.family.layers import evenly_spaced
+from distcse.models import Encoder
+from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
+from distcse.runs.directory import RunDirectory
+from tests.failures import fails_with
+from tests.weights import assert_equal_weights, weights_of
+
+MakeRecipe = Callable[..., Recipe]
+VECTORS = (
+    "objective={info_nce: null, consistency: null, rank: null, regression: {form: cosine}}",
+    "student.projection=none",
+    "student.dropout=0.0",
+    "student.layers=null",
+    "evaluation.dev=none",
+    "evaluation.final_suites=[agreement]",
+)
+FAMILY = "family=[{layers: 1}, {layers: [0, 2], name: wide, lr: 2e-3}]"
+
+
+@pytest.fixture
+def file(recipe_with: MakeRecipe, tmp_path: Path) -> Path:
+    (tmp_path / "student.yaml").write_text(recipe_yaml(recipe_with(*VECTORS)))
+    return tmp_path / "student.yaml"
+
+
+def test_students_of_a_family_lie_in_one_space(file: Path, recipe_with: MakeRecipe) -> None:
+    """The first is the student that it would be alone; the other has its projection, and finds its documents."""
+    events: list[Event] = []
+    done = distcse.run(str(file), FAMILY, "training.epochs=8", listen=events.append)
+    assert list(done.models) == ["wide", "1-layer"] and not done.interrupted
+    members = done.directory / "members"
+    recipe = recipe_with(*VECTORS, "training.epochs=8", "student.layers=[0, 2]", "training.lr=2e-3", "name=alone")
+    alone = distcse.run(recipe, listen=lambda event: None)
+    assert_equal_weights(weights_of(alone.directory), weights_of(members / "wide"))
+    wide, narrow = (Encoder.load(done.models[name]) for name in ("wide", "1-layer"))
+    assert len(wide.backbone.encoder.layer) == 2 and len(narrow.backbone.encoder.layer) == 1
+    projections = [(members / name / "projection.safetensors").read_bytes() for name in ("wide", "1-layer")]
+    assert projections[0] == projections[1]
+    lines = Path(str(recipe.corpus.path)).read_text().splitlines()[:60]
+    cosines = narrow.encode(lines, normalize=True) @ wide.encode(lines, normalize=True).T
+    assert (cosines.argmax(axis=1) == np.arange(60)).mean() > 0.9 and np.diagonal(cosines).min() > 0.99
+    assert {event.group for event in events if isinstance(event, GroupEvent)} == {"wide", "1-layer"}
+    assert done.scores is not None
+    assert [model.name for model in done.result.evaluation.models] == ["wide", "1-layer", "teacher 0", "teacher 1"]
+    card = (done.models["1-layer"] / "README.md").read_text()
+    assert "`wide` of the same run lie in its space" in card and "model-index" in card
+    assert "wide" in (done.directory / "report.md").read_text()
+
+
+@pytest.mark.parametrize("stop_in", ["wide", "1-layer"])
+def test_a_stopped_family_resumes_to_the_same_weights(file: Path, stop_in: str) -> None:
+    whole = distcse.run(str(file), FAMILY, listen=lambda event: None)
+    seen: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, GroupEvent) and isinstance(event.event, StepReport):
+            seen.append(event.group)
+
+    stopped = distcse.run(str(file), FAMILY, listen=listen, stop_requested=lambda: stop_in in seen)
+    assert stopped.interrupted and len(stopped.models) == (1 if stop_in == "wide" else 2)
+    seen.clear()
+    resumed = distcse.resume(stopped.directory, listen=listen)
+    assert not resumed.interrupted and resumed.scores is not None
+    assert set(seen) == ({"wide", "1-layer"} if stop_in == "wide" else {"1-layer"})
+    for name in ("wide", "1-layer"):
+        assert_equal_weights(*(weights_of(each.directory / "members" / name) for each in (whole, resumed)))
+    with pytest.raises(FrozenKeyError):
+        RunDirectory.reopen(stopped.directory, ["family.0.layers=2"])
+
+
+def test_a_student_whose_start_is_the_best_is_reported(file: Path) -> None:
+    events: list[Event] = []
+    overrides = ("training.lr=1e-9", "training.max_steps=2", "evaluation.dev=agreement", "evaluation.eval_steps=1")
+    distcse.run(str(file), "family=[{layers: 3}]", *overrides, listen=events.append)
+    texts = [e.event.text for e in events if isinstance(e, GroupEvent) and isinstance(e.event, LogMessage)]
+    assert any("best dev score before training" in text and "evaluation.dev: none" in text for text in texts)
+
+
+def test_a_family_of_one_teacher_has_its_space(file: Path, tiny: Callable[..., Path]) -> None:
+    """Vectors of the student's width are the targets themselves, and there is no projection to share."""
+    teacher = f"teachers.encoders=[{{backbone: {tiny('bert')}, pooling: mean, precision: fp32}}]"
+    done = distcse.run(str(file), FAMILY, teacher, "training.max_steps=2", listen=lambda event: None)
+    assert not list(done.directory.rglob("projection.safetensors"))
+
+
+def test_evenly_spaced_layers_end_with_the_last() -> None:
+    found = {count: evenly_spaced(6, count, with_first=False) for count in (1, 2, 3, 4, 6)}
+    assert found == {1: [5], 2: [2, 5], 3: [1, 3, 5], 4: [0, 2, 3, 5], 6: [0, 1, 2, 3, 4, 5]}
+    assert [evenly_spaced(12, count, with_first=True) for count in (1, 2, 4)] == [[0], [0, 11], [0, 4, 7, 11]]
+
+
+def test_mistakes_are_refused_before_anything_is_read(
+    file: Path, recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read(*overrides: str) -> FamilyRecipe:
+        recipe = distcse.read_recipe(str(file), [*overrides])
+        assert isinstance(recipe, FamilyRecipe)
+        return recipe
+
+    with fails_with(InvalidValueError, "two students named 1-layer", "name"):
+        read("family=[{layers: 1}, {layers: [2]}]")
+    with fails_with(InvalidValueError, "family.0.layers must ascend", "[0, 2]"):
+        read("family=[{layers: [2, 0]}]")
+    with fails_with(InvalidValueError, "family needs targets that are vectors", "objective.regression"):
+        read("family=[{layers: 1}]", "objective.regression=null", "objective.rank={}")
+    with fails_with(EncoderSettingError, "family.0.layers is 9", "has 3 layers"):
+        distcse.run(read("family=[{layers: 9}]"), listen=lambda event: None)
+    with pytest.raises(SearchSpaceError):
+        _ = Family(read("family=[{layers: 1}]")).trials
+    assert train.main([str(file), "family=[{layers: 9}]", "--dry-run"]) == 1
+    assert "has 3 layers" in capsys.readouterr().err
+    assert train.main([str(file), FAMILY, "--dry-run"]) == 0
