@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import distcse
 from distcse import host
 from distcse.errors import ClusterTooSmallError, ModelNotFoundError, NodeLabelError
-from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.events import DevScore, Event, GroupEvent, Reporter, StepReport
 from distcse.experiments.distillation.resources import plan_run
 from distcse.models import Encoder
 from distcse.placement.resources import ResourceRequest
@@ -20,7 +21,7 @@ from distcse.ray_backend.assigned_resources import use_assigned_gpus
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import was_started_here
 from distcse.ray_backend.nodes import alive
-from distcse.recipe import Recipe
+from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
 from tests.backends import run
 from tests.failures import fails_with
@@ -68,6 +69,28 @@ def test_a_run_moved_from_two_deepspeed_workers_to_one_equals_a_local_run(recipe
     assert all(a == pytest.approx(b, abs=0.1) for (_, a), (_, b) in pairs)  # two close pairs may swap ranks
     saved = Encoder.load(on_ray.directory.model)
     assert saved.encode(["A cat."]).shape == (1, 32)
+
+
+@pytest.mark.slow
+def test_a_family_on_ray_equals_a_local_one(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    """Two students, each with a Ray Train worker of its own run, on tables and a projection that they share."""
+    recipe = recipe_with(
+        "objective={info_nce: null, consistency: null, rank: null, regression: {}}",
+        "student.projection=none",
+        "evaluation.dev=none",
+        "evaluation.final_suites=[agreement]",
+        "training.max_steps=6",
+    )
+    (tmp_path / "student.yaml").write_text(recipe_yaml(recipe))
+    family = (str(tmp_path / "student.yaml"), "family=[{layers: [0, 2]}, {layers: [2]}]", "student.layers=null")
+    events: list[Event] = []
+    on_ray = distcse.run(*family, "training.workers=1", listen=events.append)
+    assert rows_embedded([event.event for event in events if isinstance(event, GroupEvent)])[2:] == [0, 0]
+    local = distcse.run(*family, "training.workers=0", listen=lambda event: None)
+    for name in ("2-layers", "1-layer"):
+        weights = [weights_of(done.directory / "members" / name) for done in (local, on_ray)]
+        assert_same_learning(*weights)
+    assert on_ray.scores is not None
 
 
 def test_live_teachers_equal_tables(recipe_with: MakeRecipe) -> None:
