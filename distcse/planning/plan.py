@@ -144,6 +144,12 @@ class StudentPlan:
         return sum(phase.seconds for phase in self.phases)
 
     @property
+    def training_seconds(self) -> float:
+        """Seconds of the steps and their dev scores: what one more student costs whose text is embedded already."""
+        run, machine = self.run, self.cluster.machine
+        return run.steps * self.step_seconds + run.dev_seconds(machine, self.step_seconds, self.workers)
+
+    @property
     def tokens(self) -> tuple[float, float]:
         """(real, with padding) tokens of one view that the student is trained on, over all steps."""
         max_length, texts = self.run.recipe.student.max_length, self.run.steps * self.batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -17,12 +18,12 @@ from distcse.planning.groups import MutualPlan
 from distcse.planning.lengths import read_lengths
 from distcse.planning.machines import GPUS, Cluster, Form
 from distcse.planning.plan import StudentPlan
-from distcse.planning.report import mutual_lines, scaling_lines, student_lines
+from distcse.planning.report import family_lines, mutual_lines, scaling_lines, student_lines
 from distcse.planning.scaling import scaling
 from distcse.planning.shapes import read_shape
 from distcse.planning.student import StudentRun
 from distcse.precision import decide_precisions
-from distcse.recipe import BaseRecipe, EncoderSection, MutualRecipe, Recipe, TrainedSection
+from distcse.recipe import BaseRecipe, EncoderSection, FamilyRecipe, MutualRecipe, Recipe, TrainedSection
 from distcse.storage import resolve_path
 from distcse.teachers.kinds import kind_of
 
@@ -126,7 +127,49 @@ class MutualPlanner(Planner[MutualRecipe]):
         return Estimate(mutual_lines(plan), plan.described, plan.problems)
 
 
-PLANNERS: dict[type[BaseRecipe], type[Planner[Any]]] = {Recipe: StudentPlanner, MutualRecipe: MutualPlanner}
+class FamilyPlanner(Planner[FamilyRecipe]):
+    """Plans the training of a family's students, one after the other (see `Planner`)."""
+
+    def threads(self, form: Form) -> int:
+        return next(iter(self._students.values())).threads(form)
+
+    def workers_on_this_machine(self, threads: int) -> int:
+        return next(iter(self._students.values())).workers_on_this_machine(threads)
+
+    def pass_kinds(self) -> list[PassKind]:
+        kinds = [kind for student in self._students.values() for kind in student.pass_kinds()]
+        return sorted(dict.fromkeys(kinds), key=lambda kind: not kind.training)
+
+    def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
+        if device_counts:
+            raise CommandLineError("--gpus is for a student's recipe; leave out family to see how one student scales")
+        lengths = read_lengths(self.recipe.corpus, self.recipe.student, rows)
+        plans = {
+            name: StudentPlan.of(StudentRun.of(planner.recipe, lengths), cluster)
+            for name, planner in self._students.items()
+        }
+        described = {
+            name: {**plan.described, "training_seconds": plan.training_seconds} for name, plan in plans.items()
+        }
+        problems = [f"{name}: {problem}" for name, plan in plans.items() for problem in plan.problems]
+        return Estimate(family_lines(plans), {"students": described}, problems)
+
+    @cached_property
+    def _students(self) -> dict[str, StudentPlanner]:
+        """The students' planners by name, the largest first. Which layers a student has does not change its cost."""
+        return {
+            member.label: StudentPlanner(
+                self.recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}), {})
+            )
+            for member in self.recipe.largest_first
+        }
+
+
+PLANNERS: dict[type[BaseRecipe], type[Planner[Any]]] = {
+    Recipe: StudentPlanner,
+    MutualRecipe: MutualPlanner,
+    FamilyRecipe: FamilyPlanner,
+}
 """The planner of each class of recipes."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distcse.planning.groups import MutualPlan
 from distcse.planning.machines import COMPILED_TRAFFIC, Cluster
@@ -63,6 +63,24 @@ def student_lines(plan: StudentPlan) -> list[str]:
         *(f"advice     {line}" for line in plan.advice),
         *(f"IMPOSSIBLE {problem}" for problem in plan.problems),
     ]
+
+
+def family_lines(plans: Mapping[str, StudentPlan]) -> list[str]:
+    """Format the plans of a family's students as lines of text: the first one's, then what each of the others adds.
+
+    Args:
+        plans: The students' plans by name, in the order in which they are trained.
+    """
+    (_, first), *others = plans.items()
+    total = first.seconds + sum(plan.training_seconds for _, plan in others)
+    lines = [
+        f"family     {len(plans)} students one after the other, {span(total)} in all; the text is read and embedded once",
+        f"{'student':<20}{'training':>12}{'step':>12}   parameters",
+    ]
+    for name, plan in plans.items():
+        parameters = f"{plan.run.student.parameters / 1e6:.1f} M"
+        lines.append(f"{name:<20}{span(plan.training_seconds):>12}{_ms(plan.step_seconds):>12}   {parameters}")
+    return [*lines, "", *student_lines(first)]
 
 
 def _in_short(plan: StudentPlan) -> str:

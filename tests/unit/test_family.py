@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import distcse
-from distcse import train
+from distcse import plan, train
 from distcse.errors import EncoderSettingError, FrozenKeyError, InvalidValueError, SearchSpaceError
 from distcse.events import Event, GroupEvent, LogMessage, StepReport
 from distcse.experiments.family.experiment import Family
@@ -125,3 +126,15 @@ def test_mistakes_are_refused_before_anything_is_read(
     assert train.main([str(file), "family=[{layers: 9}]", "--dry-run"]) == 1
     assert "has 3 layers" in capsys.readouterr().err
     assert train.main([str(file), FAMILY, "--dry-run"]) == 0
+
+
+def test_a_plan_counts_the_embedding_passes_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(file), FAMILY, "--cluster", "1xH100-80G", "--corpus-rows", "100000"]
+    assert plan.main([*arguments, "--json"]) == 0
+    students = json.loads(capsys.readouterr().out)["students"]
+    assert list(students) == ["wide", "1-layer"]
+    assert students["wide"]["training_seconds"] > students["1-layer"]["training_seconds"] > 0
+    assert plan.main(arguments) == 0
+    total, _, *rows = capsys.readouterr().out.splitlines()
+    assert "2 students" in total and rows[0].startswith("wide") and rows[1].startswith("1-layer")
+    assert plan.main([*arguments, "--gpus", "8"]) == 2
