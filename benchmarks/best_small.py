@@ -285,9 +285,13 @@ def corpus(options: argparse.Namespace) -> list[str]:
 
 
 def regress(
-    options: argparse.Namespace, seed: int, layers: tuple[int, ...], dropout: float
+    options: argparse.Namespace,
+    seed: int,
+    layers: tuple[int, ...],
+    dropout: float,
+    labelled: tuple[list[str], NDArray[np.float32]] | None = None,
 ) -> tuple[Encoder, float, float]:
-    """sentence-transformers' trainer with MSELoss on the teacher's vectors; its best STS-B dev checkpoint."""
+    """sentence-transformers' trainer with MSELoss, on the teacher's vectors or on others; its best STS-B dev checkpoint."""
     from datasets import Dataset
     from sentence_transformers import (
         SentenceTransformer,
@@ -304,7 +308,7 @@ def regress(
     backbone: Any = model[0].auto_model
     backbone.encoder.layer = nn.ModuleList(layer for n, layer in enumerate(backbone.encoder.layer) if n in layers)
     backbone.config.num_hidden_layers = len(layers)
-    texts, vectors = teacher_vectors(options)
+    texts, vectors = labelled or teacher_vectors(options)
     dev = labelled_dev(options.data)
     batch = 64
     every = -(-len(texts) // batch // LOOKS)

@@ -20,11 +20,17 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
+from distcse.data import split_held_out
 from distcse.events import Reporter
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
+from distcse.experiments.distillation.preparation import PreparedCorpus, embed_corpus, read_corpus
+from distcse.experiments.distillation.roles import with_precisions
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
@@ -38,13 +44,21 @@ def weights(*alphas: float) -> tuple[str, ...]:
     return tuple(f"teachers.encoders.{number}.alpha={alpha}" for number, alpha in enumerate(alphas))
 
 
+LISTS = ("objective.rank={form: list_net, gamma: 0.01, tau2: 0.0125, tau3: 0.0125}",)
+"""The list term of benchmarks/best_small.py."""
 MSE = "MSELoss, all-MiniLM-L6-v2"
+MSE_THREE = "MSELoss, targets of all three"
 ALONE = "all-MiniLM-L6-v2 alone"
 THREE = "all three"
 ROWS: dict[str, tuple[str, ...]] = {
     MSE: (),
+    MSE_THREE: (),
     THREE: (),
-    ALONE: ("ALONE",),
+    ALONE: ("ALONE=0",),
+    f"{L3} alone": ("ALONE=1",),
+    f"{E5} alone": ("ALONE=2",),
+    f"{THREE}, lists": (*LISTS, "objective.regression=null"),
+    f"{THREE}, vectors and lists": LISTS,
     f"{THREE}, from {L3}": ("student.layers=null", f"student.backbone={L3}"),
     f"{THREE}, a fifth of the start": ("student.init_weight_mix=0.2",),
     f"{THREE}, weights 1/√spread": weights(3.47, 3.23, 6.2),
@@ -53,7 +67,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     f"{THREE}, lr 6e-4": ("training.lr=6e-4",),
     f"{THREE}, batch 128": ("training.batch_size=128",),
 }
-"""Overrides of `three-teachers`; ALONE leaves the first teacher only."""
+"""Overrides of `three-teachers`; ALONE=N leaves teacher N only."""
 
 
 def main() -> None:
@@ -139,6 +153,8 @@ def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, 
     """Train one student. Returns it, its dev score and the seconds of training."""
     if row == MSE:
         return regress(options, seed, (1, 3, 5), 0.0)
+    if row == MSE_THREE:
+        return regress(options, seed, (1, 3, 5), 0.0, joined_targets(options))
     done = Distillation(recipe_of(options, row, seed)).run(LocalBackend(), Reporter())
     best = done.train_result.state.best
     assert best is not None
@@ -168,13 +184,26 @@ def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
             "evaluation.final_suites=[]",
             f"storage.runs={options.runs}",
             f"storage.cache={options.runs / 'cache'}",
-            *(change for change in changes if change != "ALONE"),
+            *(change for change in changes if not change.startswith("ALONE")),
         ],
     )
-    if "ALONE" in changes:
-        alone = recipe.teachers.model_copy(update={"encoders": recipe.teachers.encoders[:1]})
-        recipe = recipe.model_copy(update={"teachers": alone})
+    alone = [int(change.partition("=")[2]) for change in changes if change.startswith("ALONE")]
+    if alone:
+        teachers = recipe.teachers.model_copy(update={"encoders": [recipe.teachers.encoders[alone[0]]]})
+        recipe = recipe.model_copy(update={"teachers": teachers})
     return recipe
+
+
+def joined_targets(options: argparse.Namespace) -> tuple[list[str], NDArray[np.float32]]:
+    """The sentences that the rows of three teachers learn from, and their targets."""
+    backend, reporter = LocalBackend(), Reporter()
+    recipe = with_precisions(recipe_of(options, THREE, 0), None, reporter)
+    prepared = PreparedCorpus.prepare(recipe, backend, reporter)
+    with TemporaryDirectory() as run:
+        spec = prepared.spec(Path(run), prepared.tables(backend, reporter), backend, reporter)
+        assert spec.targets is not None
+        rows = split_held_out(len(prepared.corpus), recipe.evaluation.num_heldout, recipe.seed)[0].ids()
+        return prepared.corpus.texts(rows), np.asarray(spec.targets.open().vectors(rows), dtype=np.float32)
 
 
 if __name__ == "__main__":
