@@ -121,6 +121,7 @@ def test_mistakes_are_refused_before_anything_is_read(
         read("family=[{layers: 1}]", "objective.regression=null", "objective.rank={}")
     with fails_with(EncoderSettingError, "family.0.layers is 9", "has 3 layers"):
         distcse.run(read("family=[{layers: 9}]"), listen=lambda event: None)
+    assert not list((tmp_path / "runs").glob("*"))
     with pytest.raises(SearchSpaceError):
         _ = Family(read("family=[{layers: 1}]")).trials
     assert train.main([str(file), "family=[{layers: 9}]", "--dry-run"]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from distcse.device import DeviceSpeed
@@ -18,8 +19,8 @@ from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.family.layers import with_member_layers
 from distcse.experiments.family.result import FamilyResult
+from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
-from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import EncoderHandle
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.placement.resources import Node
@@ -63,9 +64,12 @@ class Family(Experiment[FamilyRecipe]):
         """Run the recipe; see `Experiment.run`. A resumed run keeps trained students and continues an unfinished one."""
         check_recipe(self.recipe)
         labelled = labelled_tasks(self.recipe)
-        run = open_run(self, backend, reporter, directory)
-        with run as (directory, _, logged), joined_for_devices(backend.cluster):
-            recipe = with_member_layers(self.recipe, backend, logged)
+        with ExitStack() as joined:
+            computes_here = backend.cluster is None and not backend.is_for_trials
+            joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here))
+            joined.enter_context(joined_for_devices(backend.cluster))
+            recipe = with_member_layers(self.recipe, backend, reporter)  # before the folder is made
+            directory, _, logged = joined.enter_context(open_run(self, backend, reporter, directory))
             recipe = with_precisions(recipe, backend.cluster, logged)
             if recipe != self.recipe:
                 directory.decide(recipe)
@@ -76,6 +80,7 @@ class Family(Experiment[FamilyRecipe]):
                 student = _train(recipe, member, students, directory, backend, _named(logged, member))
                 students[member.label] = student
                 if student.interrupted:
+                    directory.store_events()
                     return FamilyResult(recipe, directory, students, None, interrupted=True)
             scored = [
                 ScoredStudent(
@@ -86,7 +91,7 @@ class Family(Experiment[FamilyRecipe]):
                 )
                 for name, student in students.items()
             ]
-            final: FinalScores = final_scores(recipe, corpus, labelled, scored, directory, backend, logged)
+            final = final_scores(recipe, corpus, labelled, scored, directory, backend, logged)
             final.write(directory.evaluation, directory.store)
             directory.store_events()
             return FamilyResult(recipe, directory, students, final.evaluation, final.stopped)
