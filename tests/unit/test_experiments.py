@@ -111,7 +111,7 @@ class SoupResult:
 class Soup(Experiment[SoupRecipe]):
     """The mean of several models' weights."""
 
-    name = "model soups"
+    name = "a model soup"
 
     def check(
         self,
@@ -248,7 +248,7 @@ def test_commands_that_do_not_know_it_name_it(file: Path, tmp_path: Path, capsys
     assert SearchSpaceError.code in capsys.readouterr().err
     assert plan.main([str(file)]) == 2
     errors = capsys.readouterr().err
-    assert CommandLineError.code in errors and "model soups" in errors
+    assert CommandLineError.code in errors and "a model soup" in errors
 
 
 def test_the_doctor_checks_its_models(file: Path) -> None:
@@ -260,7 +260,7 @@ def test_the_doctor_checks_its_models(file: Path) -> None:
 
 def test_the_default_trials_name_the_kind_of_run(file: Path) -> None:
     found = experiment_of(distcse.read_recipe(str(file)))
-    with pytest.raises(SearchSpaceError, match="model soups"):
+    with pytest.raises(SearchSpaceError, match="a model soup"):
         _ = found.trials
 
 

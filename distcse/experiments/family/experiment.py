@@ -34,7 +34,7 @@ from distcse.storage import to_uri
 class Family(Experiment[FamilyRecipe]):
     """Training of students of several sizes on the same targets (see `Experiment`)."""
 
-    name = "families of students"
+    name = "a family of students"
 
     def check(
         self,
