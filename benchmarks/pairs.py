@@ -24,7 +24,7 @@ from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.models.batching import by_length
-from distcse.models.detection.edits import _choose, _masked
+from distcse.models.detection.edits import choose_positions, mask_chosen
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng
@@ -311,7 +311,7 @@ def reference_diffcse(ours: TrainingStep, generator: str, student: str) -> Contr
     fixed: dict[str, torch.Tensor] = {}
 
     def mask_tokens(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return fixed["masked"] if fixed else _masked(ids, _choose(ids, mask, ratio, words), words)
+        return fixed["masked"] if fixed else mask_chosen(ids, choose_positions(ids, mask, ratio, words), words)
 
     masked_lm = AutoModelForMaskedLM.from_pretrained(resolve_model(generator))
     replaced = ReplacedTokens(masked_lm, discriminator, detector.head, mask_tokens, words.cls)
@@ -325,7 +325,7 @@ def reference_diffcse(ours: TrainingStep, generator: str, student: str) -> Contr
     (tokens, seed), *_ = ours.task.prepare_batch(0, torch.device("cpu")).model_inputs.streams
     both = tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1)
     with dropout_rng(seed + 1, torch.device("cpu")):
-        masked = _masked(both[0], _choose(*both, ratio, words), words)
+        masked = mask_chosen(both[0], choose_positions(*both, ratio, words), words)
     fixed["masked"] = masked.view(2, len(tokens.ids), -1).transpose(0, 1).flatten(0, 1)
     masked_lm.eval()
     replaced.discriminator.eval()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Self
 
+from distcse.compat.argparse import actions_of
 from distcse.errors import DistcseError, RecipeError, StoppedEarlyError
 from distcse.spelling import nearest
 
@@ -46,7 +47,7 @@ def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
         arguments: The arguments; None takes those of this process.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    dests = {action.dest for action in parser._actions}
+    dests = {action.dest for action in actions_of(parser)}
     if "subcommand" not in dests and (hint := _hint_at_option(parser, words, takes_recipe="recipe" in dests)):
         parser.error(hint)
     return parser.parse_intermixed_args(words) if "overrides" in dests else parser.parse_args(words)
@@ -54,7 +55,7 @@ def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
 
 def _hint_at_option(parser: argparse.ArgumentParser, words: Sequence[str], takes_recipe: bool) -> str:
     """Describe what to write instead of the first unknown option; empty if all are known."""
-    known = list(parser._option_string_actions)
+    known = [name for action in actions_of(parser) for name in action.option_strings]
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
     unknown = [option for option in options if not any(name.startswith(option) for name in known)]
     if not unknown:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from distcse.command import exit_status, parse_command, program
 from distcse.commands import COMMANDS, import_command
+from distcse.compat.argparse import actions_of, subcommands_of
 from distcse.errors import CommandDependencyError
 
 _RECIPES = {
@@ -79,9 +80,9 @@ def _keys() -> list[str]:
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     """A parser's options and arguments, and those of its subcommands."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for subcommand in action.choices.values():
+    for action in actions_of(parser):
+        if subcommands := subcommands_of(action):
+            for subcommand in subcommands:
                 yield from _actions(subcommand)
         else:
             yield action

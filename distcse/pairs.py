@@ -10,7 +10,8 @@ from pathlib import Path
 from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.storage import refuse_job_copy
 
-_TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
+TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
+"""`PAIR_TASKS` of `distcse.evaluation.task_pairs`, whose import takes seconds that `--help` does not wait for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         "splits of its public code.",
         epilog=f"Example: %(prog)s qnli QNLI/train.tsv QNLI/dev.tsv --data data. {STATUSES}",
     )
-    parser.add_argument("task", choices=_TASKS, metavar="TASK", help=", ".join(_TASKS))
+    parser.add_argument("task", choices=TASKS, metavar="TASK", help=", ".join(TASKS))
     parser.add_argument(
         "files",
         nargs="*",

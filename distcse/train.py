@@ -128,10 +128,11 @@ def _print(done: Run, as_json: bool) -> None:
     lines = ["", *done.result.summary, f"run     {done.uri}"]
     if done.compared is not None:
         lines.append(f"weights {done.compared.description}")
-    print_lines([*lines, *(f"report  {to_uri(file)}" for file in done.reports), *_what_next(done)])
+    print_lines([*lines, *(f"report  {to_uri(file)}" for file in done.reports), *commands_for(done)])
 
 
-def _what_next(done: Run) -> list[str]:
+def commands_for(done: Run) -> list[str]:
+    """Return the lines that say what to do with a run next: resume it, use its model, evaluate it."""
     resume = [f"resume  {program('train')} --resume {done.uri}"] if done.interrupted else []
     if not done.models:
         return resume

@@ -150,7 +150,7 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
     pages = write_sweep_pages(result)
     if options.json:
         print_json([_finished(result, pages)])
-        return _status(result)
+        return status_of(result)
     lines = [""]
     print_summary(rows_of(result))
     if result.best_trial is not None and result.best_trial.best is not None:
@@ -166,7 +166,7 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
     elif result.best_trial is not None:
         lines.append(f"train   {program('train')} {to_uri(result.best_recipe)}")
     print_lines(lines)
-    return _status(result)
+    return status_of(result)
 
 
 def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _status(result: SweepResult) -> int:
+def status_of(result: SweepResult) -> int:
     """Return 130 for an interrupted sweep, else 0. Raises `WorkFailedError` if no trial or no final run finished."""
     if result.interrupted:
         return INTERRUPTED

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcse.compat.datasets import split_fingerprint
 from distcse.data.readers import Row, clean, describe_missing_column
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
@@ -37,7 +38,7 @@ def open_dataset(section: CorpusSection) -> OpenedSplit:
     """
     name = str(section.dataset)
     try:
-        opened = _open(name, section)
+        opened = open_split(name, section)
         columns = opened.rows.column_names or list(next(iter(opened.rows), {}))
     except CorpusError:
         raise
@@ -79,19 +80,20 @@ def _values(dataset: Any, column: str) -> Iterator[Any]:
         yield from batch[column]
 
 
-def _open(name: str, section: CorpusSection) -> OpenedSplit:
+def open_split(name: str, section: CorpusSection) -> OpenedSplit:
+    """Open a split of a data set on the hub or in a folder; see `open_dataset`."""
     import datasets  # takes two seconds, and few recipes need it
 
     folder = Path(name)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():  # memory-mapped, so never streamed
         saved = _select_split(datasets.load_from_disk(name), section)
-        return OpenedSplit(saved, str(saved._fingerprint))
+        return OpenedSplit(saved, split_fingerprint(saved))
     if section.streaming:
         builder = datasets.load_dataset_builder(name, section.dataset_config)
         stream = _select_split(builder.as_streaming_dataset(), section)
         return OpenedSplit(stream, f"{builder.config_id} {builder.hash} {section.split}")
     loaded = datasets.load_dataset(name, section.dataset_config, split=section.split)
-    return OpenedSplit(loaded, str(loaded._fingerprint))
+    return OpenedSplit(loaded, split_fingerprint(loaded))
 
 
 def _select_split(loaded: Any, section: CorpusSection) -> Any:

@@ -18,7 +18,7 @@ from distcse.storage import bytes_checksum, open_store, sha256
 
 _LABEL = "pairs.json"
 _ROWS = "rows.npy"
-_CHUNK = 8192
+CHUNK = 8192
 _DIGEST = np.dtype([("high", np.uint64), ("low", np.uint64)])
 
 PairRows = NDArray[np.integer]
@@ -123,13 +123,13 @@ class Pairs:
 
     def both(self) -> Iterator[tuple[str, str]]:
         """Iterate over the pairs as tuples."""
-        for begin in range(0, len(self), _CHUNK):
-            yield from zip(*self.texts(begin, begin + _CHUNK), strict=True)
+        for begin in range(0, len(self), CHUNK):
+            yield from zip(*self.texts(begin, begin + CHUNK), strict=True)
 
     def distinct(self) -> Iterator[str]:
         """Iterate over the distinct sentences."""
-        for begin in range(0, len(self.sentences), _CHUNK):
-            yield from self.sentences.texts(range(begin, min(begin + _CHUNK, len(self.sentences))))
+        for begin in range(0, len(self.sentences), CHUNK):
+            yield from self.sentences.texts(range(begin, min(begin + CHUNK, len(self.sentences))))
 
 
 def _texts(texts: Callable[[NDArray[np.int64]], list[str]], rows: PairRows) -> tuple[list[str], list[str]]:
@@ -142,7 +142,7 @@ def _spooled(folder: Path, pairs: Iterable[tuple[str, str]]) -> NDArray[np.int64
     digests = [np.empty(0, dtype=_DIGEST)]
     with RaggedWriter(folder) as writer:
         remaining = iter(pairs)
-        while texts := [text.encode() for pair in islice(remaining, _CHUNK) for text in pair]:
+        while texts := [text.encode() for pair in islice(remaining, CHUNK) for text in pair]:
             writer.append(b"".join(texts), [len(text) for text in texts])
             digest = bytes.fromhex("".join(bytes_checksum(text, _DIGEST.itemsize) for text in texts))
             digests.append(np.frombuffer(digest, dtype=_DIGEST))
@@ -170,12 +170,12 @@ def _write(folder: Path, texts: Callable[[NDArray[np.int64]], list[str]], rows: 
     """Write the sentences of pairs and their rows, and return the label's content."""
     used, inverse = np.unique(rows, return_inverse=True)
     np.save(folder / _ROWS, inverse.reshape(-1, 2).astype(np.int32))
-    parts = (used[begin : begin + _CHUNK] for begin in range(0, len(used), _CHUNK))
+    parts = (used[begin : begin + CHUNK] for begin in range(0, len(used), CHUNK))
     _, fingerprint = write_sentences(folder, (text for part in parts for text in texts(part)))
 
     def lines() -> Iterator[bytes]:
-        for begin in range(0, len(rows), _CHUNK):
-            for one, other in zip(*_texts(texts, rows[begin : begin + _CHUNK]), strict=True):
+        for begin in range(0, len(rows), CHUNK):
+            for one, other in zip(*_texts(texts, rows[begin : begin + CHUNK]), strict=True):
                 yield f"{one}\t{other}\n".encode()
 
     return {"sentences": {"fingerprint": fingerprint, "blank_rows": 0}, "fingerprint": sha256(lines())}

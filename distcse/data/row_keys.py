@@ -24,7 +24,7 @@ from distcse.storage import text_hashes
 
 _LABEL, _KEYS, _ROWS, _UNSORTED = "row_keys.json", "keys.npy", "rows.npy", "unsorted.bin"
 _CHUNK = 8192
-_RANGE_ROWS = 2**20
+RANGE_ROWS = 2**20
 """Rows of a range, at most about; a million rows' keys and ids take 24 MB."""
 
 Texts = Callable[[range], list[str]]
@@ -133,7 +133,7 @@ def _directory(fingerprint: str, cache: Path) -> Path:
 
 def _ranges_of(rows: int) -> int:
     """Return the number of ranges for this many rows: a power of two."""
-    return 1 << ((rows - 1) // _RANGE_ROWS).bit_length()
+    return 1 << ((rows - 1) // RANGE_ROWS).bit_length()
 
 
 def _write_hashes(texts: Texts, rows: int, file: Path) -> NDArray[np.int64]:
@@ -158,8 +158,8 @@ def _scatter(unsorted: Path, bounds: NDArray[np.int64], keys: NDArray[np.uint64]
     """Move each key and its row id into its range."""
     hashes = np.memmap(unsorted, dtype="<u8", mode="r").reshape(-1, 2)
     free = bounds[:-1].copy()
-    for first in range(0, len(hashes), _RANGE_ROWS):
-        block = np.asarray(hashes[first : first + _RANGE_ROWS])
+    for first in range(0, len(hashes), RANGE_ROWS):
+        block = np.asarray(hashes[first : first + RANGE_ROWS])
         numbers = _range_numbers(block[:, 0], len(free))
         order = np.argsort(numbers, kind="stable")
         for indices in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):

@@ -79,7 +79,7 @@ class TokenTable:
             with RaggedWriter(temporary) as writer, truncating(tokenizer, max_length) as backend:
                 for first in range(0, len(corpus), _CHUNK):
                     texts = corpus.texts(range(first, min(first + _CHUNK, len(corpus))))
-                    ids = _ids(backend, [prompt + text for text in texts] if prompt else texts)
+                    ids = encode_batch(backend, [prompt + text for text in texts] if prompt else texts)
                     _require_tokens(ids, texts, first)
                     writer.append_rows(ids, dtype)
                     if on_progress is not None:
@@ -114,7 +114,7 @@ def count_tokens(tokenizer: Any, texts: list[str]) -> NDArray[np.int64]:
     truncation = backend.truncation
     backend.no_truncation()
     try:
-        return np.array([len(row) for row in _ids(backend, texts)], dtype=np.int64)
+        return np.array([len(row) for row in encode_batch(backend, texts)], dtype=np.int64)
     finally:
         if truncation is not None:
             backend.enable_truncation(**truncation)
@@ -170,7 +170,7 @@ def truncating(tokenizer: Any, max_length: int) -> Iterator[Any]:
             backend.enable_padding(**padding)
 
 
-def _ids(backend: Any, texts: list[str]) -> list[list[int]]:
+def encode_batch(backend: Any, texts: list[str]) -> list[list[int]]:
     """Tokenize with the Rust tokenizer directly, because its Python wrapper builds five unused lists per sentence."""
     return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
 

@@ -21,7 +21,7 @@ Weights = NDArray[np.float64]
 """(R, n): how often each of n items was drawn in each of R resamples."""
 
 RESAMPLES = 1000
-_WEIGHTS_PER_BLOCK = 4_000_000
+WEIGHTS_PER_BLOCK = 4_000_000
 """32 MB; computing a rank correlation keeps about six arrays of this size."""
 
 
@@ -208,7 +208,7 @@ def resample(items: str, count: int, compute: Callable[[Weights], NDArray[np.flo
         compute: Maps (R, n) weights to (R,) scores; called with blocks of resamples to limit memory.
     """
     generator, blocks = np.random.default_rng(zlib.crc32(items.encode())), []
-    block_size = max(1, _WEIGHTS_PER_BLOCK // max(1, count))
+    block_size = max(1, WEIGHTS_PER_BLOCK // max(1, count))
     for start in range(0, RESAMPLES, block_size):
         drawn = [generator.integers(0, count, count) for _ in range(min(block_size, RESAMPLES - start))]
         blocks.append(

@@ -18,7 +18,7 @@ Pairs = tuple[Sequence[str], Sequence[str]]
 Progress = Callable[[int, int], None]
 """Called with the number of encoded texts or scored pairs, and the total."""
 
-_PAIRS_PER_BLOCK = 8192
+PAIRS_PER_BLOCK = 8192
 """Pairs whose cosines are computed together: their vectors are copied in float64."""
 
 
@@ -90,8 +90,8 @@ class VectorModel:
         """
         self.prepare([*first, *second])
         cosines = np.empty(len(first))
-        for begin in range(0, len(first), _PAIRS_PER_BLOCK):
-            rows = slice(begin, begin + _PAIRS_PER_BLOCK)
+        for begin in range(0, len(first), PAIRS_PER_BLOCK):
+            rows = slice(begin, begin + PAIRS_PER_BLOCK)
             ours, theirs = (self.vectors(texts[rows]).astype(np.float64) for texts in (first, second))
             lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
             products = np.einsum("nd,nd->n", ours, theirs)

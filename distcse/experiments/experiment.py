@@ -150,7 +150,8 @@ class Experiment(ABC, Generic[R]):
 
 E = TypeVar("E", bound=type[Experiment[Any]])
 
-_EXPERIMENTS: dict[type[BaseRecipe], type[Experiment[Any]]] = {}
+EXPERIMENTS: dict[type[BaseRecipe], type[Experiment[Any]]] = {}
+"""Registered experiments by their recipe's class."""
 
 
 def register_experiment(recipe_class: type[BaseRecipe]) -> Callable[[E], E]:
@@ -161,7 +162,7 @@ def register_experiment(recipe_class: type[BaseRecipe]) -> Callable[[E], E]:
     """
 
     def register(experiment_class: E) -> E:
-        _EXPERIMENTS[recipe_class] = experiment_class
+        EXPERIMENTS[recipe_class] = experiment_class
         return experiment_class
 
     return register
@@ -169,4 +170,4 @@ def register_experiment(recipe_class: type[BaseRecipe]) -> Callable[[E], E]:
 
 def experiment_classes() -> Mapping[type[BaseRecipe], type[Experiment[Any]]]:
     """Return the registered experiments by the class of their recipes."""
-    return _EXPERIMENTS
+    return EXPERIMENTS

@@ -86,7 +86,7 @@ class Objective(nn.Module):
         parts = {name: share.detach() for name, share in shares.items()}
         reported_terms = {"loss": loss.detach(), **parts}
         # A term cannot replace the value of another one.
-        return loss, {**reported_terms, **metrics, **_cosine_shares(views), **reported_terms}
+        return loss, {**reported_terms, **metrics, **cosine_shares(views), **reported_terms}
 
     def _combine(self, weighted: dict[str, Tensor]) -> Tensor:
         if self.combine == "hinge":
@@ -144,7 +144,7 @@ def _build_term(key: str, loss: LossSection, objective: ObjectiveSection) -> nn.
 
 
 @torch.no_grad()
-def _cosine_shares(views: Views) -> dict[str, Tensor]:
+def cosine_shares(views: Views) -> dict[str, Tensor]:
     """Return this worker's shares of the mean cosines of the positives and of all other pairs, to detect a collapse."""
     cosines = views.similarities.detach()
     positives = cosines.diagonal(views.offset).sum()

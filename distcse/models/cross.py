@@ -59,7 +59,7 @@ class CrossEncoder(nn.Module):
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.activation = activation
-        self._token_budget = TokenBudget()
+        self.token_budget = TokenBudget()
 
     @classmethod
     def load(
@@ -245,7 +245,7 @@ class CrossEncoder(nn.Module):
             forward,
             chunks(),
             pads=[self.tokenizer.pad_token_id or 0, 0],
-            budget=self._token_budget,
+            budget=self.token_budget,
             batch_tokens=batch_tokens,
             precision=precision,
             on_progress=on_progress,

@@ -75,7 +75,7 @@ class Encoder(nn.Module):
         self.prompt = prompt
         self.normalize = normalize
         self._settings = Layout()
-        self._token_budget = TokenBudget()
+        self.token_budget = TokenBudget()
 
     @classmethod
     def load(cls, path: str | Path, *, is_fast: bool = True, **settings: Any) -> Encoder:
@@ -359,7 +359,7 @@ class Encoder(nn.Module):
             forward,
             chunks,
             pads=[self.tokenizer.pad_token_id or 0],
-            budget=self._token_budget,
+            budget=self.token_budget,
             batch_tokens=batch_tokens,
             precision=precision,
             on_progress=on_progress,

@@ -119,7 +119,7 @@ def run_frozen(
         DeviceMemoryError: A text does not fit in the device's memory.
     """
     device = next(model.parameters()).device
-    queued: deque[_Queued] = deque()
+    queued: deque[QueuedChunk] = deque()
     done = 0
 
     def count(texts: int) -> None:
@@ -129,7 +129,7 @@ def run_frozen(
             on_progress(done)
 
     for chunk in _ahead(iter(chunks)) if is_gpu(device) else chunks:
-        queued.append(_Queued(chunk, device))
+        queued.append(QueuedChunk(chunk, device))
         was_training = model.training
         model.eval()
         try:
@@ -143,7 +143,7 @@ def run_frozen(
         yield last.finish()
 
 
-class _Queued:
+class QueuedChunk:
     """A chunk whose forward passes are queued on the device, or complete on a CPU."""
 
     def __init__(self, chunk: Chunk, device: torch.device) -> None:
@@ -166,7 +166,7 @@ class _Queued:
 
 
 def _queue(
-    queued: _Queued,
+    queued: QueuedChunk,
     forward: Callable[[Tensor], Tensor],
     pads: Sequence[int],
     budget: TokenBudget,
@@ -193,7 +193,7 @@ def _queue(
         batches = deque([left[position] for position in part] for part in smaller)
 
 
-def _attempt(queued: _Queued, batch: list[int], tokens: Tensor, forward: Callable[[Tensor], Tensor]) -> str | None:
+def _attempt(queued: QueuedChunk, batch: list[int], tokens: Tensor, forward: Callable[[Tensor], Tensor]) -> str | None:
     """Queue one forward pass; return the problem if the device has too little memory for it.
 
     The exception ends here: its traceback holds the tensors of the failed pass.

@@ -69,7 +69,7 @@ def resolve_model(
         is_page = name.startswith(("huggingface.co/", "hf.co/"))
         way_out = f"write https://{name} for the model on the hub" if is_page else "correct the path"
         raise ModelNotFoundError(f"no model folder {folder.absolute()}; {way_out}")
-    return _from_hub(name, [*(wanted or _HUB_FILES), *(["*.py"] if trust_remote_code else [])], only_local)
+    return fetch_from_hub(name, [*(wanted or _HUB_FILES), *(["*.py"] if trust_remote_code else [])], only_local)
 
 
 def is_hub_id(name: str) -> bool:
@@ -111,7 +111,8 @@ def _from_storage(store: ArtifactStore) -> Path:
     raise ModelNotFoundError(f"{store} contains no model that distcse stored; copy other models to a local folder")
 
 
-def _from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
+def fetch_from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
+    """Return the cached snapshot of a model on the hub, with the wanted files; `only_local` downloads nothing."""
     from huggingface_hub import snapshot_download
 
     try:

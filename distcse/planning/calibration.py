@@ -116,7 +116,7 @@ def calibrate(kinds: list[PassKind], cache: Path, threads: int) -> Path:
         key: asdict(fit_factors(kind, seconds, answer, device))
         for (key, kind), seconds in zip(by_key.items(), answer["passes"], strict=True)
     }
-    file = _calibration_file(cache, description)
+    file = calibration_file(cache, description)
     content = {
         "format": _FORMAT,
         "machine": description,
@@ -137,7 +137,7 @@ def this_machine(cache: Path, threads: int) -> Machine:
     if description["gpu"]:
         _, total = gpu_module(default_device()).mem_get_info()
         found = replace(find_data_sheet(description["gpu"], float(total)), host_memory=host.memory())
-    content = _read(_calibration_file(cache, description))
+    content = _read(calibration_file(cache, description))
     if content is None:
         return found
     busy = f", while others used {content['busy']:.0%} of its time" if content["busy"] > 0.1 else ""
@@ -272,7 +272,8 @@ def _pass(kind: PassKind, layers: int, texts: int, length: int, device: str, dty
     return run
 
 
-def _calibration_file(cache: Path, description: dict[str, Any]) -> Path:
+def calibration_file(cache: Path, description: dict[str, Any]) -> Path:
+    """Return the file of a machine's calibration; `description` is that of `describe_machine`."""
     key = bytes_checksum(json.dumps([_FORMAT, description]).encode(), size_bytes=8)
     return cache / "calibration" / f"{key}.json"
 

@@ -17,7 +17,7 @@ from distcse.device import HostCopies, is_gpu, to_device
 from distcse.models.fast.mkldnn_linear import build_inner_products
 from distcse.rank_space.space import Ranker, RankSpace, require_two, unit_scale
 
-_BYTES = 256 * 2**20
+BLOCK_BYTES = 256 * 2**20
 """Device memory for each tensor of a chunk of rows."""
 
 
@@ -56,9 +56,9 @@ class DeviceRankSpace:
     def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """Return (m, n) unit rank vectors of (m, d) unit vectors on the host, written to `out` if it is given."""
         ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
-        step = max(1, _BYTES // (8 * len(self)))
+        step = max(1, BLOCK_BYTES // (8 * len(self)))
         begins = range(0, len(vectors), step)
-        per_wait = max(1, _BYTES // (4 * step * len(self)))
+        per_wait = max(1, BLOCK_BYTES // (4 * step * len(self)))
         for first in range(0, len(begins), per_wait):
             waited = begins[first : first + per_wait]
             blocks = self._compute([vectors[begin : begin + step] for begin in waited], lambda block: block)
@@ -106,7 +106,7 @@ def products(ranks: Tensor, others: Tensor) -> Tensor:
         (m, k) float32 similarities in [-1, 1].
     """
     total = torch.zeros(len(ranks), len(others), dtype=torch.float64, device=ranks.device)
-    step = max(1, _BYTES // (8 * (len(ranks) + len(others))))
+    step = max(1, BLOCK_BYTES // (8 * (len(ranks) + len(others))))
     for left, right in zip(ranks.split(step, dim=1), others.split(step, dim=1), strict=True):
         total += left.double() @ right.double().T
     return total.clamp(-1.0, 1.0).float()

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from distcse.rank_space.space import Ranker
 
-_BYTES = 256 * 2**20
+BLOCK_BYTES = 256 * 2**20
 """Memory for a chunk of rank vectors, and the similarities they are computed from."""
-_MAX_MEMORY_BYTES = 2**30
+MAX_MEMORY_BYTES = 2**30
 """Largest size of the kept rank vectors in memory; larger ones are in a temporary file."""
 _FLOAT32_TERMS = 4096
 """Number of terms of an inner product that are summed in float32."""
@@ -45,7 +45,7 @@ def pair_similarities(
     np.maximum.at(needed_until, earlier, later)
     by_later = np.argsort(later, kind="stable")
     similarities = np.empty(len(first), dtype=np.float64)
-    step = max(1, _BYTES // (8 * len(space)))
+    step = max(1, BLOCK_BYTES // (8 * len(space)))
     bounds = range(step, len(vectors), step)
     max_kept = max((int(np.count_nonzero(needed_until[:bound] >= bound)) for bound in bounds), default=0)
     with _buffer(max_kept, len(space)) as buffer:
@@ -83,7 +83,7 @@ def _product(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
 
 @contextmanager
 def _buffer(rows: int, references: int) -> Iterator[NDArray[np.float32]]:
-    if 4 * rows * references <= _MAX_MEMORY_BYTES:
+    if 4 * rows * references <= MAX_MEMORY_BYTES:
         yield np.empty((rows, references), dtype=np.float32)
         return
     with tempfile.TemporaryFile() as file:

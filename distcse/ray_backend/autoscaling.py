@@ -15,8 +15,9 @@ from distcse.events import LogMessage, Reporter
 from distcse.placement.resources import ResourceRequest, find_shortfall
 from distcse.ray_backend.nodes import alive
 
-_CHECK_INTERVAL_S = 1.0
-_RENEW_INTERVAL_S = 10.0
+CHECK_INTERVAL_S = 1.0
+"""Seconds between two looks at the nodes."""
+RENEW_INTERVAL_S = 10.0
 """Seconds between two requests: Ray Train's coordinator, an actor that outlives runs, replaces them every 20 s."""
 
 
@@ -29,7 +30,7 @@ def scaled_up(requests: Sequence[ResourceRequest], wait_s: float, reporter: Repo
     ended = threading.Event()
 
     def renew() -> None:
-        while not ended.wait(_RENEW_INTERVAL_S):
+        while not ended.wait(RENEW_INTERVAL_S):
             _request(requests, reporter)
 
     _request(requests, reporter)
@@ -69,7 +70,7 @@ def _wait(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
         if shortfall != shown:
             reporter.emit(LogMessage(f"waiting up to {wait_s:g} s (resources.wait_s) for nodes for {shortfall}"))
             shown = shortfall
-        time.sleep(_CHECK_INTERVAL_S)
+        time.sleep(CHECK_INTERVAL_S)
 
 
 def _amounts(request: ResourceRequest) -> dict[str, float]:

@@ -18,7 +18,8 @@ MAX_WAIT_S = 600.0
 STOPPED_WAIT_S = 15.0
 """Seconds that a run waits for resources after a stop request. Workers that have resources start in this time and save a
 checkpoint."""
-_CHECK_INTERVAL_S = 2.0
+CHECK_INTERVAL_S = 2.0
+"""Seconds between two looks at the nodes."""
 _STATE_TIMEOUT_S = 10
 _MAX_ACTORS = 1000
 _MAX_HOLDERS = 3
@@ -107,7 +108,7 @@ class ResourceWatchdog:
             ClusterTooSmallError: A node was lost, and resources have been missing for `MAX_WAIT_S` seconds.
         """
         now = time.monotonic()
-        if now - self._checked_at < _CHECK_INTERVAL_S:
+        if now - self._checked_at < CHECK_INTERVAL_S:
             return
         self._checked_at = now
         nodes = live_nodes()  # a drained node is lost when it is gone: until then, its processes work
@@ -151,7 +152,7 @@ class DrainNotices:
         Args:
             hosts: Returns the ids of the nodes with workers; called while Ray drains nodes.
         """
-        if (now := time.monotonic()) - self._checked_at < _CHECK_INTERVAL_S:
+        if (now := time.monotonic()) - self._checked_at < CHECK_INTERVAL_S:
             return 0
         self._checked_at = now
         leaving = draining_nodes()

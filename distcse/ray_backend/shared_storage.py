@@ -29,7 +29,7 @@ def find_unshared(written: Paths, read: Paths, labels: Sequence[Labels]) -> dict
 
     A problem continues a sentence that begins with the node's address.
     """
-    nodes = _other_nodes(labels)
+    nodes = other_nodes(labels)
     if not nodes:
         return {}
     token = secrets.token_hex(6)
@@ -47,7 +47,7 @@ def find_unshared(written: Paths, read: Paths, labels: Sequence[Labels]) -> dict
             marker.unlink(missing_ok=True)
 
 
-def _other_nodes(labels: Sequence[Labels]) -> dict[str, str]:
+def other_nodes(labels: Sequence[Labels]) -> dict[str, str]:
     """Return the addresses of the nodes that can get work, except this one, by node id."""
     own_id = ray.get_runtime_context().get_node_id()
     return {

@@ -106,7 +106,7 @@ class TeacherServerPool:
             if (number, copy) not in self._running:
                 server = ray.remote(**resources, **RESTARTABLE)(TeacherServer).options(
                     name=f"teacher-{number}-{copy}-{self._owner}",
-                    **_placement_options(node, self._section.node_labels, needs_resources=any(resources.values())),
+                    **placement_options(node, self._section.node_labels, needs_resources=any(resources.values())),
                 )
                 self._running[number, copy] = server.remote(make)
 
@@ -119,7 +119,7 @@ class TeacherServerPool:
         }
 
 
-def _placement_options(node: str, labels: dict[str, str] | None, needs_resources: bool) -> dict[str, Any]:
+def placement_options(node: str, labels: dict[str, str] | None, needs_resources: bool) -> dict[str, Any]:
     """Return Ray's options that prefer a node for an actor, or select nodes by labels where the node lacks the labels."""
     node_labels = next(info["Labels"] for info in ray.nodes() if info["NodeID"] == node)
     if labels and not labels.items() <= node_labels.items():

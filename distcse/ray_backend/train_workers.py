@@ -41,12 +41,12 @@ from distcse.ray_backend.versions import (
     silence_train_reports,
     start_autoscaling_coordinator,
     torch_backend,
-    without_datasets_callback,
+    trainer_without_datasets,
 )
 from distcse.recipe import Recipe
 
 with gc_paused():  # of PyTorch
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
 
 if TYPE_CHECKING:
     from distcse.experiments.distillation.batch_loader import TrainSpec
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _START_WARNING_S = 60.0
 """Seconds without a started worker after which the run warns."""
-_FAILURE_WAIT_S = 10.0
+FAILURE_WAIT_S = 10.0
 """Seconds after a worker's error for the others to return theirs, before they are killed unless one writes a checkpoint."""
 
 
@@ -128,7 +128,7 @@ def _run_trainer(
     start_autoscaling_coordinator()
     reporter.emit(LogMessage(f"workers   starting {workers}, each with {format_resources(per_worker)}"))
     channel = EventChannel(spec.run.name)
-    trainer = _TrainerWithoutDatasets(
+    trainer = trainer_without_datasets()(
         _train_loop_per_worker,
         train_loop_config={
             "spec": spec,
@@ -172,7 +172,7 @@ def _run_trainer(
                 raise StoppedEarlyError(
                     f"stopped while no worker trained. Resume from the last checkpoint: --resume {spec.run}"
                 )
-            failure = channel.failure(_FAILURE_WAIT_S)
+            failure = channel.failure(FAILURE_WAIT_S)
             if failure is not None and not running.done() and not channel.writes_checkpoint():
                 # The other workers wait for the failed one in a collective operation.
                 channel.kill_workers()
@@ -223,13 +223,6 @@ def _workers_now(recipe: Recipe, resources: Resources) -> int:
     training = recipe.training
     room = count_fitting(responsive_nodes(training.node_labels), resources)
     return max((count for count in training.worker_counts if count <= room), default=min(training.worker_counts))
-
-
-class _TrainerWithoutDatasets(TorchTrainer):  # type: ignore[misc]
-    """`TorchTrainer` without the callback that shards Ray datasets: no run has one, and its process costs a second."""
-
-    def _create_default_callbacks(self) -> list[Any]:
-        return without_datasets_callback(super()._create_default_callbacks())
 
 
 class _NodeNetworkBackend(torch_backend()):  # type: ignore[misc]

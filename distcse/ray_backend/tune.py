@@ -106,7 +106,7 @@ def _fit(
         finally:
             allocator.release_memory()
 
-    trainable = tune.with_resources(trial, _placement(resources))
+    trainable = tune.with_resources(trial, placement(resources))
     listener = TrialListener(context, reporter)
     if _can_restore(folder):
         tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
@@ -133,7 +133,7 @@ def _fit(
     return results
 
 
-def _placement(resources: TrialResources) -> Any:
+def placement(resources: TrialResources) -> Any:
     """Return what a trial's process reserves, in the form in which Ray Tune takes it with the labels of its node."""
     if resources.node_labels is None or not resources.in_own_process:
         return resources.reserved

@@ -129,16 +129,23 @@ def draining_nodes() -> frozenset[str]:
     return frozenset(state.get_draining_nodes())
 
 
-def without_datasets_callback(callbacks: Sequence[Any]) -> list[Any]:
-    """Remove the callback that shards Ray datasets, whose process costs a second, from a trainer's default callbacks.
+def trainer_without_datasets() -> type[Any]:
+    """Return `TorchTrainer` without the callback that shards Ray datasets: no run has one, and its process costs a second.
 
-    Private: the callback's class, and `TorchTrainer._create_default_callbacks`, which calls this. `RunConfig(callbacks=…)` adds
-    callbacks and cannot remove this one; `TorchTrainer(datasets=None)` keeps it. Before Ray 2.54, the class has another name.
+    Private: the callback's class, and `TorchTrainer._create_default_callbacks`. `RunConfig(callbacks=…)` adds callbacks and
+    cannot remove this one; `TorchTrainer(datasets=None)` keeps it. Before Ray 2.54, the class has another name.
     """
+    from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks import datasets
 
     name = "DatasetsCallback" if hasattr(datasets, "DatasetsCallback") else "DatasetsSetupCallback"
-    return [callback for callback in callbacks if not isinstance(callback, getattr(datasets, name))]
+
+    class TrainerWithoutDatasets(TorchTrainer):  # type: ignore[misc]
+        def _create_default_callbacks(self) -> list[Any]:
+            callbacks = super()._create_default_callbacks()
+            return [callback for callback in callbacks if not isinstance(callback, getattr(datasets, name))]
+
+    return TrainerWithoutDatasets
 
 
 def torch_backend() -> type[Any]:

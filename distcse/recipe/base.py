@@ -115,21 +115,22 @@ class BaseRecipe(Section):
 
 R = TypeVar("R", bound=BaseRecipe)
 
-_RECIPE_CLASSES: list[type[BaseRecipe]] = []
+RECIPE_CLASSES: list[type[BaseRecipe]] = []
+"""Registered kinds of recipes, in order of registration."""
 
 
 def register_recipe(kind: type[R]) -> type[R]:
     """Register a kind of recipe; a class decorator. A document that has no kind's identifying key is of the first kind."""
-    _RECIPE_CLASSES.append(kind)
+    RECIPE_CLASSES.append(kind)
     return kind
 
 
 def recipe_classes() -> list[type[BaseRecipe]]:
     """Return the registered kinds of recipes."""
-    return list(_RECIPE_CLASSES)
+    return list(RECIPE_CLASSES)
 
 
 def recipe_class(document: Mapping[str, Any]) -> type[BaseRecipe]:
     """Return the kind of recipe that a document is."""
-    first, *others = _RECIPE_CLASSES
+    first, *others = RECIPE_CLASSES
     return next((kind for kind in others if kind.identifying_key in document), first)

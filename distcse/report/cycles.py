@@ -15,7 +15,7 @@ from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores
 
-_COMPARED_PAIRS = 1_000_000
+COMPARED_PAIRS = 1_000_000
 """Pairs whose scores are compared, at most; evenly spaced. The correlation's standard error is then at most 0.1."""
 
 
@@ -80,10 +80,10 @@ def read_cycles(run: Path, groups: Sequence[str], events: Sequence[Mapping[str, 
 
 
 def _ranks(scores: Scores) -> NDArray[np.float64]:
-    """Return centered ranks of unit length of at most `_COMPARED_PAIRS` of the scores; zeros if all are equal."""
+    """Return centered ranks of unit length of at most `COMPARED_PAIRS` of the scores; zeros if all are equal."""
     from scipy.stats import rankdata  # imported late, so that a run's first step does not wait 0.5 s for it
 
-    ranks = rankdata(scores[:: -(-len(scores) // _COMPARED_PAIRS)])
+    ranks = rankdata(scores[:: -(-len(scores) // COMPARED_PAIRS)])
     ranks -= ranks.mean()
     length = np.linalg.norm(ranks)
     return np.asarray(ranks / length if length else ranks)

@@ -32,7 +32,7 @@ from distcse.events import (
 from distcse.report.parameters import format_values
 
 _PLAIN_EVERY_SECONDS = 10.0
-_REMINDER_S, _REMINDER_INTERVAL_S = 30.0, 1.0
+REMINDER_S, REMINDER_INTERVAL_S = 30.0, 1.0
 _ACTIVITY_WIDTH = 80
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKED = 16
@@ -83,7 +83,7 @@ class PlainView:
         """Print what the run is doing if it has printed nothing for 30 seconds: slow is not hung. Any thread may call it."""
         with self._lock:
             silence_s = time.monotonic() - self._printed_at
-            if silence_s >= _REMINDER_S:
+            if silence_s >= REMINDER_S:
                 activity = textwrap.shorten(self._activity, _ACTIVITY_WIDTH, placeholder=" …")
                 load = f"load {os.getloadavg()[0]:.1f} on {host.cpus()} CPUs"
                 self._line(f"waiting   {silence_s:.0f} s since the last line, {activity} ({load})")
@@ -268,7 +268,7 @@ def _reminders(view: PlainView) -> Iterator[None]:
     ended = threading.Event()
 
     def watch() -> None:
-        while not ended.wait(_REMINDER_INTERVAL_S):
+        while not ended.wait(REMINDER_INTERVAL_S):
             view.remind()
 
     thread = threading.Thread(target=watch, name="reminders", daemon=True)

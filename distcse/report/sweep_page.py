@@ -56,7 +56,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
     return {
         "title": result.directory.name,
         "subtitle": _subtitle(result),
-        "tiles": _tiles(result, rows),
+        "tiles": summary_tiles(result, rows),
         "interrupted": result.interrupted,
         "best_trial": result.best_trial,
         "best_values": {path: format_value(result.best_trial.values[path]) for path in paths}
@@ -106,7 +106,8 @@ def _subtitle(result: SweepResult) -> str:
     return f"{len(result.trials)} trials ({counted}), {seconds:,.0f} s of training · distcse {__version__}"
 
 
-def _tiles(result: SweepResult, rows: list[SummaryRow]) -> list[dict[str, str]]:
+def summary_tiles(result: SweepResult, rows: list[SummaryRow]) -> list[dict[str, str]]:
+    """Return the figures at the top of a sweep's page: the best dev score, and the first test score of each model."""
     tiles = []
     if result.best_trial is not None and result.best_trial.best is not None:
         note = f"trial {result.best_trial.name}, step {result.best_trial.best.step:,}"

@@ -44,7 +44,8 @@ LEASE_TIMEOUT_S = 60.0
 _REMOTE_HEARTBEAT_S = 15.0
 """Seconds between two heartbeats in object storage, where each is a request."""
 LEASE_FILES = _FILE, _HEARTBEAT = "lease", "lease.heartbeat"
-_POLL_S = 1.0
+POLL_S = 1.0
+"""Seconds between two looks at another process's lease."""
 _REMOTE_POLL_S = 5.0
 _held_here: set[str] = set()
 """Tokens of this process's active leases. Other lease files that name this process were not released because writing failed."""
@@ -168,7 +169,7 @@ class Lease:
             if not is_reported:
                 reporter.emit(LogMessage(f"{owner.description} {waits_for}; waiting for its end"))
                 is_reported = True
-            _wait(_POLL_S, folder, reporter)
+            _wait(POLL_S, folder, reporter)
 
     def _beat(self, ended: threading.Event) -> None:
         beats = 0
@@ -236,7 +237,7 @@ def _has_expired(folder: ArtifactStore, owner: LeaseOwner, reporter: Reporter) -
         )
     until = time.monotonic() + remaining
     while time.monotonic() < until:
-        _wait(_REMOTE_POLL_S if folder.is_remote else _POLL_S, folder, reporter)
+        _wait(_REMOTE_POLL_S if folder.is_remote else POLL_S, folder, reporter)
         if _last_touch(folder) != last:
             return False
     return True

@@ -18,7 +18,7 @@ from distcse.storage import StoredFile
 
 _PARALLEL = 32
 """Reads in flight. Storage with a latency of 10 ms then returns about 3,000 rows a second to a process."""
-_READ_BYTES = 16 * 2**20
+READ_BYTES = 16 * 2**20
 """Most bytes of a read. The reads in flight then hold 0.5 GiB, also where all rows of large shards are wanted."""
 _ROW_TYPE = np.dtype(np.float16)
 
@@ -82,7 +82,7 @@ class RowReader:
 
     def _runs(self, numbers: NDArray[np.int64]) -> list[_Run]:
         """Join ascending distinct numbers to runs within a shard, each of at most 16 MiB."""
-        most = max(1, _READ_BYTES // self._row_bytes)
+        most = max(1, READ_BYTES // self._row_bytes)
         shards = numbers // self._shard_rows
         begins = np.flatnonzero((np.diff(numbers) > 1) | (np.diff(shards) > 0)) + 1
         bounds = [0, *begins.tolist(), len(numbers)]

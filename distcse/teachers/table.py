@@ -45,7 +45,7 @@ from distcse.teachers.row_reader import RowReader
 
 FORMAT = 1
 _FOLDER = "tables"
-_OPEN_SHARE = 8
+OPEN_SHARE = 8
 """A table opens at most one of this many files that the process may open, because each map of a shard is an open file."""
 _MOST_OPEN = 8192
 """Maps that a table opens where files are not limited; a process may have 65,530 maps on Linux."""
@@ -450,4 +450,4 @@ class EmbeddingTable:
 def _most_open() -> int:
     """Return how many of its shards a table maps at the same time."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(16, min(_MOST_OPEN, limit // _OPEN_SHARE))
+    return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(16, min(_MOST_OPEN, limit // OPEN_SHARE))

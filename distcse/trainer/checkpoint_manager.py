@@ -69,7 +69,7 @@ class CheckpointManager:
         self._pending: int | None = None
         self._blocked_s = 0.0
         self._in_background = is_gpu(engine.device)
-        self._writer = CheckpointWriter[list[Event]](self._in_background)
+        self.writer = CheckpointWriter[list[Event]](self._in_background)
         self._score_request = CheckpointWriter[None](self._in_background, "score-request", is_write=False)
         self._waiting: tuple[Snapshot, TrainerState] | None = None
         """Rank 0's checkpoint that waits for the writer: the best, or one whose score is pending."""
@@ -148,15 +148,15 @@ class CheckpointManager:
     def _write_or_keep(self, snapshot: Snapshot | None, state: TrainerState) -> None:
         """Start to write a checkpoint, or keep it until the one that is being written is complete."""
         assert snapshot is not None and self._waiting is None
-        if self._in_background and self._writer.is_busy():
+        if self._in_background and self.writer.is_busy():
             self._waiting = snapshot, state
         else:
             self._take_written()
-            self._writer.start(partial(self._write, snapshot, state))
+            self.writer.start(partial(self._write, snapshot, state))
 
     def _advance(self, patience_s: float = 0.0) -> None:
         """Report the last checkpoint if it is complete, and start to write the one that waits for it."""
-        if not self._writer.is_busy(patience_s):
+        if not self.writer.is_busy(patience_s):
             self._take_written()
             self._start_waiting()
         elif self._waiting is not None:
@@ -165,7 +165,7 @@ class CheckpointManager:
     def _is_writing(self) -> bool:
         """Start to write the checkpoint that waits, if it can be; return whether one is being written."""
         self._advance()
-        return self._writer.is_busy() or self._waiting is not None
+        return self.writer.is_busy() or self._waiting is not None
 
     def _make_room(self) -> None:
         """Start to write the checkpoint that waits: the best so far, while the next one's score is pending."""
@@ -176,7 +176,7 @@ class CheckpointManager:
     def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            self._writer.start(partial(self._write, *waiting))
+            self.writer.start(partial(self._write, *waiting))
 
     def _finish_writes(self) -> None:
         """Wait for the checkpoint that is being written, and then for the one that waits for it."""
@@ -308,7 +308,7 @@ class CheckpointManager:
 
     def _take_written(self) -> None:
         """Wait for the writer, and emit the events of its checkpoint, on this thread: listeners may end the run."""
-        events = self._writer.take() or []
+        events = self.writer.take() or []
         if self._unmarked_best is not None:
             self._checkpoints.mark_best(self._unmarked_best)
             self._unmarked_best = None

@@ -85,7 +85,7 @@ class SnapshotTaker:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = gpu_module(device).Stream(device) if is_gpu(device) else None
-        self._joins: bool | None = None
+        self.joins: bool | None = None
 
     def take(self, entries: Sequence[Entry], updates: Tensor) -> Snapshot:
         """Start the copies of tensors that the engine keeps.
@@ -95,14 +95,14 @@ class SnapshotTaker:
             updates: Scalar on the device, the number of optimizer updates.
         """
         has_moments = any(kind != WEIGHTS for kind, _, _ in entries)
-        if self._stream is not None and self._joins is None and has_moments:
+        if self._stream is not None and self.joins is None and has_moments:
             # Decided at the first snapshot after a step: the peak of the memory then includes a step, and no snapshot.
-            self._joins = self._has_room(sum(tensor.nbytes for _, _, tensor in entries))
-        if self._joins:
+            self.joins = self._has_room(sum(tensor.nbytes for _, _, tensor in entries))
+        if self.joins:
             try:
                 return self._take_joined(entries, updates)
             except torch.OutOfMemoryError:  # steps, or other processes, use more memory than at the first snapshot
-                self._joins = False
+                self.joins = False
         return self.take_each(entries, updates)
 
     def take_each(self, entries: Iterable[Entry], updates: Tensor) -> Snapshot:

@@ -203,7 +203,7 @@ def test_the_loss_of_a_necessary_actor_ends_the_run_with_one_line(
 
 def test_requests_of_lost_nodes_are_named(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "MAX_WAIT_S", 0.3)
-    monkeypatch.setattr(nodes, "_CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(nodes, "CHECK_INTERVAL_S", 0.1)
     warnings: list[str] = []
     fitting = [request("training.workers=2", 2, {"CPU": 2.0}), request("3 servers", 3, {})]
     watchdog = ResourceWatchdog(fitting, warnings.append)

@@ -274,7 +274,7 @@ def test_a_dev_score_that_is_not_finite_ends_the_run(recipe_with: MakeRecipe) ->
     task = DistillationTask(
         spec, BatchLoader(spec, 0, 1), [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
     )
-    vars(task)["_dev"] = DevMetric("broken", lambda encoder: float("nan"))
+    task.dev = DevMetric("broken", lambda encoder: float("nan"))
     with fails_with(DivergedError, "broken", "step 0"):
         train_task(task, spec.recipe.training, CheckpointStore(spec.run.path), Reporter())
     assert CheckpointStore(spec.run.path).latest() is None

@@ -57,7 +57,7 @@ def write_slowly() -> None:
 
     def save_slowly(store: CheckpointStore, state: ModelState, trainer_state: TrainerState, emit: Listener) -> Path:
         if trainer_state.step == 4:
-            time.sleep(1.5 * train_workers._FAILURE_WAIT_S)
+            time.sleep(1.5 * train_workers.FAILURE_WAIT_S)
         return save(store, state, trainer_state, emit)
 
     CheckpointStore.save = save_slowly  # type: ignore[method-assign,assignment]

@@ -101,7 +101,7 @@ def test_a_stop_in_the_final_evaluation_keeps_what_is_measured(recipe: Recipe, t
     reporter = Reporter(events.append, lambda: len(measured()) > 2)
     stopped = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
     names = ["recipe, seed 1", "recipe, seed 2", "best, seed 1", "best, seed 2"]
-    assert stopped.interrupted and len(stopped.final_results) == 4 and tune._status(stopped) == INTERRUPTED
+    assert stopped.interrupted and len(stopped.final_results) == 4 and tune.status_of(stopped) == INTERRUPTED
     assert stopped.evaluation is not None and [model.name for model in stopped.evaluation.models] == names[:2]
     pages = write_sweep_pages(stopped)
     assert {(row.suite, *sorted(row.spreads)) for row in rows_of(stopped)} >= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,66 @@ def test_the_check_of_renames_would_see_it(tmp_path: Path, line: str) -> None:
     assert storage_calls(tmp_path / "module.py", "module.py") == [f"module.py:1: {line}"]
     (tmp_path / "module.py").write_text("text.replace(a, b)\nreplace(trial, x=1)\nimport os\n")
     assert not storage_calls(tmp_path / "module.py", "module.py")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Return the private names that a module defines: of functions, classes, variables and attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return {name for name in names if name.startswith("_") and not name.endswith("_")}
+
+
+def borrowed_names(module: str, of_package: set[str]) -> list[str]:
+    """Return the private names of a package that a module imports, reads, sets or patches, with their lines."""
+    found: list[tuple[int, str]] = []
+    if of_package.isdisjoint(re.findall(r"\b_\w+", module)):  # most modules, which need no syntax tree
+        return []
+    tree = ast.parse(module)
+    of_package = of_package - private_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, alias.name) for alias in node.names if alias.name in of_package]
+        elif isinstance(node, ast.Attribute) and node.attr in of_package:
+            found.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("getattr", "setattr", "delattr")):
+            words = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            found += [(node.lineno, word) for word in words if word.rpartition(".")[2] in of_package]
+    return [f"{line}: {name}" for line, name in found]
+
+
+NAMES_OF_RAY = {"_create_default_callbacks"}
+"""Private names of Ray that distcse overrides; `test_ray_versions.py` tests that they exist."""
+
+
+def test_tests_use_public_names_and_no_benchmarks() -> None:
+    """Tests hold promises of modules, so that what is behind those can change."""
+    package = [ast.parse(file.read_text(encoding="utf-8")) for file in (ROOT / "distcse").rglob("*.py")]
+    names = set[str]().union(*map(private_names, package)) - NAMES_OF_RAY
+    assert len(names) > 500
+    for file in (ROOT / "tests").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert not borrowed_names(text, names), file
+        assert not re.search(r"^\s*(from|import) benchmarks", text, re.MULTILINE), file
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from distcse.pairs import _tasks",
+        "module._tasks()",
+        "module._tasks = 3",
+        "model.part._tasks.clear()",
+        'setattr(module, "_tasks", 3)',
+        'monkeypatch.setattr("distcse.pairs._tasks", 3)',
+    ],
+)
+def test_the_check_of_private_names_would_see_it(line: str) -> None:
+    assert len(borrowed_names(f"\n{line}\n", {"_tasks"})) == 1
+    assert not borrowed_names(f"_tasks = 1\n{line}\n", {"_tasks"})
+    assert not borrowed_names("module.tasks()\n", {"_tasks"})

@@ -62,8 +62,8 @@ def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Autoscaler:
     monkeypatch.setattr(backend, "cluster", scaler.joined)
     monkeypatch.setattr(autoscaling, "request_resources", scaler.request)
     monkeypatch.setattr(autoscaling, "alive", lambda: NODES)
-    monkeypatch.setattr(autoscaling, "_CHECK_INTERVAL_S", 0.001)
-    monkeypatch.setattr(autoscaling, "_RENEW_INTERVAL_S", 0.001)
+    monkeypatch.setattr(autoscaling, "CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(autoscaling, "RENEW_INTERVAL_S", 0.001)
     return scaler
 
 

@@ -155,7 +155,7 @@ def test_training_continues_while_a_checkpoint_is_written(gpu: Simulation, tmp_p
     position = next(
         number
         for number, event in enumerate(events)
-        if event == CheckpointSaved(3, str(store._store.path / "step-000003"))
+        if event == CheckpointSaved(3, str(tmp_path / "checkpoints" / "step-000003"))
     )
     assert events.index(report) < position
 
@@ -276,7 +276,7 @@ def test_a_snapshot_does_not_see_later_steps_and_waits_for_nothing(memory: int) 
             with gpu.memory_limit(memory if memory > 200 else gpu.peak_bytes + 8), gpu.counting():
                 snapshots.append(engine.snapshot())
         assert not gpu.waits
-        assert (engine._snapshots._joins is True) == (memory > 200)
+        assert (engine.snapshots.joins is True) == (memory > 200)
         for number, (snapshot, weights) in enumerate(zip(snapshots, states, strict=True)):
             assert snapshot is not None and snapshot.is_finite()
             state = snapshot.state()
@@ -512,7 +512,7 @@ def fail_in_a_group(folder: Path) -> str:
         try:
             with CheckpointManager(task, engine, store, lambda _: None, None, None) as manager:
                 manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
-                while rank() == 0 and manager._writer.is_busy():
+                while rank() == 0 and manager.writer.is_busy():
                     pass
                 manager.collect(TrainerState(1))
         except DistcseError as error:
@@ -579,18 +579,18 @@ def zero_without_memory(stage: int) -> tuple[str, int]:
     )
     engine.backward(task.compute_loss(None, engine.forward(torch.ones(4, 3)))[0])
     engine.step(0.1)
-    take_each, failed = engine._snapshots.take_each, "none"
+    take_each, failed = engine.snapshots.take_each, "none"
 
     def refuse(entries: Iterable[Entry], updates: Tensor) -> None:
         next(iter(entries))
         raise torch.OutOfMemoryError
 
-    engine._snapshots.take_each = refuse  # type: ignore[method-assign,assignment]
+    engine.snapshots.take_each = refuse  # type: ignore[method-assign,assignment]
     try:
         engine.snapshot()
     except torch.OutOfMemoryError as error:
         failed = type(error).__name__
-    engine._snapshots.take_each = take_each  # type: ignore[method-assign]
+    engine.snapshots.take_each = take_each  # type: ignore[method-assign]
     snapshot = engine.snapshot()
     return failed, 0 if snapshot is None else len(snapshot.state().moments)
 

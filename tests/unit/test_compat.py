@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 import subprocess
@@ -17,6 +18,8 @@ from torch import Tensor
 
 import distcse
 from distcse.compat import deepspeed as compat_deepspeed
+from distcse.compat.argparse import actions_of, subcommands_of
+from distcse.compat.datasets import split_fingerprint
 from distcse.compat.torch import (
     DispatchMode,
     assert_async,
@@ -41,7 +44,7 @@ from distcse.compat.transformers import (
 )
 
 PRIVATE = re.compile(
-    r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|modeling_modernbert|_encode_plus|torch\.ops\."
+    r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|modeling_modernbert|_encode_plus|torch\.ops\.|\._fingerprint|\._actions|_SubParsersAction|\._option_string_actions"
 )
 
 
@@ -54,11 +57,11 @@ def test_no_other_module_uses_private_names() -> None:
     assert len(files) > 100 and not found
 
 
-@pytest.mark.parametrize("library", ["torch", "transformers", "deepspeed"])
+@pytest.mark.parametrize("library", ["torch", "transformers", "deepspeed", "datasets", "argparse"])
 def test_a_module_imports_only_its_own_library(library: str) -> None:
     code = (
         f"import sys, distcse.compat.{library}\n"
-        "print(*[name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])"
+        "print(*[name for name in ('torch', 'transformers', 'deepspeed', 'datasets') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert shown == (["torch"] if library == "torch" else [])
@@ -218,3 +221,21 @@ def test_optimizer_state_is_created_for_all_partitions(stage: int) -> None:
     compat_deepspeed.create_optimizer_state(optimizer, stage, state_of)
     sizes = [state["exp_avg"].numel() for state in optimizer.optimizer.state.values()]
     assert (sizes, optimizer.lazily_created) == (([2, 3], 1) if stage < 3 else ([4], 0))
+
+
+def test_names_of_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    one, same, other = (datasets.Dataset.from_dict({"text": texts}) for texts in (["a"], ["a"], ["b"]))
+    assert split_fingerprint(one) == split_fingerprint(same) != split_fingerprint(other)
+    one.save_to_disk(str(tmp_path / "saved"))
+    first, second = (datasets.load_from_disk(str(tmp_path / "saved")) for _ in range(2))
+    assert split_fingerprint(first) == split_fingerprint(second)
+
+
+def test_names_of_argparse() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--first", choices={"a": 1})
+    commands = parser.add_subparsers()
+    found = [commands.add_parser("one"), commands.add_parser("two")]
+    assert [action.option_strings for action in actions_of(parser)] == [["-h", "--help"], ["--first"], []]
+    assert [subcommands_of(action) for action in actions_of(parser)] == [[], [], found]

@@ -207,7 +207,7 @@ def test_the_table_has_the_tokenizers_ids_and_is_written_once(
     def forbidden(*_: object) -> None:
         raise AssertionError("tokenized again")
 
-    monkeypatch.setattr(tokens_module, "_ids", forbidden)
+    monkeypatch.setattr(tokens_module, "encode_batch", forbidden)
     again = TokenTable.prepare(corpus, encoder.tokenizer, 8, tmp_path, prompt="say ")
     assert again.reused and again.directory == table.directory
     for other in ({"max_length": 9, "prompt": "say "}, {"max_length": 8, "prompt": ""}):

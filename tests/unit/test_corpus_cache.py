@@ -248,7 +248,7 @@ def test_without_a_network_the_error_names_the_keys_of_local_sources(
     def unreachable(name: str, section: CorpusSection) -> Any:
         raise ConnectionError(f"Couldn't reach {name} on the Hub")
 
-    monkeypatch.setattr(hub_module, "_open", unreachable)
+    monkeypatch.setattr(hub_module, "open_split", unreachable)
     with fails_with(CorpusNotFoundError, "'somebody/something'", "ConnectionError", "corpus.dataset=FOLDER"):
         prepare(tmp_path, dataset="somebody/something")
 

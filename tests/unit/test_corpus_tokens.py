@@ -87,13 +87,13 @@ def test_each_setting_has_its_table_and_a_second_start_tokenizes_nothing(
     tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    tokenize = tokens_module._ids
+    tokenize = tokens_module.encode_batch
 
     def counted(backend: Any, texts: list[str]) -> list[list[int]]:
         calls.append(len(texts))
         return tokenize(backend, texts)
 
-    monkeypatch.setattr(tokens_module, "_ids", counted)
+    monkeypatch.setattr(tokens_module, "encode_batch", counted)
     settings: list[dict[str, Any]] = [{"max_length": 8}, {"max_length": 9}, {"max_length": 8, "prompt": "x "}]
     tables = [TokenTable.prepare(corpus, minilm_tokenizer, cache=tmp_path, **overrides) for overrides in settings]
     monkeypatch.setattr(minilm_tokenizer, "truncation_side", "left")

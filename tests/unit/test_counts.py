@@ -116,8 +116,8 @@ def test_a_corpus_is_tokenized_once(
     file.write_text("\n".join(sentences) + "\n", encoding="utf-8")
     corpus = Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
     tokenizer = Encoder.load(tiny("bert"), pooling="cls").tokenizer
-    counting_ids, calls = counted_calls(distcse.data.token_table._ids)
-    monkeypatch.setattr(distcse.data.token_table, "_ids", counting_ids)
+    counting_ids, calls = counted_calls(distcse.data.token_table.encode_batch)
+    monkeypatch.setattr(distcse.data.token_table, "encode_batch", counting_ids)
     assert not TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
     assert len(calls) == 1  # chunks of 8,192 rows
     assert TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
@@ -173,6 +173,6 @@ def test_each_sentence_is_ranked_once_for_all_pairs(monkeypatch: pytest.MonkeyPa
         return compute_ranks(self, rows, out)
 
     monkeypatch.setattr(RankSpace, "ranks", ranks)
-    monkeypatch.setattr("distcse.rank_space.pairs._BYTES", 8 * len(vectors) * 2)
+    monkeypatch.setattr("distcse.rank_space.pairs.BLOCK_BYTES", 8 * len(vectors) * 2)
     pair_similarities(space, vectors, np.array([0, 0, 1, 2, 0]), np.array([1, 2, 2, 5, 5]))
     assert ranked == [2, 2, 2]

@@ -103,7 +103,7 @@ def test_the_sentences_vector_stands_in_slot_0(tiny: Callable[..., Path], tmp_pa
     vectors = torch.randn(2, encoder.dimension)
     from distcse.models.detection import Edited
 
-    found = detector._conditioned(Edited(ids["input_ids"], ids["attention_mask"], ids["input_ids"]), vectors)
+    found = detector.hidden_states(Edited(ids["input_ids"], ids["attention_mask"], ids["input_ids"]), vectors)
     # By hand: the embeddings, slot 0 replaced, through the encoder's layers.
     embedded = reference.embeddings(input_ids=ids["input_ids"]).clone()
     embedded[:, 0] = vectors
@@ -136,7 +136,7 @@ def test_the_generators_head_sees_wanted_positions_alone_and_finds_the_same_word
     generator = AutoModelForMaskedLM.from_pretrained(folder)
     words = Vocabulary(size, encoder.tokenizer.cls_token_id, 0, encoder.tokenizer.mask_token_id, ())
     detector = EditDetector(encoder.backbone, generator, words, DetectionSection(generator=str(folder))).train()
-    monkeypatch.setattr("distcse.models.detection.detector._LOGITS", 3 * 4 * size)
+    monkeypatch.setattr("distcse.models.detection.detector.LOGITS_BYTES", 3 * 4 * size)
     at_a_time: list[int] = []
     generator.register_forward_hook(lambda _, given, found: at_a_time.append(found.logits.shape[1]))
     ids = encoder.tokenizer(["A man is playing a guitar.", "The cat sees nothing."], padding=True, return_tensors="pt")
@@ -144,7 +144,7 @@ def test_the_generators_head_sees_wanted_positions_alone_and_finds_the_same_word
     wanted = (torch.rand(tokens[0].shape, generator=torch.Generator().manual_seed(0)) < 0.6) & tokens[1].bool()
     torch.manual_seed(0)
     with torch.no_grad():
-        found = detector._fill(*tokens, wanted)
+        found = detector.fill(*tokens, wanted)
     model = AutoModelForMaskedLM.from_pretrained(folder).train()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_sampling_is_a_function_of_seed_step_and_stream(tiny: Callable[..., Path
 
     def edited(step: int, stream: int) -> Tensor:
         with dropout_rng(dropout_seed(42, step, stream), tokens.ids.device):
-            return detector._edited(tokens).ids
+            return detector.edit(tokens).ids
 
     assert torch.equal(edited(3, 0), edited(3, 0))
     assert not torch.equal(edited(3, 0), edited(4, 0)) and not torch.equal(edited(3, 0), edited(3, 1))

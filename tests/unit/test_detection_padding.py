@@ -34,9 +34,9 @@ def mask_all(ids: Tensor, chosen: Tensor, words: Vocabulary) -> Tensor:
 
 
 @pytest.fixture
-def _fixed_edits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "_choose", choose_by_id)
-    monkeypatch.setattr(edits, "_masked", mask_all)
+def fixed_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edits, "choose_positions", choose_by_id)
+    monkeypatch.setattr(edits, "mask_chosen", mask_all)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def assert_equal(found: tuple[float, dict[str, Tensor], set[int]], expected: Any
     assert differences.norm() <= 1e-5 * torch.cat([each.flatten() for each in expected[1].values()]).norm()
 
 
-@pytest.mark.usefixtures("_fixed_edits")
+@pytest.mark.usefixtures("fixed_edits")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_streams_and_chunks_have_the_loss_of_one_pass(operation: str, recipe_of: MakeRecipe) -> None:
     override = f"objective.detection.operation={operation}"
@@ -101,7 +101,7 @@ def test_streams_and_chunks_have_the_loss_of_one_pass(operation: str, recipe_of:
         assert_equal(found, expected)
 
 
-@pytest.mark.usefixtures("_fixed_edits")
+@pytest.mark.usefixtures("fixed_edits")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("part", ["", "training.dropout_rng_streams=4", "training.grad_cache_chunk=8"])
 def test_a_gpu_has_the_loss_of_a_cpu(part: str, operation: str, recipe_of: MakeRecipe) -> None:
@@ -116,21 +116,21 @@ def test_a_gpu_has_the_loss_of_a_cpu(part: str, operation: str, recipe_of: MakeR
 
 
 def test_without_the_batchs_length_the_loss_differs(
-    recipe_of: MakeRecipe, _fixed_edits: None, monkeypatch: pytest.MonkeyPatch
+    recipe_of: MakeRecipe, fixed_edits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tests here hold is visible at this batch."""
     expected = first_step(make_spec(recipe_of("one"))[0])
-    monkeypatch.setattr(StudentModel, "_edited_length", lambda model, streams: None)
+    monkeypatch.setattr(StudentModel, "edited_length", lambda model, streams: None)
     streams = make_spec(recipe_of("four", "training.dropout_rng_streams=4"))[0]
     assert abs(first_step(streams)[0] - expected[0]) > 1e-3
 
 
 def _in_worker(specs: list[Any]) -> list[tuple[float, dict[str, Tensor], set[int]]]:
-    edits._choose, edits._masked = choose_by_id, mask_all
+    edits.choose_positions, edits.mask_chosen = choose_by_id, mask_all
     return [first_step(spec, dist.get_rank(), 2) for spec in specs]
 
 
-@pytest.mark.usefixtures("_fixed_edits")
+@pytest.mark.usefixtures("fixed_edits")
 def test_two_workers_have_the_loss_of_one(recipe_of: MakeRecipe) -> None:
     specs = [make_spec(recipe_of(name, f"objective.detection.operation={name}"))[0] for name in OPERATIONS]
     one, other = run_workers(_in_worker, 2, specs)

@@ -185,13 +185,13 @@ def test_a_failed_recording_continues_with_eager_steps(
     """A loss that reads a number on the host cannot be recorded."""
     from distcse.losses import objective
 
-    shares = objective._cosine_shares
+    shares = objective.cosine_shares
 
     def read_a_number(views: Any) -> dict[str, Tensor]:
         assert views.z1.sum().item() == views.z1.sum().item()
         return shares(views)
 
-    monkeypatch.setattr(objective, "_cosine_shares", read_a_number)
+    monkeypatch.setattr(objective, "cosine_shares", read_a_number)
     runs, texts = [], []
     for mode in ("auto", "off"):
         spec, tables = make_spec(recipe_with("training.max_steps=5", exact_rates, f"training.cuda_graphs={mode}"))
@@ -239,11 +239,11 @@ def summed_in_buckets(bucket_bytes: int) -> list[list[Tensor | None]]:
             if buckets is None:
                 all_reduce_gradients(parameters)
             else:
-                started = len(buckets._sent)
+                started = len(buckets.sent)
                 buckets.finish()
         assert unused.weight.grad is None
         # The unused parameters are last, and only their bucket waits for the end of the backward pass.
-        assert buckets is None or started == sum(any(p.grad is None for p in b) is False for b in buckets._buckets)
+        assert buckets is None or started == sum(any(p.grad is None for p in b) is False for b in buckets.buckets)
         results.append([parameter.grad for parameter in model.parameters()])
     return results
 

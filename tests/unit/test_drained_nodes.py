@@ -29,14 +29,14 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     monkeypatch.setattr(ray, "nodes", listed)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
     monkeypatch.setattr(nodes, "draining_nodes", lambda: frozenset({"drained"}))
-    monkeypatch.setattr(nodes, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(nodes, "CHECK_INTERVAL_S", 0.0)
     return states
 
 
 def test_a_drained_node_lives_and_gets_no_work() -> None:
     assert [node.id for node in nodes.live_nodes()] == ["own", "drained", "other"]
     assert [(node.id, node.address) for node in nodes.alive()] == [("own", "own.local"), ("other", "other.local")]
-    assert shared_storage._other_nodes([None]) == {"other": "other.local"}
+    assert shared_storage.other_nodes([None]) == {"other": "other.local"}
 
 
 def test_a_drained_node_is_lost_when_it_is_gone(states: dict[str, bool]) -> None:

@@ -63,7 +63,7 @@ def test_resampling_in_blocks_changes_no_score(monkeypatch: pytest.MonkeyPatch) 
         return [each.resampled for each in (SpearmanOf(GOOD, GOLD, "x"), AucOf(GOOD, labels, "x"), MeanOf(GOOD, "x"))]
 
     in_one_block = scores()
-    monkeypatch.setattr(estimates, "_WEIGHTS_PER_BLOCK", 7 * 60 + 1)
+    monkeypatch.setattr(estimates, "WEIGHTS_PER_BLOCK", 7 * 60 + 1)
     resample("x", 60, lambda block: (block_sizes.append(len(block)), np.zeros(len(block)))[1])
     assert set(block_sizes) == {7, 1000 % 7} and sum(block_sizes) == 1000
     for expected, found in zip(in_one_block, scores(), strict=True):

@@ -158,8 +158,8 @@ class BlendRecipe(SoupRecipe):
 @pytest.fixture(autouse=True)
 def soup(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the kind of run, for one test. A package would use both functions as decorators."""
-    monkeypatch.setattr(base, "_RECIPE_CLASSES", [*base._RECIPE_CLASSES])
-    monkeypatch.setattr(experiment, "_EXPERIMENTS", {**experiment._EXPERIMENTS})
+    monkeypatch.setattr(base, "RECIPE_CLASSES", [*base.RECIPE_CLASSES])
+    monkeypatch.setattr(experiment, "EXPERIMENTS", {**experiment.EXPERIMENTS})
     register_recipe(SoupRecipe)
     register_experiment(SoupRecipe)(Soup)
 

@@ -87,7 +87,7 @@ def test_chunks_of_a_long_call_are_tokenized_ahead_and_waited_for_once_each(
     expected = encoder.encode(texts)
     encoder.to("gpu").train()
     order: list[str] = []
-    token_ids, finish = encoder.token_ids, frozen_pass._Queued.finish
+    token_ids, finish = encoder.token_ids, frozen_pass.QueuedChunk.finish
 
     def tokenize(part: list[str], prompt: str | None) -> list[list[int]]:
         order.append("tokenize")
@@ -98,7 +98,7 @@ def test_chunks_of_a_long_call_are_tokenized_ahead_and_waited_for_once_each(
         return finish(queued)
 
     monkeypatch.setattr(encoder, "token_ids", tokenize)
-    monkeypatch.setattr(frozen_pass._Queued, "finish", wait)
+    monkeypatch.setattr(frozen_pass.QueuedChunk, "finish", wait)
     vectors, waits = waits_of(gpu, lambda: encoder.encode(texts))
     np.testing.assert_allclose(vectors, expected, atol=2e-6)
     assert np.array_equal(vectors[250:], vectors[:30])
@@ -199,7 +199,7 @@ def test_out_of_memory_halves_the_passes_for_good(
         vectors, waits = waits_of(gpu, lambda: encoder.encode(sentences[:90]))
     np.testing.assert_allclose(vectors, expected, atol=2e-6)
     assert waits == 1 and len(caplog.records) == 1
-    lowered = encoder._token_budget.tokens(None, torch.device("gpu"))
+    lowered = encoder.token_budget.tokens(None, torch.device("gpu"))
     assert 100 <= lowered <= 128 and f"at most {lowered} " in caplog.text and "out of memory" in caplog.text
     caplog.clear()
     with passes_of(encoder) as again:
@@ -243,7 +243,7 @@ def test_ranking_waits_once_per_call(rank_method: str, monkeypatch: pytest.Monke
         for found, same, similar in zip(lists, expected, (vectors[:12], vectors[12:]), strict=True):
             assert np.array_equal(found, same)
             np.testing.assert_allclose(found, host.similarities(similar, slice(2, 6)), atol=2e-6)
-        monkeypatch.setattr("distcse.rank_space.device._BYTES", 8 * 2**16 * 5)  # blocks of five rows
+        monkeypatch.setattr("distcse.rank_space.device.BLOCK_BYTES", 8 * 2**16 * 5)  # blocks of five rows
         ranks, waits = waits_of(gpu, lambda: space.ranks(vectors))
         assert np.array_equal(ranks, on_cpu.ranks(vectors)) and waits <= 5
         pairs = np.arange(12), np.arange(12, 24)

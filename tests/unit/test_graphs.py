@@ -167,10 +167,10 @@ def test_a_graphs_tensors_keep_their_addresses(recipe_with: MakeRecipe, recorder
 
         def step(lr: Any) -> None:
             update(lr)
-            tensors = [*engine._model.state_dict().values(), engine._optimizer.updates]
-            tensors += [moment for kinds in engine._optimizer.moments.values() for moment in kinds.values()]
+            tensors = [*engine.model.state_dict().values(), engine.optimizer.updates]
+            tensors += [moment for kinds in engine.optimizer.moments.values() for moment in kinds.values()]
             addresses.append({tensor.data_ptr() for tensor in tensors})
-            assert all(parameter.grad is None for parameter in engine._parameters.values())
+            assert all(parameter.grad is None for parameter in engine.parameters.values())
 
         engine.step = step
         return engine

@@ -112,7 +112,7 @@ def test_an_owner_on_another_machine_is_lost_without_heartbeats(
     """Its process id can be unused on this machine."""
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(leases, "LEASE_TIMEOUT_S", 0.8)
-    monkeypatch.setattr(leases, "_POLL_S", 0.1)
+    monkeypatch.setattr(leases, "POLL_S", 0.1)
     events: list[Event] = []
     with Lease.held(tmp_path, Reporter()):
         change_owner(tmp_path, kernel=kernel, host="far", pid=2**22 + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.storage.stored_files import LocalFile
 from distcse.teachers import row_reader
 from distcse.teachers.local_budget import apply_local_budget
-from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.table import OPEN_SHARE, EmbeddingTable, TableIdentity
 from distcse.teachers.targets import TargetReader, Targets
 from tests.failures import fails_with
 from tests.jobs import make_spec
@@ -94,7 +95,7 @@ def test_a_read_that_returns_less_than_it_was_asked_for_goes_on(
 
 
 def test_a_read_of_many_adjacent_rows_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_reader, "_READ_BYTES", 4 * 12 + 11)
+    monkeypatch.setattr(row_reader, "READ_BYTES", 4 * 12 + 11)
     table = make_table(tmp_path)
     placed = in_place(table)
     assert placed.dimension == 6
@@ -127,11 +128,12 @@ def test_a_missing_and_a_short_shard_are_errors(tmp_path: Path) -> None:
 
 
 def test_shards_that_are_open_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (16 * OPEN_SHARE, -1))
     table = in_place(make_table(tmp_path, rows=200))
-    table._most_open = 3
     expected = make_table(tmp_path, rows=200).vectors(np.arange(200))
     assert np.array_equal(table.vectors(np.arange(200)), expected)
-    assert len(table._row_reader._opened) == 3
+    opened = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    assert sum(str(table.directory) in file for file in opened) == 16
 
 
 @pytest.mark.parametrize(("budget", "copied"), [(None, [0, 1, 2]), (1000, [0, 2]), (300, [0]), (299, []), (0, [])])
@@ -181,9 +183,11 @@ def test_targets_are_read_ahead_of_the_step(tmp_path: Path) -> None:
 def test_a_closed_reader_of_targets_reads_no_further_step(tmp_path: Path) -> None:
     """The first step is read, the second is being read when the reader is closed, and the others are not begun."""
     began, released, read = threading.Event(), threading.Event(), list[int]()
+    threads: set[threading.Thread] = set()
 
     class Waiting(Targets):
         def vectors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+            threads.add(threading.current_thread())
             read.append(int(rows[0]))
             if read == [0, 1]:
                 began.set()
@@ -195,7 +199,8 @@ def test_a_closed_reader_of_targets_reads_no_further_step(tmp_path: Path) -> Non
     began.wait(timeout=120)
     reader.close()
     released.set()
-    reader._thread.shutdown(wait=True)
+    (thread,) = threads
+    thread.join()
     assert read == [0, 1]
 
 

@@ -39,7 +39,7 @@ def test_slow_and_unsupported_kernels_are_not_used(
     tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Intel CPUs, oneDNN may be slower than MKL in fp32; without AVX-512, its bf16 operator raises."""
-    monkeypatch.setattr("distcse.models.fast.mkldnn_linear._fp32_speedup", lambda: 0.8)
+    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.fp32_speedup", lambda: 0.8)
     monkeypatch.setattr("distcse.models.fast.mkldnn_linear.onednn_supports", lambda precision: False)
     plain = Encoder.load(tiny(), pooling="mean").eval()
     for precision in ("fp32", "bf16"):

@@ -44,17 +44,17 @@ def context(recipe: MutualRecipe) -> GroupContext:
 def test_a_run_stopped_while_it_scores_resumes_with_the_missing_shards(
     recipe: MutualRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(scoring._PAIRS_PER_SHARD, "cpu", 20)
-    monkeypatch.setattr(scoring, "_REPORT_S", 0.0)
+    monkeypatch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 20)
+    monkeypatch.setattr(scoring, "REPORT_S", 0.0)
     uninterrupted = labels_of(run_mutual(recipe, Reporter()).directory.path)
     scored: list[tuple[str, int]] = []
-    score = PairScorer._score
+    score = PairScorer.score_shard
 
     def note(self: PairScorer, model: Any, phase: Phase, first: list[str], *rest: Any) -> Any:
         scored.append((phase.name, len(first)))
         return score(self, model, phase, first, *rest)
 
-    monkeypatch.setattr(PairScorer, "_score", note)
+    monkeypatch.setattr(PairScorer, "score_shard", note)
     emitted: list[Event] = []
 
     def stop_requested() -> bool:
@@ -78,7 +78,7 @@ def test_a_run_stopped_while_it_scores_resumes_with_the_missing_shards(
 
 def test_parts_and_shards_score_all_pairs_in_order(context: GroupContext, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = PairScorer(context).score(Phase(0))
-    monkeypatch.setitem(scoring._PAIRS_PER_SHARD, "cpu", 7)
+    monkeypatch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 7)
     reports: list[tuple[int, int]] = []
     parts = [PairScorer(context).score(Phase(0), part, 3, lambda *report: reports.append(report)) for part in range(3)]
     np.testing.assert_allclose(np.concatenate(parts), expected, atol=1e-6)

@@ -99,7 +99,7 @@ def test_any_number_of_workers_has_the_gradient_of_one(
 def test_any_number_of_scorers_computes_the_same_scores(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(scoring._PAIRS_PER_SHARD, "cpu", 11)
+    monkeypatch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 11)
     recipe = recipe_with("groups.0.max_workers=4")
     directory = RunDirectory.create(recipe)
     load_pairs(recipe, directory.path, LocalBackend(), Reporter())

@@ -44,7 +44,7 @@ def drawn_pairs(sentences: list[str], number: int) -> list[tuple[str, str]]:
 def test_stored_pairs_are_the_different_pairs_of_the_stream_in_its_order(
     tmp_path: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("distcse.data.pairs._CHUNK", chunk)
+    monkeypatch.setattr("distcse.data.pairs.CHUNK", chunk)
     stream = drawn_pairs(sentences, 700)
     expected = list(dict.fromkeys(stream))
     assert 400 < len(expected) < 700
@@ -166,7 +166,7 @@ def test_labels_combined_in_parts_are_bit_equal(
     scores = [draw.uniform(-0.2, 1, 1001).astype(np.float32) for _ in range(groups)]
     weights = draw.uniform(0.5, 2, groups).tolist()
     whole = labels.combine(scores, weights, section, cosines=True)
-    monkeypatch.setattr(labels, "_PAIRS_PER_PART", 10)
+    monkeypatch.setattr(labels, "PAIRS_PER_PART", 10)
     np.testing.assert_array_equal(labels.combine(scores, weights, section, cosines=True), whole)
     assert whole.dtype == np.float32
 
@@ -196,7 +196,7 @@ def test_cosines_computed_in_blocks_are_bit_equal(monkeypatch: pytest.MonkeyPatc
         return VectorModel(lambda wanted: vectors[[int(text) for text in wanted]])
 
     whole = model().similarities(first, second)
-    monkeypatch.setattr(models, "_PAIRS_PER_BLOCK", 7)
+    monkeypatch.setattr(models, "PAIRS_PER_BLOCK", 7)
     np.testing.assert_array_equal(model().similarities(first, second), whole)
 
 
@@ -210,7 +210,7 @@ def test_agreement_in_the_report_is_the_spearman_correlation(tmp_path: Path, mon
     for one, other in combinations(("a", "b", "c"), 2):
         assert found[f"{one} – {other}"] == pytest.approx(100 * spearmanr(scores[one], scores[other]).statistic)
     assert found["a – constant"] == 0
-    monkeypatch.setattr(cycles, "_COMPARED_PAIRS", 100)
+    monkeypatch.setattr(cycles, "COMPARED_PAIRS", 100)
     sampled = cycles.read_cycles(tmp_path, list(scores), []).agreement["start"]
     assert sampled["a – b"] == pytest.approx(100 * spearmanr(scores["a"][::5], scores["b"][::5]).statistic)
 
@@ -220,18 +220,18 @@ def test_agreement_in_the_report_is_the_spearman_correlation(tmp_path: Path, mon
 
 def test_unique_pairs_equal_those_of_numpy() -> None:
     drawn = np.random.default_rng(0).integers(0, 30, size=(2000, 2))
-    np.testing.assert_array_equal(mining._unique_pairs(drawn), np.unique(np.sort(drawn, axis=1), axis=0))
-    assert mining._unique_pairs(drawn[:0]).shape == (0, 2)
+    np.testing.assert_array_equal(mining.unique_pairs(drawn), np.unique(np.sort(drawn, axis=1), axis=0))
+    assert mining.unique_pairs(drawn[:0]).shape == (0, 2)
 
 
 @pytest.mark.parametrize("count", [10, 300, 10_000])
 def test_pairs_are_drawn_from_pools_as_with_a_dictionary(count: int) -> None:
     draw = np.random.default_rng(1)
-    pools = [(share, mining._unique_pairs(draw.integers(0, 40, size=(size, 2)))) for share, size in POOLS]
-    found = mining._draw(pools, count, np.random.default_rng(2))
+    pools = [(share, mining.unique_pairs(draw.integers(0, 40, size=(size, 2)))) for share, size in POOLS]
+    found = mining.draw_pairs(pools, count, np.random.default_rng(2))
     expected = draw_with_a_dictionary(pools, count, np.random.default_rng(2))
     assert list(map(tuple, found.tolist())) == expected
-    assert mining._draw([], count, draw).shape == (0, 2)
+    assert mining.draw_pairs([], count, draw).shape == (0, 2)
 
 
 POOLS = [(0.5, 200), (0.0, 50), (0.3, 100), (0.2, 1)]
@@ -240,7 +240,7 @@ POOLS = [(0.5, 200), (0.0, 50), (0.3, 100), (0.2, 1)]
 def draw_with_a_dictionary(
     pools: list[tuple[float, np.ndarray]], count: int, generator: np.random.Generator
 ) -> list[tuple[int, int]]:
-    """The definition of `_draw`, pair by pair."""
+    """The definition of `draw_pairs`, pair by pair."""
     shuffled = [pool[generator.permutation(len(pool))].tolist() for _, pool in pools]
     used, drawn = [0] * len(pools), dict[tuple[int, int], None]()
     while len(drawn) < count and any(used[n] < len(pool) and pools[n][0] for n, pool in enumerate(shuffled)):

@@ -18,7 +18,7 @@ from distcse.placement.resources import (
 )
 from distcse.ray_backend.network import interface_of
 from distcse.ray_backend.nodes import ResourceWatchdog
-from distcse.ray_backend.teacher_servers import _placement_options
+from distcse.ray_backend.teacher_servers import placement_options
 from distcse.recipe import load_recipe
 from tests.failures import fails_with
 
@@ -135,10 +135,10 @@ def test_a_server_that_spills_to_another_node_keeps_its_labels(monkeypatch: pyte
     labels, other, one, two = {"role": "teachers"}, {"role": "students"}, "1" * 56, "2" * 56
     nodes = [{"NodeID": one, "Labels": labels}, {"NodeID": two, "Labels": other}]
     monkeypatch.setattr("ray.nodes", lambda: nodes)
-    own = _placement_options(one, labels, needs_resources=True)
+    own = placement_options(one, labels, needs_resources=True)
     assert own["label_selector"] == labels and own["scheduling_strategy"].node_id == one
-    assert _placement_options(two, labels, needs_resources=True) == {"label_selector": labels}
-    free = _placement_options(two, None, needs_resources=True)
+    assert placement_options(two, labels, needs_resources=True) == {"label_selector": labels}
+    free = placement_options(two, None, needs_resources=True)
     assert free["label_selector"] is None and free["scheduling_strategy"].node_id == two
 
 
@@ -146,7 +146,7 @@ def test_a_lost_node_warns_once_of_what_the_start_order_may_leave_waiting(monkey
     """The remaining nodes suffice, but the restarted worker may take the GPU that the labelled server needs."""
     left, warnings = [node(8, 1, role="teachers"), node(8, 1)], list[str]()
     monkeypatch.setattr("distcse.ray_backend.nodes.live_nodes", lambda: left)
-    monkeypatch.setattr("distcse.ray_backend.nodes._CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("distcse.ray_backend.nodes.CHECK_INTERVAL_S", 0.0)
     requests = [workers(1, 1, 1), workers(1, 1, 1, {"role": "teachers"})]
     for before, expected in ((left, 0), ([*left, Node("gone", {"CPU": 8.0, "GPU": 1.0}, {})], 1)):
         watchdog = ResourceWatchdog(requests, warnings.append, before)

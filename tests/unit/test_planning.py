@@ -28,8 +28,8 @@ from distcse.models.loading import model_class
 from distcse.plan import main
 from distcse.planning.calibration import (
     PassKind,
-    _calibration_file,
     calibrate,
+    calibration_file,
     describe_machine,
     fit_factors,
     this_machine,
@@ -782,7 +782,7 @@ def test_other_widths_take_the_nearest_measured_factors() -> None:
 @pytest.mark.slow
 def test_a_calibration_is_measured_and_cached(tiny: Callable[..., Path], tmp_path: Path) -> None:
     shape = read_shape(EncoderSection(backbone=str(tiny("bert"))))
-    earlier = _calibration_file(tmp_path, describe_machine(1))
+    earlier = calibration_file(tmp_path, describe_machine(1))
     earlier.parent.mkdir()
     stored = {"train/bf16/plain/999": {"first": 1.0, "further": 1.0, "host": 1e-3}}
     earlier.write_text(json.dumps({"format": 3, "factors": stored}))

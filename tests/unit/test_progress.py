@@ -123,8 +123,8 @@ def test_a_log_without_news_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_log_gets_reminders_while_its_view_is_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("distcse.report.progress._REMINDER_S", 0.0)
-    monkeypatch.setattr("distcse.report.progress._REMINDER_INTERVAL_S", 0.01)
+    monkeypatch.setattr("distcse.report.progress.REMINDER_S", 0.0)
+    monkeypatch.setattr("distcse.report.progress.REMINDER_INTERVAL_S", 0.01)
     reminded = threading.Event()
     remind = PlainView.remind
     monkeypatch.setattr(PlainView, "remind", lambda view: (remind(view), reminded.set()))

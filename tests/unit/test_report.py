@@ -28,7 +28,7 @@ from distcse.report.grids import MEASURES, grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
-from distcse.report.sweep_page import _tiles
+from distcse.report.sweep_page import summary_tiles
 from distcse.report.terminal import print_evaluation, print_remarks
 from distcse.tuning.summary import SummaryRow
 from tests.backends import run
@@ -311,5 +311,5 @@ def _contrast(one: str, other: str) -> float:
 def test_a_sweep_of_one_seed_has_no_deviation() -> None:
     row = SummaryRow("sts", "average", "all", {"best": compute_spread([71.5]), "recipe": compute_spread([70.0, 71.0])})
     result: Any = SimpleNamespace(best_trial=None)
-    notes = {tile["name"]: tile["note"] for tile in _tiles(result, [row])}
+    notes = {tile["name"]: tile["note"] for tile in summary_tiles(result, [row])}
     assert notes == {"best": "STS average, one seed", "recipe": "STS average, ± 0.71 over 2 seeds"}

@@ -202,7 +202,7 @@ def test_a_table_keeps_a_bounded_number_of_shards_open(
 ) -> None:
     table = Pass(with_values(recipe, {"teachers.shard_rows": 5}), sentences[:100]).tables[0]
     expected = table.stored_vectors(np.arange(100))
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (16 * table_module._OPEN_SHARE, -1))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (16 * table_module.OPEN_SHARE, -1))
     table = EmbeddingTable(table.directory, table.identity)
     np.testing.assert_array_equal(table.stored_vectors(np.arange(100)), expected)
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "shard-" in line}

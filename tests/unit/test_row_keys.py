@@ -18,7 +18,7 @@ from distcse.recipe import CorpusSection
 @pytest.fixture(params=[2**20, 64], ids=["one range", "many ranges"])
 def ranges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sort keys in one range, and in several as for millions of rows."""
-    monkeypatch.setattr(row_keys, "_RANGE_ROWS", request.param)
+    monkeypatch.setattr(row_keys, "RANGE_ROWS", request.param)
 
 
 def keys_of(texts: list[str], name: str, cache: Path) -> RowKeys:
@@ -39,7 +39,7 @@ def test_sentences_are_found_in_another_corpus(tmp_path: Path) -> None:
         found[rows] = other_rows
     assert found.tolist() == [expected.get(text, -1) for text in new]
     common = sum(text in expected for text in new)
-    assert keys.count_common(others) == common or row_keys._RANGE_ROWS == 64
+    assert keys.count_common(others) == common or row_keys.RANGE_ROWS == 64
     assert keys.count_common(others) == pytest.approx(common, rel=0.5)
     assert keys_of(new, "none in common", tmp_path).count_common(keys_of(["x", "y"], "short", tmp_path)) == 0
 
@@ -58,7 +58,7 @@ def test_distinct_sentences_are_numbered_by_their_first_rows(tmp_path: Path) -> 
 
 def test_memory_does_not_grow_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are memory-mapped, and arrays as long as a range."""
-    monkeypatch.setattr(row_keys, "_RANGE_ROWS", 4096)
+    monkeypatch.setattr(row_keys, "RANGE_ROWS", 4096)
     peaks = []
     for count in (20_000, 80_000):
         tracemalloc.start()

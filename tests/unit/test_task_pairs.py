@@ -13,7 +13,7 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError, Evaluatio
 from distcse.evaluation import EvalConfig, collect, read_table
 from distcse.evaluation.task_pairs import PAIR_TASKS, write_task_pairs
 from distcse.experiments.mutual.pairs import read_pairs
-from distcse.pairs import _TASKS, main
+from distcse.pairs import TASKS, main
 from distcse.recipe import MutualRecipe, read_recipe
 from tests.failures import fails_with
 
@@ -144,4 +144,4 @@ def test_wrong_sources_are_named(tmp_path: Path, qnli: list[Path]) -> None:
 
 
 def test_the_command_knows_all_tasks() -> None:
-    assert _TASKS == PAIR_TASKS
+    assert TASKS == PAIR_TASKS

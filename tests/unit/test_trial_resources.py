@@ -16,7 +16,7 @@ from distcse.experiments.distillation.preparation import prepare_tables, read_co
 from distcse.experiments.distillation.resources import least_requests as run_requests
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.resources import Node, Resources
-from distcse.ray_backend.tune import _placement
+from distcse.ray_backend.tune import placement
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.teachers.resources import EMBEDDING, plan_embedding
 from distcse.tuning.trial_resources import TrialResources, least_requests, plans_of_trials, trial_resources
@@ -89,9 +89,9 @@ def test_trials_run_on_labelled_nodes_only(recipe_with: MakeRecipe) -> None:
     nodes = [Node("a", {"CPU": 2.0}, {"role": "students"}), Node("b", {"CPU": 8.0}, {})]
     resources = trial_resources(recipe, sweep(), nodes)
     assert resources.concurrent == 2
-    placement = _placement(resources)
-    assert placement.bundles == [{"CPU": 1.0}]
-    assert placement == PlacementGroupFactory([{"CPU": 1.0}], bundle_label_selector=[{"role": "students"}])
+    reserved = placement(resources)
+    assert reserved.bundles == [{"CPU": 1.0}]
+    assert reserved == PlacementGroupFactory([{"CPU": 1.0}], bundle_label_selector=[{"role": "students"}])
     with fails_with(NodeLabelError, "role=students of training.node_labels"):
         trial_resources(recipe, sweep(), nodes[1:])
 

@@ -273,7 +273,7 @@ def test_a_hub_model_is_checked_when_it_is_downloaded(
     recipe: str, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before that, the hub cache may contain weights without a tokenizer, from `AutoModel.from_pretrained`."""
-    monkeypatch.setattr("distcse.models.source._from_hub", lambda *arguments: bare)
+    monkeypatch.setattr("distcse.models.source.fetch_from_hub", lambda *arguments: bare)
     with fails_with(TokenizerMissingError, str(bare), EXPECTED_FILES):
         Encoder.load("nobody/has-this", pooling="mean")
     assert plan.main([recipe, "student.backbone=nobody/has-this"]) == 0

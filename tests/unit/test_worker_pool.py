@@ -220,7 +220,7 @@ class FakeWorkers:
 def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     three: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distcse.experiments.mutual.worker_pool._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("distcse.experiments.mutual.worker_pool.FIRST_PAUSE_S", 0.001)
     in_use: dict[int, str] = {}
     steps = {"a": 0.012, "b": 0.001, "c": 0.001}
     pool = WorkerPool({name: make_member(seconds, (1, 2)) for name, seconds in steps.items()}, lambda: range(2))

@@ -127,17 +127,17 @@ class DistillationTask:
         return done % self._recipe.evaluation.eval_steps == 0
 
     @cached_property
-    def _dev(self) -> DevMetric | None:
+    def dev(self) -> DevMetric | None:
         return DevMetric.of(self._recipe, self._loader.corpus, self._loader.held_out, self._clients)
 
     @property
     def metric_name(self) -> str | None:
-        return self._dev.name if self._dev else None
+        return self.dev.name if self.dev else None
 
     def evaluate(self) -> float:
-        assert self._dev is not None
+        assert self.dev is not None
         with self._interpolation.applied_to(self.model.encoder):
-            return self._dev.score(self.model.encoder)
+            return self.dev.score(self.model.encoder)
 
     @property
     def teacher_wait_s(self) -> float:

@@ -128,7 +128,7 @@ class StudentModel(nn.Module):
             condition: (2R, d) vectors of the first views, then of the second.
         """
         assert self.detector is not None
-        length = self._edited_length(streams)
+        length = self.edited_length(streams)
         first, second = condition.chunk(2)
         detections, done = [], 0
         for number, (tokens, seed) in enumerate(streams, start=1):
@@ -142,7 +142,7 @@ class StudentModel(nn.Module):
         total: Detection = reduce(operator.add, detections)
         return total
 
-    def _edited_length(self, streams: Sequence[tuple[Tokens, int]]) -> int | Tensor | None:
+    def edited_length(self, streams: Sequence[tuple[Tokens, int]]) -> int | Tensor | None:
         """Return the length of the longest edited sentence of the global batch, on a GPU as a scalar.
 
         None if the loss ignores padding, or if a single pass contains the entire global batch.

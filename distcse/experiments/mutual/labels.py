@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from distcse.recipe import MutualSection
 
-_PAIRS_PER_PART = 200_000
+PAIRS_PER_PART = 200_000
 """Pairs whose scores are combined together, which limits the memory: 8 bytes per pair and group, and a copy."""
 
 
@@ -29,7 +29,7 @@ def combine(
     number = len(scores[0])
     bands = _bands(scores, weights) if section.standardize else None
     labels = np.empty(number, dtype=np.float32)
-    parts = -(-number // _PAIRS_PER_PART)
+    parts = -(-number // PAIRS_PER_PART)
     for part in range(parts):
         rows = slice(number * part // parts, number * (part + 1) // parts)
         table = np.stack([group_scores[rows] for group_scores in scores]).astype(np.float64)

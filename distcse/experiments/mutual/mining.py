@@ -104,7 +104,7 @@ def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, emit: Listene
         pools.append((section.bm25_share, _mine_bm25(texts, section, recipe.seed, emit)))
     if section.random_share:
         pools.append((section.random_share, _random_pairs(len(texts), section.pairs, random)))
-    rows = _draw(pools, section.pairs, random)
+    rows = draw_pairs(pools, section.pairs, random)
     rows = rows[sample_pairs(len(rows), recipe)]
     return Pairs.write_rows(folder, lambda ids: [texts[row] for row in ids.tolist()], rows)
 
@@ -155,7 +155,7 @@ def _mine_bands(
     bands = []
     for band in section.bands:
         is_inside = is_valid & (flat >= band.low) & (flat < band.high)
-        unique = _unique_pairs(pairs[is_inside])
+        unique = unique_pairs(pairs[is_inside])
         note = f"{len(unique):,} neighbors of cosine {band.low:g} to {band.high:g}"
         emit(StageProgress("mining", len(unique), len(unique), "pairs", finished=True, note=note))
         bands.append((band.share, unique))
@@ -182,7 +182,7 @@ def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, emit: Li
         pairs = np.stack([np.repeat(batch, neighbors), rows.ravel().astype(np.int64)], axis=1)
         pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
         emit(StageProgress("mining", begin + len(batch), len(query_rows), "BM25 queries"))
-    unique = _unique_pairs(np.concatenate(pools))
+    unique = unique_pairs(np.concatenate(pools))
     emit(
         StageProgress(
             "mining", len(unique), len(unique), "pairs", finished=True, note=f"{len(unique):,} neighbors by BM25"
@@ -193,17 +193,17 @@ def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, emit: Li
 
 def _random_pairs(sentences: int, pairs: int, random: np.random.Generator) -> PairRows:
     drawn = random.integers(0, sentences, size=(2 * pairs, 2))
-    return _unique_pairs(drawn[drawn[:, 0] != drawn[:, 1]])
+    return unique_pairs(drawn[drawn[:, 0] != drawn[:, 1]])
 
 
-def _unique_pairs(pairs: NDArray[np.int64]) -> PairRows:
+def unique_pairs(pairs: NDArray[np.int64]) -> PairRows:
     """Return each pair once, ignoring the order of its two sentences, sorted."""
     low, high = np.sort(pairs, axis=1).T
     base = int(high.max(initial=0)) + 1
     return np.stack(np.divmod(np.unique(low * base + high), base), axis=1)
 
 
-def _draw(pools: Sequence[tuple[float, PairRows]], count: int, random: np.random.Generator) -> PairRows:
+def draw_pairs(pools: Sequence[tuple[float, PairRows]], count: int, random: np.random.Generator) -> PairRows:
     """Draw `count` different pairs from all pools by their shares; pools with pairs left make up for exhausted ones."""
     shuffled = [pool[random.permutation(len(pool))] for _, pool in pools]
     shares = np.array([share for share, _ in pools])

@@ -23,10 +23,10 @@ from distcse.models import CrossEncoder, Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import decided
 
-_PAIRS_PER_SHARD = {"cpu": 10_000, "gpu": 100_000}
+PAIRS_PER_SHARD = {"cpu": 10_000, "gpu": 100_000}
 """Pairs that are scored and stored together: seconds to minutes of work, next to milliseconds for a file or an upload. They also
 limit the vectors in memory. A repeated sentence is encoded once per shard."""
-_REPORT_S = 5.0
+REPORT_S = 5.0
 """Seconds between two reports of progress."""
 
 
@@ -61,7 +61,7 @@ class PairScorer:
             StorageError: A shard cannot be written.
         """
         context = self._context
-        size = _PAIRS_PER_SHARD["gpu" if is_gpu(default_device()) else "cpu"]
+        size = PAIRS_PER_SHARD["gpu" if is_gpu(default_device()) else "cpu"]
         bounds = _shard_bounds(len(self._pairs), max(context.group.rng_streams, parts), part, parts, size)
         first, end = bounds[0], bounds[-1]
         scores = np.empty(end - first, dtype=np.float32)
@@ -74,13 +74,13 @@ class PairScorer:
             if shard is None:
                 model = model or self._model(phase)
                 texts = self._pairs.texts(begin, stop)
-                shard = self._score(model, phase, *texts, _in_part(report, begin - first, len(scores)))
+                shard = self.score_shard(model, phase, *texts, _in_part(report, begin - first, len(scores)))
                 shards.write(begin, shard)
             scores[begin - first : stop - first] = shard
             report(stop - first, len(scores))
         return scores
 
-    def _score(
+    def score_shard(
         self,
         model: Encoder | CrossEncoder,
         phase: Phase,
@@ -140,7 +140,7 @@ class ScoringProgress:
 
     def report(self, done: int, total: int | None) -> None:
         """Report `done` of `total` pairs; None if the total is unknown."""
-        self._due_at = time.monotonic() + _REPORT_S
+        self._due_at = time.monotonic() + REPORT_S
         self._reporter.emit(StageProgress("scoring", done, total, "pairs"))
 
 

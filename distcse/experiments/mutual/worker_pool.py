@@ -21,7 +21,7 @@ from distcse.placement.waiting import WaitWarning
 
 _POLL_S = 0.5
 """Seconds between checks for labels, nodes and a stop request while a group waits."""
-_FIRST_PAUSE_S = 20.0
+FIRST_PAUSE_S = 20.0
 """Assumed seconds in which workers start, until they are measured."""
 
 
@@ -75,7 +75,7 @@ class WorkerPool:
     ) -> None:
         self._members = dict(members)
         self._usable, self._later_phases, self._clock = usable, later_phases, clock
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
         self._changed = threading.Condition()
 
     def observed(self, group: str, reporter: Reporter) -> Reporter:

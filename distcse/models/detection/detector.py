@@ -29,7 +29,7 @@ from distcse.models.folder import open_model
 from distcse.models.loading import attention_of, position_limit, refuse_other_shapes
 from distcse.recipe import DetectionSection
 
-_LOGITS = 64_000_000
+LOGITS_BYTES = 64_000_000
 """Bytes of the generator's logits that are computed at once: those of all positions of a batch are hundreds of MB."""
 
 
@@ -85,28 +85,30 @@ class EditDetector(nn.Module):
             length: Positions of the longest edited sentence of the batch; None is the longest of these sentences. On a GPU it
                 is a scalar, which the host does not wait for: sentences are padded further, and what is beyond is not counted.
         """
-        edited = self._edited(tokens)
+        edited = self.edit(tokens)
         reads_padding = edited.mask is not tokens.mask or self.counts_padding
         if isinstance(length, int):
             edited, length = edited.padded(length, self._words.pad), None
         elif length is None and self.counts_padding and is_gpu(edited.mask.device):
             length = edited.mask.sum(dim=1).max()
         with short_cut(self.backbone, edited.mask, None if reads_padding else tokens.token_index, None):
-            logits = self.head(self._conditioned(edited, vectors))
+            logits = self.head(self.hidden_states(edited, vectors))
         return detection(logits, edited.labels, edited.mask, self._section.reduction, length)
 
-    def _edited(self, tokens: Tokens) -> Edited:
+    def edit(self, tokens: Tokens) -> Edited:
+        """Edit sentences by the recipe's operation, with the current random state."""
         section, words, ids, mask = self._section, self._words, tokens.ids, tokens.mask
         with torch.no_grad():
             if section.operation == "insertion":
-                return insert(ids, mask, section.masking_ratio, words, self._fill, self._longest)
+                return insert(ids, mask, section.masking_ratio, words, self.fill, self._longest)
             if section.operation == "deletion":
                 return delete(ids, mask, section.masking_ratio, words)
             masked_only = section.replace == "masked_only"
-            fill = partial(self._fill, places=tokens.token_index)
+            fill = partial(self.fill, places=tokens.token_index)
             return replace(ids, mask, section.masking_ratio, words, fill, masked_only)
 
-    def _fill(self, ids: Tensor, mask: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
+    def fill(self, ids: Tensor, mask: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
+        """Put the generator's tokens at the wanted positions (see `Fill`); `places` are the positions that are no padding."""
         generator: Any = self._generator[0]
         if generator.training != (has_dropout := self.training and self._section.generator_dropout):
             generator.train(has_dropout)
@@ -118,11 +120,13 @@ class EditDetector(nn.Module):
 
     def _choose_tokens(self, hidden: Tensor) -> Tensor:
         """(M, H) last hidden states of the generator -> (M,) its tokens."""
-        at_a_time = max(1, _LOGITS // (4 * self._words.size))
+        at_a_time = max(1, LOGITS_BYTES // (4 * self._words.size))
         choose = sample_tokens if self._section.sampling == "sample" else most_likely_tokens
         return torch.cat([choose(_logits(self._generator[0], part)) for part in hidden.split(at_a_time)])
 
-    def _conditioned(self, edited: Edited, vectors: Tensor) -> Tensor:
+    def hidden_states(self, edited: Edited, vectors: Tensor) -> Tensor:
+        """(B, L, H) last hidden states of the discriminator, which reads (B, H) vectors in place of [CLS]."""
+
         def put(module: nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
             return torch.cat([vectors[:, None].to(embedded.dtype), embedded[:, 1:]], dim=1)
 

@@ -47,8 +47,8 @@ class Edited:
 
 def replace(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, fill: Fill, masked_only: bool) -> Edited:
     """Mask tokens, let the generator fill every position (or the masked ones alone); what differs is replaced."""
-    chosen = _choose(ids, mask, ratio, words)
-    masked = _masked(ids, chosen, words)
+    chosen = choose_positions(ids, mask, ratio, words)
+    masked = mask_chosen(ids, chosen, words)
     if masked_only:
         return replaced(ids, mask, torch.where(chosen, fill(masked, mask, chosen), ids), words)
     wanted = mask.bool().index_fill(1, torch.zeros(1, dtype=torch.long, device=mask.device), False)
@@ -85,7 +85,7 @@ def insert(
 
 def delete(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Edited:
     """Delete chosen tokens; tokens that now stand behind a gap are to be found."""
-    gone = _choose(ids, mask, ratio, words)
+    gone = choose_positions(ids, mask, ratio, words)
     kept = mask.bool() & ~gone
     order = (~kept).to(torch.uint8).argsort(dim=1, stable=True)[:, : _width(kept.sum(dim=1))]
     seen = kept.gather(1, order)
@@ -101,12 +101,12 @@ def edited_length(
     if operation == "insertion":
         return _inserted_lengths(mask, _choose_insertions(ids, mask, ratio, words, longest)).max()
     if operation == "deletion":
-        return (mask.bool() & ~_choose(ids, mask, ratio, words)).sum(dim=1).max()
+        return (mask.bool() & ~choose_positions(ids, mask, ratio, words)).sum(dim=1).max()
     return torch.full((), ids.shape[1], device=ids.device)
 
 
 def _choose_insertions(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary, longest: int | None) -> Tensor:
-    chosen = _choose(ids, mask, ratio, words)
+    chosen = choose_positions(ids, mask, ratio, words)
     if longest is not None:
         chosen &= chosen.cumsum(dim=1) <= longest - mask.sum(dim=1, keepdim=True)
     return chosen
@@ -124,14 +124,15 @@ def _width(lengths: Tensor, limit: int | None = None) -> int | None:
     return limit if is_gpu(lengths.device) else int(lengths.max())
 
 
-def _choose(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Tensor:
+def choose_positions(ids: Tensor, mask: Tensor, ratio: float, words: Vocabulary) -> Tensor:
     """(B, L) booleans: each token that is no special one with probability `ratio`."""
     # Compared one by one: a tensor of the special ids would be a copy from the host, which no CUDA graph can record.
     special = reduce(operator.or_, (ids == id for id in words.special), torch.zeros_like(ids, dtype=torch.bool))
     return (torch.rand(ids.shape, device=ids.device) < ratio) & mask.bool() & ~special
 
 
-def _masked(ids: Tensor, chosen: Tensor, words: Vocabulary) -> Tensor:
+def mask_chosen(ids: Tensor, chosen: Tensor, words: Vocabulary) -> Tensor:
+    """(B, L) ids whose chosen tokens are masked; of these, one in ten is a random one and one in ten stays."""
     lot = torch.rand(ids.shape, device=ids.device)
     random = torch.randint(words.size, ids.shape, device=ids.device)
     masked = torch.where(lot < _RANDOM, random, words.mask)

@@ -16,12 +16,13 @@ from distcse.teachers.teacher import Teacher
 
 K = TypeVar("K", bound=type[TeacherKind])
 
-_KINDS: list[type[TeacherKind]] = []
+KINDS: list[type[TeacherKind]] = []
+"""Registered kinds of teachers, in order of registration."""
 
 
 def register_kind(kind: K) -> K:
     """Register a kind of teacher, which its `matches` selects; a class decorator."""
-    _KINDS.append(kind)
+    KINDS.append(kind)
     return kind
 
 
@@ -37,7 +38,7 @@ def kind_of(section: TeacherSection, only_local: bool = False) -> TeacherKind:
     Raises:
         ModelNotFoundError: There is no such model; never with `only_local`.
     """
-    registered = next((kind for kind in _KINDS if kind.matches(section)), None)
+    registered = next((kind for kind in KINDS if kind.matches(section)), None)
     if registered is not None:
         return registered(section)
     folder = find_local_model(

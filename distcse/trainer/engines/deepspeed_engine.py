@@ -50,7 +50,7 @@ class DeepSpeedEngine:
         )
         self.device: torch.device = self._engine.device
         self._updates = 0
-        self._snapshots = SnapshotTaker(self.device)
+        self.snapshots = SnapshotTaker(self.device)
         if self._stage:
             self._open_partitioned_state(restored.updates if restored is not None else 0)
         if restored is not None:
@@ -75,7 +75,7 @@ class DeepSpeedEngine:
         if self._stage:
             entries = self._gather_entries()
             try:
-                return self._snapshots.take_each(entries, updates) if rank() == 0 else None
+                return self.snapshots.take_each(entries, updates) if rank() == 0 else None
             finally:
                 for _ in entries:  # take part in gathering, also after an error
                     pass
@@ -83,7 +83,7 @@ class DeepSpeedEngine:
             return None
         state, trained = self._optimizer.state, self._parameters.items() if self._updates else ()
         moments = {name: {kind: state[parameter][kind] for kind in MOMENTS} for name, parameter in trained}
-        return self._snapshots.take(entries_of(self._engine.module, moments), updates)
+        return self.snapshots.take(entries_of(self._engine.module, moments), updates)
 
     def close(self) -> None:
         self._engine.destroy()

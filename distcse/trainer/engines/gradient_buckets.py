@@ -28,7 +28,7 @@ class GradientBuckets:
         self._bucket_bytes = bucket_bytes
         self._fill(list(reversed(parameters)))  # the backward pass computes the last parameters' gradients first
         self._missing: list[int] = []
-        self._sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
+        self.sent: list[tuple[list[nn.Parameter], Tensor, Any]] = []
         self._is_reducing = False
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -36,13 +36,13 @@ class GradientBuckets:
     def _fill(self, parameters: list[nn.Parameter]) -> None:
         """Put the parameters into buckets, in this order."""
         self._parameters = parameters
-        self._buckets = _split(parameters, self._bucket_bytes)
-        self._bucket_of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
+        self.buckets = _split(parameters, self._bucket_bytes)
+        self._bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Context manager: send the gradients that the backward pass inside completes. Call `finish` afterwards."""
-        self._missing, self._is_reducing = [len(bucket) for bucket in self._buckets], True
+        self._missing, self._is_reducing = [len(bucket) for bucket in self.buckets], True
         try:
             yield
         finally:
@@ -53,15 +53,15 @@ class GradientBuckets:
 
         Such parameters then go to the last buckets: buckets are sent in order, and wait for the earlier ones.
         """
-        while len(self._sent) < len(self._buckets):
+        while len(self.sent) < len(self.buckets):
             self._send()
-        for parameters, gradients, work in self._sent:
+        for parameters, gradients, work in self.sent:
             if work is not None:
                 work.wait()  # with NCCL, the GPU waits and not the host
             sizes = [parameter.numel() for parameter in parameters]
             for parameter, gradient in zip(parameters, gradients.split(sizes), strict=True):
                 parameter.grad = gradient.view_as(parameter)
-        self._sent.clear()
+        self.sent.clear()
         unused = {parameter for parameter in self._parameters if parameter.grad is None}
         if unused != set(self._parameters[len(self._parameters) - len(unused) :]):
             self._fill(sorted(self._parameters, key=unused.__contains__))
@@ -71,14 +71,14 @@ class GradientBuckets:
             return
         self._missing[self._bucket_of[parameter]] -= 1
         # Only in the buckets' order: all workers must start the collectives in one order.
-        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+        while len(self.sent) < len(self.buckets) and not self._missing[len(self.sent)]:
             self._send()
 
     def _send(self) -> None:
-        parameters = [parameter for parameter in self._buckets[len(self._sent)] if parameter.grad is not None]
+        parameters = [parameter for parameter in self.buckets[len(self.sent)] if parameter.grad is not None]
         gradients = [parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]
         bucket = torch.cat(gradients) if gradients else torch.empty(0)
-        self._sent.append((parameters, bucket, dist.all_reduce(bucket, async_op=True) if gradients else None))
+        self.sent.append((parameters, bucket, dist.all_reduce(bucket, async_op=True) if gradients else None))
 
 
 def _split(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

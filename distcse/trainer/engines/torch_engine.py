@@ -32,20 +32,20 @@ class TorchEngine:
 
     def __init__(self, model: nn.Module, training: LoopSection, restored: ModelState | None) -> None:
         self.device = torch.device(default_device())
-        self._model = model.to(self.device)
+        self.model = model.to(self.device)
         self._training = training
-        self._parameters = trained_parameters(model)
+        self.parameters = trained_parameters(model)
         self._embedding_tables: set[Tensor] = large_embeddings(model) if self.device.type == "cpu" else set()
         overlaps = world_size() > 1 and defaults_of(self.device).overlaps_reduction
-        self._buckets = GradientBuckets(list(self._parameters.values())) if overlaps else None
+        self._buckets = GradientBuckets(list(self.parameters.values())) if overlaps else None
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
-        self._optimizer = FusedAdamW(self._parameters, training, updates, moments)
-        self._snapshots = SnapshotTaker(self.device)
+        self.optimizer = FusedAdamW(self.parameters, training, updates, moments)
+        self.snapshots = SnapshotTaker(self.device)
 
     def forward(self, inputs: object) -> Any:
         with arithmetic(decided(self._training.precision), self.device):
-            return self._model(inputs)
+            return self.model(inputs)
 
     def backward(self, share: Tensor) -> None:
         accumulation = self._training.gradient_accumulation
@@ -60,17 +60,17 @@ class TorchEngine:
         if self._buckets is not None:
             self._buckets.finish()
         else:
-            all_reduce_gradients(self._parameters.values(), self._embedding_tables)
-        self._optimizer.step(lr)
-        self._optimizer.zero_grad()
+            all_reduce_gradients(self.parameters.values(), self._embedding_tables)
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
 
     def snapshot(self) -> Snapshot | None:
         if rank() > 0:  # all ranks have the same state
             return None
-        return self._snapshots.take(entries_of(self._model, self._optimizer.moments), self._optimizer.updates)
+        return self.snapshots.take(entries_of(self.model, self.optimizer.moments), self.optimizer.updates)
 
     def close(self) -> None:
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
 
 
 def large_embeddings(model: nn.Module) -> set[Tensor]:

@@ -1,0 +1,14 @@
+"""Private names of datasets. Tried with datasets 5.2.0; pyproject.toml allows 4 and later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def split_fingerprint(split: Any) -> str:
+    """Return the fingerprint of a loaded split: it changes with its content, and is known without reading it.
+
+    Private: `Dataset._fingerprint`, which `datasets` keys its own cache with. `Dataset.info` has checksums of downloaded files
+    only, and a folder of `save_to_disk` has none.
+    """
+    return str(split._fingerprint)
