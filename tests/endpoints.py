@@ -1,40 +1,55 @@
-"""An embeddings endpoint on a local port."""
+"""Embeddings endpoints on a local port."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
 
 
-class EmbeddingsServer:
-    """A server of OpenAI's embeddings API: context manager whose value is its URL.
+@dataclass(frozen=True)
+class Reply:
+    """Answer of an endpoint: its text, status and further headers."""
+
+    text: str
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def reply_with(vectors: Iterable[Sequence[float]]) -> Reply:
+    """Return the answer of OpenAI's embeddings API."""
+    return Reply(json.dumps({"data": [{"index": n, "embedding": list(vector)} for n, vector in enumerate(vectors)]}))
+
+
+@contextmanager
+def open_endpoint(answer: Callable[[dict[str, Any], Message], Reply]) -> Iterator[str]:
+    """Context manager: serve on a local port, with a thread for each request; yield the endpoint's base address.
 
     Args:
-        vector_of: Returns a text's vector.
+        answer: Maps a request's JSON, empty if there is none, and its headers to the answer.
     """
 
-    def __init__(self, vector_of: Callable[[str], list[float]]) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input"]
-                rows = [{"index": index, "embedding": vector_of(text)} for index, text in enumerate(texts)]
-                body = json.dumps({"data": rows}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            reply = answer(json.loads(body or b"{}"), self.headers)
+            self.send_response(reply.status)
+            for name, value in {"Content-Length": str(len(reply.text.encode())), **reply.headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(reply.text.encode())
 
-            def log_message(self, *arguments: object) -> None:
-                """Log nothing."""
+        do_GET = do_POST
 
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        def log_message(self, *arguments: object) -> None:
+            """Log nothing."""
 
-    def __enter__(self) -> str:
-        Thread(target=self._server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self._server.server_port}/v1"
-
-    def __exit__(self, *raised: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()

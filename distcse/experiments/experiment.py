@@ -14,8 +14,7 @@ from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.model_card import ModelCard
 from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders, warn_of_unread_keys
-from distcse.placement.gpu_plan import GpuPlan
-from distcse.placement.resources import Node
+from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import BaseRecipe
 from distcse.recipe.unread_keys import unread_keys
@@ -85,12 +84,7 @@ class Experiment(ABC, Generic[R]):
         self.recipe = recipe
 
     @abstractmethod
-    def check(
-        self,
-        backend: Backend,
-        reporter: Reporter,
-        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
-    ) -> None:
+    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         """Check everything that a run needs, without training (`--dry-run`).
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from distcse.errors import ClusterTooSmallError, GpuRequiredError
@@ -143,6 +143,10 @@ class GpuPlan:
 
     def _with(self, number: int, changed: GpuRole) -> list[GpuRole]:
         return [changed if index == number else role for index, role in enumerate(self.roles)]
+
+
+PlansOfTrials = Callable[[Sequence[Node]], list[GpuPlan]]
+"""Decides the GPUs of a sweep, whose trials are scheduled differently than a single run, from the cluster's nodes."""
 
 
 def plan_gpus(roles: Sequence[GpuRole], nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:

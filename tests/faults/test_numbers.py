@@ -34,7 +34,7 @@ from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_model_state
 from distcse.trainer.trainer import train as train_task
 from tests.backends import run
-from tests.endpoints import EmbeddingsServer
+from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with
 from tests.jobs import make_spec, train
 from tests.models import make_cross_encoder
@@ -227,7 +227,11 @@ def test_a_zero_or_infinite_vector_of_a_teacher_is_named_with_its_row(
 ) -> None:
     recipe = recipe_with()
     bad = Path(str(recipe.corpus.path)).read_text().splitlines()[7]
-    with EmbeddingsServer(lambda text: list(vector) if text == bad else [float(len(text)), 1.0]) as url:
+
+    def vector_of(text: str) -> list[float]:
+        return list(vector) if text == bad else [float(len(text)), 1.0]
+
+    with open_endpoint(lambda body, _: reply_with(map(vector_of, body["input"]))) as url:
         teacher = {"backbone": "m", "endpoint": {"url": url, "retries": 0}}
         live_recipe = with_values(
             recipe,

@@ -14,7 +14,7 @@ from distcse.events import LogMessage, Reporter
 from distcse.ray_backend import embedding_actors
 from distcse.recipe import Recipe, with_values
 from tests.backends import run
-from tests.endpoints import EmbeddingsServer
+from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 
@@ -45,7 +45,7 @@ def test_a_loss_that_overflows_is_reported_once(cluster: None, recipe: Recipe) -
 
 
 def test_a_teacher_that_outputs_nan_is_reported_in_one_line(cluster: None, recipe: Recipe) -> None:
-    with EmbeddingsServer(lambda text: [float("nan"), 1.0]) as url:
+    with open_endpoint(lambda body, _: reply_with([float("nan"), 1.0] for _ in body["input"])) as url:
         endpoint = {"backbone": "m", "endpoint": {"url": url, "retries": 0}}
         with fails_with(TeacherOutputError, "not finite", "row ") as raised:
             run(with_values(recipe, {"teachers.encoders": [endpoint]}), Reporter())

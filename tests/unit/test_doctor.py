@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from distcse.health import machine, sources, storage
 from distcse.ray_backend import cluster_checks
 from distcse.recipe import EndpointSection, Recipe, TeacherSection
 from distcse.teachers.kinds import kind_of
+from tests.endpoints import Reply, open_endpoint
 
 
 def the_only(found: list[Check]) -> Check:
@@ -197,26 +197,8 @@ def test_text_and_labelled_sets_are_checked(recipe_with: Callable[..., Recipe], 
 @pytest.fixture
 def server() -> Iterator[Callable[[int], str]]:
     """Return a function that starts an HTTP server with a fixed status and returns its base address."""
-    running: list[HTTPServer] = []
-
-    def start(status: int) -> str:
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(status)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        found = HTTPServer(("127.0.0.1", 0), Answer)
-        running.append(found)
-        threading.Thread(target=found.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{found.server_port}/v1"
-
-    yield start
-    for each in running:
-        each.shutdown()
-        each.server_close()
+    with ExitStack() as running:
+        yield lambda status: running.enter_context(open_endpoint(lambda body, headers: Reply("", status)))
 
 
 def check_endpoint(url: str) -> list[Check]:

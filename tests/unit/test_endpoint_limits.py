@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from email.message import Message
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import EndpointSection, load_recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.endpoint import Endpoint
+from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
 
 Refusal = Callable[[list[str]], tuple[int, str] | None]
@@ -67,48 +68,28 @@ def proxy(texts: list[str]) -> tuple[int, str] | None:
     return (413, "<html><h1>413 Request Entity Too Large</h1></html>") if sum(map(len, texts)) > 400 else None
 
 
-class Server(ThreadingHTTPServer):
+@dataclass
+class Server:
     """An embeddings endpoint whose vectors are a text's length and number of words; it refuses, or asks to wait."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.refusal: Refusal = lambda texts: None
-        self.delays: list[tuple[int, str | None]] = []
-        """Status and `Retry-After` of the first answers."""
-        self.requests: list[int] = []
-        """Number of texts of each request."""
-        self.accepted: list[int] = []
+    url: str = ""
+    refusal: Refusal = lambda texts: None
+    delays: list[tuple[int, str | None]] = field(default_factory=list)
+    """Status and `Retry-After` of the first answers."""
+    requests: list[int] = field(default_factory=list)
+    """Number of texts of each request."""
+    accepted: list[int] = field(default_factory=list)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input"]
-        self.server.requests.append(len(texts))
-        status, wait = self.server.delays.pop(0) if self.server.delays else (200, None)
-        refusal = self.server.refusal(texts) or (status, "busy" if status != 200 else "")
-        if refusal[0] == 200:
-            self.server.accepted.append(len(texts))
-            rows = [{"index": n, "embedding": vector_of(text)} for n, text in enumerate(texts)]
-            self._answer(200, json.dumps({"data": rows}), wait)
-        else:
-            self._answer(*refusal, wait)
-
-    def _answer(self, status: int, text: str, wait: str | None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text.encode())))
-        if wait is not None:
-            self.send_header("Retry-After", wait)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+    def answer(self, body: dict[str, Any], headers: Message) -> Reply:
+        texts = body["input"]
+        self.requests.append(len(texts))
+        status, wait = self.delays.pop(0) if self.delays else (200, None)
+        later = {} if wait is None else {"Retry-After": wait}
+        refused = self.refusal(texts) or ((status, "busy") if status != 200 else None)
+        if refused is not None:
+            return Reply(refused[1], refused[0], later)
+        self.accepted.append(len(texts))
+        return replace(reply_with(map(vector_of, texts)), headers=later)
 
 
 def vector_of(text: str) -> list[float]:
@@ -117,10 +98,9 @@ def vector_of(text: str) -> list[float]:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as server:
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+    server = Server()
+    with open_endpoint(server.answer) as server.url:
         yield server
-        server.shutdown()
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ from distcse.experiments.run_scope import open_run
 from distcse.health.sources import check_models, check_text
 from distcse.losses import ListNet
 from distcse.models import Encoder, model_fingerprint, resolve_model
-from distcse.placement.gpu_plan import GpuPlan
-from distcse.placement.resources import Node
+from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import (
     BaseRecipe,
@@ -113,12 +112,7 @@ class Soup(Experiment[SoupRecipe]):
 
     name = "a model soup"
 
-    def check(
-        self,
-        backend: Backend,
-        reporter: Reporter,
-        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
-    ) -> None:
+    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         check_storage(self.recipe.storage, ["runs"])
         for number, model in enumerate(self.recipe.soup):
             Encoder.load(model)

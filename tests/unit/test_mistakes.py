@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from distcse import embed, evaluate, train, tune
 from distcse.errors import CorpusNotFoundError
 from distcse.recipe import recipe_yaml
 from distcse.runs.directory import write_recipe
+from tests.endpoints import Reply, open_endpoint
 from tests.jobs import make_recipe
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -178,26 +177,9 @@ def test_for_programs_the_error_is_an_object(place: Place, capsys: pytest.Captur
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    """A server that answers everything with the status in the path."""
-
-    class Refusing(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            body = b'{"error": "invalid api key"}'
-            self.send_response(401)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: object) -> None:
-            """Nothing on standard error."""
-
-    server = HTTPServer(("127.0.0.1", 0), Refusing)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    """An endpoint that refuses the key."""
+    with open_endpoint(lambda body, headers: Reply('{"error": "invalid api key"}', 401)) as url:
+        yield url
 
 
 def test_an_endpoint_that_refuses_or_is_not_there(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -24,59 +24,41 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
 from distcse.teachers.kinds.endpoint import Endpoint
 from tests.backends import run
+from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_cross_encoder, make_masked_lm
 
 
-class Server(ThreadingHTTPServer):
+class Server:
     """An embeddings endpoint in front of a real encoder, with failures on request."""
 
     def __init__(self, encoder: Encoder) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = ""
         self.encoder = encoder
         self.lock = threading.Lock()
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.failures: list[int] = []
-        self.answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
+        self.change: Callable[[dict[str, Any]], dict[str, Any]] = lambda answer: answer
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.bodies.append(body)
-            self.server.keys.append(self.headers.get("Authorization"))
-            status = self.server.failures.pop(0) if self.server.failures else 200
-            vectors = self.server.encoder.encode(body["input"])
-        rows = [{"index": n, "embedding": v.tolist()} for n, v in enumerate(vectors)][
-            ::-1
-        ]  # not in the order of the texts
-        answer = self.server.answer({"data": rows}) if status == 200 else {"error": "busy"}
-        content = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *arguments: Any) -> None:
-        pass
+    def answer(self, body: dict[str, Any], headers: Message) -> Reply:
+        with self.lock:
+            self.bodies.append(body)
+            self.keys.append(headers.get("Authorization"))
+            if self.failures:
+                return Reply('{"error": "busy"}', self.failures.pop(0))
+            vectors = self.encoder.encode(body["input"])
+        content = json.loads(reply_with(vectors.tolist()).text)
+        content["data"].reverse()  # not in the order of the texts
+        return Reply(json.dumps(self.change(content)))
 
 
 @pytest.fixture
 def server(tiny: Callable[..., Path]) -> Iterator[Server]:
-    with Server(Encoder.load(tiny("roberta", width=64), pooling="mean")) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    server = Server(Encoder.load(tiny("roberta", width=64), pooling="mean"))
+    with open_endpoint(server.answer) as server.url:
         yield server
-        server.shutdown()
 
 
 def test_an_endpoint_answers_like_its_encoder(
@@ -118,7 +100,7 @@ def test_failures_of_an_endpoint_are_reported(server: Server, sentences: list[st
     server.failures = [503, 503]
     with fails_with(EndpointError, server.url, "503"):
         Endpoint("name", section).encode(sentences[:2])
-    server.answer = lambda answer: {"data": answer["data"][:1]}
+    server.change = lambda answer: {"data": answer["data"][:1]}
     with fails_with(EndpointError, server.url, "2 embeddings"):
         Endpoint("name", section).encode(sentences[:2])
     unreachable = EndpointSection(url="http://127.0.0.1:9", retries=0)

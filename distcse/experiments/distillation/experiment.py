@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from distcse.device import DeviceSpeed
@@ -31,8 +31,7 @@ from distcse.experiments.run_scope import joined_for_devices, open_run, waited_f
 from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_rising_curve
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
-from distcse.placement.gpu_plan import GpuPlan
-from distcse.placement.resources import Node
+from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
@@ -48,12 +47,7 @@ class Distillation(Experiment[Recipe]):
 
     name = "distillation"
 
-    def check(
-        self,
-        backend: Backend,
-        reporter: Reporter,
-        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
-    ) -> None:
+    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             report_warnings(self.settings_warnings(), reporter)
             check_run(self.recipe, backend, reporter, plans_of_trials)

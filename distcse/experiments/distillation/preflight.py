@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 
 from distcse.data import Corpus, check_source
@@ -31,8 +29,7 @@ from distcse.losses import build_objective
 from distcse.models import Encoder, resolve_model
 from distcse.models.fast.switch import allows_shortcuts
 from distcse.models.source import is_hub_id
-from distcse.placement.gpu_plan import GpuPlan, report_plans
-from distcse.placement.resources import Node
+from distcse.placement.gpu_plan import PlansOfTrials, report_plans
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
@@ -84,10 +81,7 @@ def _check_local_models(recipe: Recipe) -> None:
 
 
 def check_run(
-    recipe: Recipe,
-    backend: Backend,
-    reporter: Reporter,
-    plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
+    recipe: Recipe, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None
 ) -> None:
     """Check everything a run needs without training (`--dry-run`).
 

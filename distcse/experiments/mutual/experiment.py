@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -35,8 +35,7 @@ from distcse.experiments.run_scope import joined_for_devices, open_run, waited_f
 from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, resolve_model
-from distcse.placement.gpu_plan import GpuPlan
-from distcse.placement.resources import Node
+from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.runs.directory import RunDirectory
@@ -51,12 +50,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
     name = "mutual distillation"
 
-    def check(
-        self,
-        backend: Backend,
-        reporter: Reporter,
-        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
-    ) -> None:
+    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             report_warnings(self.settings_warnings(), reporter)
             check_groups(self.recipe, backend, reporter, plans_of_trials)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from distcse.data import Corpus
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
@@ -17,8 +15,7 @@ from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.mutual.start_scores import score_starts
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.models import CrossEncoder, Encoder
-from distcse.placement.gpu_plan import GpuPlan, report_plans
-from distcse.placement.resources import Node
+from distcse.placement.gpu_plan import PlansOfTrials, report_plans
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
@@ -27,10 +24,7 @@ from distcse.trainer.engines import uses_deepspeed
 
 
 def check_groups(
-    recipe: MutualRecipe,
-    backend: Backend,
-    reporter: Reporter,
-    plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
+    recipe: MutualRecipe, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None
 ) -> None:
     """Check everything a mutual distillation needs without mining or training.
 
