@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distcse.command import (
     INTERRUPTED,
@@ -60,16 +60,9 @@ def _main(options: argparse.Namespace) -> int:
         measured = measure(
             options.models,
             options.data,
-            options.suite.split(","),
-            options.add,
-            texts=options.texts,
-            column=options.column,
-            documents=options.documents,
-            mteb=options.mteb,
+            **_inputs(options, load_options),
             aggregate=options.aggregate,
             transfer=options.transfer,
-            ensembles=options.ensemble,
-            load_options=load_options,
             listen=view.show,
             stop_requested=stop.stop_requested,
         )
@@ -94,24 +87,26 @@ def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:
     from distcse.report.terminal import print_json, print_lines
 
     with open_view(options.quiet, options.json) as view:
-        check_measurement(
-            options.models,
-            options.data,
-            options.suite.split(","),
-            options.add,
-            texts=options.texts,
-            column=options.column,
-            documents=options.documents,
-            mteb=options.mteb,
-            ensembles=options.ensemble,
-            load_options=load_options,
-            listen=view.show,
-        )
+        check_measurement(options.models, options.data, **_inputs(options, load_options), listen=view.show)
     if options.json:
         print_json([{"event": "Checked", "models": options.models}])
     else:
         print_lines(["the dry run of this measurement passed; leave out --dry-run to start it"])
     return 0
+
+
+def _inputs(options: argparse.Namespace, load_options: LoadOptions) -> dict[str, Any]:
+    """Return the arguments that `measure` and `check_measurement` share."""
+    return {
+        "suites": options.suite.split(","),
+        "add": options.add,
+        "texts": options.texts,
+        "column": options.column,
+        "documents": options.documents,
+        "mteb": options.mteb,
+        "ensembles": options.ensemble,
+        "load_options": load_options,
+    }
 
 
 def _make(folder: Path) -> None:

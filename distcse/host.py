@@ -1,4 +1,4 @@
-"""Resources of this machine; within a container, the container's limits (cgroup, version 2 or 1)."""
+"""Resources and packages of this machine; within a container, the container's limits (cgroup, version 2 or 1)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -84,3 +85,11 @@ def gpus_hidden() -> Iterator[None]:
 
 def _words(file: Path) -> list[str]:
     return file.read_text(encoding="ascii").split() if file.is_file() else []
+
+
+def installed_version(package: str, missing: str = "not installed") -> str:
+    """Return a package's version, or `missing` if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return missing

@@ -4,8 +4,6 @@ from distcse.evaluation.agreement import HeldOutVectors, agreement, agreement_re
 from distcse.evaluation.candidates import (
     LoadOptions,
     make_candidate,
-    make_pair_candidate,
-    make_rank_candidate,
     open_candidate,
     parse_models,
 )
@@ -71,8 +69,6 @@ __all__ = [
     "labelled_dev",
     "make_candidate",
     "make_ensembles",
-    "make_pair_candidate",
-    "make_rank_candidate",
     "measure_ensemble",
     "measure_model",
     "open_candidate",

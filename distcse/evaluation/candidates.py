@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from distcse.device import speed_of
 from distcse.device_defaults import auto_precision
@@ -100,82 +99,59 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
         EvaluationOptionError: `max_length` or `prompt` differ from those that a rank space was built with.
     """
     folder = resolve_model(find_model(source), options.trust_remote_code)
+    model: Encoder | RankSpaceEncoder | CrossEncoder
     if is_cross_encoder(folder):
-        scorer = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
-        scorer.to(options.device)
-        pairs = make_pair_candidate(
-            name, source, scorer, Contamination.read(folder), options.resolved_precision, on_progress
+        model = encoder = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
+    elif is_rank_space(folder):
+        model = _load_rank_space(folder, source, options)
+        encoder = model.encoder
+    else:
+        model = encoder = Encoder.load(
+            folder,
+            pooling=default_pooling(folder, options.pooling),
+            is_fast=options.is_fast,
+            max_length=options.max_length,
+            trust_remote_code=options.trust_remote_code,
+            prompt=options.prompt,
         )
-        use_mkldnn_linear(scorer, options.resolved_precision)
-        return pairs
-    if is_rank_space(folder):
-        ranker = _load_rank_space(folder, source, options)
-        ranked = make_rank_candidate(
-            name, source, ranker, Contamination.read(folder), options.resolved_precision, on_progress
-        )
-        use_mkldnn_linear(ranker.encoder, options.resolved_precision)
-        return ranked
-    load_kwargs: dict[str, Any] = {
-        "is_fast": options.is_fast,
-        "max_length": options.max_length,
-        "trust_remote_code": options.trust_remote_code,
-        "prompt": options.prompt,
-    }
-    pooling = default_pooling(folder, options.pooling)
-    encoder = Encoder.load(folder, pooling=pooling, **load_kwargs).to(options.device)
-    vectors = make_candidate(name, source, encoder, Contamination.read(folder), options.resolved_precision, on_progress)
+    model.to(options.device)
+    candidate = make_candidate(name, source, model, Contamination.read(folder), options.resolved_precision, on_progress)
     use_mkldnn_linear(encoder, options.resolved_precision)
-    return vectors
+    return candidate
 
 
 def make_candidate(
     name: str,
     source: str,
-    encoder: Encoder,
+    model: Encoder | RankSpaceEncoder | CrossEncoder,
     contamination: Contamination,
     precision: str = "fp32",
     on_progress: Progress | None = None,
 ) -> Candidate:
-    """Wrap a loaded bi-encoder as a candidate."""
-    return Candidate(
-        _describe(name, source, "bi-encoder", encoder), VectorModel.of(encoder, precision, on_progress), contamination
-    )
+    """Wrap a loaded model as a candidate; one with references scores pairs by cosine and by rank.
 
-
-def make_rank_candidate(
-    name: str,
-    source: str,
-    ranker: RankSpaceEncoder,
-    contamination: Contamination,
-    precision: str = "fp32",
-    on_progress: Progress | None = None,
-) -> Candidate:
-    """Wrap a loaded bi-encoder with references, whose pairs are scored by cosine and by rank, as a candidate."""
-    encoder, kind = ranker.encoder, f"rank space, λ = {ranker.weight:g}"
-    return Candidate(
-        _describe(name, source, kind, encoder),
-        RankSpaceModel(ranker, make_encode(encoder, precision, on_progress)),
-        contamination,
-    )
-
-
-def make_pair_candidate(
-    name: str,
-    source: str,
-    encoder: CrossEncoder,
-    contamination: Contamination,
-    precision: str = "fp32",
-    on_progress: Progress | None = None,
-) -> Candidate:
-    """Wrap a loaded cross-encoder as a candidate."""
-    return Candidate(
-        _describe(name, source, "cross-encoder", encoder), PairScores(encoder, on_progress, precision), contamination
-    )
+    Args:
+        name: Name in tables.
+        source: Where the model is from.
+        model: A bi-encoder, one with references, or a cross-encoder.
+        contamination: The labelled sets that it was trained on.
+        precision: As for `LoadOptions`, and not `auto`.
+        on_progress: Called with the number of encoded texts and their total.
+    """
+    if isinstance(model, CrossEncoder):
+        info, scorer = _describe(name, source, "cross-encoder", model), PairScores(model, on_progress, precision)
+        return Candidate(info, scorer, contamination)
+    if isinstance(model, RankSpaceEncoder):
+        encode = make_encode(model.encoder, precision, on_progress)
+        info = _describe(name, source, f"rank space, λ = {model.weight:g}", model.encoder)
+        return Candidate(info, RankSpaceModel(model, encode), contamination)
+    info = _describe(name, source, "bi-encoder", model)
+    return Candidate(info, VectorModel.of(model, precision, on_progress), contamination)
 
 
 def _load_rank_space(folder: Path, source: str, options: LoadOptions) -> RankSpaceEncoder:
     """Load a rank space, whose reference vectors depend on the maximum length and prompt stored in its folder."""
-    ranker = RankSpaceEncoder.load(folder, options.trust_remote_code, options.is_fast).to(options.device)
+    ranker = RankSpaceEncoder.load(folder, options.trust_remote_code, options.is_fast)
     saved = ranker.encoder.max_length, ranker.encoder.prompt
     if (options.max_length or saved[0], options.prompt or saved[1]) != saved:
         raise EvaluationOptionError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 from distcse import host
 from distcse.checks import gib
 from distcse.device import default_device, gpu_count, gpu_module, local_speed
+from distcse.host import installed_version
 from distcse.recipe.validation_errors import is_secret
 from distcse.runs.directory import RunDirectory
 
@@ -45,9 +45,9 @@ def describe_environment() -> dict[str, str]:
     commit = source["commit"]
     changed = ", with changes" if source["changed"] else ""
     return {
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: installed_version(name) for name in _PACKAGES},
         "commit": f"{commit}{changed}" if commit else "installed, no checkout",
-        **{name: _version(name) for name in _PACKAGES_OF_EXTRAS},
+        **{name: installed_version(name) for name in _PACKAGES_OF_EXTRAS},
         "python": source["python"],
         "platform": source["platform"],
         "cpus": f"{host.cpus()} of {os.cpu_count()} usable, {local_speed().describe()}",
@@ -55,13 +55,6 @@ def describe_environment() -> dict[str, str]:
         "gpus": _describe_gpus(),
         **{f"${name}": value for name, value in sorted(_variables(os.environ).items())},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _describe_gpus() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from distcse.checks import Check, fail, ok, warn
 from distcse.errors import StorageError
+from distcse.host import installed_version
 from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file
 from distcse.storage import ArtifactStore, open_store
@@ -101,13 +102,7 @@ def _describe_node(buckets: Sequence[ArtifactStore]) -> dict[str, Any]:
     """Return a node's versions, and the addresses in object storage that it can use."""
     import platform
 
-    def installed(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "none"
-
-    versions = {package: installed(package) for package in ("ray", "torch", "distcse")}
+    versions = {package: installed_version(package, "none") for package in ("ray", "torch", "distcse")}
     return {
         **versions,
         "python": platform.python_version(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from distcse import __version__
 from distcse.evaluation import Evaluation
 from distcse.evaluation.estimates import RESAMPLES
+from distcse.host import installed_version
 from distcse.report.exports import write_exports
 from distcse.report.grids import grids, legend, markdown_table, number
 from distcse.report.history import History
@@ -118,17 +118,10 @@ def _tiles(evaluation: Evaluation, history: History | None) -> list[dict[str, st
 def _facts(evaluation: Evaluation, history: History | None) -> dict[str, str]:
     if history is None:
         circumstances = {"platform": platform.platform(), "Python": platform.python_version()}
-        versions = {name: _version(name) for name in _PACKAGES}
+        versions = {name: installed_version(name) for name in _PACKAGES}
     else:
         circumstances, versions = history.circumstances, history.versions
     return {**evaluation.settings, **circumstances, **versions, "distcse": __version__}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _duration(seconds: float) -> str:

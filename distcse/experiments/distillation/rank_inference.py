@@ -8,7 +8,7 @@ from functools import partial
 
 from distcse.data import Corpus
 from distcse.device import default_device
-from distcse.evaluation import Contamination, ModelResults, Tasks, make_rank_candidate, measure_model
+from distcse.evaluation import Contamination, ModelResults, Tasks, make_candidate, measure_model
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.devices import model_memory
@@ -78,6 +78,6 @@ def _measure(
     )
     ranker.save(folder.path)
     contamination.write(folder.path)
-    candidate = make_rank_candidate(_NAME, str(folder), ranker, contamination, precision)
+    candidate = make_candidate(_NAME, str(folder), ranker, contamination, precision)
     results = measure_model(candidate, tasks, reporter.emit, reporter.stop_requested)
     return (replace(results, vectors=None),)  # its vectors are the student's

@@ -25,7 +25,6 @@ from distcse.evaluation import (
     Tasks,
     collect,
     make_candidate,
-    make_pair_candidate,
     measure_ensemble,
     measure_model,
     refuse_test_as_dev,
@@ -240,13 +239,12 @@ def _measure_trained(
     model.fetch_folder()
     tasks, contamination = shared()
     tasks = tasks if is_timed else replace(tasks, timed_texts=[])
-    device = default_device()
+    encoder: Encoder | CrossEncoder
     if kind == "bi":
         encoder = Encoder.load(model.path, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
-        candidate = make_candidate(title, source, encoder.to(device), contamination, precision)
     else:
-        scorer = CrossEncoder.load(model.path, None, group.trust_remote_code, group.is_fast)
-        candidate = make_pair_candidate(title, source, scorer.to(device), contamination, precision)
+        encoder = CrossEncoder.load(model.path, None, group.trust_remote_code, group.is_fast)
+    candidate = make_candidate(title, source, encoder.to(default_device()), contamination, precision)
     return _measure(candidate, tasks, reporter)
 
 
