@@ -72,7 +72,7 @@ from distcse.data.collate import Tokens
 from distcse.device import default_device, gpu_module, is_gpu, to_device
 from distcse.events import Event, Reporter, StepReport
 from distcse.experiments.distillation.model import Batch, StudentModel, StudentOutput
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.losses import list_mle as our_list_mle
 from distcse.models import CrossEncoder, Encoder, build_projection
@@ -751,9 +751,7 @@ def fidelity(bench: Bench) -> Iterator[Figure]:
 class PairStep:
     """distcse's step on pairs, as `train` takes it, in bf16."""
 
-    def __init__(
-        self, bench: Bench, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens, size: int
-    ) -> None:
+    def __init__(self, bench: Bench, encoder: Encoder | CrossEncoder, tokens: PairTokens, size: int) -> None:
         section = LoopSection(batch_size=size, engine="torch", epochs=1e6, warmup=0.0, precision="bf16")
         labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
         self._task = PairTask(encoder, tokens, labels, section, None, 10**9, seed=0)

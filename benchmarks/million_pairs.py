@@ -28,7 +28,7 @@ from benchmarks.material import MINILM
 from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.evaluation import Contamination
 from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask, PairTokens
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
@@ -209,9 +209,7 @@ def train_cross(recipe: MutualRecipe, folder: Path) -> Work:
     return work
 
 
-def _batches(
-    recipe: MutualRecipe, folder: Path, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens
-) -> dict[str, Any]:
+def _batches(recipe: MutualRecipe, folder: Path, encoder: Encoder | CrossEncoder, tokens: PairTokens) -> dict[str, Any]:
     """Prepare 20 batches at the start of an epoch and 20 at its end."""
     began = time.perf_counter()
     stored = PhaseStore(folder).stored_labels(Phase(0))

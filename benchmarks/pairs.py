@@ -21,7 +21,7 @@ from benchmarks.protocol import Effort, Figure, Report, counted, interleave, mac
 from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
 from benchmarks.step import equal_or_stop, load
 from distcse.evaluation import PairScores, VectorModel, read_table
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.models.batching import by_length
 from distcse.models.detection.edits import choose_positions, mask_chosen
@@ -62,7 +62,7 @@ def sts_pairs(data: Path) -> list[tuple[str, str]]:
 class OurPairStep:
     """distcse's step on pairs, as `train` takes it."""
 
-    def __init__(self, encoder: Encoder | CrossEncoder, tokens: BiTokens | CrossTokens, section: LoopSection) -> None:
+    def __init__(self, encoder: Encoder | CrossEncoder, tokens: PairTokens, section: LoopSection) -> None:
         labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
         self.task = PairTask(encoder, tokens, labels, section, None, 10**9, seed=0)
         self.engine = make_engine(self.task.model, section, self.task.rows, None)
@@ -110,9 +110,9 @@ def trans_encoder(folder: Path, options: Options, effort: Effort) -> list[Figure
             rows = task._rank_rows(step)
             labels = torch.from_numpy(task._labels[rows])
             if kind == "bi":
-                both = sentence_tokens.rows(rows)
+                both, _ = sentence_tokens.texts(rows)
                 return both[: len(rows)], both[len(rows) :], labels
-            return *pair_tokens.rows(rows), labels
+            return *pair_tokens.texts(rows), labels
 
         return batch
 

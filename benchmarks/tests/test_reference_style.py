@@ -128,10 +128,10 @@ def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str], 
         places = ours.task._rank_rows(0)
         labels = torch.from_numpy(ours.task._labels[places])
         if is_cross:
-            read, _ = pair_tokens.rows(places)
+            read, _ = pair_tokens.texts(places)
             batch = read, [np.zeros_like(row) for row in read], labels  # this tokenizer tells no sides apart
         else:
-            both = sentence_tokens.rows(places)
+            both, _ = sentence_tokens.texts(places)
             sides = both[: len(places)], both[len(places) :]
             batch = (*sides, labels)
         loop = PairLoop(theirs, lambda step, batch=batch: batch, is_cross)  # type: ignore[misc]

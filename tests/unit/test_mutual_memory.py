@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distcse.events import CheckpointSaved, Event, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
@@ -31,7 +31,7 @@ def test_smaller_passes_have_the_same_gradient_and_need_less_memory(
     peaks: list[int] = []
     for passes in (1, 4):
         encoder: Encoder | CrossEncoder
-        tokens: BiTokens | CrossTokens
+        tokens: PairTokens
         torch.manual_seed(0)
         if kind == "bi":
             encoder = Encoder.from_section(recipe.groups[0].model_copy(update={"dropout": 0.0}))

@@ -13,7 +13,7 @@ from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual import scoring
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
@@ -55,7 +55,7 @@ class Gradients:
         group, section = self._recipe.groups[0], self._recipe.bi
         torch.manual_seed(0)
         encoder: Encoder | CrossEncoder
-        tokens: BiTokens | CrossTokens
+        tokens: PairTokens
         if self._kind == "bi":
             encoder = Encoder.from_section(group)
             tokens = bi_tokens(encoder, self._pairs)

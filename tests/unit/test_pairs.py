@@ -120,7 +120,7 @@ def test_tables_have_the_tokens_that_the_models_read(
     bi = Encoder.load(tiny(kind), pooling="mean", max_length=12, prompt="query: ")
     cross = CrossEncoder(Linear(1, 1), bi.tokenizer, 21)
     every = np.random.default_rng(0).permutation(len(pairs))
-    found = [row.tolist() for row in bi_tokens(bi, pairs).rows(every)]
+    found = [row.tolist() for row in bi_tokens(bi, pairs).texts(every)[0]]
     assert found == bi.token_ids([expected[row][side] for side in (0, 1) for row in every])
     tokens = cross_tokens(cross, pairs, both_orders=True)
     assert len(tokens) == 2 * len(pairs)
@@ -128,7 +128,7 @@ def test_tables_have_the_tokens_that_the_models_read(
         (every, [expected[row] for row in every]),
         (every + len(pairs), [expected[row][::-1] for row in every]),
     ):
-        ids, kinds = tokens.rows(rows)
+        ids, kinds = tokens.texts(rows)
         expected_ids, expected_kinds = cross.token_ids(ordered)
         assert [row.tolist() for row in ids] == expected_ids
         assert (None if kinds is None else [row.tolist() for row in kinds]) == expected_kinds

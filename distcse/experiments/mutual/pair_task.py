@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -119,52 +120,23 @@ def encode_streams(encoder: nn.Module, streams: Sequence[PairBatch]) -> list[Ten
     return [batch.encode(encoder, number == len(streams)) for number, batch in enumerate(streams, start=1)]
 
 
-def _batch(
-    rows: Sequence[Row],
-    kinds: Sequence[Row] | None,
-    pad_id: int,
-    max_length: int,
-    seed: int,
-    device: torch.device,
-    length_ratio: float,
-    passes: int,
-) -> PairBatch:
-    # On a GPU, one padded pass is faster than several small ones, and than one that skips padding.
-    on_cpu = device.type == "cpu"
-    parts = group_similar_lengths([len(row) for row in rows], length_ratio if on_cpu else 0.0)
-    if passes > 1:
-        size = -(-len(rows) // passes)
-        parts = [part[begin : begin + size] for part in parts for begin in range(0, len(part), size)]
-    texts = []
-    for part in parts:
-        width = defaults_of(device).width_multiple, max_length
-        tokens = collate([rows[index] for index in part], pad_id, on_cpu, *width).to(device)
-        part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0, False, *width)
-        kind_ids = None if part_kinds is None else part_kinds.to(device).ids
-        texts.append(Texts(tokens.ids, tokens.mask, tokens.token_index, kind_ids))
-    order = to_device(torch.tensor([index for part in parts for index in part]), device)
-    return PairBatch(texts, order, seed, recomputes=passes > 1)
-
-
-class BiTokens:
-    """Token ids of n pairs for a bi-encoder.
+class PairTokens(ABC):
+    """Token ids of n pairs, which a task takes its batches from.
 
     Args:
-        encoder: The bi-encoder.
-        pairs: The pairs.
-        table: The tokens of their distinct sentences.
+        pad_id: Token id of padding.
+        max_length: Most tokens of a text.
     """
 
-    def __init__(self, encoder: Encoder, pairs: Pairs, table: TokenTable) -> None:
-        self._pairs, self._table = pairs.rows, table
-        self._max_length = encoder.max_length
+    def __init__(self, pad_id: int, max_length: int) -> None:
+        self._pad_id, self._max_length = pad_id, max_length
 
-    def __len__(self) -> int:
-        return len(self._pairs)
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def rows(self, rows: NDArray[np.int64]) -> list[Row]:
-        """Return the token ids of the first sentences of the pairs at these rows, then those of the second ones."""
-        return self._table.rows(self._pairs[rows].T.reshape(-1).astype(np.int64))
+    @abstractmethod
+    def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
+        """Return the token ids of the texts of the pairs at these rows, and their token type ids; None without type ids."""
 
     def batch(
         self,
@@ -183,11 +155,46 @@ class BiTokens:
             length_ratio: Smallest ratio of the shortest to the longest text in a padded tensor; used on CPUs only.
             passes: Number of forward passes into which the texts are split, with recomputed activations. Default: 1, none split.
         """
-        sentences = self.rows(rows)
-        return _batch(sentences, None, self._table.pad_id, self._max_length, seed, device, length_ratio, passes)
+        texts, kinds = self.texts(rows)
+        # On a GPU, one padded pass is faster than several small ones, and than one that skips padding.
+        on_cpu = device.type == "cpu"
+        parts = group_similar_lengths([len(text) for text in texts], length_ratio if on_cpu else 0.0)
+        if passes > 1:
+            size = -(-len(texts) // passes)
+            parts = [part[begin : begin + size] for part in parts for begin in range(0, len(part), size)]
+        collated = []
+        for part in parts:
+            width = defaults_of(device).width_multiple, self._max_length
+            tokens = collate([texts[index] for index in part], self._pad_id, on_cpu, *width).to(device)
+            part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0, False, *width)
+            kind_ids = None if part_kinds is None else part_kinds.to(device).ids
+            collated.append(Texts(tokens.ids, tokens.mask, tokens.token_index, kind_ids))
+        order = to_device(torch.tensor([index for part in parts for index in part]), device)
+        return PairBatch(collated, order, seed, recomputes=passes > 1)
 
 
-class CrossTokens:
+class BiTokens(PairTokens):
+    """Token ids of n pairs for a bi-encoder.
+
+    Args:
+        encoder: The bi-encoder.
+        pairs: The pairs.
+        table: The tokens of their distinct sentences.
+    """
+
+    def __init__(self, encoder: Encoder, pairs: Pairs, table: TokenTable) -> None:
+        super().__init__(table.pad_id, encoder.max_length)
+        self._pairs, self._table = pairs.rows, table
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], None]:
+        """Return the token ids of the first sentences of the pairs at these rows, then those of the second ones."""
+        return self._table.rows(self._pairs[rows].T.reshape(-1).astype(np.int64)), None
+
+
+class CrossTokens(PairTokens):
     """Token ids of n pairs for a cross-encoder; in both orders, rows n to 2n - 1 are the pairs with their sentences swapped.
 
     Args:
@@ -196,26 +203,15 @@ class CrossTokens:
     """
 
     def __init__(self, encoder: CrossEncoder, table: PairTokenTable) -> None:
-        self._table, self._max_length = table, encoder.max_length
+        super().__init__(table.pad_id, encoder.max_length)
+        self._table = table
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def rows(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
+    def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
         """Return the token ids and token type ids at these rows (see `PairTokenTable.rows`)."""
         return self._table.rows(rows)
-
-    def batch(
-        self,
-        rows: NDArray[np.int64],
-        seed: int,
-        device: torch.device,
-        length_ratio: float = MIN_LENGTH_RATIO,
-        passes: int = 1,
-    ) -> PairBatch:
-        """Collate the pairs at these rows; see `BiTokens.batch`."""
-        texts, kinds = self.rows(rows)
-        return _batch(texts, kinds, self._table.pad_id, self._max_length, seed, device, length_ratio, passes)
 
 
 class PairTask:
@@ -248,7 +244,7 @@ class PairTask:
     def __init__(
         self,
         encoder: Encoder | CrossEncoder,
-        tokens: BiTokens | CrossTokens,
+        tokens: PairTokens,
         labels: NDArray[np.float32],
         section: LoopSection,
         dev: DevPairs | None,

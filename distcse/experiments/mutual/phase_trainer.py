@@ -13,7 +13,7 @@ from distcse.distributed import barrier, rank, world_size
 from distcse.errors import CheckpointError, OutOfMemoryError
 from distcse.events import Reporter, ignore
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
+from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask, PairTokens
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.experiments.mutual.stored_scores import StoredScores
 from distcse.experiments.mutual.tokens import TokenStores
@@ -155,7 +155,7 @@ class PhaseTrainer:
         emit = reporter.emit if phase.cycle <= 1 else ignore
         return graph_mode(section.cuda_graphs, changes, backbone, group.backbone, key, emit)
 
-    def _tokens(self, encoder: Encoder | CrossEncoder) -> BiTokens | CrossTokens:
+    def _tokens(self, encoder: Encoder | CrossEncoder) -> PairTokens:
         tokens = self._context.tokens
         if isinstance(encoder, Encoder):
             return BiTokens(encoder, self._context.pairs, TokenTable.open(tokens["bi"].path))
