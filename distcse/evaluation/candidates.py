@@ -100,6 +100,7 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
     """
     folder = resolve_model(find_model(source), options.trust_remote_code)
     model: Encoder | RankSpaceEncoder | CrossEncoder
+    encoder: Encoder | CrossEncoder
     if is_cross_encoder(folder):
         model = encoder = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
     elif is_rank_space(folder):
