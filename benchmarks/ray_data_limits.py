@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from distcse.data import Corpus
 from distcse.ray_backend.cluster import cluster
-from distcse.recipe.schema import CorpusSection
+from distcse.recipe.corpus import CorpusSection
 
 ROWS, BLOCK, WIDTH = 8192, 1024, 64
 _NO_PROGRESS_S = 20.0

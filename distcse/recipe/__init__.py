@@ -1,6 +1,7 @@
 """The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, recipe_classes, register_recipe
+from distcse.recipe.corpus import CorpusSection
 from distcse.recipe.encoders import (
     EncoderSection,
     Pooling,
@@ -8,13 +9,13 @@ from distcse.recipe.encoders import (
     StudentSection,
     TrainedSection,
 )
+from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
+from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.kinds.family import FamilyRecipe, MemberSection
 from distcse.recipe.kinds.mutual import (
     GroupSection,
-    MiningSection,
     MutualRecipe,
     MutualSection,
-    PairsSection,
 )
 from distcse.recipe.loading import (
     load_recipe,
@@ -37,9 +38,10 @@ from distcse.recipe.losses.regression import RegressionSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import ObjectiveSection
 from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
+from distcse.recipe.pairs import MiningSection, PairsSection
 from distcse.recipe.resources import GpuMode, ResourcesSection
-from distcse.recipe.schema import CorpusSection, EvaluationSection, RankInferenceSection, Recipe, StorageSection
 from distcse.recipe.section import decided
+from distcse.recipe.storage import StorageSection
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
 from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSection
 from distcse.recipe.training import LoopSection, NeighborBatchingSection, TrainingSection

@@ -12,10 +12,11 @@ from distcse.recipe.models import ModelsSection, encoders_with_switch
 from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
+    from distcse.recipe.corpus import CorpusSection
     from distcse.recipe.encoders import EncoderSection
     from distcse.recipe.loggers import LoggersSection
     from distcse.recipe.resources import GpuMode, ResourcesSection
-    from distcse.recipe.schema import CorpusSection, StorageSection
+    from distcse.recipe.storage import StorageSection
     from distcse.recipe.teachers import TeacherSection
     from distcse.recipe.training import LoopSection
 

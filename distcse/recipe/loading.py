@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.recipe.base import BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.inheritance import read_with_bases
+from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
-from distcse.recipe.schema import Recipe
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.typed_text import read_value
 from distcse.recipe.validation_errors import error_class, explain

@@ -1,4 +1,4 @@
-"""Recipes of the kinds of run besides a student's (`Recipe`), one file a kind.
+"""Recipes of the kinds of run, one file a kind.
 
 Importing this package imports every file in it, and thereby registers the recipes. To add a kind of run, see CONTRIBUTING.md.
 """
@@ -6,7 +6,7 @@ Importing this package imports every file in it, and thereby registers the recip
 from importlib import import_module
 from pkgutil import iter_modules
 
-import distcse.recipe.schema  # noqa: F401 (registers `Recipe` first, the kind of a document that names none)
+import distcse.recipe.kinds.distillation  # noqa: F401 (registered first: the kind of a document that names none)
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

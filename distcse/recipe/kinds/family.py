@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from distcse.recipe.base import register_recipe
-from distcse.recipe.schema import Recipe
+from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.section import Name, Section
 
 

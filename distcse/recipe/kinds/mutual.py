@@ -9,87 +9,18 @@ from pydantic import Field, ValidationError, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import EncoderSection, TrainedSection
+from distcse.recipe.evaluation import Measure
 from distcse.recipe.exchange import Exchange, ExchangeRule
 from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
+from distcse.recipe.pairs import PairsSection
 from distcse.recipe.paths import absolute, absolute_folder, absolute_path, absolute_paths, is_path
 from distcse.recipe.resources import ResourcesSection, can_share_gpu, check_gpu_keys
-from distcse.recipe.schema import CorpusSection, Measure, StorageSection
-from distcse.recipe.section import Gpus, Labels, Name, Precision, Section, Weight
+from distcse.recipe.section import Gpus, Labels, Name, Precision, Section
+from distcse.recipe.storage import StorageSection
 from distcse.recipe.training import LoopSection
-
-
-class BandSection(Section):
-    """Band of neighbors whose cosine lies in [low, high)."""
-
-    low: Annotated[float, Field(ge=-1, le=1)]
-    """Lowest cosine of the band."""
-    high: Annotated[float, Field(ge=-1, le=2)]
-    """Upper bound of the cosine, exclusive."""
-    share: Weight = 1.0
-    """Share of the mined pairs, relative to the other shares."""
-
-    @model_validator(mode="after")
-    def _is_a_band(self) -> Self:
-        if self.low >= self.high:
-            raise ValueError(f"low is {self.low} and high {self.high}; no pair lies between them")
-        return self
-
-
-class MiningSection(Section):
-    """Pairs mined from raw text, without any test set."""
-
-    corpus: CorpusSection
-    """Unlabelled text to mine."""
-    pairs: Annotated[int, Field(ge=2)] = 10_000
-    """Number of pairs to mine."""
-    num_neighbors: Annotated[int, Field(ge=1)] = 20
-    """Nearest neighbors considered per sentence, by the first group's initial bi-encoder and by BM25."""
-    bands: list[BandSection] = Field(
-        default_factory=lambda: [
-            BandSection(low=0.9, high=2.0),
-            BandSection(low=0.7, high=0.9),
-            BandSection(low=0.5, high=0.7),
-        ]
-    )
-    """Cosine bands that neighbors are drawn from."""
-    bm25_share: Weight = 1.0
-    """Share of pairs found by BM25: similar in words, whatever their cosine."""
-    random_share: Weight = 1.0
-    """Share of pairs drawn at random, which are rarely similar."""
-
-    @model_validator(mode="after")
-    def _takes_something(self) -> Self:
-        if not (sum(band.share for band in self.bands) + self.bm25_share + self.random_share):
-            raise ValueError("all shares are 0; give a band, bm25_share or random_share one above 0")
-        return self
-
-
-class PairsSection(Section):
-    """The unlabelled sentence pairs: exactly one of `path`, `task` and `mine`."""
-
-    path: str | list[str] | None = None
-    """File or list of files with two columns of sentences: .tsv, .tsv.gz, .jsonl, .jsonl.gz or .parquet."""
-    columns: Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
-        default_factory=lambda: ["sentence1", "sentence2"]
-    )
-    """Names of the two columns."""
-    task: Name | None = None
-    """Task whose pairs are used, test pairs included: all files of `pairs/TASK` in `evaluation.data`, or of `sts/TASK` if there
-    is no such folder. This is transductive, and reports mark it."""
-    mine: MiningSection | None = None
-    """Mine pairs from raw text."""
-    limit: Annotated[int, Field(ge=2)] | None = None
-    """Use N distinct pairs, drawn by the seed; null uses all."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = [key for key in ("path", "task", "mine") if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(f"gives {' and '.join(given) or 'no source'}; pairs have one: path, task or mine")
-        return self
 
 
 class GroupSection(TrainedSection):

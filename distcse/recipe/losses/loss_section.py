@@ -12,8 +12,8 @@ from distcse.recipe.paths import absolute_folder
 from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
+    from distcse.recipe.kinds.distillation import Recipe
     from distcse.recipe.objective import ObjectiveSection
-    from distcse.recipe.schema import Recipe
 
 Temperature = Annotated[float, Field(ge=1e-4, le=10)]
 """At least 1e-4: below it, the rounding of a float32 cosine changes a logit by a factor of e."""

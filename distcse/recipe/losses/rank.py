@@ -18,8 +18,8 @@ from distcse.recipe.losses.loss_section import (
 from distcse.recipe.section import Section, Weight
 
 if TYPE_CHECKING:
+    from distcse.recipe.kinds.distillation import Recipe
     from distcse.recipe.objective import ObjectiveSection
-    from distcse.recipe.schema import Recipe
 
 
 class QueueSection(Section):

@@ -11,8 +11,8 @@ from distcse.recipe.paths import absolute_location
 from distcse.recipe.section import Weight
 
 if TYPE_CHECKING:
+    from distcse.recipe.kinds.distillation import Recipe
     from distcse.recipe.objective import ObjectiveSection
-    from distcse.recipe.schema import Recipe
 
 
 @register_loss(

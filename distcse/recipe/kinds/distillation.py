@@ -1,203 +1,26 @@
-"""The recipe of one student: corpus, encoders, objective, training, evaluation and storage."""
+"""The recipe of one student."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from distcse.errors import StorageError
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.byte_size import parse_bytes
+from distcse.recipe.corpus import CorpusSection
 from distcse.recipe.encoders import EncoderSection, StudentSection
-from distcse.recipe.hub_names import HubName
+from distcse.recipe.evaluation import EvaluationSection
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.losses.loss_section import registered_losses
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
-from distcse.recipe.paths import absolute, absolute_folder, absolute_location, absolute_path, absolute_paths, is_path
+from distcse.recipe.paths import absolute, absolute_folder, absolute_path, is_path
 from distcse.recipe.resources import ResourcesSection, check_gpu_keys
-from distcse.recipe.section import Gpus, Name, Precision, Section
+from distcse.recipe.section import Name
+from distcse.recipe.storage import StorageSection
 from distcse.recipe.teachers import TeachersSection
 from distcse.recipe.training import TrainingSection
-from distcse.storage import is_uri, resolve_path
-
-Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement", "docstring_retrieval"]
-
-
-class CorpusSection(Section):
-    """The unlabelled sentences: exactly one of `path`, `dataset` and `docstrings`."""
-
-    path: str | list[str] | None = None
-    """File or list of files: .txt, .jsonl, .ndjson, .json (a list of objects), .csv or .tsv, each also compressed (.gz, .bz2,
-    .xz, .zst), or .parquet, with one sentence per line or row."""
-    dataset: HubName | None = None
-    """Name of a Hugging Face data set, or a local folder. Only a name that is not a folder is looked up on the hub."""
-    dataset_config: str | None = None
-    """Configuration of `dataset`, for data sets that have several."""
-    split: str = "train"
-    """Split of `dataset`."""
-    streaming: bool = False
-    """Download only the first `limit` rows of `dataset` instead of all its files. They are cached like any corpus."""
-    docstrings: list[str] | None = None
-    """Names of installed packages whose docstrings are the corpus, as in the quickstart."""
-    column: str = "text"
-    """Column (.csv, .parquet, data set) or key (.jsonl) of the sentence."""
-    domain: str | None = None
-    """Column or key of a row's domain, for teachers with `alpha_by_domain`."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Use only the first N sentences; null uses all."""
-    deduplicate: Literal["exact", "none"] = "none"
-    """`exact` leaves out sentences that equal an earlier one, also one of another domain; `limit` counts them. `none` trains on
-    them as often as they occur. Teachers embed them once either way."""
-    exclude_evaluation: bool = False
-    """Drop sentences that occur in a labelled set of `evaluation.data`, ignoring case, punctuation and spacing."""
-
-    @property
-    def unread_keys(self) -> Mapping[str, str]:
-        of_data_sets = {} if self.dataset is not None else dict.fromkeys(("dataset_config", "split"), "dataset is null")
-        return {**of_data_sets, **({"column": "docstrings have no columns"} if self.docstrings is not None else {})}
-
-    @model_validator(mode="after")
-    def _one_source(self) -> CorpusSection:
-        given = [key for key in ("path", "dataset", "docstrings") if getattr(self, key) is not None]
-        if len(given) > 1:
-            raise ValueError(
-                f"gives {' and '.join(given)}, but a corpus has one source; "
-                f"keep one, and set the others to null, such as {given[-1]}: null"
-            )
-        if self.streaming and (self.dataset is None or self.limit is None):
-            raise ValueError("streaming fetches the first rows of a data set; write dataset: NAME and limit: N")
-        if self.domain is not None and self.docstrings is not None:
-            raise ValueError("domain names a column, and docstrings have none; leave it null")
-        return self
-
-    def with_absolute_paths(self) -> CorpusSection:
-        """Return a copy with paths resolved against the current directory."""
-        return self.model_copy(update={"path": absolute_paths(self.path), "dataset": absolute_folder(self.dataset)})
-
-
-_DEV_SCORES = ("auto", "stsb", "sickr", "stsb_sickr", "agreement", "none")
-
-
-class AsyncEvalSection(Section):
-    """Resources of the process that computes dev scores during training, on one of the nodes that may train."""
-
-    cpus: Annotated[float, Field(gt=0)] = 1.0
-    """CPUs of the process."""
-    gpus: Gpus | None = None
-    """GPUs of the process, or a fraction of one; null assigns a quarter of one, or less, where that fits next to the workers.
-    A larger number is lowered to that, with a warning, if the workers would otherwise get no GPU."""
-
-
-class RankInferenceSection(Section):
-    """Ranks at inference: λ · ρ + (1 - λ) · cosine (RankEncoder Eq. 7)."""
-
-    weight: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """λ, from 0 (cosine only) to 1 (ranks only)."""
-    num_references: Annotated[int, Field(ge=2)] = 100_000
-    """Corpus sentences that are ranked: the same as those of a rank-space teacher, and all of a smaller corpus."""
-    normalize: bool = True
-    """Rank the references by cosine; false ranks them by inner product, as the public code does at inference."""
-    rank_method: Literal["sort", "histogram"] = "sort"
-    """How references are ranked, as for teachers: `sort` is exact, `histogram` faster with tens of thousands on CPUs."""
-
-
-class EvaluationSection(Section):
-    """Evaluation during training and at its end."""
-
-    data: str | None = None
-    """Folder of labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
-    dev: str = "auto"
-    """Score that selects the best checkpoint: Spearman correlation on STS-B dev (`stsb`), on SICK-R trial (`sickr`) or the
-    mean of both (`stsb_sickr`, RankEncoder's), agreement with the teachers on held-out rows (`agreement`), a set of yours, or
-    `none`, which takes the last checkpoint. `auto` is `stsb` where `data` is set, else `agreement` where there are teachers,
-    else `none`. A set of yours is a path: a file of pairs (columns `sentence1`, `sentence2`, and `score` for Spearman's
-    correlation or `label` for the area under the ROC curve) or of triplets (`anchor`, `positive`, `negative`: accuracy), or
-    a folder with `queries`, `corpus` and `relevant` (NDCG@10)."""
-    dev_is_test: bool = False
-    """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
-    num_heldout: Annotated[int, Field(ge=0)] = 512
-    """Rows of the corpus that are excluded from training; `agreement` is computed on them."""
-    eval_steps: Annotated[int, Field(ge=1)] = 125
-    """Steps between two dev scores. Each dev score also writes a checkpoint."""
-    async_eval: AsyncEvalSection | None = None
-    """Compute dev scores in a separate process while the workers continue; `{}` uses one CPU. A score arrives at most one
-    checkpoint later, so early stopping stops one checkpoint later. null computes them in the workers, as trials of a sweep
-    do."""
-    precision: Precision = "auto"
-    """Precision of dev scores and of the final evaluation. `auto` is bf16 where the evaluating devices have fast bf16 units,
-    else fp32; the report names it."""
-    patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop after this many dev scores without a new best; null disables early stopping."""
-    final_suites: list[Measure] | Literal["with_transfer"] | None = None
-    """Suites for the final evaluation of the initial model, the student and the teachers. null runs `sts`, `ranking`,
-    `geometry` and `retrieval` where `data` is set, else `agreement`. `with_transfer` adds `transfer` where `data` is set,
-    which takes minutes per model ([how many](../how-to/evaluate.md#in-a-training-run))."""
-    rank_inference: RankInferenceSection | None = None
-    """Also measure the student with ranks at inference, on the suites of pairs, and store it with its references as `ranker`
-    in the run's folder; `{}` has RankEncoder's settings. null does not."""
-    transfer: Literal["strict", "fast"] = "strict"
-    """Classifier of the transfer tasks: `strict` fits it as SentEval does, `fast` with scikit-learn."""
-
-    @field_validator("dev")
-    @classmethod
-    def _is_a_score_or_a_path(cls, name: str) -> str:
-        if name not in _DEV_SCORES and not is_path(name):
-            raise ValueError(
-                f"{name!r} is no dev score; allowed: {', '.join(_DEV_SCORES)}, or the path of a set of yours, such as "
-                f"./{name or 'dev'}.tsv"
-            )
-        return name
-
-
-class StorageSection(Section):
-    """Where runs and caches are stored ([how](../how-to/storage.md)).
-
-    A folder (on a cluster of several nodes: shared storage), or object storage: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`.
-    """
-
-    runs: str = "runs"
-    """Folder of run directories; each run creates a new one."""
-    run_id: Name | None = None
-    """Name of the run's directory. The same command begins the run, and resumes it once it has begun; null names every run by
-    recipe and time."""
-    cache: str = "~/.cache/distcse"
-    """Folder of tokenised corpora and teacher tables, shared by all runs. DISTCSE_CACHE overrides the default."""
-    local_budget: str | None = None
-    """Size of the teachers' tables that each node may copy from object storage, such as `200GiB`. A table that does not fit is
-    read row by row where it is stored, in a folder too: many rows at the same time, ahead of the step. null has no limit."""
-
-    @field_validator("runs", "cache")
-    @classmethod
-    def _is_a_folder_or_an_address(cls, name: str) -> str:
-        """Check an address of object storage. The error does not repeat the value, which may hold a key."""
-        try:
-            if is_uri(name):
-                resolve_path(name)
-        except StorageError as refused:
-            raise ValueError(str(refused)) from None
-        return name.rstrip("/") if is_uri(name) else name
-
-    @field_validator("local_budget")
-    @classmethod
-    def _is_a_size(cls, text: str | None) -> str | None:
-        if text is not None:
-            parse_bytes(text)
-        return text
-
-    @property
-    def local_budget_bytes(self) -> int | None:
-        """`local_budget` in bytes."""
-        return None if self.local_budget is None else parse_bytes(self.local_budget)
-
-    def with_absolute_paths(self) -> StorageSection:
-        """Return a copy with paths resolved against the current directory, and the cache that DISTCSE_CACHE selects."""
-        cache = self.cache if "cache" in self.model_fields_set else os.environ.get("DISTCSE_CACHE", self.cache)
-        return self.model_copy(update={"runs": absolute_location(self.runs), "cache": absolute_location(cache)})
-
 
 _KEYS_OF_RAY = (
     *(f"teachers.{key}" for key in ("embedding_workers", "num_servers", "heartbeat_timeout_s", "node_labels")),

@@ -1,0 +1,59 @@
+"""The section `storage`: where runs and caches are stored."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import field_validator
+
+from distcse.errors import StorageError
+from distcse.recipe.byte_size import parse_bytes
+from distcse.recipe.paths import absolute_location
+from distcse.recipe.section import Name, Section
+from distcse.storage import is_uri, resolve_path
+
+
+class StorageSection(Section):
+    """Where runs and caches are stored ([how](../how-to/storage.md)).
+
+    A folder (on a cluster of several nodes: shared storage), or object storage: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`.
+    """
+
+    runs: str = "runs"
+    """Folder of run directories; each run creates a new one."""
+    run_id: Name | None = None
+    """Name of the run's directory. The same command begins the run, and resumes it once it has begun; null names every run by
+    recipe and time."""
+    cache: str = "~/.cache/distcse"
+    """Folder of tokenised corpora and teacher tables, shared by all runs. DISTCSE_CACHE overrides the default."""
+    local_budget: str | None = None
+    """Size of the teachers' tables that each node may copy from object storage, such as `200GiB`. A table that does not fit is
+    read row by row where it is stored, in a folder too: many rows at the same time, ahead of the step. null has no limit."""
+
+    @field_validator("runs", "cache")
+    @classmethod
+    def _is_a_folder_or_an_address(cls, name: str) -> str:
+        """Check an address of object storage. The error does not repeat the value, which may hold a key."""
+        try:
+            if is_uri(name):
+                resolve_path(name)
+        except StorageError as refused:
+            raise ValueError(str(refused)) from None
+        return name.rstrip("/") if is_uri(name) else name
+
+    @field_validator("local_budget")
+    @classmethod
+    def _is_a_size(cls, text: str | None) -> str | None:
+        if text is not None:
+            parse_bytes(text)
+        return text
+
+    @property
+    def local_budget_bytes(self) -> int | None:
+        """`local_budget` in bytes."""
+        return None if self.local_budget is None else parse_bytes(self.local_budget)
+
+    def with_absolute_paths(self) -> StorageSection:
+        """Return a copy with paths resolved against the current directory, and the cache that DISTCSE_CACHE selects."""
+        cache = self.cache if "cache" in self.model_fields_set else os.environ.get("DISTCSE_CACHE", self.cache)
+        return self.model_copy(update={"runs": absolute_location(self.runs), "cache": absolute_location(cache)})
