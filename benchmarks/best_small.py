@@ -349,7 +349,8 @@ def regress(
 def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], NDArray[np.float32]]:
     """The sentences that distcse's rows learn from, and all-MiniLM-L6-v2's vectors of them, from the table of those rows."""
     from distcse.data import split_held_out
-    from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
+    from distcse.experiments.distillation.corpus import read_corpus
+    from distcse.experiments.distillation.tables import embed_corpus
 
     overrides = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"

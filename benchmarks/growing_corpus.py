@@ -23,7 +23,7 @@ import numpy as np
 
 from distcse import host
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.preparation import embed_corpus
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import load_recipe
 from distcse.teachers.kinds import kind_of

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from benchmarks.material import MINILM, fast_precisions, list_recipe
 from distcse.data import Corpus
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
+from distcse.experiments.distillation.corpus import read_corpus
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.ray_backend.assigned_resources import use_assigned_threads
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import cluster

@@ -29,7 +29,8 @@ from distcse.evaluation import EvalConfig, collect, labelled_dev
 from distcse.evaluation.estimates import spearman
 from distcse.evaluation.sts import ScoredPairs, StsTask
 from distcse.events import Reporter
-from distcse.experiments.distillation.preparation import embed_corpus, read_corpus
+from distcse.experiments.distillation.corpus import read_corpus
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import cosine_errors
 from distcse.models import Encoder

@@ -30,7 +30,7 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     # Torch, transformers and Ray take seconds to import; report a mistake in the recipe first.
     with gc_paused():
         from distcse.events import Reporter
-        from distcse.experiments.distillation.preparation import embed_corpus
+        from distcse.experiments.distillation.tables import embed_corpus
         from distcse.ray_backend.backend import choose_backend
         from distcse.report.progress import open_view
         from distcse.report.terminal import print_json, print_lines
@@ -72,8 +72,8 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.device import use_available_cpus
     from distcse.events import Reporter, StageProgress
+    from distcse.experiments.distillation.corpus import read_corpus
     from distcse.experiments.distillation.dev_ensemble import score_ensemble
-    from distcse.experiments.distillation.preparation import read_corpus
     from distcse.experiments.distillation.roles import with_teacher_precisions
     from distcse.experiments.gpu_policy import gpu_policy
     from distcse.experiments.settings_warnings import report_warnings, warn_of_narrow_bands

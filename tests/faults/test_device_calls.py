@@ -18,7 +18,7 @@ from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, Wo
 from distcse.evaluation import Evaluation
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import DeviceCall
-from distcse.experiments.distillation.preparation import embed_corpus
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.placement.devices import DeviceOptions
 from distcse.ray_backend.backend import RayBackend
 from distcse.recipe import load_recipe, recipe_yaml

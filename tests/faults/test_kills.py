@@ -17,7 +17,8 @@ import yaml
 
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
 from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport
-from distcse.experiments.distillation.preparation import prepare_tables, read_corpus
+from distcse.experiments.distillation.corpus import read_corpus
+from distcse.experiments.distillation.tables import prepare_tables
 from distcse.placement.resources import Node, ResourceRequest
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend import embedding_actors, nodes, train_workers

@@ -29,7 +29,9 @@ from distcse.errors import (
     StorageWriteError,
 )
 from distcse.events import Event, LogMessage, Reporter, StepReport
-from distcse.experiments.distillation.preparation import PreparedCorpus, prepare_tables, read_corpus
+from distcse.experiments.distillation.corpus import read_corpus
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.health.storage import check_location

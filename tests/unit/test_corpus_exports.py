@@ -20,7 +20,7 @@ from distcse.data import Corpus, check_source, source_rows
 from distcse.data.readers import find_files, read_sentences
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.preparation import read_corpus
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.recipe import CorpusSection, load_recipe
 from tests.failures import fails_with
 

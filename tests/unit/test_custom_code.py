@@ -13,7 +13,7 @@ import yaml
 
 from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
-from distcse.experiments.distillation.preparation import embed_corpus
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import build_objective, gather_views
 from distcse.losses.teacher_outputs import TeacherOutputs

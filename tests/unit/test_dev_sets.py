@@ -17,9 +17,9 @@ from distcse import evaluate
 from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidValueError
 from distcse.evaluation import CustomDev, LabelledDev, VectorModel, labelled_dev, read_table
 from distcse.events import DevScore, Event, Reporter
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.preflight import check_recipe
-from distcse.experiments.distillation.preparation import read_corpus
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.models import Encoder
 from distcse.planning.student import DEV_SENTENCES

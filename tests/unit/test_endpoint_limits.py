@@ -18,7 +18,7 @@ import pytest
 from distcse.data import Corpus
 from distcse.errors import EndpointError, RefusedTextError
 from distcse.events import Reporter
-from distcse.experiments.distillation.preparation import embed_corpus
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import EndpointSection, load_recipe
 from distcse.teachers.kinds import kind_of

@@ -17,7 +17,7 @@ from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.distillation_task import train_student
-from distcse.experiments.distillation.preparation import prepare_tables
+from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.distillation.teacher_clients import with_worker_tables
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, read_recipe

@@ -12,8 +12,9 @@ import pytest
 from distcse.errors import EmbeddingTableError
 from distcse.events import Event, Reporter
 from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.preflight import check_embedding
-from distcse.experiments.distillation.preparation import prepare_tables, read_corpus
+from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, with_values
 from distcse.teachers import table as table_module

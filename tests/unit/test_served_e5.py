@@ -13,8 +13,8 @@ import pytest
 
 from distcse.errors import EndpointError
 from distcse.events import Event, LogMessage, Reporter
+from distcse.experiments.distillation.corpus import find_corpus
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.preparation import find_corpus
 from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import EndpointSection, TeacherSection

@@ -11,9 +11,10 @@ from ray.tune import PlacementGroupFactory
 
 from distcse.errors import ClusterTooSmallError, GpuRequiredError, NodeLabelError
 from distcse.events import Event, Reporter
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.gpus import report_gpus
-from distcse.experiments.distillation.preparation import prepare_tables, read_corpus, require_embedding_gpus
 from distcse.experiments.distillation.resources import least_requests as run_requests
+from distcse.experiments.distillation.tables import prepare_tables, require_embedding_gpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.resources import Node, Resources
 from distcse.ray_backend.tune import placement

@@ -6,9 +6,9 @@ from distcse.data import Corpus
 from distcse.data.sampler import MAX_ARRAY_ROWS
 from distcse.evaluation import Tasks
 from distcse.events import Reporter
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
-from distcse.experiments.distillation.preparation import read_corpus
 from distcse.models import model_fingerprint, resolve_model
 from distcse.recipe import Recipe
 from distcse.runs.directory import ORDER

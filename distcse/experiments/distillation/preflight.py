@@ -8,20 +8,17 @@ from distcse.data import Corpus, check_source
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
 from distcse.experiments.distillation.model import build_student
-from distcse.experiments.distillation.preparation import (
-    read_corpus,
-    require_embedding_gpus,
-    require_shared_projection,
-    require_vectors,
-)
+from distcse.experiments.distillation.preparation import require_shared_projection, require_vectors
 from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
+from distcse.experiments.distillation.tables import require_embedding_gpus
 from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings

@@ -1,42 +1,33 @@
-"""Preparation of a run's inputs, with a cache: corpus, tokens, teachers' tables, neighbor graph, regression targets."""
+"""Preparation of a run's inputs, with a cache: tokens, neighbor graph, regression targets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from distcse.data import Corpus, Excluded, TokenTable, count_repeated_files
-from distcse.device import default_device, use_available_cpus
-from distcse.errors import CorpusNotFoundError, CorpusTooSmallError, EvaluationDataError, UnsuitableTeacherError
-from distcse.evaluation import evaluation_sentences
+from distcse.data import Corpus, TokenTable
+from distcse.device import default_device
+from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
 from distcse.events import Reporter, StageProgress
-from distcse.experiments.backend import GIB, Backend, DeviceCall, EmbeddingRequest
+from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.dev_metric import read_labelled_dev
+from distcse.experiments.distillation.corpus import read_corpus, report_finished, start_stage
 from distcse.experiments.distillation.devices import device_options
-from distcse.experiments.distillation.gpus import report_embedding_gpus, require_gpus_of
-from distcse.experiments.distillation.joining import joined_for_embedding
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
-from distcse.experiments.distillation.roles import with_teacher_precisions
-from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.run_scope import waited_for_nodes
+from distcse.experiments.distillation.tables import prepare_tables
 from distcse.models import Encoder, EncoderHandle, TokenizerSpec
-from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
-from distcse.runs.directory import RunDirectory, check_storage, require_lasting
+from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, resolve_path
-from distcse.teachers.embedding import new_rows, table_of
+from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import Serving, kind_of
 from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
-from distcse.teachers.local_budget import apply_local_budget
-from distcse.teachers.resources import least_embedding
-from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import (
     TargetSpec,
@@ -99,10 +90,10 @@ class PreparedCorpus:
             tokenizer_spec.tokenizer,
             tokenizer_spec.max_length,
             resolve_path(recipe.storage.cache),
-            _start_stage(reporter, "tokens", len(corpus)),
+            start_stage(reporter, "tokens", len(corpus)),
             prompt=tokenizer_spec.prompt,
         )
-        _report_finished(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenized")
+        report_finished(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenized")
         # Raises if the corpus has too few rows.
         BatchLoader(
             TrainSpec(recipe, open_store("."), open_store(corpus.directory), open_store(tokens.directory)),
@@ -182,7 +173,7 @@ class PreparedCorpus:
             backend.run_on_devices([call], device_options(self.recipe, uses_gpu=False), reporter)
             spec.store.fetch_folder()
             folder = spec.store.path
-        _report_finished(
+        report_finished(
             reporter, "neighbors", len(self.corpus), f"{section.max_rank} nearest neighbors of each sentence"
         )
         return folder
@@ -335,180 +326,3 @@ def _check_serving(recipe: Recipe, servings: Sequence[Serving]) -> None:
 
 def _select_tables(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list[EmbeddingTable]:
     return [table for number in numbers if (table := tables[number]) is not None]
-
-
-def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
-    """Embed the corpus with the recipe's teachers, without training: the pass that a run would make first.
-
-    Args:
-        recipe: The recipe.
-        backend: The backend that embeds.
-        reporter: Receives progress.
-
-    Returns:
-        One table per teacher; None for a live teacher.
-    """
-    use_available_cpus()
-    require_lasting(recipe.storage, ["cache"])
-    check_storage(recipe.storage, ["cache"])
-    requests = [least_embedding(recipe.teachers, recipe.gpu_mode)]
-    with (
-        gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None),
-        waited_for_nodes(backend.cluster, recipe, requests, reporter),
-    ):
-        recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
-        report_embedding_gpus(recipe, backend.cluster, reporter)
-        corpus = read_corpus(recipe, reporter)
-        with joined_for_embedding(recipe, backend.cluster):
-            return prepare_tables(recipe, corpus, backend, reporter)
-
-
-def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
-    """Read the recipe's corpus, or take it from the cache.
-
-    Args:
-        recipe: The recipe.
-        reporter: Receives progress.
-
-    Raises:
-        CorpusError: The corpus cannot be read, or is empty.
-    """
-    require_lasting(recipe.storage, ["cache"])
-    cache, excluded = resolve_path(recipe.storage.cache), _excluded_sentences(recipe)
-    corpus = Corpus.prepare(recipe.corpus, cache, _start_stage(reporter, "corpus", recipe.corpus.limit), excluded)
-    skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
-    if excluded is not None:
-        skipped += f", {corpus.excluded_rows:,} evaluation sentences excluded"
-    if corpus.doubled_rows:
-        skipped += f", {corpus.doubled_rows:,} of them equal an earlier one"
-    if repeated := count_repeated_files(recipe.corpus):
-        files = "1 file is" if repeated == 1 else f"{repeated:,} files are"
-        skipped += f" ({files} read again, because corpus.path matches more than once)"
-    if corpus.removed_duplicates:
-        skipped += f", {corpus.removed_duplicates:,} that equal an earlier one left out"
-    reused = ", reused" if corpus.reused else ""
-    _report_finished(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{skipped}{reused}")
-    return corpus
-
-
-def find_corpus(recipe: Recipe) -> Corpus | None:
-    """Return the recipe's corpus if the cache has it.
-
-    None if it would be read, if it is a data set, which would be opened, or if the recipe's text or labelled sets are not on
-    this machine, such as in a plan for a cluster.
-    """
-    if recipe.corpus.dataset is not None:
-        return None
-    try:
-        return Corpus.find(recipe.corpus, resolve_path(recipe.storage.cache), _excluded_sentences(recipe))
-    except (CorpusNotFoundError, EvaluationDataError):
-        return None
-
-
-def _excluded_sentences(recipe: Recipe) -> Excluded | None:
-    dev = read_labelled_dev(recipe) if recipe.corpus.exclude_evaluation else None
-    dev_sentences = [] if dev is None else [*dev.first, *dev.second]
-    return evaluation_sentences(recipe.corpus, recipe.evaluation.data, dev_sentences)
-
-
-def prepare_tables(
-    recipe: Recipe,
-    corpus: Corpus,
-    backend: Backend,
-    reporter: Reporter,
-    before_embedding: Callable[[], object] = lambda: None,
-) -> list[EmbeddingTable | None]:
-    """Return the teachers' tables, after embedding their missing rows.
-
-    Args:
-        recipe: The recipe with the teachers.
-        corpus: Its sentences.
-        backend: The backend that embeds.
-        reporter: Receives progress.
-        before_embedding: Called before rows are embedded. Embedding may take hours, so later errors should be raised here.
-
-    Returns:
-        One complete table per teacher; None for a live teacher.
-
-    Raises:
-        GpuRequiredError: `resources.gpu` is `required`, and embedding actors that must start get no GPU.
-    """
-    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
-    missing_shards = _missing_shards(recipe, corpus, cache, verify=not backend.is_for_trials)
-    _require_gpus_for(missing_shards, recipe, backend.cluster)
-    tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
-    for number, (table, missing) in missing_shards.items():
-        stage, embedded = f"teacher {number}", 0
-        if missing:
-            with Lease.held(table.directory, reporter, waits_for="embeds the same sentences with the same teacher"):
-                missing = table.not_intact(missing)  # fewer if another run embedded some while we waited
-                if missing:
-                    reuse = find_reuse(table, corpus, cache)
-                    reused = None if reuse is None else reuse.open()
-                    embedded = sum(len(new_rows(table, shard, reused)) for shard in missing)
-                    before_embedding()
-                    request = EmbeddingRequest(
-                        section.encoders[number],
-                        section,
-                        corpus,
-                        table,
-                        missing,
-                        _start_stage(reporter, stage, embedded),
-                        reporter,
-                        recipe.gpu_mode,
-                        reuse,
-                        recipe.name,
-                    )
-                    backend.embed(request)
-                    if reuse is not None:
-                        reuse.rows.delete_folder()
-        reused_rows = len(corpus) - embedded
-        _report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
-        tables[number] = table
-    apply_local_budget(tables, recipe.storage.local_budget_bytes, reporter)
-    return tables
-
-
-def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:
-    """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`.
-
-    Args:
-        recipe: The recipe with the teachers.
-        corpus: Its sentences.
-        cluster: The teachers' cluster; None checks nothing.
-
-    Raises:
-        GpuRequiredError: A table is incomplete, and its embedding actors get no GPU.
-    """
-    if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
-        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True)
-        _require_gpus_for(found, recipe, cluster)
-
-
-def _require_gpus_for(
-    missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]], recipe: Recipe, cluster: Cluster | None
-) -> None:
-    embedded = [recipe.teachers.encoders[number] for number, (_, missing) in missing_shards.items() if missing]
-    require_gpus_of(recipe, embedded, cluster)
-
-
-def _missing_shards(
-    recipe: Recipe, corpus: Corpus, cache: Path, verify: bool
-) -> dict[int, tuple[EmbeddingTable, list[int]]]:
-    """Return the tables of the teachers that have one, and each one's missing or damaged shards, by the teachers' indices."""
-    section, found = recipe.teachers, {}
-    for number, teacher in enumerate(section.encoders):
-        if kind_of(teacher).uses_table(section.mode):
-            table = table_of(teacher, corpus, cache, section.shard_rows)
-            found[number] = table, table.missing_shards(verify)
-    return found
-
-
-def _report_finished(reporter: Reporter, stage: str, done: int, note: str, reused: int | None = None) -> None:
-    reporter.emit(StageProgress(stage, done, done, "sentences", finished=True, note=note, reused=reused))
-
-
-def _start_stage(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
-    """Report that a stage has started, and return the function that reports its progress."""
-    reporter.emit(StageProgress(stage, 0, total, "sentences"))
-    return lambda done: reporter.emit(StageProgress(stage, done, total, "sentences"))

@@ -10,11 +10,12 @@ from distcse.errors import SearchSpaceError
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
 from distcse.experiments.distillation.joining import read_by_workers
-from distcse.experiments.distillation.preparation import PreparedCorpus, read_corpus, require_shared_projection
+from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.roles import with_precisions
 from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.settings_warnings import report_warnings

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from distcse.data import Corpus
 from distcse.events import Reporter
+from distcse.experiments.distillation.corpus import find_corpus
 from distcse.experiments.distillation.extent import Extent
-from distcse.experiments.distillation.preparation import find_corpus
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.settings_warnings import (
     SettingsWarning,

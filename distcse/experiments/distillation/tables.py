@@ -1,0 +1,147 @@
+"""Tables of the teachers' vectors: embedding of the rows that they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from distcse.data import Corpus
+from distcse.device import use_available_cpus
+from distcse.events import Reporter
+from distcse.experiments.backend import Backend, EmbeddingRequest
+from distcse.experiments.distillation.corpus import read_corpus, report_finished, start_stage
+from distcse.experiments.distillation.gpus import report_embedding_gpus, require_gpus_of
+from distcse.experiments.distillation.joining import joined_for_embedding
+from distcse.experiments.distillation.roles import with_teacher_precisions
+from distcse.experiments.gpu_policy import gpu_policy
+from distcse.experiments.run_scope import waited_for_nodes
+from distcse.placement.cluster import Cluster
+from distcse.recipe import Recipe
+from distcse.runs.directory import check_storage, require_lasting
+from distcse.runs.lease import Lease
+from distcse.storage import resolve_path
+from distcse.teachers.embedding import new_rows, table_of
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.local_budget import apply_local_budget
+from distcse.teachers.resources import least_embedding
+from distcse.teachers.reuse import find_reuse
+from distcse.teachers.table import EmbeddingTable
+
+
+def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
+    """Embed the corpus with the recipe's teachers, without training: the pass that a run would make first.
+
+    Args:
+        recipe: The recipe.
+        backend: The backend that embeds.
+        reporter: Receives progress.
+
+    Returns:
+        One table per teacher; None for a live teacher.
+    """
+    use_available_cpus()
+    require_lasting(recipe.storage, ["cache"])
+    check_storage(recipe.storage, ["cache"])
+    requests = [least_embedding(recipe.teachers, recipe.gpu_mode)]
+    with (
+        gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None),
+        waited_for_nodes(backend.cluster, recipe, requests, reporter),
+    ):
+        recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
+        report_embedding_gpus(recipe, backend.cluster, reporter)
+        corpus = read_corpus(recipe, reporter)
+        with joined_for_embedding(recipe, backend.cluster):
+            return prepare_tables(recipe, corpus, backend, reporter)
+
+
+def prepare_tables(
+    recipe: Recipe,
+    corpus: Corpus,
+    backend: Backend,
+    reporter: Reporter,
+    before_embedding: Callable[[], object] = lambda: None,
+) -> list[EmbeddingTable | None]:
+    """Return the teachers' tables, after embedding their missing rows.
+
+    Args:
+        recipe: The recipe with the teachers.
+        corpus: Its sentences.
+        backend: The backend that embeds.
+        reporter: Receives progress.
+        before_embedding: Called before rows are embedded. Embedding may take hours, so later errors should be raised here.
+
+    Returns:
+        One complete table per teacher; None for a live teacher.
+
+    Raises:
+        GpuRequiredError: `resources.gpu` is `required`, and embedding actors that must start get no GPU.
+    """
+    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
+    missing_shards = _missing_shards(recipe, corpus, cache, verify=not backend.is_for_trials)
+    _require_gpus_for(missing_shards, recipe, backend.cluster)
+    tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
+    for number, (table, missing) in missing_shards.items():
+        stage, embedded = f"teacher {number}", 0
+        if missing:
+            with Lease.held(table.directory, reporter, waits_for="embeds the same sentences with the same teacher"):
+                missing = table.not_intact(missing)  # fewer if another run embedded some while we waited
+                if missing:
+                    reuse = find_reuse(table, corpus, cache)
+                    reused = None if reuse is None else reuse.open()
+                    embedded = sum(len(new_rows(table, shard, reused)) for shard in missing)
+                    before_embedding()
+                    request = EmbeddingRequest(
+                        section.encoders[number],
+                        section,
+                        corpus,
+                        table,
+                        missing,
+                        start_stage(reporter, stage, embedded),
+                        reporter,
+                        recipe.gpu_mode,
+                        reuse,
+                        recipe.name,
+                    )
+                    backend.embed(request)
+                    if reuse is not None:
+                        reuse.rows.delete_folder()
+        reused_rows = len(corpus) - embedded
+        report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
+        tables[number] = table
+    apply_local_budget(tables, recipe.storage.local_budget_bytes, reporter)
+    return tables
+
+
+def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:
+    """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`.
+
+    Args:
+        recipe: The recipe with the teachers.
+        corpus: Its sentences.
+        cluster: The teachers' cluster; None checks nothing.
+
+    Raises:
+        GpuRequiredError: A table is incomplete, and its embedding actors get no GPU.
+    """
+    if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
+        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True)
+        _require_gpus_for(found, recipe, cluster)
+
+
+def _require_gpus_for(
+    missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]], recipe: Recipe, cluster: Cluster | None
+) -> None:
+    embedded = [recipe.teachers.encoders[number] for number, (_, missing) in missing_shards.items() if missing]
+    require_gpus_of(recipe, embedded, cluster)
+
+
+def _missing_shards(
+    recipe: Recipe, corpus: Corpus, cache: Path, verify: bool
+) -> dict[int, tuple[EmbeddingTable, list[int]]]:
+    """Return the tables of the teachers that have one, and each one's missing or damaged shards, by the teachers' indices."""
+    section, found = recipe.teachers, {}
+    for number, teacher in enumerate(section.encoders):
+        if kind_of(teacher).uses_table(section.mode):
+            table = table_of(teacher, corpus, cache, section.shard_rows)
+            found[number] = table, table.missing_shards(verify)
+    return found
