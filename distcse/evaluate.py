@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distcse.command import (
-    INTERRUPTED,
-    STATUSES,
-    StopOnSignal,
-    add_output_options,
-    exit_status,
-    parse_command,
-    program,
-)
+from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status, parse_command, program
 from distcse.errors import EvaluationResultError
 from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy, resolve_path, to_uri

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distcse.trainer.checkpoints import CheckpointStore, load_weights
+from distcse.trainer.checkpoint_files import load_weights
+from distcse.trainer.checkpoints import CheckpointStore
 
 Weights = Mapping[str, Tensor]
 

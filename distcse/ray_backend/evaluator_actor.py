@@ -28,7 +28,7 @@ from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assign
 from distcse.ray_backend.event_channel import unique_name
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
 from distcse.ray_backend.teacher_servers import RemoteTeacherClient, monitor_heartbeats
-from distcse.trainer.checkpoints import ModelState
+from distcse.trainer.checkpoint_files import ModelState
 
 
 class EvaluatorActor(HeartbeatActor):

@@ -25,13 +25,7 @@ from distcse.placement.gpu_shares import process_group_backend
 from distcse.placement.resources import Node, Resources, count_fitting, format_resources
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import worker_environment
-from distcse.ray_backend.event_channel import (
-    EventChannel,
-    announce_end,
-    announce_failure,
-    announce_worker,
-    reporter_of,
-)
+from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_failure, announce_worker, reporter_of
 from distcse.ray_backend.network import use_interface_of
 from distcse.ray_backend.nodes import STOPPED_WAIT_S, DrainNotices, ResourceWatchdog, alive, responsive_nodes
 from distcse.ray_backend.versions import (

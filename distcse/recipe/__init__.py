@@ -2,21 +2,11 @@
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, recipe_classes, register_recipe
 from distcse.recipe.corpus import CorpusSection
-from distcse.recipe.encoders import (
-    EncoderSection,
-    Pooling,
-    Projection,
-    StudentSection,
-    TrainedSection,
-)
+from distcse.recipe.encoders import EncoderSection, Pooling, Projection, StudentSection, TrainedSection
 from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.kinds.family import FamilyRecipe, MemberSection
-from distcse.recipe.kinds.mutual import (
-    GroupSection,
-    MutualRecipe,
-    MutualSection,
-)
+from distcse.recipe.kinds.mutual import GroupSection, MutualRecipe, MutualSection
 from distcse.recipe.loading import (
     load_recipe,
     packaged_recipes,

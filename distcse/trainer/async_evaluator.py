@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from distcse.trainer.checkpoints import ModelState
+from distcse.trainer.checkpoint_files import ModelState
 
 
 class AsyncEvaluator(Protocol):

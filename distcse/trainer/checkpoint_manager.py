@@ -15,8 +15,9 @@ from distcse.distributed import broadcast, on_all_ranks, on_rank_zero
 from distcse.errors import DivergedError, OutOfMemoryError
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.async_evaluator import AsyncEvaluator
+from distcse.trainer.checkpoint_files import ModelState, TrainerState
 from distcse.trainer.checkpoint_writer import CheckpointWriter
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import Engine
 from distcse.trainer.snapshot import Snapshot
 from distcse.trainer.step_log import ADVICE

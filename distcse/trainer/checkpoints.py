@@ -15,98 +15,25 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from distcse.errors import CheckpointError, RunError, RunRecordError, StorageError
 from distcse.events import Event, LogMessage, ignore
 from distcse.runs.lease import Lease
-from distcse.storage import (
-    ArtifactStore,
-    checksum,
-    dump_checked_json,
-    load_checked_json,
-    open_store,
-    storage_errors,
-    to_uri,
+from distcse.storage import ArtifactStore, open_store, storage_errors, to_uri
+from distcse.trainer.checkpoint_files import (
+    WITHOUT_MOMENTS,
+    ModelState,
+    TrainerState,
+    load_model_state,
+    load_trainer_state,
+    write_checkpoint,
 )
-from distcse.trainer.tensor_file import write_tensors
 
-WEIGHTS = "weights"
-"""Kind of the tensors that are parameters or buffers; the other kinds are AdamW's moments."""
-_TRAINER_STATE = "trainer_state.json"
-_WEIGHTS_FILE = f"{WEIGHTS}.safetensors"
-_JOINT_FILE = "state.safetensors"
-"""The only file of tensors in the earlier format: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME."""
-_WITHOUT_MOMENTS = {_WEIGHTS_FILE, _JOINT_FILE, _TRAINER_STATE}
 _ENDED = "ended"
 """File whose presence says that moments were deleted because the run had ended."""
-_STEP_FOLDER, _TENSOR_FILE = re.compile(r"step-\d+"), re.compile(r"\w+\.safetensors")
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Progress of a training. Sampler, learning rate and dropout are functions of the step, so nothing else is stored."""
-
-    step: int
-    """Number of completed steps."""
-    scores: list[tuple[int, float]] = field(default_factory=list)
-    """(step, dev score) of all evaluations so far."""
-    finished: bool = False
-    """Whether training has ended: all steps are done, or it stopped early."""
-
-    @property
-    def best(self) -> tuple[int, float] | None:
-        """(step, score) of the best dev score; the earliest of equal ones."""
-        return max(self.scores, key=lambda entry: (entry[1], -entry[0])) if self.scores else None
-
-    def scores_since_best(self) -> int:
-        """Return the number of dev scores after the best one."""
-        best = self.best
-        return 0 if best is None else sum(step > best[0] for step, _ in self.scores)
-
-
-@dataclass(frozen=True)
-class ModelState:
-    """Weights and optimizer state by parameter name, as full (unsharded) tensors on the CPU."""
-
-    weights: dict[str, Tensor]
-    """Parameters and buffers of the student model."""
-    moments: dict[str, dict[str, Tensor]]
-    """`exp_avg` and `exp_avg_sq` of each trained parameter; empty before the first update."""
-    updates: int
-    """Number of optimizer updates."""
-
-    @classmethod
-    def of_kinds(cls, kinds: Mapping[str, dict[str, Tensor]], updates: int) -> ModelState:
-        """Make a state of tensors by kind and name, as `by_kind` returns them."""
-        moments: dict[str, dict[str, Tensor]] = {}
-        for kind, tensors in kinds.items():
-            if kind != WEIGHTS:
-                for name, tensor in tensors.items():
-                    moments.setdefault(name, {})[kind] = tensor
-        return cls(kinds[WEIGHTS], moments, updates)
-
-    def by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors by kind and name; the kinds are `weights`, `exp_avg` and `exp_avg_sq`."""
-        kinds: dict[str, dict[str, Tensor]] = {WEIGHTS: self.weights}
-        for name, moments in self.moments.items():
-            for kind, tensor in moments.items():
-                kinds.setdefault(kind, {})[name] = tensor
-        return kinds
-
-    def first_not_finite(self) -> str | None:
-        """Return the name of a weight or moment that contains NaN or infinity; None if all are finite."""
-        tensors = {**self.weights, **{f"{kind} of {n}": t for n, m in self.moments.items() for kind, t in m.items()}}
-        return next((name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())), None)
+_STEP_FOLDER = re.compile(r"step-\d+")
 
 
 class CheckpointStore:
@@ -145,7 +72,7 @@ class CheckpointStore:
             self._lease.check_here()
         target = self._store / f"step-{trainer_state.step:06d}"
         with storage_errors(target.path):
-            _write(state, trainer_state, target)
+            write_checkpoint(state, trainer_state, target)
             previous = self._previous(target.path)
             self._publish(target)
             # Update `best` first: a run killed in between resumes from the previous checkpoint and repeats this save. In the
@@ -189,7 +116,7 @@ class CheckpointStore:
             self._remove_unneeded({latest})
             for folder in {latest, best}:
                 if folder is not None:
-                    (self._store / folder.name).keep_only(_WITHOUT_MOMENTS)
+                    (self._store / folder.name).keep_only(WITHOUT_MOMENTS)
         except StorageError as error:
             emit(
                 LogMessage(f"the run has ended, but moments of its optimizer cannot be deleted: {error}", warning=True)
@@ -322,97 +249,9 @@ class CheckpointStore:
         for folder in {*self._steps(), *self._store.path.glob("step-*")} - {*resumable, best}:
             (self._store / folder.name).delete_folder()
         if best is not None and best not in resumable:
-            (self._store / best.name).keep_only(_WITHOUT_MOMENTS)
+            (self._store / best.name).keep_only(WITHOUT_MOMENTS)
         for leftover in self._store.path.glob(".step-*"):  # from a process that was killed while it wrote
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _write(state: ModelState, trainer_state: TrainerState, target: ArtifactStore) -> None:
-    """Write the files of a checkpoint to its local folder, those of tensors in parallel."""
-    files = {f"{kind}.safetensors": tensors for kind, tensors in state.by_kind().items()}
-    with target.write_folder() as folder:
-        with ThreadPoolExecutor(len(files), thread_name_prefix="checkpoint-file") as pool:
-            checksums = pool.map(lambda name: write_tensors(folder / name, files[name]), files)
-        content = {
-            **asdict(trainer_state),
-            "updates": state.updates,
-            "files": dict(zip(files, checksums, strict=True)),
-        }
-        (folder / _TRAINER_STATE).write_text(dump_checked_json(content), encoding="utf-8")
-
-
-def load_model_state(folder: Path) -> ModelState:
-    """Read a checkpoint's weights and moments.
-
-    Raises:
-        CheckpointError: A file is missing or damaged. An older best checkpoint has no moments.
-    """
-    content = _load_trainer_json(folder)
-    with _checkpoint_errors(folder):
-        kinds = (
-            _load_joint_file(folder, content)
-            if _JOINT_FILE in _checksums(content)
-            else {name.removesuffix(".safetensors"): _load_file(folder, name, content) for name in _checksums(content)}
-        )
-        return ModelState.of_kinds(kinds, int(content["updates"]))
-
-
-def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Read a checkpoint's weights.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
-    content = _load_trainer_json(folder)
-    with _checkpoint_errors(folder):
-        if _JOINT_FILE in _checksums(content):
-            return _load_joint_file(folder, content)[WEIGHTS]
-        return _load_file(folder, _WEIGHTS_FILE, content)
-
-
-def _checksums(content: Mapping[str, Any]) -> dict[str, str]:
-    """Return the checksums of a checkpoint's files by name, and raise ValueError if a name leads outside its folder."""
-    files: dict[str, str] = {_JOINT_FILE: content["state"]} if "state" in content else content["files"]
-    if not isinstance(files, dict) or not all(_TENSOR_FILE.fullmatch(name) for name in files):
-        raise ValueError(f"{_TRAINER_STATE} names no files of tensors")
-    return files
-
-
-def _load_file(folder: Path, name: str, content: Mapping[str, Any]) -> dict[str, Tensor]:
-    if checksum(folder / name) != _checksums(content)[name]:
-        raise ValueError(f"the checksum of {name} differs")
-    return load_file(folder / name)
-
-
-def _load_joint_file(folder: Path, content: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    kinds: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in _load_file(folder, _JOINT_FILE, content).items():
-        kind, _, name = key.partition("/")
-        kinds.setdefault(WEIGHTS if kind == "weight" else kind, {})[name] = tensor
-    return kinds
-
-
-def load_trainer_state(folder: Path) -> TrainerState:
-    """Read a checkpoint's step and dev scores.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
-    content = _load_trainer_json(folder)
-    return TrainerState(content["step"], [(step, score) for step, score in content["scores"]], content["finished"])
-
-
-def _load_trainer_json(folder: Path) -> dict[str, Any]:
-    with _checkpoint_errors(folder):
-        return load_checked_json(folder / _TRAINER_STATE)
-
-
-@contextmanager
-def _checkpoint_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"checkpoint {to_uri(folder)} cannot be read ({error})") from error
 
 
 def _step(folder: Path) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from distcse.compat.torch import foreach_norm
 from distcse.device import HostCopies, gpu_module, is_gpu, usable_memory
-from distcse.trainer.checkpoints import WEIGHTS, ModelState
+from distcse.trainer.checkpoint_files import WEIGHTS, ModelState
 
 Entry = tuple[str, str, Tensor]
 """Kind (see `ModelState.by_kind`), name and tensor."""

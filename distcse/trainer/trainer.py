@@ -12,8 +12,9 @@ from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
 from distcse.trainer.async_evaluator import AsyncEvaluator
+from distcse.trainer.checkpoint_files import TrainerState, load_trainer_state
 from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
-from distcse.trainer.checkpoints import CheckpointStore, TrainerState, load_trainer_state
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.compiled_step import CompileMode, open_compiled_step
 from distcse.trainer.cuda_graphs import GraphMode, open_step, records_steps
 from distcse.trainer.engines import Engine, make_engine

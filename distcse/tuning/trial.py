@@ -16,7 +16,8 @@ from distcse.experiments.registry import experiment_of
 from distcse.recipe import BaseRecipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
-from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
+from distcse.trainer.checkpoint_files import load_trainer_state
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trial, readable_trials
 
 Report = Callable[[dict[str, Any]], None]

@@ -40,7 +40,8 @@ from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.storage import checksum, dump_checked_json
 from distcse.teachers.knn_graph import open_knn_graph
-from distcse.trainer.checkpoints import CheckpointStore, load_model_state, load_weights
+from distcse.trainer.checkpoint_files import load_model_state, load_weights
+from distcse.trainer.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train

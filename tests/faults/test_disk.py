@@ -37,7 +37,8 @@ from distcse.runs.directory import RunDirectory
 from distcse.storage import dump_checked_json, load_checked_json, write_text_atomic
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state, load_trainer_state
+from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_model_state, load_trainer_state
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trial
 from tests.backends import run
 from tests.disks import KINDS, Disk, disk

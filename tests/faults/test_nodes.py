@@ -16,7 +16,8 @@ from distcse.events import Reporter
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import load_recipe, recipe_yaml
-from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state
+from distcse.trainer.checkpoint_files import load_trainer_state
+from distcse.trainer.checkpoints import CheckpointStore
 from tests.backends import run, run_mutual
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, machines, reason_to_skip

@@ -19,19 +19,14 @@ from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.experiments.distillation.distillation_task import DistillationTask
-from distcse.losses import (
-    TeacherOutputs,
-    bce_soft,
-    build_objective,
-    gather_views,
-    mse_cosine,
-)
+from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_model_state
+from distcse.trainer.checkpoint_files import ModelState, load_model_state
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.trainer import train as train_task
 from tests.backends import run
 from tests.endpoints import open_endpoint, reply_with

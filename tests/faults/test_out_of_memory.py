@@ -18,7 +18,8 @@ from distcse.losses import TeacherOutputs, Views
 from distcse.ray_backend import train_workers
 from distcse.runs.directory import RunDirectory
 from distcse.trainer import checkpoint_manager
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState
+from distcse.trainer.checkpoint_files import ModelState, TrainerState
+from distcse.trainer.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_two_worker_recipe

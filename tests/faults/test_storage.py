@@ -43,7 +43,8 @@ from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.reference_run import ReferenceRun
 from distcse.storage import ArtifactStore, objects, open_store, resolve_path, text_checksum, to_uri
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, TrainerState, load_model_state
+from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_model_state
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.trial import TrialContext
 from tests.backends import run
 from tests.failures import fails_with

@@ -35,16 +35,10 @@ from distcse.recipe import Recipe, TrainingSection
 from distcse.storage import checksum, dump_checked_json, open_store, storage_errors
 from distcse.storage.folder_store import FolderStore
 from distcse.trainer import checkpoint_manager
+from distcse.trainer.checkpoint_files import WEIGHTS, ModelState, TrainerState, load_model_state, load_weights
 from distcse.trainer.checkpoint_manager import CheckpointManager
 from distcse.trainer.checkpoint_writer import is_writing
-from distcse.trainer.checkpoints import (
-    WEIGHTS,
-    CheckpointStore,
-    ModelState,
-    TrainerState,
-    load_model_state,
-    load_weights,
-)
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
 from distcse.trainer.snapshot import Entry, SnapshotTaker

@@ -36,12 +36,7 @@ from distcse.compat.torch import (
     storage_key,
     tensors_in,
 )
-from distcse.compat.transformers import (
-    LIBRARY_LOGGER,
-    attention_implementation,
-    rotary_embedding,
-    without_noise,
-)
+from distcse.compat.transformers import LIBRARY_LOGGER, attention_implementation, rotary_embedding, without_noise
 
 PRIVATE = re.compile(
     r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|modeling_modernbert|_encode_plus|torch\.ops\.|\._fingerprint|\._actions|_SubParsersAction|\._option_string_actions"

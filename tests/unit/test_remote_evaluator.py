@@ -20,7 +20,8 @@ from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.checkpoints import CheckpointStore, ModelState, load_trainer_state
+from distcse.trainer.checkpoint_files import ModelState, load_trainer_state
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.trainer import TrainResult
 from tests.failures import fails_with
 from tests.jobs import make_spec, train

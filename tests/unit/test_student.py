@@ -37,14 +37,14 @@ from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, recorded
 from distcse.runs.lease import Lease
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.checkpoints import (
-    CheckpointStore,
+from distcse.trainer.checkpoint_files import (
     ModelState,
     TrainerState,
     load_model_state,
     load_trainer_state,
     load_weights,
 )
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.engines.deepspeed_engine import deepspeed_config
 from distcse.trainer.schedule import total_steps, warmup_then_linear

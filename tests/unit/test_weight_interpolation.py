@@ -18,7 +18,8 @@ from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
-from distcse.trainer.checkpoints import CheckpointStore, load_weights
+from distcse.trainer.checkpoint_files import load_weights
+from distcse.trainer.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec

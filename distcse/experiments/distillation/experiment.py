@@ -38,7 +38,8 @@ from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.kinds import kind_of
 from distcse.tracking import track_run
-from distcse.trainer.checkpoints import CheckpointStore, load_weights
+from distcse.trainer.checkpoint_files import load_weights
+from distcse.trainer.checkpoints import CheckpointStore
 
 
 @register_experiment(Recipe)

@@ -13,7 +13,7 @@ from distcse.experiments.distillation.experiment import Distillation, load_train
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.distillation.preflight import check_recipe
-from distcse.experiments.distillation.preparation import read_corpus
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment

@@ -21,7 +21,8 @@ from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
-from distcse.trainer.checkpoints import CheckpointStore, load_trainer_state, load_weights
+from distcse.trainer.checkpoint_files import load_trainer_state, load_weights
+from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.cuda_graphs import GraphMode, graph_mode
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.trainer import train

@@ -8,7 +8,7 @@ from torch import nn
 
 from distcse.errors import MissingDependencyError
 from distcse.recipe import LoopSection
-from distcse.trainer.checkpoints import ModelState
+from distcse.trainer.checkpoint_files import ModelState
 from distcse.trainer.engines.engine import Engine
 from distcse.trainer.engines.torch_engine import TorchEngine
 

@@ -19,7 +19,7 @@ from distcse.device import default_device, gpu_module, has_gpu
 from distcse.device_defaults import defaults_of
 from distcse.distributed import rank, world_size
 from distcse.recipe import LoopSection, decided
-from distcse.trainer.checkpoints import WEIGHTS, ModelState
+from distcse.trainer.checkpoint_files import WEIGHTS, ModelState
 from distcse.trainer.engines.engine import trained_parameters
 from distcse.trainer.engines.fused_adamw import MOMENTS, make_adamw
 from distcse.trainer.snapshot import Entry, Snapshot, SnapshotTaker, entries_of

@@ -14,7 +14,7 @@ from distcse.device_defaults import defaults_of
 from distcse.distributed import all_reduce_sum, rank, world_size
 from distcse.models.precision import arithmetic
 from distcse.recipe import LoopSection, decided
-from distcse.trainer.checkpoints import ModelState
+from distcse.trainer.checkpoint_files import ModelState
 from distcse.trainer.engines.engine import trained_parameters
 from distcse.trainer.engines.fused_adamw import FusedAdamW
 from distcse.trainer.engines.gradient_buckets import GradientBuckets
