@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import STORED
 from distcse.trainer.allocator import MALLOC_ENV
 
 _NEEDED = {
@@ -20,7 +21,6 @@ _NEEDED = {
     "TRANSFORMERS_VERBOSITY": "error",
     **MALLOC_ENV,
 }
-STORED = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import STORED
 from benchmarks.protocol import Figure, Report, judged, read_reports
 from benchmarks.targets import ROWS, Part, Row, part_of
 from distcse.storage import write_text_atomic
@@ -147,8 +148,6 @@ def _short(number: float) -> str:
 
 
 def main() -> None:
-    from benchmarks.options import STORED
-
     write_readme(read_reports(STORED))
     print(f"written: {README}")
 

@@ -21,7 +21,7 @@ from distcse.evaluation import evaluation_sentences
 from distcse.events import Listener, Reporter, StageProgress
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pairs import sample_pairs
+from distcse.experiments.mutual.pair_sample import sample_pairs
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import MiningSection, MutualRecipe

@@ -8,21 +8,17 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from distcse.data import Pairs
-from distcse.errors import CorpusNotFoundError, CorpusTooSmallError
+from distcse.errors import CorpusNotFoundError
 from distcse.evaluation import stream_texts
 from distcse.evaluation.tables import ENDINGS
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
+from distcse.experiments.mutual.mining import mine_into, mining_memory, prepare_mining
+from distcse.experiments.mutual.pair_sample import sample_pairs
 from distcse.recipe import MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path
-
-_SAMPLE_STREAM = 2**31
-"""Random stream that samples the pairs."""
 
 
 def read_pairs(recipe: MutualRecipe, folder: Path) -> Pairs:
@@ -76,8 +72,6 @@ def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Repo
 
 
 def _mine(recipe: MutualRecipe, folder: ArtifactStore, backend: Backend, reporter: Reporter) -> None:
-    from distcse.experiments.mutual.mining import mine_into, mining_memory, prepare_mining
-
     corpus = prepare_mining(recipe)
     call = DeviceCall(
         "mining of pairs",
@@ -86,24 +80,6 @@ def _mine(recipe: MutualRecipe, folder: ArtifactStore, backend: Backend, reporte
     )
     written = {"storage.runs": folder.path.parent, "storage.cache": resolve_path(recipe.storage.cache)}
     backend.run_on_devices([call], device_options(recipe, recipe.groups, written), reporter)
-
-
-def sample_pairs(number: int, recipe: MutualRecipe) -> NDArray[np.int64]:
-    """Sample `pairs.limit` rows of a number of different pairs, ascending; all of them without a limit.
-
-    Raises:
-        CorpusTooSmallError: There are fewer pairs than a batch needs.
-    """
-    batch_size = max(section.batch_size for section in recipe.loop_sections)
-    limit, rows = recipe.pairs.limit, np.arange(number)
-    if limit is not None and limit < number:
-        sample = np.random.Generator(np.random.PCG64([recipe.seed, _SAMPLE_STREAM])).permutation(number)[:limit]
-        rows = np.sort(sample)
-    if len(rows) < batch_size:
-        raise CorpusTooSmallError(
-            f"there are {len(rows)} different pairs, but a batch needs {batch_size}; add pairs, or lower batch_size"
-        )
-    return rows
 
 
 def _files(recipe: MutualRecipe) -> list[Path]:
