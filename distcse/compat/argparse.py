@@ -1,4 +1,4 @@
-"""Private names of argparse, of the standard library. Tried with Python 3.11 and 3.12."""
+"""Private names of argparse, of the standard library. Tried with Python 3.11 to 3.13."""
 
 from __future__ import annotations
 
