@@ -22,6 +22,16 @@ class DistcseError(Exception):
         return f"[{self.code}] {self}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, or the name of its class if the message is empty."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
 # R: recipes, search spaces and the commands' arguments. Commands exit with status 2.
 
 

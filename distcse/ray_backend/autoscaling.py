@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 
-from distcse.errors import StoppedEarlyError
+from distcse.errors import StoppedEarlyError, last_line
 from distcse.events import LogMessage, Reporter
 from distcse.placement.resources import ResourceRequest, find_shortfall
 from distcse.ray_backend.nodes import alive
@@ -54,8 +54,8 @@ def _request(requests: Sequence[ResourceRequest], reporter: Reporter) -> None:
             bundle_label_selectors=[dict(request.labels or {}) for request in each],
         )
     except RayError as error:
-        reason = str(error).strip().splitlines()[-1]
-        reporter.emit(LogMessage(f"Ray does not take the request for nodes: {reason}", warning=True))
+        problem = f"Ray does not take the request for nodes: {last_line(error)}"
+        reporter.emit(LogMessage(problem, warning=True))
 
 
 def _wait(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> None:

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from distcse import host
-from distcse.errors import DistcseError, ProcessLostError, StoppedEarlyError, WorkFailedError
+from distcse.errors import DistcseError, ProcessLostError, StoppedEarlyError, WorkFailedError, first_line, last_line
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import DeviceCall
 from distcse.experiments.local_backend import LocalBackend
@@ -183,11 +183,11 @@ def _get(answer: Any, name: str) -> Any:
     except RayTaskError as failed:
         if isinstance(failed.cause, DistcseError):
             raise failed.cause from failed
-        raise WorkFailedError(f"the {name} failed: {str(failed).strip().splitlines()[-1]}") from failed
+        raise WorkFailedError(f"the {name} failed: {last_line(failed)}") from failed
     except ActorUnavailableError:
         raise
     except RayActorError as lost:
-        reason = str(lost).strip().splitlines()[0]
         raise ProcessLostError(
-            f"the {name} crashed repeatedly; last error: {reason}. Start a node with more memory, then continue with --resume"
+            f"the {name} crashed repeatedly; last error: {first_line(lost)}. Start a node with more memory, then continue with "
+            "--resume"
         ) from lost

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from distcse.data import Corpus
-from distcse.errors import StoppedEarlyError, TeacherServerError
+from distcse.errors import StoppedEarlyError, TeacherServerError, first_line
 from distcse.events import LogMessage
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.placement.resources import Resources, count_fitting, format_resources, nodes_with, refuse_impossible
@@ -126,9 +126,8 @@ def embed_shards(request: EmbeddingRequest) -> None:
         raise cause_of(teacher, failed) from failed
     except RayActorError as lost:
         raise TeacherServerError(
-            f"teacher {teacher.backbone}: an embedding actor crashed repeatedly; last error: "
-            f"{str(lost).strip().splitlines()[0]}. Lower teachers.tokens_per_batch or teachers.embedding_workers; "
-            "complete shards are kept"
+            f"teacher {teacher.backbone}: an embedding actor crashed repeatedly; last error: {first_line(lost)}. Lower "
+            "teachers.tokens_per_batch or teachers.embedding_workers; complete shards are kept"
         ) from lost
     finally:
         for actor in actors:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 
 from distcse.device import default_device
-from distcse.errors import DistcseError, ProcessLostError, WorkFailedError
+from distcse.errors import DistcseError, ProcessLostError, WorkFailedError, first_line, last_line
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask
@@ -105,11 +105,8 @@ class RemoteEvaluator:
         except RayTaskError as failed:
             if isinstance(failed.cause, DistcseError):
                 raise failed.cause from failed
-            raise WorkFailedError(
-                f"the dev score failed: {str(failed).strip().splitlines()[-1]}; {EVALUATOR_ALTERNATIVE}"
-            ) from failed
+            raise WorkFailedError(f"the dev score failed: {last_line(failed)}; {EVALUATOR_ALTERNATIVE}") from failed
         except RayActorError as lost:
-            reason = str(lost).strip().splitlines()[0]
             raise ProcessLostError(
-                f"the dev-score evaluator crashed repeatedly: {reason}; {EVALUATOR_ALTERNATIVE}"
+                f"the dev-score evaluator crashed repeatedly: {first_line(lost)}; {EVALUATOR_ALTERNATIVE}"
             ) from lost

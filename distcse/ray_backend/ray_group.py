@@ -12,7 +12,15 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from distcse.errors import DistcseError, ProcessLostError, RunError, WorkersLostError, WorkFailedError
+from distcse.errors import (
+    DistcseError,
+    ProcessLostError,
+    RunError,
+    WorkersLostError,
+    WorkFailedError,
+    first_line,
+    last_line,
+)
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
@@ -233,7 +241,7 @@ class RayGroup:
         if (times := self._losses[phase, actor]) > self._context.recipe.mutual.max_failures:
             raise WorkersLostError(
                 f"group {self.name} lost {actor} {times} times in {phase.name}, the last time because of: "
-                f"{str(lost).splitlines()[0]}; resume from the last checkpoint with --resume"
+                f"{first_line(lost)}; resume from the last checkpoint with --resume"
             ) from lost
 
     def _start_actors(self, trains: bool) -> None:
@@ -321,4 +329,4 @@ def _find_lost_actor(tasks: Sequence[Any], failed: RayTaskError) -> RayActorErro
 
 
 def _work_failed(group: str, phase: Phase, failed: RayTaskError) -> RunError:
-    return WorkFailedError(f"group {group} failed in {phase.name}: {str(failed).strip().splitlines()[-1]}")
+    return WorkFailedError(f"group {group} failed in {phase.name}: {last_line(failed)}")

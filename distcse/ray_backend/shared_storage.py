@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.errors import SharedStorageError
+from distcse.errors import SharedStorageError, last_line
 from distcse.placement.cluster import Labels, Paths
 from distcse.ray_backend.nodes import alive
 from distcse.storage import open_store, write_text_atomic
@@ -75,9 +75,9 @@ def _query_nodes(nodes: Mapping[str, str], markers: Paths, read: Paths, token: s
                 f"did not check storage.runs within {_ANSWER_TIMEOUT_S} s; repair it, or remove it from the cluster"
             )
         except RayError as error:
-            reason = str(error).strip().splitlines()[-1]
             problems[address] = (
-                f"cannot work for this run: {reason}; install the same distcse there (distcse.doctor compares versions)"
+                f"cannot work for this run: {last_line(error)}; install the same distcse there (distcse.doctor compares "
+                "versions)"
             )
     return problems
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.errors import DistcseError, TeacherError, TeacherServerError
+from distcse.errors import DistcseError, TeacherError, TeacherServerError, last_line
 from distcse.events import LogMessage, Reporter
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
@@ -246,7 +246,7 @@ def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
 
 
 def _unexpected_error(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
-    return TeacherServerError(f"teacher {teacher.backbone} failed: {str(failed).strip().splitlines()[-1]}")
+    return TeacherServerError(f"teacher {teacher.backbone} failed: {last_line(failed)}")
 
 
 def table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:

@@ -17,7 +17,15 @@ import ray.train
 from ray.exceptions import RayActorError
 from ray.train import RunConfig, ScalingConfig
 
-from distcse.errors import DistcseError, EncoderError, ProcessLostError, RunError, StoppedEarlyError, WorkersLostError
+from distcse.errors import (
+    DistcseError,
+    EncoderError,
+    ProcessLostError,
+    RunError,
+    StoppedEarlyError,
+    WorkersLostError,
+    last_line,
+)
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.resources import RunResources
 from distcse.gc_paused import gc_paused
@@ -294,17 +302,14 @@ def _explain_failure(failed: ray.train.TrainingFailedError) -> DistcseError:
             if isinstance(cause, DistcseError):
                 return cause
             cause = getattr(cause, "cause", None) or cause.__cause__
-    lines = str(failures[0] if failures else failed).strip().splitlines()
-    return WorkersLostError(
-        f"training failed: {lines[-1] if lines else failed}; the last checkpoint is kept, resume from it with --resume"
-    )
+    reason = last_line(failures[0] if failures else failed)
+    return WorkersLostError(f"training failed: {reason}; the last checkpoint is kept, resume from it with --resume")
 
 
 def _explain_actor_loss(lost: RayActorError, spec: TrainSpec) -> RunError:
     """Describe in one line the loss of an actor whose restarts are used up, or that has none."""
-    message = str(lost).strip()
-    actor = "event channel" if is_lost_event_actor(message) else "Ray Train controller"
-    reason = message.splitlines()[-1].partition(". ")[0].rstrip(".")  # 500 characters of advice from Ray follow
+    actor = "event channel" if is_lost_event_actor(str(lost)) else "Ray Train controller"
+    reason = last_line(lost).partition(". ")[0].rstrip(".")  # 500 characters of advice from Ray follow
     return ProcessLostError(
         f"the run lost its {actor}: {reason}. The last checkpoint is kept; resume from it: --resume {spec.run}"
     )

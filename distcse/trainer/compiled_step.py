@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distcse.compat.torch import compile_layer
-from distcse.errors import EncoderError
+from distcse.errors import EncoderError, first_line
 from distcse.events import Listener, LogMessage
 from distcse.models.fast.last_layer import replace_forward
 from distcse.models.layers import layers_of
@@ -95,7 +95,7 @@ class CompiledStep:
         except RuntimeError as error:  # PyTorch compiles forward and backward pass when they are first called
             if is_recording() or isinstance(error, torch.OutOfMemoryError):
                 raise
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
         self._forwards = []
         task.model.zero_grad()  # the backward pass may have stopped halfway
         self._on_failure(reason)

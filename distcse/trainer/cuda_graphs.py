@@ -22,7 +22,7 @@ from distcse.compat.torch import leave_capture
 from distcse.device import default_device, gpu_module, has_gpu
 from distcse.device_defaults import defaults_of
 from distcse.distributed import rank, world_size
-from distcse.errors import CUDAGraphError
+from distcse.errors import CUDAGraphError, first_line
 from distcse.events import Listener, LogMessage
 from distcse.models.attention import takes_prepared_mask
 from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
@@ -240,7 +240,7 @@ class CudaGraphStep:
         try:
             return self._recorder.record(take_step)
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             if self._on_failure is None:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise

@@ -30,6 +30,8 @@ from distcse.errors import (
     StorageWriteError,
     TeacherError,
     UnknownKeyError,
+    first_line,
+    last_line,
 )
 from distcse.experiments import settings_warnings
 from distcse.recipe import read_recipe
@@ -167,3 +169,8 @@ def test_the_classes_import_nothing_heavy() -> None:
     listed = "import sys; import distcse.errors; print([n for n in ('torch', 'ray', 'numpy', 'pydantic') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", listed], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_error_without_a_message_has_the_line_of_its_class() -> None:
+    assert first_line(ValueError("\nfirst\nlast\n")) == "first" and last_line(ValueError("\nfirst\nlast\n")) == "last"
+    assert first_line(MemoryError()) == last_line(MemoryError(" ")) == "MemoryError"

@@ -16,8 +16,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
 from distcse import doctor, embed, evaluate, export, plan, train
-from distcse.errors import EncoderError, ModelFormatError, TokenizerMismatchError, TokenizerMissingError
-from distcse.models import CrossEncoder, Encoder, TokenizerSpec
+from distcse.errors import (
+    EncoderError,
+    ModelFormatError,
+    ModelNotFoundError,
+    TokenizerMismatchError,
+    TokenizerMissingError,
+)
+from distcse.models import CrossEncoder, Encoder, TokenizerSpec, resolve_model
 from distcse.models.detection import build_detector
 from distcse.models.loading import load_tokenizer
 from distcse.models.source import is_hub_id
@@ -280,6 +286,15 @@ def test_a_hub_model_is_checked_when_it_is_downloaded(
     capsys.readouterr()
     assert doctor.main([recipe, "student.backbone=nobody/has-this"]) == 1
     assert "not in the hub's cache, and HF_HUB_OFFLINE is set" in capsys.readouterr().out
+
+
+def test_a_download_that_fails_without_a_message_names_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise ConnectionResetError
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with fails_with(ModelNotFoundError, "'nobody/has-this'", "ConnectionResetError"):
+        resolve_model("nobody/has-this")
 
 
 def test_hub_ids_are_distinguished_from_paths(tiny: Callable[..., Path]) -> None:
