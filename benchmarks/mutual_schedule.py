@@ -383,7 +383,7 @@ class Case:
 
 
 STANDARD = [1] * 12 + [4] * 6 + [14] * 2
-"""Costs of twenty models, seen in ../shared/scale.md."""
+"""Costs of twenty models of unlike sizes."""
 
 
 def make_groups(costs: Sequence[float], options: argparse.Namespace) -> list[SimulatedGroup]:
