@@ -53,21 +53,18 @@ class HeldOutVectors:
         return TaskResult({}, {"vectors": model.unit_vectors(self.texts)})
 
 
-def agreement_result(
-    vectors: NDArray[np.floating], similarities: NDArray[np.floating], dataset: str = "held-out rows"
-) -> TaskResult:
-    """Compute the agreement of a model with the teachers.
+def agreement_result(vectors: NDArray[np.floating], similarities: NDArray[np.floating]) -> TaskResult:
+    """Compute the agreement of a model with the teachers on held-out rows.
 
     Args:
         vectors: (n, d) the model's unit vectors of n sentences, n ≥ 3.
         similarities: (n, n) the teachers' mixed similarities.
-        dataset: Name of the sentences.
 
     Returns:
         The score `agreement`.
     """
     correlations = agreement_per_sentence(vectors, similarities)
-    return TaskResult({"agreement": MeanOf(correlations, f"agreement/{dataset}")}, {"sentences": len(vectors)})
+    return TaskResult({"agreement": MeanOf(correlations, "agreement/held-out rows")}, {"sentences": len(vectors)})
 
 
 def _centred_ranks(similarities: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -174,18 +174,16 @@ def evaluate(
     candidates: Iterable[Candidate],
     tasks: Tasks,
     *,
-    base: str | None = None,
     settings: Mapping[str, str] | None = None,
     emit: Listener = ignore,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Evaluate every model on every task it supports.
+    """Evaluate every model on every task it supports, and compare the models with the first one.
 
     Args:
         candidates: Models with distinct names, at least one. An iterator is advanced after the previous model was evaluated,
             so that only one model is in memory.
         tasks: The tasks, and the names of missing sets.
-        base: Name of the model to compare with. Default: the first.
         settings: Stored in the result.
         emit: Receives the progress.
         stop_requested: Polled during the evaluation. True leaves out the models that are not measured yet, and a warning names
@@ -205,7 +203,7 @@ def evaluate(
             tasks = replace(tasks, warnings=[*tasks.warnings, f"{stop}; the tables have the models before it"])
             break
         del candidate  # frees its memory before the next one is loaded
-    return compare_models(results, tasks, base=base, settings=settings, started_at=started_at)
+    return compare_models(results, tasks, settings=settings, started_at=started_at)
 
 
 def measure_model(
@@ -248,16 +246,14 @@ def compare_models(
     results: Sequence[ModelResults],
     tasks: Tasks,
     *,
-    base: str | None = None,
     settings: Mapping[str, str] | None = None,
     started_at: float,
 ) -> Evaluation:
-    """Compare the models' results.
+    """Compare the models' results with those of the first one.
 
     Args:
         results: The results of models with distinct names, at least one.
         tasks: The tasks that they were measured on.
-        base: Name of the model to compare with. Default: the first.
         settings: Stored in the result.
         started_at: `time.perf_counter()` at the start of the evaluation.
     """
@@ -270,7 +266,7 @@ def compare_models(
             for measure, estimate in result.scores.items():
                 estimates.setdefault((suite, dataset), {}).setdefault(measure, {})[name] = estimate
             details.setdefault(suite, {}).setdefault(dataset, {})[name] = dict(result.details)
-    base = base or results[0].info.name
+    base = results[0].info.name
     vectors = {model.info.name: model.vectors for model in results}
     return Evaluation(
         models=[model.info for model in results],

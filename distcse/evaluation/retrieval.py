@@ -23,6 +23,8 @@ from distcse.evaluation.tasks import TaskResult
 
 CUTOFFS = (1, 5, 10)
 _CUTOFF = 10
+_TOP_SCORE = 5.0
+"""Gold score of a pair whose sentences have the same meaning."""
 _BLOCK_SIZE = 1 << 26
 """Number of cosines per block: 256 MiB."""
 
@@ -44,7 +46,7 @@ class RetrievalDataset:
     excluded: list[int | None]
 
     @classmethod
-    def paraphrases(cls, pairs: ScoredPairs, score: float = 5.0) -> RetrievalDataset:
+    def paraphrases(cls, pairs: ScoredPairs) -> RetrievalDataset:
         """Take each side of a pair with the top score as a query for the other, among all sentences (DiffCSE §6.2).
 
         Raises:
@@ -55,11 +57,11 @@ class RetrievalDataset:
         chosen = [
             (first, second)
             for first, second, gold in zip(pairs.first, pairs.second, pairs.gold.tolist(), strict=True)
-            if gold == score and first != second
+            if gold == _TOP_SCORE and first != second
         ]
         if not chosen:
             raise InsufficientLabelsError(
-                f"{pairs.name} has no pair with score {score:g}, which retrieval needs; add one, or leave out the suite"
+                f"{pairs.name} has no pair with score {_TOP_SCORE:g}, which retrieval needs; add one, or leave out the suite"
             )
         directed = [*chosen, *((second, first) for first, second in chosen)]
         return cls(

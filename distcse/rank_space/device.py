@@ -53,9 +53,9 @@ class DeviceRankSpace:
     def __len__(self) -> int:
         return len(self._references)
 
-    def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return (m, n) unit rank vectors of (m, d) unit vectors on the host, written to `out` if it is given."""
-        ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
+    def ranks(self, vectors: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Return (m, n) unit rank vectors of (m, d) unit vectors on the host."""
+        ranks = np.empty((len(vectors), len(self)), dtype=np.float32)
         step = max(1, BLOCK_BYTES // (8 * len(self)))
         begins = range(0, len(vectors), step)
         per_wait = max(1, BLOCK_BYTES // (4 * step * len(self)))

@@ -133,8 +133,8 @@ class Ranker(Protocol):
 
     def __len__(self) -> int: ...
 
-    def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return (m, n) unit rank vectors of (m, d) unit vectors, written to `out` if it is given."""
+    def ranks(self, vectors: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Return (m, n) unit rank vectors of (m, d) unit vectors."""
         ...
 
     def similarities(self, vectors: NDArray[np.floating], rows: slice = ...) -> NDArray[np.float32]:
@@ -169,9 +169,9 @@ class RankSpace:
     def __len__(self) -> int:
         return self._count
 
-    def ranks(self, vectors: NDArray[np.floating], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-        """Return (m, n) unit rank vectors of (m, d) unit vectors, written to `out` if it is given."""
-        ranks = np.empty((len(vectors), len(self)), dtype=np.float32) if out is None else out
+    def ranks(self, vectors: NDArray[np.floating]) -> NDArray[np.float32]:
+        """Return (m, n) unit rank vectors of (m, d) unit vectors."""
+        ranks = np.empty((len(vectors), len(self)), dtype=np.float32)
         step = max(1, _SIMILARITY_BYTES // (4 * len(self)))
         for begin in range(0, len(vectors), step):
             chunk = slice(begin, begin + step)

@@ -168,9 +168,9 @@ def test_each_sentence_is_ranked_once_for_all_pairs(monkeypatch: pytest.MonkeyPa
     space, ranked = RankSpace(vectors), []
     compute_ranks = RankSpace.ranks
 
-    def ranks(self: RankSpace, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def ranks(self: RankSpace, rows: np.ndarray) -> np.ndarray:
         ranked.append(len(rows))
-        return compute_ranks(self, rows, out)
+        return compute_ranks(self, rows)
 
     monkeypatch.setattr(RankSpace, "ranks", ranks)
     monkeypatch.setattr("distcse.rank_space.pairs.BLOCK_BYTES", 8 * len(vectors) * 2)
