@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
 from distcse.data import split_held_out
 from distcse.events import Reporter
-from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.corpus import read_corpus
+from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.distillation.roles import with_precisions
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
 from distcse.device import DeviceSpeed
 from distcse.events import Event, GroupEvent, LogMessage, Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.experiment import Distillation, load_trained
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.distillation.preflight import check_recipe
-from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment
@@ -22,8 +22,7 @@ from distcse.experiments.family.result import FamilyResult
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
 from distcse.models import EncoderHandle
-from distcse.placement.gpu_plan import GpuPlan
-from distcse.placement.resources import Node
+from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe
 from distcse.runs.directory import RunDirectory
@@ -36,12 +35,7 @@ class Family(Experiment[FamilyRecipe]):
 
     name = "a family of students"
 
-    def check(
-        self,
-        backend: Backend,
-        reporter: Reporter,
-        plans_of_trials: Callable[[Sequence[Node]], list[GpuPlan]] | None = None,
-    ) -> None:
+    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         recipe = with_member_layers(self.recipe, backend, reporter)
         for member in recipe.largest_first:
             changes = {"storage.runs": recipe.storage.runs}
