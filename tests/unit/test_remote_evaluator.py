@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from distcse.errors import InvalidValueError, WorkFailedError
-from distcse.events import DevScore, Event, LogMessage, Reporter
+from distcse.events import DevScore, Event, LogMessage, Reporter, StepReport
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
 from distcse.experiments.distillation.experiment import Distillation
@@ -100,7 +100,11 @@ def test_a_checkpoint_lacks_its_own_score_and_a_resumed_run_computes_it(recipe_w
     train(uninterrupted, tables)
     spec, tables = make_spec(recipe)
     evaluator, events = LocalEvaluator(spec, tables, ready=False), []  # type: ignore[var-annotated]
-    first = train_async(spec, tables, evaluator, events, stop=lambda: evaluator.begun == 2)
+
+    def stop() -> bool:  # a slow machine asks between reports too
+        return evaluator.begun == 2 and any(isinstance(event, StepReport) and event.step == 12 for event in events)
+
+    first = train_async(spec, tables, evaluator, events, stop=stop)
     latest = CheckpointStore(spec.run.path).latest()
     assert first.interrupted and latest is not None
     assert [step for step, _ in load_trainer_state(latest).scores] == [0, 6] and latest.name == "step-000012"
