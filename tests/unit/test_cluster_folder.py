@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
+import importlib.util
 import json
 import os
 import re
@@ -121,7 +122,8 @@ def test_runs_reach_a_tracking_server_and_a_bucket_in_the_cluster() -> None:
     assert ports["minio"] == [{"protocol": "TCP", "port": 9000}]
 
 
-# SkyPilot's YAML reference and Anyscale's JobConfig: the fields that the files use.
+# The fields of SkyPilot's YAML reference that the file uses, and those of Anyscale's references of jobs and compute configs
+# (docs.anyscale.com/reference/job-api and /compute-config-api, read in version 0.26.112) that concern a job with one image.
 SKYPILOT = fields(
     "resources",
     "run",
@@ -138,23 +140,35 @@ SKYPILOT = fields(
     setup=TEXT,
     run=TEXT,
 )
+_AMOUNTS = {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}}
+_NODE = {"instance_type": TEXT, "resources": _AMOUNTS, "labels": WORDS}
 ANYSCALE = fields(
     "entrypoint",
     name=NAME,
     image_uri=TEXT,
     entrypoint=TEXT,
     max_retries=COUNT,
+    timeout_s=COUNT,
+    working_dir=TEXT,
+    env_vars=WORDS,
+    tags=WORDS,
+    cloud=TEXT,
+    project=TEXT,
     compute_config=fields(
-        head_node=fields("instance_type", instance_type=TEXT),
+        cloud=TEXT,
+        head_node=fields("instance_type", **_NODE),
         worker_nodes=many(
             fields(
                 "instance_type",
-                instance_type=TEXT,
+                **_NODE,
+                name=TEXT,
                 min_nodes=COUNT,
                 max_nodes=COUNT,
                 market_type=one_of("ON_DEMAND", "SPOT", "PREFER_SPOT"),
             )
         ),
+        min_resources=_AMOUNTS,
+        max_resources=_AMOUNTS,
     ),
 )
 
@@ -166,6 +180,29 @@ def test_jobs_of_other_schedulers_have_documented_fields_and_resume(name: str, s
     command = job.get("entrypoint") or job["run"]
     assert " --run-id " in command and " resources.wait_s=" in command
     assert (job.get("image_uri") or job["resources"]["image_id"]).endswith(f":{VERSION}")
+
+
+def test_the_anyscale_job_scales_from_no_workers_and_has_no_other_fields() -> None:
+    """With Anyscale's classes, where they are installed (`pip install anyscale`)."""
+    file = FOLDER / "anyscale" / "job.yaml"
+    job = yaml.safe_load(file.read_text())
+    (workers,) = job["compute_config"]["worker_nodes"]
+    assert workers["min_nodes"] == 0 < workers["max_nodes"] and job["max_retries"] > 0
+    for spoil in (
+        lambda job: job.update(cluster_env="an older field"),
+        lambda job: job["compute_config"].update(worker_node_types=[]),
+        lambda job: job["compute_config"]["head_node"].update(min_nodes=1),
+        lambda job: job["compute_config"]["worker_nodes"][0].update(use_spot=True),
+        lambda job: job["compute_config"]["worker_nodes"][0].update(market_type="CHEAPEST"),
+    ):
+        spoiled = copy.deepcopy(job)
+        spoil(spoiled)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(spoiled, ANYSCALE)
+    if importlib.util.find_spec("anyscale") is not None:
+        jobs, configs = (importlib.import_module(f"anyscale.{name}.models") for name in ("job", "compute_config"))
+        assert jobs.JobConfig.from_yaml(str(file)).max_retries == job["max_retries"]
+        assert configs.ComputeConfig.from_dict(job["compute_config"]).worker_nodes[0].max_nodes == workers["max_nodes"]
 
 
 def scripts() -> dict[str, str]:
