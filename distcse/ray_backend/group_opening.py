@@ -13,7 +13,7 @@ from distcse.experiments.mutual.pooled_group import PooledGroup
 from distcse.experiments.mutual.resources import GroupResources
 from distcse.experiments.mutual.worker_pool import WorkerPool
 from distcse.ray_backend.ray_group import RayGroup
-from distcse.ray_backend.slots import Slot, SlotPool, remove, reserve
+from distcse.ray_backend.slots import Reservation, SlotPool
 
 
 @contextmanager
@@ -22,18 +22,17 @@ def groups_of_own_workers(
 ) -> Iterator[list[Group]]:
     """Context manager: groups that each keep their workers for the entire run; arguments as for `Backend.open_groups`."""
     groups: list[Group] = []
-    reserved: list[Slot] = []
+    reserved: list[Reservation] = []
     try:
         for context, reporter, each in zip(contexts, reporters, resources.per_worker, strict=True):
-            slots = reserve(
-                context.group.workers, each, context.group.node_labels, f"{context.run.name}-{context.group.name}"
-            )
-            reserved += slots
-            groups.append(RayGroup(context, reporter, each, slots))
+            group, name = context.group, f"{context.run.name}-{context.group.name}"
+            reserved.append(Reservation(group.workers, each, group.node_labels, name))
+            groups.append(RayGroup(context, reporter, each, reserved[-1]))
         yield groups
     finally:
         _close(groups)
-        remove(reserved)
+        for reservation in reserved:
+            reservation.remove()
 
 
 @contextmanager

@@ -34,7 +34,8 @@ from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, unique_name
 from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
 from distcse.ray_backend.heartbeat import CONCURRENCY, HeartbeatMonitor
-from distcse.ray_backend.slots import Slot
+from distcse.ray_backend.nodes import DrainNotices
+from distcse.ray_backend.slots import Reservation, Slot, nodes_of
 
 _POLL_S = 0.2
 _LOSS_DETECTION_S = 15
@@ -42,13 +43,13 @@ _LOSS_DETECTION_S = 15
 
 
 class RayGroup:
-    """A group of Ray actors (see `Group`). Lost and hanging actors are replaced.
+    """A group of Ray actors (see `Group`). Lost and hanging actors are replaced, and those on a drained node move.
 
     Args:
         context: The group's part of the run.
         reporter: Receives the group's events.
         resources: CPUs and GPUs of one worker, which its scorer uses while it does not train.
-        slots: Where its workers run, one in each slot.
+        reservation: Where its workers run, one in each slot. Default: they use slots of the pool.
         pool: Slots for `use`. Default: none, the group keeps its slots.
     """
 
@@ -57,12 +58,14 @@ class RayGroup:
         context: GroupContext,
         reporter: Reporter,
         resources: Mapping[str, float],
-        slots: Sequence[Slot] = (),
+        reservation: Reservation | None = None,
         pool: Sequence[Slot] = (),
     ) -> None:
         self.name = context.group.name
         self._context, self._reporter, self._resources = context, reporter, dict(resources)
-        self._slots, self._pool = list(slots), pool
+        self._reservation, self._pool = reservation, pool
+        self._slots = [] if reservation is None else reservation.slots
+        self._notices, self._is_drained = DrainNotices(), False
         self._losses: Counter[tuple[Phase, str]] = Counter()
         self._closed = False
         self._passes = StepPasses(context)
@@ -92,14 +95,21 @@ class RayGroup:
         self._end_trainers()  # a process group has a fixed size
         if not is_grown:
             self._scorers = self._end(self._scorers)
-        self._slots = new
+        self._slots, self._is_drained = new, False
 
     def train(
         self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
     ) -> PhaseResult | None:
+        def pauses() -> bool:
+            return should_pause() or self._drains(phase)
+
         def train(passes: int) -> PhaseResult | None:
-            trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels, passes, should_pause))
-            return trained
+            while True:
+                trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels, passes, pauses))
+                if trained is not None or self._reporter.stop_requested():
+                    return trained
+                if self._reservation is None:  # the pool has other slots
+                    return None
 
         # All trainers end before a repetition: the others wait for the one that failed.
         return self._passes.fit(phase, train, self._end_trainers, self._reporter)
@@ -211,6 +221,9 @@ class RayGroup:
             if self._reporter.stop_requested():
                 raise RunEnded
             try:
+                if self._reservation is not None and self._drains(phase):
+                    self._end_all()
+                    self._slots, self._is_drained = self._reservation.renew(), False
                 self._start_actors(trains)
                 return work()
             except RayTaskError as failed:
@@ -222,6 +235,14 @@ class RayGroup:
                 self._reporter.emit(
                     LogMessage(f"lost a worker in {phase.name}; restarting from the last checkpoint", True)
                 )
+
+    def _drains(self, phase: Phase) -> bool:
+        """Return whether Ray drains a node of the group's slots, as after a preemption notice. Asks Ray every 2 s."""
+        if not self._is_drained and self._notices.count(lambda: nodes_of(self._slots)):
+            self._is_drained = True
+            text = f"Ray drains a node of the group: {phase.name} continues on others from a checkpoint"
+            self._reporter.emit(LogMessage(text, warning=True))
+        return self._is_drained
 
     def _count_loss(self, phase: Phase, actor: str, lost: RayError) -> None:
         """Count a loss.

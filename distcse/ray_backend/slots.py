@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ray.util.placement_group import (
     PlacementGroup,
@@ -15,6 +16,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distcse.ray_backend.event_channel import unique_name
+from distcse.ray_backend.versions import draining_nodes
 
 _STATES_AGE_S = 1.0
 """Seconds for which the states of a pool's placement groups are not asked for again."""
@@ -57,6 +59,43 @@ def remove(slots: Sequence[Slot]) -> None:
         remove_placement_group(group)
 
 
+def nodes_of(slots: Sequence[Slot]) -> set[str]:
+    """Return the ids of the nodes of slots, without those of slots that wait for a node."""
+    tables = {slot.placement_group: placement_group_table(slot.placement_group) for slot in slots}
+    return {
+        tables[slot.placement_group]["bundles_to_node_id"][slot.bundle]
+        for slot in slots
+        if tables[slot.placement_group].get("state") == "CREATED"
+    }
+
+
+class Reservation:
+    """Slots of a group that keeps them, in one placement group.
+
+    Args:
+        number: Number of slots.
+        resources: CPUs and GPUs of a slot.
+        node_labels: Labels that the slots' nodes must have.
+        name: Name of the placement group; see `reserve`.
+    """
+
+    def __init__(
+        self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
+    ) -> None:
+        self._reserve = partial(reserve, number, resources, node_labels, name)
+        self.slots = self._reserve()
+
+    def renew(self) -> list[Slot]:
+        """Give the slots back, and return others, which Ray places on nodes that it does not drain."""
+        self.remove()
+        self.slots = self._reserve()
+        return self.slots
+
+    def remove(self) -> None:
+        """Remove the slots. Actors that still run there are killed."""
+        remove(self.slots)
+
+
 class SlotPool:
     """Slots that are reserved and lost one by one, each a placement group.
 
@@ -75,7 +114,7 @@ class SlotPool:
         self._asked_at = float("-inf")
 
     def usable(self) -> list[int]:
-        """Return the numbers of the slots whose nodes are there, those of one node next to each other."""
+        """Return the numbers of the slots whose nodes are there and not drained, those of one node next to each other."""
         if time.monotonic() - self._asked_at > _STATES_AGE_S:
             tables = [placement_group_table(slot.placement_group) for slot in self.slots]
             nodes = {
@@ -83,7 +122,9 @@ class SlotPool:
                 for number, table in enumerate(tables)
                 if table.get("state") == "CREATED"
             }
-            self._usable = sorted(nodes, key=lambda number: (nodes[number], number))
+            leaving = draining_nodes()
+            staying = [number for number in nodes if nodes[number] not in leaving]
+            self._usable = sorted(staying, key=lambda number: (nodes[number], number))
             self._asked_at = time.monotonic()
         return self._usable
 

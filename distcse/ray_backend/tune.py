@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,12 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
+from distcse.errors import StoppedEarlyError
 from distcse.events import Reporter, TrialUpdate
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.ray_backend.nodes import MAX_WAIT_S, DrainNotices
 from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.recipe import Sweep
 from distcse.storage import open_store, to_uri
@@ -102,7 +106,11 @@ def _fit(
         checkpoint = tune.get_checkpoint() if context.exchanges_checkpoints else None
         try:
             with checkpoint.as_directory() if checkpoint else nullcontext() as donor:
-                run_trial(context, name, chosen, _report, Path(donor) if donor else None)
+                run_trial(context, name, chosen, _report, Path(donor) if donor else None, _own_node_drains())
+        except StoppedEarlyError:
+            # Ray Tune starts a trial that is lost with its node elsewhere, and does not count it as a failure, unlike an error.
+            time.sleep(MAX_WAIT_S)
+            raise
         finally:
             allocator.release_memory()
 
@@ -131,6 +139,19 @@ def _fit(
         if not record.ended:  # still running after `search.hours`, or missing from a damaged state of Ray Tune
             listener.note_end(record.name, "stopped")
     return results
+
+
+def _own_node_drains() -> Callable[[], bool]:
+    """Return a function that tells whether Ray drains this process's node. It asks Ray every 2 s."""
+    notices, own = DrainNotices(), {ray.get_runtime_context().get_node_id()}
+    is_drained = False
+
+    def drains() -> bool:
+        nonlocal is_drained
+        is_drained = is_drained or notices.count(lambda: own) > 0
+        return is_drained
+
+    return drains
 
 
 def placement(resources: TrialResources) -> Any:

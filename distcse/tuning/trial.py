@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import DivergedError
+from distcse.errors import DivergedError, StoppedEarlyError
 from distcse.events import CheckpointSaved, Event, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.local_backend import LocalBackend
@@ -44,7 +44,12 @@ class TrialContext:
 
 
 def run_trial(
-    context: TrialContext, name: str, values: Mapping[str, Any], report: Report, donor: Path | None = None
+    context: TrialContext,
+    name: str,
+    values: Mapping[str, Any],
+    report: Report,
+    donor: Path | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Trial:
     """Train the recipe with a set of values, or resume a trial that has already started.
 
@@ -57,9 +62,13 @@ def run_trial(
         report: Called with `metrics_of` the trial after every dev score, with its `checkpoint` if trials exchange them. It may
             end the trial by raising an exception.
         donor: A checkpoint of this or another trial to continue from.
+        stop_requested: Returns whether to write a checkpoint and stop. Called often. Default: never.
 
     Returns:
         The record of the ended trial.
+
+    Raises:
+        StoppedEarlyError: It was asked to stop before its end. Called again, it continues from its last checkpoint.
     """
     folder = context.trials.path / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,8 +92,11 @@ def run_trial(
     recipe = with_values(context.recipe, values)
     trial_reporter = _TrialReporter(folder, trial, seconds_before, recipe, report, context.exchanges_checkpoints)
     try:
-        reporter = Reporter(trial_reporter.on_event)
-        experiment_of(recipe).run(context.backend or LocalBackend(), reporter, RunDirectory.begin(folder, recipe))
+        reporter = Reporter(trial_reporter.on_event, stop_requested)
+        directory = RunDirectory.begin(folder, recipe)
+        result = experiment_of(recipe).run(context.backend or LocalBackend(), reporter, directory)
+        if result.interrupted:
+            raise StoppedEarlyError(f"trial {name} was asked to stop; its last checkpoint is kept")
     except DivergedError as error:
         trial = replace(trial_reporter.trial, status="diverged", reason=error.coded_message)
     else:

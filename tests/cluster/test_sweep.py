@@ -166,7 +166,12 @@ def test_a_trial_without_a_gpu_sees_none(
     """By default, Ray lets an actor without a GPU see all GPUs of its node."""
 
     def look(
-        context: TrialContext, name: str, values: dict[str, Any], report: Callable[..., None], donor: Path | None
+        context: TrialContext,
+        name: str,
+        values: dict[str, Any],
+        report: Callable[..., None],
+        donor: Path | None,
+        stop_requested: Callable[[], bool],
     ) -> None:
         (context.trials.path / name).mkdir(parents=True)
         (context.trials.path / name / "seen").write_text(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))

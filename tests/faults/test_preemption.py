@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from distcse.events import Reporter
 from distcse.recipe import load_recipe, recipe_yaml
+from distcse.tuning.records import read_trials
+from tests.backends import run_mutual
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, autoscaled_machine, machines, reason_to_skip
+from tests.pairs import assert_same_labels, make_mutual_recipe
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -47,8 +53,15 @@ def events_of(run: Path) -> Iterator[dict[str, Any]]:
     return map(json.loads, (run / "events.jsonl").read_text().splitlines())
 
 
-def steps_of(run: Path) -> list[int]:
-    return [event["step"] for event in events_of(run) if event["event"] == "StepReport"]
+def steps_of(run: Path, group: str | None = None) -> list[int]:
+    """Return the steps that a run reported, or one of its groups in the phase cycle-1-cross, in the order of the reports."""
+    phase, steps = None, list[int]()
+    for event in events_of(run):
+        if event["event"] == "GroupActivity" and event["group"] == group:
+            phase = event["phase"]
+        elif event["event"] == "StepReport" and event.get("group") == group and phase in (None, "cycle-1-cross"):
+            steps.append(event["step"])
+    return steps
 
 
 def test_a_cluster_scales_from_zero_to_four_nodes_for_a_run(recipe_file: Path, tmp_path: Path) -> None:
@@ -81,6 +94,65 @@ def test_a_drained_node_makes_a_checkpoint_and_the_run_continues_on_others(recip
             assert steps_of(run) == sorted(set(steps_of(run)))  # no step was repeated
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["separate workers", "shared workers"])
+def test_a_group_on_a_drained_node_continues_on_others(
+    shared: bool, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    """The node is drained while a group trains, and is not lost before the run ends: nothing waits for its end."""
+    long = ("mutual.cycles=1", "cross.epochs=60", "bi.epochs=2", "evaluation.eval_steps=1000")
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *long)
+    undisturbed = run_mutual(recipe, Reporter()).directory.path
+    one_cpu = ("groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1")
+    options = ("ray=true", *one_cpu, *long, *(("mutual.shared_workers=2",) if shared else ()))
+    nodes = [["--num-cpus=0"], *[["--num-cpus=1"]] * 3]
+    with machines(tmp_path, nodes) as (head, *_):
+        run = tmp_path / "runs" / "moved"
+        process = head.start(
+            *TRAIN, tmp_path / "recipe.yaml", *options, "--run-id=moved", RAY_ADDRESS=f"{head.address}:6379"
+        )
+        _drain(head, process, run, "TrainingActor")
+        _wait_for("Ray drains a node of the group: cycle-1-cross", run, process)
+        _end(process)
+    assert_same_labels(run, undisturbed)
+    for group in ("bert", "roberta"):
+        steps = steps_of(run, group)
+        assert steps == sorted(set(steps)) and steps[-1] == steps_of(undisturbed, group)[-1]  # no step was repeated
+
+
+def test_a_trial_on_a_drained_node_continues_on_another(recipe_file: Path, tmp_path: Path) -> None:
+    """A trial in its own process writes a checkpoint and waits for the node's end, which is not counted as a failure.
+
+    It trains on nodes with its labels alone, before and after, and the teachers run on those with theirs.
+    """
+    space = tmp_path / "space.yaml"
+    sweep = {
+        "parameters": {"training.lr": {"values": [1e-3]}},
+        "search": {"algorithm": "grid", "concurrent": 1, "max_failures": 0},
+        "schedule": {"kind": "none"},
+    }
+    space.write_text(yaml.safe_dump({"name": "small", **sweep, "final_runs": {"seeds": []}, "loggers": []}))
+    long = ("training.workers=1", "training.epochs=12", "training.log_every=2", "evaluation.eval_steps=1000")
+    labels = (STUDENTS, "teachers.node_labels={role: teachers}", "teachers.serve=actor")
+    command = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, *long, *labels, "--quiet")
+    roles = ("students", "students", "teachers")
+    nodes = [["--num-cpus=0"], *(["--num-cpus=1", f"--labels=role={role}"] for role in roles)]
+    with machines(tmp_path, nodes) as (head, *others):
+        process = head.start(*command, "--run-id=moved", RAY_ADDRESS=f"{head.address}:6379")
+        trials = tmp_path / "runs" / "moved" / "trials"
+        address = _drain(head, process, trials, "ImplicitFunc", deadline_s=20)
+        time.sleep(20)
+        next(machine for machine in others if machine.address == address).cut_power()
+        _end(process)
+        actors = _actors(head)
+    (trial,) = read_trials(trials)
+    assert {role for name, *_, role in actors if name == "ImplicitFunc"} == {"students"}
+    assert {role for name, *_, role in actors if name in ("EmbeddingActor", "TeacherServer")} == {"teachers"}
+    assert len({address for name, _, _, address, _ in actors if name == "ImplicitFunc"}) == 2
+    assert (trial.status, trial.num_starts) == ("finished", 2)
+    steps = steps_of(trials / trial.name)
+    assert steps == sorted(set(steps))
+
+
 def _train(head: Machine, *arguments: str | Path) -> Path:
     done = head.run(*TRAIN, *arguments, RAY_ADDRESS=f"{head.address}:6379")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -89,47 +161,62 @@ def _train(head: Machine, *arguments: str | Path) -> Path:
 
 def _train_with_drain(head: Machine, workers: list[Machine], *arguments: str | Path) -> Path:
     """Train, and drain a node with a worker; its machine loses power after the run."""
-    address = {"RAY_ADDRESS": f"{head.address}:6379"}
-    process = head.start(*TRAIN, *arguments, **address)
+    process = head.start(*TRAIN, *arguments, RAY_ADDRESS=f"{head.address}:6379")
     name = str(arguments[-1]).partition("=")[2]
-    events = next(Path(str(a)).parent for a in arguments if str(a).endswith(".yaml")) / "runs" / name / "events.jsonl"
-    deadline = time.monotonic() + 300
-    while not (events.exists() and "StepReport" in events.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
-    node, ip = _a_node_with_a_worker(head)
+    run = next(Path(str(a)).parent for a in arguments if str(a).endswith(".yaml")) / "runs" / name
+    address = _drain(head, process, run, "RayTrainWorker")
+    _wait_for("Ray drains 1 of the workers' nodes", run, process)
+    out = _end(process)
+    (lost,) = (machine for machine in workers if machine.address == address)
+    workers.remove(lost)
+    lost.cut_power()
+    return _folder_of(out)
+
+
+def _drain(head: Machine, process: subprocess.Popen[str], run: Path, actor: str, deadline_s: int = 120) -> str:
+    """Drain the node of an actor after the first step below a folder; return the node's address."""
+    _wait_for("StepReport", run, process)
+    address = {"RAY_ADDRESS": f"{head.address}:6379"}
+    node, ip = next(where[:2] for name, state, *where in _actors(head) if (name, state) == (actor, "ALIVE"))
     drain = (
         "drain-node",
         f"--address={head.address}:6379",
         f"--node-id={node}",
         "--reason=DRAIN_NODE_REASON_PREEMPTION",
     )
-    done = head.run(RAY, *drain, "--reason-message=spot", "--deadline-remaining-seconds=120", **address)
+    done = head.run(RAY, *drain, "--reason-message=spot", f"--deadline-remaining-seconds={deadline_s}", **address)
     assert done.returncode == 0, done.stderr
-    while "Ray drains 1 of the workers' nodes" not in events.read_text():
+    return ip
+
+
+def _wait_for(text: str, run: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until an event of a run or sweep has a text."""
+    deadline = time.monotonic() + 300
+    while not any(text in events.read_text() for events in run.rglob("events.jsonl")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Wait until a command has succeeded, and return what it printed."""
     out, err = process.communicate(timeout=900)
     assert process.returncode == 0, err[-4000:]
-    (lost,) = (machine for machine in workers if machine.address == ip)
-    workers.remove(lost)
-    lost.cut_power()
-    return _folder_of(out)
+    return out
 
 
-def _a_node_with_a_worker(head: Machine) -> list[str]:
+def _actors(head: Machine) -> list[tuple[str, str, str, str, str]]:
+    """Return class and state of all actors, also of dead ones, and their nodes' ids, addresses and roles."""
     script = """
 import json, ray
 from ray.util.state import list_actors
 ray.init(log_to_driver=False)
-ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-actors = list_actors(filters=[("state", "=", "ALIVE"), ("class_name", "=", "RayTrainWorker")])
-print(json.dumps([actors[0].node_id, ips[actors[0].node_id]]))
+nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["Labels"].get("role")) for node in ray.nodes()}
+actors = [actor for actor in list_actors(detail=True, limit=1000) if actor.node_id]
+print(json.dumps([(actor.class_name, actor.state, actor.node_id, *nodes[actor.node_id]) for actor in actors]))
 """
     done = head.run(sys.executable, "-c", script, RAY_ADDRESS=f"{head.address}:6379")
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return list(map(tuple, json.loads(done.stdout.splitlines()[-1])))
 
 
 def _folder_of(output: str) -> Path:

@@ -247,6 +247,30 @@ def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
         assert all(number != following for number, following in pairwise(numbers))
 
 
+def test_a_group_exchanges_a_slot_that_will_be_lost(three: MakeRecipe, tmp_path: Path) -> None:
+    """Slot 0 is usable until the first group has taken steps on it, as one of a node that Ray begins to drain."""
+    usable, in_use = [0, 1], dict[int, str]()
+
+    class Drained(FakeWorkers):
+        def train(
+            self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
+        ) -> PhaseResult | None:
+            def drains() -> bool:
+                if self._done_steps == STEPS // 2 and 0 in usable:
+                    usable.remove(0)
+                return 0 in self._slots and 0 not in usable
+
+            return super().train(phase, labels, lambda: should_pause() or drains())
+
+    pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: usable)
+    groups: list[Group] = [PooledGroup(Drained(name, 0.0001, in_use), pool, Reporter()) for name in "abc"]
+    store = PhaseStore(tmp_path, Lease.acquire(tmp_path))
+    assert not run_groups(three(), groups, store, LabelExchange(three(), store, threading.Event()), Reporter())
+    assert usable == [1] and not in_use
+    for number, labels in enumerate(labels_of(tmp_path)):
+        np.testing.assert_allclose(labels, ord("b") + number)
+
+
 def test_an_error_gives_the_workers_back(three: MakeRecipe, tmp_path: Path) -> None:
     class Fails(FakeWorkers):
         def score(self, phase: Phase) -> Scores:

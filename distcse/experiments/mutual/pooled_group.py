@@ -25,7 +25,10 @@ class ResizableGroup(Protocol):
     def train(
         self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
     ) -> PhaseResult | None:
-        """Train as `Group.train` does; also return None, after a checkpoint, soon after `should_pause` returns true."""
+        """Train as `Group.train` does; also return None, after a checkpoint, soon after `should_pause` returns true.
+
+        Returns None, too, when one of its slots will be lost.
+        """
         ...
 
     def score(self, phase: Phase) -> Scores:
@@ -62,7 +65,11 @@ class PooledGroup:
             trained = self._group.train(phase, labels, partial(self._pool.wants_more, self.name))
             if trained is not None or self._reporter.stop_requested():
                 return trained
-            slots = self._pool.grow(self.name)
+            if self._pool.wants_more(self.name):
+                slots = self._pool.grow(self.name)
+            else:  # a node of its slots will be lost
+                self._use([])
+                slots = self._pool.exchange(self.name, self._reporter)
             self._reporter.emit(LogMessage(f"continuing {phase.name} with {len(slots)} workers"))
             self._use(slots)
 

@@ -128,6 +128,13 @@ class WorkerPool:
         with self._changed:
             return self._begin(self._members[group], "training")
 
+    def exchange(self, group: str, reporter: Reporter) -> list[int]:
+        """Take back the slots of a group that trains, because one will be lost, and wait for others as `acquire` does."""
+        with self._changed:
+            member = self._members[group]
+            member.slots, member.workers = [], 0
+            return self.acquire(group, member.phase, lambda: True, reporter)
+
     def begin_scoring(self, group: str) -> list[int]:
         """Return the slots of a group that has trained, with those that are free and shorten its scoring."""
         with self._changed:
