@@ -73,7 +73,7 @@ def test_a_run_moved_from_two_deepspeed_workers_to_one_equals_a_local_run(recipe
 
 @pytest.mark.slow
 def test_a_family_on_ray_equals_a_local_one(recipe_with: MakeRecipe, tmp_path: Path) -> None:
-    """Two students, each with a Ray Train worker of its own run, on tables and a projection that they share."""
+    """Two students, one after the other on a Ray Train worker, with the same tables and projection."""
     recipe = recipe_with(
         "objective={info_nce: null, consistency: null, rank: null, regression: {}}",
         "student.projection=none",
