@@ -36,12 +36,14 @@ class Cycles:
 
     groups: list[str]
     dev: Mapping[str, Mapping[int, float]]
-    """Best dev score of a phase, by `group kind`, then by cycle."""
+    """Best dev score of a phase, by `group kind`, then by cycle; cycle 0 is the start."""
     agreement: Mapping[str, Mapping[str, float]]
     """Spearman correlation × 100 of two groups' scores, by phase, then by pair of groups."""
     spans: Sequence[Span]
     dropped: Mapping[str, str]
     """Reason for each dropped group."""
+    best_starts: Sequence[str] = ()
+    """Groups whose best bi-encoder is their start."""
 
     @property
     def number(self) -> int:
@@ -49,21 +51,30 @@ class Cycles:
         return max((cycle for scores in self.dev.values() for cycle in scores), default=0)
 
     @property
+    def columns(self) -> dict[int, str]:
+        """Names of the columns of dev scores, by cycle: the start, if its scores are known, and the cycles."""
+        first = 0 if any(0 in scores for scores in self.dev.values()) else 1
+        return {cycle: f"cycle {cycle}" if cycle else "start" for cycle in range(first, self.number + 1)}
+
+    @property
     def pairs(self) -> list[str]:
         """Pairs of groups whose scores were compared."""
         return list(dict.fromkeys(pair for row in self.agreement.values() for pair in row))
 
 
-def read_cycles(run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]]) -> Cycles:
+def read_cycles(
+    run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]], best_of: str = "cycles"
+) -> Cycles:
     """Read the history from a run's phase store and its events.
 
     Args:
         run: The run's directory.
         groups: Names of the groups.
         events: The objects of events.jsonl.
+        best_of: The recipe's `mutual.best_of`. Default: its default.
     """
     store = PhaseStore(run)
-    dev: dict[str, dict[int, float]] = {}
+    dev: dict[str, dict[int, float]] = {f"{group} bi": {0: score} for group, score in store.starts.items()}
     agreement: dict[str, dict[str, float]] = {}
     number = 0
     while posted := store.posted(phase := Phase(number)):
@@ -76,7 +87,17 @@ def read_cycles(run: Path, groups: Sequence[str], events: Sequence[Mapping[str, 
             agreement[phase.name] = compared
         number += 1
     ordered = {name: dev[name] for group in groups for name in (f"{group} bi", f"{group} cross") if name in dev}
-    return Cycles(list(groups), ordered, agreement, _spans(events), store.dropped)
+    best_starts = [
+        group
+        for group in groups
+        if best_of == "start_and_cycles" and group not in store.dropped and _is_start_best(dev.get(f"{group} bi", {}))
+    ]
+    return Cycles(list(groups), ordered, agreement, _spans(events), store.dropped, best_starts)
+
+
+def _is_start_best(scores: Mapping[int, float]) -> bool:
+    """Return whether no cycle has a higher dev score than the start; false before the first cycle has ended."""
+    return len(scores) > 1 and max(scores.values()) == scores[0]
 
 
 def _ranks(scores: Scores) -> NDArray[np.float64]:

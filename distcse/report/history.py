@@ -106,7 +106,7 @@ def read_run(path: Path) -> History:
             **record["data"],
         },
         seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
-        cycles=read_cycles(path, groups, events) if groups else None,
+        cycles=read_cycles(path, groups, events, document["mutual"].get("best_of", "cycles")) if groups else None,
     )
 
 

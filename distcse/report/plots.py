@@ -89,8 +89,7 @@ def _cycles(cycles: Cycles) -> list[Picture]:
                 colour = COLOURS[cycles.groups.index(group) % SERIES]
                 style = "-" if kind == "bi" else "--"
                 axes.plot(list(scores), list(scores.values()), style, color=colour, marker=".", label=name)
-            axes.set_xticks(range(1, cycles.number + 1))
-            axes.set_xlabel("cycle")
+            axes.set_xticks([*cycles.columns], [*cycles.columns.values()])
             axes.margins(y=0.12)
             legend_above(axes)
 

@@ -40,7 +40,7 @@ def starts(events: list[Event]) -> dict[str, float]:
 
 def test_a_group_that_makes_the_labels_worse_is_named(recipe: MutualRecipe) -> None:
     events: list[Event] = []
-    (warning,) = score_starts(recipe, recipe.groups, LocalBackend(), Reporter(events.append))
+    (warning,) = score_starts(recipe, recipe.groups, LocalBackend(), Reporter(events.append)).warnings
     scores = starts(events)
     assert scores["good"] == pytest.approx(100, abs=0.1) and scores["weak"] < scores["labels"] < scores["good"]
     assert warning.code == "DCSE-W08" and "group weak" in warning.problem and "groups.1.weight" in warning.fix
@@ -64,11 +64,12 @@ def test_a_group_alone_has_a_score_and_no_labels_to_compare(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     recipe, events = make_mutual_recipe(tmp_path, {"good": tiny("bert")}, sentences), list[Event]()
-    assert not score_starts(recipe, recipe.groups, LocalBackend(), Reporter(events.append))
-    assert [*starts(events)] == ["good"]
+    found = score_starts(recipe, recipe.groups, LocalBackend(), Reporter(events.append))
+    assert [*starts(events)] == [*found.dev] == ["good"] and not found.warnings
 
 
 def test_without_dev_pairs_nothing_is_scored(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     recipe = make_mutual_recipe(tmp_path, {"one": tiny("bert"), "two": tiny("bert")}, sentences, "evaluation.dev=none")
     events: list[Event] = []
-    assert not score_starts(recipe, recipe.groups, LocalBackend(), Reporter(events.append)) and not events
+    found = score_starts(recipe, recipe.groups, LocalBackend(), Reporter(events.append))
+    assert not found.dev and not found.warnings and not events

@@ -96,11 +96,13 @@ class MutualDistillation(Experiment[MutualRecipe]):
             report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
-            if is_new and not backend.is_for_trials:
-                report_warnings(score_starts(recipe, groups, backend, reporter), reporter)
+            store = PhaseStore(directory.path, lease)
+            if (is_new and not backend.is_for_trials) or _lacks_starts(recipe, groups, store):
+                starts = score_starts(recipe, groups, backend, reporter)
+                store.record_starts(starts.dev)
+                report_warnings(starts.warnings, reporter)
             pairs = load_pairs(recipe, directory.path, backend, reporter)
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
-            store = PhaseStore(directory.path, lease)
             store.record_pairs(pairs.fingerprint)
             tokens = prepare_tokens(recipe, groups, pairs, backend, reporter)
             contexts = [
@@ -129,6 +131,11 @@ class MutualDistillation(Experiment[MutualRecipe]):
     @property
     def trials(self) -> MutualTrials:
         return MutualTrials(self.recipe)
+
+
+def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: PhaseStore) -> bool:
+    """Return whether the selection of the best models needs dev scores of starts that are not recorded."""
+    return recipe.mutual.best_of == "start_and_cycles" and any(group.name not in store.starts for group in groups)
 
 
 def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter) -> None:

@@ -6,7 +6,7 @@ The test sets may overlap with the training pairs; such scores are marked.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -102,20 +102,23 @@ def final_scores(
     """
     started_at = time.perf_counter()
     contamination = Contamination.measure(pairs.distinct(), [task.sentences() for task in tasks.tasks])
+    groups = {group.name: group for group in recipe.groups}
     for model in best:
-        contamination.write(model.model)
+        known = Contamination.read(resolve_model(groups[model.group].backbone)) if model.is_start else contamination
+        known.write(model.model)
     if not tasks.tasks:
         return FinalScores(None)
     note = f"compared with {len(tasks.tasks)} sets: {contamination.describe}"
     reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     precision, finished = decided(recipe.evaluation.precision), {model.group for model in best}
-    groups = {group.name: group for group in recipe.groups if group.name in finished}
+    groups = {name: group for name, group in groups.items() if name in finished}
     tasks = replace(tasks, timed_texts=[*tasks.tasks[0].sentences()])
     shared = backend.share((tasks, contamination))
     rows = [_start_rows(groups, precision, shared)]
     for kind in KINDS:
-        folders = {model.group: model.model for model in best if model.kind == kind}
-        rows.append(_trained_rows(kind, "", groups, folders, precision, shared))
+        of_kind = [model for model in best if model.kind == kind]
+        folders, starts = {model.group: model.model for model in of_kind}, {m.group for m in of_kind if m.is_start}
+        rows.append(_trained_rows(kind, "", groups, folders, precision, shared, starts))
     if recipe.evaluation.final_cycles == "all":
         rows += [
             _trained_rows(phase.kind, f", cycle {phase.cycle}", groups, folders, precision, shared)
@@ -178,8 +181,19 @@ def _trained_rows(
     folders: Mapping[str, Path],
     precision: str,
     shared: Callable[[], tuple[Tasks, Contamination]],
+    starts: Collection[str] = (),
 ) -> _Rows:
-    """Return the rows of trained models of one kind, by the folder of each group's; their names end with the suffix."""
+    """Return the rows of trained models of one kind.
+
+    Args:
+        kind: The formulation.
+        suffix: The end of the rows' names.
+        groups: The groups, by name.
+        folders: The folder of each group's model.
+        precision: Precision of the forward passes.
+        shared: Returns the labelled sets, and the overlap of the training pairs with them.
+        starts: Groups whose model is their start, which has not seen the pairs.
+    """
     return _Rows(
         f"{kind} ensemble{suffix}",
         [
@@ -195,6 +209,7 @@ def _trained_rows(
                     precision,
                     shared,
                     is_timed=not suffix,
+                    is_start=name in starts,
                 ),
                 model_memory(str(folder)),
             )
@@ -235,9 +250,11 @@ def _measure_trained(
     shared: Callable[[], tuple[Tasks, Contamination]],
     reporter: Reporter,
     is_timed: bool,
+    is_start: bool,
 ) -> _Measured:
     model.fetch_folder()
     tasks, contamination = shared()
+    contamination = Contamination.read(model.path) if is_start else contamination
     tasks = tasks if is_timed else replace(tasks, timed_texts=[])
     encoder: Encoder | CrossEncoder
     if kind == "bi":

@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.label_sources import label_sources
 from distcse.experiments.mutual.labels import combine
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
-from distcse.recipe import MutualRecipe
+from distcse.recipe import KINDS, MutualRecipe
 from distcse.recipe.exchange import Exchange
 
 _POLL_S = 0.5
@@ -162,13 +163,5 @@ class LabelExchange:
         if patience is None or phase.cycle <= patience:
             return False
         recent = phase.number - 2 * patience
-        for name in members:
-            for parity in (0, 1):
-                scores = {
-                    number: self._store.posted(Phase(number))[name]["dev"]
-                    for number in range(1, phase.number + 1)
-                    if number % 2 == parity and name in self._store.posted(Phase(number))
-                }
-                if max(scores, key=lambda number: (scores[number], -number)) > recent:
-                    return False
-        return True
+        scores = [dev_scores(self._recipe, self._store, name, kind, phase) for name in members for kind in KINDS]
+        return all(best_phase(each).number <= recent for each in scores)

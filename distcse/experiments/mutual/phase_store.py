@@ -44,7 +44,7 @@ class PhaseStore:
             self._labels.path.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "own_labels": {}}
-        self._state |= {"dropped": {}, "stopped_after": None}
+        self._state |= {"starts": {}, "dropped": {}, "stopped_after": None}
         try:
             self._state |= self._store.read_json(_STATE) or {}
         except (OSError, ValueError) as broken:
@@ -60,6 +60,17 @@ class PhaseStore:
         """The phase after which the cycles stop early, because no group had improved; None if they don't."""
         number = self._state["stopped_after"]
         return None if number is None else Phase(number)
+
+    @property
+    def starts(self) -> Mapping[str, float]:
+        """Dev scores of the groups' starts; empty before `record_starts`."""
+        return dict(self._state["starts"])
+
+    def record_starts(self, dev: Mapping[str, float]) -> None:
+        """Record the dev scores of the groups' starts."""
+        with self._lock:
+            self._state["starts"] |= dev
+            self._write()
 
     def record_pairs(self, fingerprint: str) -> None:
         """Record the fingerprint of the pairs, or compare it with the recorded one.

@@ -63,7 +63,7 @@ def check_groups(
         length, layers = recipe.cross_of(group).max_length, group.named_layers
         CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
         _report(reporter, group.name, "both of its models load")
-    report_warnings(score_starts(recipe, recipe.groups, backend, reporter), reporter)
+    report_warnings(score_starts(recipe, recipe.groups, backend, reporter).warnings, reporter)
     if backend.cluster is None:
         return
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None

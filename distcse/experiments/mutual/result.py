@@ -29,11 +29,16 @@ class Best:
     group: str
     kind: Kind
     phase: Phase
-    """The phase that trained the model."""
+    """The phase that trained the model; phase 0 for a bi-encoder that is the group's start (`mutual.best_of`)."""
     dev: float | None
     """Its dev score; None without dev pairs."""
     model: Path
     """Its folder."""
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it is the group's initial bi-encoder, unchanged."""
+        return not self.phase.number
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,8 @@ class MutualResult:
         lines = []
         for best in self.best:
             dev = "" if best.dev is None else f"  dev {best.dev:.2f}"
-            lines.append(f"{best.group} {best.kind:<5}  {to_uri(best.model)}  (cycle {best.phase.cycle}{dev})")
+            cycle = "its start: no cycle is better" if best.is_start else f"cycle {best.phase.cycle}"
+            lines.append(f"{best.group} {best.kind:<5}  {to_uri(best.model)}  ({cycle}{dev})")
         return [*lines, *(f"dropped  {group}: {why}" for group, why in self.dropped.items())]
 
     @property
@@ -78,32 +84,43 @@ class MutualResult:
         is_cross = best.kind == "cross"
         kind = "cross-encoder" if is_cross else "bi-encoder"
         start = self.recipe.cross_start(group) if is_cross else group.backbone
-        dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."
         return ModelCard(
             model=best.model,
             metadata=hub_metadata(
                 start,
                 "text-ranking" if is_cross else "sentence-similarity",
                 ["cross-encoder"] if is_cross else ["sentence-similarity", "feature-extraction"],
-                self.pairs,
+                0 if best.is_start else self.pairs,
             ),
             title=f"{self.recipe.name}: {best.group}, {kind}",
             evaluated_as=f"{best.group} {best.kind}",
             sections=[
-                f"A {kind}, initialized from `{shown_name(start)}` and trained on {self.pairs:,} unlabelled sentence pairs with "
-                f"Trans-Encoder's distillation{self._other_groups(best)}. This is the best checkpoint of cycle "
-                f"{best.phase.cycle}.{dev}",
+                self._history(best, kind, start),
                 *(
                     f"Group {name} was dropped during training ({why}); later labels do not include it."
                     for name, why in self.dropped.items()
                 ),
-                self._transductive(),
+                "" if best.is_start else self._transductive(),
                 usage(_USE_CROSS if is_cross else _USE_BI),
             ],
             closing=[
                 "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`.",
                 limits("Licences of pairs and backbones apply to it."),
             ],
+        )
+
+    def _history(self, best: Best, kind: str, start: str) -> str:
+        """Return how the model came about."""
+        others = self._other_groups(best)
+        if best.is_start:
+            return (
+                f"A {kind}: `{shown_name(start)}`, unchanged. No cycle of the run, Trans-Encoder's distillation on "
+                f"{self.pairs:,} unlabelled sentence pairs{others}, has a higher dev score than its {best.dev:.2f}."
+            )
+        dev = "" if best.dev is None else f" Its dev score there was {best.dev:.2f}."
+        return (
+            f"A {kind}, initialized from `{shown_name(start)}` and trained on {self.pairs:,} unlabelled sentence pairs with "
+            f"Trans-Encoder's distillation{others}. This is the best checkpoint of cycle {best.phase.cycle}.{dev}"
         )
 
     def _other_groups(self, best: Best) -> str:

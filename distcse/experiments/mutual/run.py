@@ -11,6 +11,7 @@ from functools import partial
 from distcse.errors import DistcseError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
@@ -18,6 +19,7 @@ from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase, last_phase
 from distcse.experiments.mutual.result import Best
+from distcse.models import Encoder
 from distcse.recipe import KINDS, MutualRecipe
 from distcse.storage import open_store
 
@@ -119,28 +121,24 @@ def _run_phases(
 
 
 def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseStore) -> list[Best]:
-    """Copy the best model of each group and formulation to `models/`, by dev score; without dev pairs the last model."""
+    """Save the best model of each group and formulation in `models/`, by dev score; without dev pairs the last model."""
     results: list[Best] = []
     for context in contexts:
         group = context.group
         if group.name in store.dropped:
             continue
-        phases = [Phase(n) for n in range(1, last_phase(recipe.mutual.cycles).number + 1)]
         for kind in KINDS:
-            scores = {
-                phase: store.posted(phase)[group.name]["dev"]
-                for phase in phases
-                if group.name in store.posted(phase) and phase.kind == kind
-            }
-            best = max(
-                scores,
-                key=lambda phase: (scores[phase] if scores[phase] is not None else phase.number, -phase.number),
-            )
+            scores = dev_scores(recipe, store, group.name, kind)
+            best = best_phase(scores)
             target = context.run.path / "models" / group.name / kind
-            source, copy = open_store(context.folder(best) / "model"), open_store(target)
-            source.fetch_folder()
+            copy = open_store(target)
             with copy.write_folder() as temporary:
-                shutil.copytree(source.path, temporary, dirs_exist_ok=True)
+                if best.number:
+                    source = open_store(context.folder(best) / "model")
+                    source.fetch_folder()
+                    shutil.copytree(source.path, temporary, dirs_exist_ok=True)
+                else:
+                    Encoder.from_section(group).eval().save(temporary)
             copy.publish()
             results.append(Best(group.name, kind, best, scores[best], target))
     return results

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from distcse.device import default_device
+from distcse.errors import NotFiniteError
 from distcse.evaluation import RecordedScores, VectorModel
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
@@ -21,9 +24,19 @@ from distcse.recipe import GroupSection, MutualRecipe, decided
 _STAGE = "starts"
 
 
+@dataclass(frozen=True)
+class StartScores:
+    """Dev scores of the groups' initial bi-encoders."""
+
+    dev: Mapping[str, float]
+    """Dev score by group; empty without dev pairs."""
+    warnings: Sequence[SettingsWarning]
+    """A warning of each group without which the labels have a better dev score."""
+
+
 def score_starts(
     recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter
-) -> list[SettingsWarning]:
+) -> StartScores:
     """Report the dev score of each group's start, and that of the first labels.
 
     Args:
@@ -32,22 +45,27 @@ def score_starts(
         backend: Where the models compute.
         reporter: Receives a line with all scores.
 
-    Returns:
-        A warning of each group without which the labels have a better dev score; none without dev pairs.
+    Raises:
+        NotFiniteError: A group's score is NaN or infinite.
     """
     dev = DevPairs.of(recipe)
     if dev is None:
-        return []
+        return StartScores({}, [])
     calls = [
         DeviceCall(f"dev score of {group.name}'s start", partial(_score, recipe, group), model_memory(group.backbone))
         for group in groups
     ]
     recorded = backend.run_on_devices(calls, device_options(recipe, groups, {}), reporter)
     scores = {group.name: dev.score(found) for group, found in zip(groups, recorded, strict=True)}
+    for name, score in scores.items():
+        if not math.isfinite(score):
+            raise NotFiniteError(
+                f"group {name}: the dev score of its start is {score}; check its weights, or write evaluation.precision: fp32"
+            )
     listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
     if len(groups) == 1:
         _report(reporter, f"{listed} ({dev.name})")
-        return []
+        return StartScores(scores, [])
     labels = dev.score(_labels(recipe, groups, recorded))
     _report(reporter, f"{listed}, their labels {labels:.2f} ({dev.name})")
     warnings = []
@@ -56,14 +74,14 @@ def score_starts(
         without = dev.score(_labels(recipe, others, [*recorded[:number], *recorded[number + 1 :]]))
         key = f"groups.{recipe.groups.index(group)}"
         warnings += warn_of_weak_label_source(group.name, key, scores[group.name], labels, without, dev.name)
-    return warnings
+    return StartScores(scores, warnings)
 
 
 def _score(recipe: MutualRecipe, group: GroupSection, reporter: Reporter) -> RecordedScores:
     """Return the cosines of the dev pairs by a group's initial bi-encoder."""
     dev, recorded = DevPairs.of(recipe), RecordedScores()
     assert dev is not None
-    encoder, precision = Encoder.from_section(group).to(default_device()), decided(recipe.mutual.precision)
+    encoder, precision = Encoder.from_section(group).to(default_device()), decided(recipe.evaluation.precision)
     use_mkldnn_linear(encoder, precision)
 
     def report_progress(done: int, total: int) -> None:

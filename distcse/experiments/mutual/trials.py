@@ -8,6 +8,7 @@ from pathlib import Path
 from distcse.data import Pairs
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
+from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.final_evaluation import checked_tasks, wanted_tasks
 from distcse.experiments.mutual.joining import read_by_groups
 from distcse.experiments.mutual.phase_store import PhaseStore
@@ -76,7 +77,7 @@ class CycleScores:
     """
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self._cycles = recipe.mutual.cycles
+        self._recipe = recipe
         self._groups = [group.name for group in recipe.groups]
         self._run = run
         self._scored = 0
@@ -87,11 +88,12 @@ class CycleScores:
             return
         store = PhaseStore(self._run)
         names = [name for name in self._groups if name not in store.dropped]
-        while self._scored < self._cycles and names:
-            phases = [store.posted(Phase(2 * cycle)) for cycle in range(1, self._scored + 2)]
-            if not all(name in phases[-1] for name in names):
+        cycles = self._recipe.mutual.cycles
+        while self._scored < cycles and names:
+            phase = Phase(2 * (self._scored + 1))
+            if not all(name in store.posted(phase) for name in names):
                 return
             self._scored += 1
-            best_scores = [max(phase[name]["dev"] for phase in phases if name in phase) for name in names]
-            mean = sum(best_scores) / len(best_scores)
-            yield TrialScore(self._scored, 100 * self._scored / self._cycles, mean)
+            scores = [dev_scores(self._recipe, store, name, "bi", phase) for name in names]
+            mean = sum(each[best_phase(each)] or 0.0 for each in scores) / len(scores)
+            yield TrialScore(self._scored, 100 * self._scored / cycles, mean)

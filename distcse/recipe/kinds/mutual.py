@@ -109,6 +109,9 @@ class MutualSection(Section):
     groups have fast bf16 units, else fp32."""
     clamp: bool = False
     """Clip cosine labels to [0, 1]; the paper's code does not."""
+    best_of: Literal["cycles", "start_and_cycles"] = "cycles"
+    """Bi-encoders among which the dev score selects a group's best: `cycles`, those of its cycles, as in the paper, or
+    `start_and_cycles`, also its start. A group then ends with its start's weights if no cycle has a higher dev score."""
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many cycles in which no group had a new best dev score; null runs all cycles."""
     on_failure: Literal["stop", "drop"] = "stop"
@@ -334,6 +337,11 @@ class MutualRecipe(BaseRecipe):
         if exchange.kind == "quorum" and exchange.number > len(names):
             raise ValueError(
                 f"mutual.exchange is {self.mutual.exchange}, but there are {len(names)} groups; write quorum({len(names)}) or all"
+            )
+        if self.mutual.best_of == "start_and_cycles" and self.evaluation.dev == "none":
+            raise ValueError(
+                "mutual.best_of is start_and_cycles, which compares dev scores, but evaluation.dev is none; name a dev set, or "
+                "write mutual.best_of: cycles"
             )
         if self.mutual.shared_workers is not None:
             self._check_shared_workers()
