@@ -27,7 +27,7 @@ from benchmarks.mutual_schedule import ASSUMED_SERIAL, Machine, Outcome, PhaseCo
 from distcse.data import Pairs
 from distcse.events import Reporter
 from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.max_workers import count_parameters
+from distcse.experiments.mutual.max_workers import Parameters, count_parameters
 from distcse.experiments.mutual.phase_costs import PhaseCosts
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.experiments.mutual.scheduling import allocate_workers
@@ -198,7 +198,7 @@ def pauses(stints: Sequence[Stint], costs: Mapping[Kind, PhaseCost]) -> list[flo
 def belief(recipe: MutualRecipe, number: int, pairs: int, costs: Mapping[Kind, PhaseCost]) -> float:
     """What the scheduler believes of a group's training once it has measured scores, over what was measured."""
     group = recipe.groups[number]
-    assumed = PhaseCosts.of(recipe, group, pairs, count_parameters(group) or 1)
+    assumed = PhaseCosts.of(recipe, group, pairs, count_parameters(group) or Parameters(1, 1), on_gpu=False)
     factor = costs["bi"].scoring_s / assumed.scoring_alone_s["bi"]
     return statistics.mean(
         factor * assumed.training_s(phase, 1) / costs[phase.kind].training_s for phase in (Phase(1), Phase(2))

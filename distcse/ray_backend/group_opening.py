@@ -11,6 +11,7 @@ from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.pool_members import later_phases, pool_members
 from distcse.experiments.mutual.pooled_group import PooledGroup
 from distcse.experiments.mutual.resources import GroupResources
+from distcse.experiments.mutual.stored_costs import StoredCosts
 from distcse.experiments.mutual.worker_pool import WorkerPool
 from distcse.ray_backend.ray_group import RayGroup
 from distcse.ray_backend.slots import Reservation, SlotPool
@@ -45,7 +46,9 @@ def groups_of_shared_workers(
     slots = SlotPool(number, each, contexts[0].group.node_labels, contexts[0].run.name)
     groups: list[Group] = []
     try:
-        pool = WorkerPool(pool_members(contexts, number), slots.usable, later_phases(contexts[0].recipe))
+        stored = StoredCosts(contexts[0].run, contexts[0].lease, each)
+        members = pool_members(contexts, number, "GPU" in each, stored)
+        pool = WorkerPool(members, slots.usable, later_phases(contexts[0].recipe), stored=stored)
         for context, reporter in zip(contexts, reporters, strict=True):
             group = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots.slots)
             groups.append(PooledGroup(group, pool, reporter))

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.errors import ClusterTooSmallError, InvalidValueError
+from distcse.errors import ClusterTooSmallError, InvalidValueError, RunRecordError
 from distcse.events import Event, LogMessage, Reporter, StepReport, WorkersAssigned
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
-from distcse.experiments.mutual.max_workers import with_max_workers
+from distcse.experiments.mutual.max_workers import Parameters, count_parameters, with_max_workers
 from distcse.experiments.mutual.phase_costs import PhaseCosts
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
@@ -24,11 +24,14 @@ from distcse.experiments.mutual.pooled_group import PooledGroup
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.run import run_groups
 from distcse.experiments.mutual.scheduling import StepTimes
+from distcse.experiments.mutual.stored_costs import StoredCosts
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.experiments.mutual.worker_pool import PoolMember, WorkerPool
+from distcse.models import Encoder
 from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
+from distcse.storage import open_store
 from tests.failures import fails_with
 from tests.models import make_encoder
 from tests.pairs import labels_of, make_mutual_recipe
@@ -54,11 +57,11 @@ def make_member(step_s: float, counts: Sequence[int] = (1, 2, 4)) -> PoolMember:
 class Pool:
     """A pool of which each group waits for workers in a thread; a test moves the clock."""
 
-    def __init__(self, slots: int, **step_s: float) -> None:
+    def __init__(self, slots: int, stored: StoredCosts | None = None, **step_s: float) -> None:
         self.now = 0.0
         self.members = {name: make_member(seconds) for name, seconds in step_s.items()}
         self.usable = list(range(slots))
-        self.pool = WorkerPool(self.members, lambda: self.usable, clock=lambda: self.now)
+        self.pool = WorkerPool(self.members, lambda: self.usable, clock=lambda: self.now, stored=stored)
         self.stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -171,6 +174,89 @@ def test_slots_of_lost_nodes_are_not_given_away() -> None:
     assert [event.text for event in events if isinstance(event, LogMessage)] == [
         "waiting for nodes with room for a shared worker"
     ]
+
+
+def stored_costs(run: Path, cpus: float = 1.0) -> StoredCosts:
+    return StoredCosts(open_store(run), Lease.acquire(run), {"CPU": cpus})
+
+
+@pytest.mark.parametrize("cpus", [1.0, 2.0])
+def test_a_resumed_run_plans_with_the_costs_that_it_has_measured(tmp_path: Path, cpus: float) -> None:
+    """Estimates call both groups equal. Of a driver that was killed while they trained, the measurements remain."""
+    pool = Pool(2, stored=stored_costs(tmp_path), long=1.0, short=1.0)
+    for name in ("long", "short"):
+        pool.acquire(name)
+    pool.wait(long=1, short=1)
+    pool.now = 30.0
+    for name, seconds in {"long": 6.0, "short": 0.5}.items():
+        pool.pool.measure_steps(name, 2, seconds)
+    pool.stop()  # without leaving the pool
+
+    stored = stored_costs(tmp_path, cpus)
+    resumed = Pool(5, stored=stored, long=1.0, short=1.0)
+    for name, member in resumed.members.items():
+        if (measured := stored.measured(name)) is not None:
+            member.costs.restore(measured)
+    for name in ("short", "long"):
+        resumed.acquire(name)
+    if cpus == 1.0:
+        resumed.wait(short=1, long=4)
+        assert stored.pause_s is not None
+    else:
+        assert stored.measured("long") is None and stored.pause_s is None, "measured on other workers"
+    resumed.stop()
+
+
+def test_measured_steps_are_stored_every_half_minute_and_scores_at_the_end_of_a_phase(tmp_path: Path) -> None:
+    def steps() -> dict[int, float]:
+        found = StoredCosts(run, lease, {}).measured("only")
+        return {} if found is None else dict(found.steps.get("cross", {}))
+
+    run, lease = open_store(tmp_path), Lease.acquire(tmp_path)
+    pool = Pool(1, stored=StoredCosts(run, lease, {}), only=1.0)
+    pool.acquire("only")
+    pool.wait(only=1)
+    for now, seconds, expected in ((1.0, 3.0, 3.0), (30.0, 4.0, 3.0), (31.0, 5.0, 5.0), (40.0, 6.0, 5.0)):
+        pool.now = now
+        pool.pool.measure_steps("only", 1, seconds)
+        assert steps() == {1: expected}
+    pool.pool.begin_scoring("only")
+    pool.now = 60.0
+    pool.pool.release("only")
+    measured = StoredCosts(run, lease, {}).measured("only")
+    assert measured is not None and steps() == {1: 6.0} and measured.scoring_alone_s == {"cross": 20.0}
+    pool.stop()
+
+
+def test_costs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text("{")
+    with fails_with(RunRecordError, "costs.json", "delete it", "--resume"):
+        stored_costs(tmp_path)
+
+
+@pytest.mark.parametrize(("on_gpu", "share"), [(False, 0.02), (True, 0.25)])
+def test_a_large_vocabulary_makes_steps_longer_and_scores_not(three: MakeRecipe, on_gpu: bool, share: float) -> None:
+    recipe = three("bi.batch_size=128", "cross.batch_size=128", "pairs.limit=1000")
+    small, large = (
+        PhaseCosts.of(recipe, recipe.groups[0], 1_000, Parameters(20_000_000, number), on_gpu)
+        for number in (20_000_000, 120_000_000)
+    )
+    for phase in (Phase(1), Phase(2)):
+        assert small.scoring_s(phase, 1) == large.scoring_s(phase, 1)
+        longer_s = large.training_s(phase, 1) - small.training_s(phase, 1)
+        assert share < longer_s / small.training_s(phase, 1) < 2 * share
+        assert large.training_s(phase, 4) - small.training_s(phase, 4) == pytest.approx(longer_s), (
+            "each worker updates all"
+        )
+
+
+def test_parameters_of_layers_and_embeddings_are_counted(three: MakeRecipe) -> None:
+    group = three().groups[0]
+    weights = {name: tensor.numel() for name, tensor in Encoder.from_section(group).backbone.state_dict().items()}
+    layers = {number: sum(s for name, s in weights.items() if f"layer.{number}." in name) for number in range(3)}
+    one_layer = count_parameters(group.model_copy(update={"layers": [0]}))
+    assert count_parameters(group) == (sum(layers.values()), sum(weights.values()))
+    assert one_layer == (layers[0], sum(weights.values()) - layers[1] - layers[2])
 
 
 class FakeWorkers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import safe_open
 
@@ -29,7 +30,8 @@ def with_max_workers(recipe: MutualRecipe, reporter: Reporter) -> MutualRecipe:
     """
     if recipe.mutual.shared_workers is None or all(group.max_workers is not None for group in recipe.groups):
         return recipe
-    sizes = [count_parameters(group) for group in recipe.groups]
+    counts = [count_parameters(group) for group in recipe.groups]
+    sizes = [None if count is None else count.layers for count in counts]
     smallest = min((size for size in sizes if size is not None), default=1)
     groups = []
     for number, (group, size) in enumerate(zip(recipe.groups, sizes, strict=True)):
@@ -46,20 +48,31 @@ def with_max_workers(recipe: MutualRecipe, reporter: Reporter) -> MutualRecipe:
     return recipe.model_copy(update={"groups": groups})
 
 
-def count_parameters(group: GroupSection) -> int | None:
-    """Count the parameters of a group's layers, without embeddings; None if the model's files are not on this machine."""
+class Parameters(NamedTuple):
+    """Number of a model's parameters."""
+
+    layers: int
+    """Those of its layers, which compute."""
+    all: int
+    """All, embeddings included, which an optimizer updates."""
+
+
+def count_parameters(group: GroupSection) -> Parameters | None:
+    """Count the parameters of a group's model; None if the model's files are not on this machine."""
     try:
         folder: Path = backbone_folder(resolve_model(group.backbone, only_local=True))
     except (EncoderError, StorageError):
         return None
-    layers, total = group.named_layers, 0
+    layers, of_layers, others = group.named_layers, 0, 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "numpy") as weights:
             for name in weights.keys():  # noqa: SIM118
-                layer = _LAYER.search(name)
-                if layer is not None and (layers is None or int(layer[1]) in layers):
-                    total += math.prod(weights.get_slice(name).get_shape())
-    return total or None
+                layer, number = _LAYER.search(name), math.prod(weights.get_slice(name).get_shape())
+                if layer is None:
+                    others += number
+                elif layers is None or int(layer[1]) in layers:
+                    of_layers += number
+    return Parameters(of_layers, of_layers + others) if of_layers else None
 
 
 def _most(recipe: MutualRecipe, group: GroupSection, ratio: float) -> int:

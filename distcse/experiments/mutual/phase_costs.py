@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from distcse.experiments.mutual.max_workers import Parameters
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.experiments.mutual.scheduling import StepTimes
 from distcse.recipe import KINDS, GroupSection, LoopSection, MutualRecipe
 from distcse.trainer.schedule import total_steps
 
 _SECONDS_PER_PARAMETER = 4e-12
-"""Assumed seconds of a pair's forward pass per parameter, until a group's first scores are measured. Until then only ratios
-between groups matter, except next to the pause in which workers start."""
+"""Assumed seconds of a pair's forward pass per parameter of a layer, until a group's first scores are measured. Until then only
+ratios between groups matter, except next to the pause in which workers start."""
 _TRAINING_PASSES = 3.0
 """Forward and backward pass of a training step over its forward pass."""
+_UPDATE_PASSES = {"cpu": 1.7, "gpu": 27.0}
+"""Optimizer's update per parameter, embeddings included, over a pair's forward pass per parameter of a layer: 1.5 to 1.9 on a CPU
+core (MiniLM-L3, E5), 23 to 31 on an H100 (BERT-base; bi and cross steps of benchmarks/results)."""
 _SERIAL_SHARE = 0.05
-"""Assumed share of a step that more workers do not shorten, until steps with several numbers of workers are measured."""
+"""Assumed share of the passes that more workers do not shorten, until steps with several numbers of workers are measured. They do
+not shorten the update."""
+
+
+class MeasuredCosts(NamedTuple):
+    """Measured seconds of one group's work."""
+
+    steps: Mapping[Kind, Mapping[int, float]]
+    """Seconds of a training step by formulation, then by number of workers."""
+    scoring_alone_s: Mapping[Kind, float]
+    """Seconds of scoring all pairs with one worker, by formulation."""
 
 
 @dataclass
@@ -36,22 +51,26 @@ class PhaseCosts:
     _measured_scores: set[Kind] = field(default_factory=set)
 
     @classmethod
-    def of(cls, recipe: MutualRecipe, group: GroupSection, pairs: int, parameters: int) -> PhaseCosts:
+    def of(
+        cls, recipe: MutualRecipe, group: GroupSection, pairs: int, parameters: Parameters, on_gpu: bool
+    ) -> PhaseCosts:
         """Estimate the costs of a group.
 
         Args:
             recipe: The run's recipe.
             group: The group.
             pairs: Number of pairs.
-            parameters: Number of its model's parameters (see `count_parameters`).
+            parameters: Number of its model's parameters.
+            on_gpu: Whether its workers have GPUs.
         """
-        pair_s = _SECONDS_PER_PARAMETER * parameters
+        pair_s = _SECONDS_PER_PARAMETER * parameters.layers
+        update_s = _UPDATE_PASSES["gpu" if on_gpu else "cpu"] * _SECONDS_PER_PARAMETER * parameters.all
         rows: dict[Kind, int] = {"bi": pairs, "cross": pairs * (2 if recipe.cross_of(group).both_orders else 1)}
         sections: dict[Kind, LoopSection] = {kind: recipe.loop_of(group, kind) for kind in KINDS}
         return cls(
             {kind: total_steps(loop, max(1, rows[kind] // loop.batch_size)) for kind, loop in sections.items()},
             {
-                kind: StepTimes(_TRAINING_PASSES * pair_s * loop.batch_size, _SERIAL_SHARE)
+                kind: _step_times(_TRAINING_PASSES * pair_s * loop.batch_size, update_s)
                 for kind, loop in sections.items()
             },
             {kind: pair_s * pairs for kind in sections},
@@ -71,6 +90,22 @@ class PhaseCosts:
         """Return the expected seconds of scoring all pairs."""
         return self.scoring_alone_s[phase.kind] / workers
 
+    @property
+    def measured(self) -> MeasuredCosts:
+        """The measurements so far."""
+        steps = {kind: dict(self.times[kind].measured) for kind in KINDS if kind in self._measured_steps}
+        return MeasuredCosts(
+            steps, {kind: self.scoring_alone_s[kind] for kind in KINDS if kind in self._measured_scores}
+        )
+
+    def restore(self, measured: MeasuredCosts) -> None:
+        """Take over the measurements of the same group before a resume."""
+        for kind, seconds in measured.scoring_alone_s.items():
+            self.measure_scores(_phase_of(kind), 1, seconds)
+        for kind, steps in measured.steps.items():
+            for workers, seconds in steps.items():
+                self.measure_step(_phase_of(kind), workers, seconds)
+
     def measure_step(self, phase: Phase, workers: int, seconds: float) -> None:
         """Record the mean seconds of recent training steps."""
         self.times[phase.kind].measure(workers, seconds)
@@ -85,3 +120,14 @@ class PhaseCosts:
             if kind not in self._measured_steps and not self._measured_scores:
                 self.times[kind].alone_s *= ratio
         self._measured_scores.add(phase.kind)
+
+
+def _step_times(passes_s: float, update_s: float) -> StepTimes:
+    """Estimate a step of forward and backward passes, and an update, with one worker each."""
+    alone_s = passes_s + update_s
+    return StepTimes(alone_s, (_SERIAL_SHARE * passes_s + update_s) / alone_s)
+
+
+def _phase_of(kind: Kind) -> Phase:
+    """Return a phase that trains a formulation."""
+    return Phase(1 if kind == "cross" else 2)

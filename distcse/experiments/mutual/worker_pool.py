@@ -6,6 +6,7 @@ to do. While a group is between two phases nothing is decided, because what it w
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,13 @@ from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_costs import PhaseCosts
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scheduling import RemainingWork, allocate_workers
+from distcse.experiments.mutual.stored_costs import StoredCosts
 from distcse.placement.waiting import WaitWarning
 
 _POLL_S = 0.5
 """Seconds between checks for labels, nodes and a stop request while a group waits."""
+_STORE_S = 30.0
+"""Seconds between two writes of a group's measured steps."""
 FIRST_PAUSE_S = 20.0
 """Assumed seconds in which workers start, until they are measured."""
 
@@ -48,6 +52,8 @@ class PoolMember:
     """When it began to train or score with this number of workers."""
     is_starting: bool = False
     """Whether its workers have not reported a step yet."""
+    stored_at: float = -math.inf
+    """When its measured costs were stored."""
 
     @property
     def can_work(self) -> bool:
@@ -64,6 +70,7 @@ class WorkerPool:
         later_phases: Returns the phases after one that a group can do without waiting for all others: without a barrier after
             each phase, a group's rest of the run counts. Default: none.
         clock: Returns seconds. Default: the time.
+        stored: Where measured costs are stored for a resume. Default: nowhere.
     """
 
     def __init__(
@@ -72,10 +79,12 @@ class WorkerPool:
         usable: Callable[[], Sequence[int]],
         later_phases: Callable[[Phase], Sequence[Phase]] = lambda phase: [],
         clock: Callable[[], float] = time.monotonic,
+        stored: StoredCosts | None = None,
     ) -> None:
         self._members = dict(members)
         self._usable, self._later_phases, self._clock = usable, later_phases, clock
-        self._pause_s = FIRST_PAUSE_S
+        self._stored = stored
+        self._pause_s = FIRST_PAUSE_S if stored is None or stored.pause_s is None else stored.pause_s
         self._changed = threading.Condition()
 
     def observed(self, group: str, reporter: Reporter) -> Reporter:
@@ -150,6 +159,7 @@ class WorkerPool:
             elapsed_s = self._clock() - member.began_at
             pause_s = 0.0 if member.phase.number else self._pause_s  # scorers start together with trainers
             member.costs.measure_scores(member.phase, member.workers, max(elapsed_s - pause_s, elapsed_s / 10))
+            self._store(group)
             member.stage, member.slots, member.workers = "between phases", [], 0
 
     def leave(self, group: str) -> None:
@@ -177,7 +187,16 @@ class WorkerPool:
                 self._pause_s = (self._pause_s + pause_s) / 2 if pause_s > 0 else self._pause_s
             member.done_steps = step
             member.costs.measure_step(member.phase, member.workers, seconds)
+            if self._clock() - member.stored_at >= _STORE_S:
+                self._store(group)
             self._allocate()
+
+    def _store(self, group: str) -> None:
+        """Store the measured costs of a group."""
+        if self._stored is not None:
+            member = self._members[group]
+            self._stored.record(group, member.costs.measured, self._pause_s)
+            member.stored_at = self._clock()
 
     def _begin(self, member: PoolMember, stage: Literal["training", "scoring"]) -> list[int]:
         """Let a group use all slots that are reserved for it, and return them."""
