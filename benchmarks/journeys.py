@@ -6,7 +6,9 @@ it took if that is a second or more.
 
     DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/tutorials/research.md
 
-A command that fails ends the walk; the page then stays as it was. Times are of this machine, whatever else it does.
+A command that fails ends the walk; the page then stays as it was. What stands between `<!-- all -->` and `<!-- / -->` becomes the
+minutes of all commands, and what stands between `<!-- machine -->` and `<!-- / -->` the CPU, its cores and the lowest and highest load
+before and after the commands, which their processes are part of.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
+
+from distcse.device import cpu_name
 
 _BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 _HERE = "<<'END'"
@@ -95,13 +99,18 @@ def walk(page: str, shell: Shell) -> str:
         lines = []
         for typed in commands(block[0].splitlines()):
             printed, seconds = shell.run(typed)
+            loads.append(os.getloadavg()[0])
             lines += [f"$ {typed}", *printed, *([f"[{seconds:.0f} s]"] if seconds >= 1 else [])]
         return "\n".join(lines) + "\n"
 
     begun = time.perf_counter()
+    loads = [os.getloadavg()[0]]
     walked = _BLOCK.sub(again, page)
     minutes = f"{(time.perf_counter() - begun) / 60:.0f} minutes"
-    return re.sub(r"(?<=<!-- all -->)[^<]*(?=<!-- / -->)", minutes, walked)
+    machine = f"{cpu_name()}, {os.cpu_count()} cores, load {min(loads):.0f} to {max(loads):.0f}"
+    for mark, value in {"all": minutes, "machine": machine}.items():
+        walked = re.sub(rf"(?<=<!-- {mark} -->)[^<]*(?=<!-- / -->)", value, walked)
+    return walked
 
 
 def main() -> None:
