@@ -6,9 +6,9 @@ it took if that is a second or more.
 
     DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/tutorials/research.md
 
-A command that fails ends the walk; the page then stays as it was. What stands between `<!-- all -->` and `<!-- / -->` becomes the
-minutes of all commands, and what stands between `<!-- machine -->` and `<!-- / -->` the CPU, its cores and the lowest and highest load
-before and after the commands, which their processes are part of.
+A command that fails ends the walk; the page then stays as it was. The text after `<!-- all -->`, up to `<!-- / -->`, becomes the
+minutes of all commands; that after `<!-- machine -->` becomes the CPU, its cores, and the lowest and the highest load that were
+seen between commands. The load includes the commands' own processes.
 """
 
 from __future__ import annotations

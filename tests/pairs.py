@@ -23,7 +23,10 @@ from distcse.recipe import MutualRecipe, read_recipe
 def make_mutual_recipe(
     folder: Path, models: dict[str, Path], sentences: Sequence[str], *overrides: str
 ) -> MutualRecipe:
-    """Write a recipe file, its pairs, and dev pairs scored by their number of shared words; load the recipe."""
+    """Write a recipe file, its pairs, and dev pairs scored by their number of shared words; load the recipe.
+
+    It measures nothing at its end, unless an override says so.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(1)
     pairs = [(draw.choice(sentences), draw.choice(sentences)) for _ in range(90)]
@@ -48,7 +51,7 @@ def make_mutual_recipe(
             "precision": "fp32",
         },
         "mutual": {"cycles": 2, "precision": "fp32"},
-        "evaluation": {"dev": str(folder / "dev.tsv"), "eval_steps": 2, "precision": "fp32"},
+        "evaluation": {"dev": str(folder / "dev.tsv"), "eval_steps": 2, "precision": "fp32", "final_suites": []},
         "storage": {"runs": str(folder / "runs"), "cache": str(folder / "cache")},
         "ray": False,
     }

@@ -24,10 +24,11 @@ from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
 from distcse.evaluation.suites import CustomSet, EvalConfig, Tasks, collect
 from distcse.evaluation.tables import read_table, stream_texts
-from distcse.evaluation.text_agreement import TextsTask
+from distcse.evaluation.text_agreement import MIN_TEXTS, TextsTask
 
 __all__ = [
     "DEV_SETS",
+    "MIN_TEXTS",
     "SUITES",
     "Candidate",
     "Contamination",

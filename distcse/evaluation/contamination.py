@@ -47,18 +47,22 @@ class Contamination:
         """Return the share of a set; None if the run did not check this set."""
         return self.overlap.get(fingerprint(sentences))
 
-    @property
-    def describe(self) -> str:
-        """Summary over all sets."""
+    def describe(self, excluding_key: str | None) -> str:
+        """Summarize all sets.
+
+        Args:
+            excluding_key: Key of the recipe that leaves these sentences out of the training text; None if there is none.
+        """
         total, exact, normalized = (
             sum(getattr(counts, name) for counts in self.overlap_counts.values())
             for name in ("sentences", "exact", "normalized")
         )
         if not normalized:
             return f"the training text contains none of {total:,} test sentences"
+        advice = f"; set {excluding_key}: true to leave them out" if excluding_key else ""
         return (
             f"of {total:,} test sentences the training text contains {exact:,} exactly, {normalized:,} ignoring case and "
-            "punctuation; set corpus.exclude_evaluation: true to leave them out"
+            f"punctuation{advice}"
         )
 
     def write(self, model: Path) -> None:

@@ -20,7 +20,8 @@ NEIGHBORS = (1, 10)
 """Numbers of nearest neighbors that are compared."""
 MAX_TEXTS = 5000
 """Distinct texts that are compared: their cosines take 100 MB."""
-_MIN_TEXTS = max(NEIGHBORS) + 2
+MIN_TEXTS = max(NEIGHBORS) + 2
+"""Distinct texts that are needed."""
 _PAIRS = 5000
 
 
@@ -34,6 +35,7 @@ class TextsTask:
         name: Name of the texts in tables.
         texts: Distinct texts.
         reference: Name of the model that the others are compared with; None compares none.
+        pairs_only: False leaves out cross-encoders, which take minutes for thousands of pairs.
     """
 
     name: str
@@ -66,10 +68,10 @@ class TextsTask:
                 f"--texts {file} has no column {column!r}; name its column of texts: --column NAME"
             ) from None
         name = file.name
-        if len(distinct) < _MIN_TEXTS:
+        if len(distinct) < MIN_TEXTS:
             raise InsufficientLabelsError(
                 f"--texts {file} has {len(distinct)} distinct texts, and {max(NEIGHBORS)} neighbors of each are compared; "
-                f"add texts, to at least {_MIN_TEXTS}"
+                f"add texts, to at least {MIN_TEXTS}"
             )
         if len(distinct) > MAX_TEXTS:
             chosen = np.random.default_rng(0).choice(len(distinct), MAX_TEXTS, replace=False)

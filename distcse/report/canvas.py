@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -27,6 +28,8 @@ _VARIABLES = {
 }
 WIDTH, HEIGHT = 3.7, 2.7
 WIDE = 7.6
+_LEGEND_LEFT, _LEGEND_KEY, _LEGEND_LETTER, _LEGEND_ROW = 0.85, 0.35, 0.065, 0.16
+"""Inches: left of a legend, for an entry's key, for each letter of its name, and for a row."""
 _SIZE = r'\s(width|height)="[^"]*"'
 _UNUSED_IDS = r' id="[A-Za-z0-9.]+_\d+"'
 _FONTS = r"font-family: [^;]*;"
@@ -67,8 +70,14 @@ class Picture:
 
 
 def legend_above(axes: Axes) -> None:
-    """Add a legend above the axes, where it covers no data."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, columnspacing=1.0, borderaxespad=0.2)
+    """Add a legend above the axes, where it covers no data, in as many columns as fit; more rows make the figure higher."""
+    _, names = axes.get_legend_handles_labels()
+    figure = cast(Figure, axes.figure)
+    width, height = figure.get_size_inches()
+    entry = _LEGEND_KEY + _LEGEND_LETTER * max((len(name) for name in names), default=0)
+    columns = max(1, min(3, int((width - _LEGEND_LEFT) / entry)))
+    figure.set_size_inches(width, height + _LEGEND_ROW * (-(-len(names) // columns) - 1))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, columnspacing=1.0, borderaxespad=0.2)
 
 
 def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT, width: float = WIDTH) -> str:

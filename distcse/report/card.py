@@ -14,6 +14,9 @@ from distcse.recipe import recipe_yaml
 from distcse.report.grids import MEASURES, TITLES, grids, legend, markdown_table
 from distcse.storage import open_store, write_text_atomic
 
+_NO_MEASUREMENTS = ("dev", "texts")
+"""Suites that the hub's metadata leave out: the dev set that chose the model, and agreement with another model on texts."""
+
 
 def write_cards(result: Result) -> None:
     """Write README.md (the card), distcse/recipe.yaml and the card's files into the folder of every model."""
@@ -41,7 +44,7 @@ def card_markdown(card: ModelCard, evaluation: Evaluation | None) -> str:
 
 
 def model_index(card: ModelCard, evaluation: Evaluation | None) -> dict[str, Any]:
-    """Return the model's scores as the hub's `model-index` metadata; empty without scores. Averages are left out."""
+    """Return the model's scores as the hub's `model-index` metadata, without averages; empty without scores."""
     results = [
         {
             "task": {"type": card.metadata["pipeline_tag"]},
@@ -49,7 +52,9 @@ def model_index(card: ModelCard, evaluation: Evaluation | None) -> dict[str, Any
             "metrics": [{"type": score.measure, "name": measure_name(score), "value": round(value, 4)}],
         }
         for score in ([] if evaluation is None else evaluation.scores)
-        if not score.average and (value := score.values.get(card.evaluated_as)) is not None
+        if not score.average
+        and score.suite not in _NO_MEASUREMENTS
+        and (value := score.values.get(card.evaluated_as)) is not None
     ]
     return {"model-index": [{"name": card.title, "results": results}]} if results else {}
 
@@ -68,6 +73,8 @@ def scores_markdown(evaluation: Evaluation | None) -> str:
         lines += ["", f"**{grid.title}**{f' ({grid.measure})' if grid.measure else ''}", "", *markdown_table(grid)]
     if marks := legend(evaluation):
         lines += ["", *(f"- {line}" for line in marks)]
+    if evaluation.warnings:
+        lines += ["", *(f"- Warning: {line}" for line in evaluation.warnings)]
     if evaluation.missing:
         lines += ["", f"Not measured: {'; '.join(evaluation.missing)}."]
     return "\n".join(lines)

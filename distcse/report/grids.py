@@ -32,7 +32,7 @@ MEASURES = {
     "ndcg": "NDCG ×100",
     "agreement": "Spearman ×100 with the teachers' lists",
 }
-_TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "triplets", "ranking", "agreement")
+_TABLE_PER_MEASURE = ("sts", "transfer", "pairs", "triplets", "ranking", "agreement", "dev")
 _UNITS_OF_ONE = ("alignment", "uniformity")
 LOWER_IS_BETTER = ("alignment", "uniformity")
 TRANSDUCTIVE = "‡"
@@ -96,9 +96,9 @@ def _with_means(evaluation: Evaluation, scores: Sequence[Score], empty: Grid) ->
 
 
 def _shown(suite: str, measures: list[str]) -> list[str]:
-    """Return the measures to show: of STS only the chosen aggregate, which is first."""
+    """Return the measures to show: of scored pairs only the chosen aggregate, which is first."""
     different = list(dict.fromkeys(measures))
-    return different[:1] if suite == "sts" else different
+    return different[:1] if suite in ("sts", "dev") else different
 
 
 def legend(evaluation: Evaluation) -> list[str]:

@@ -14,7 +14,7 @@ from distcse.evaluation import Evaluation
 from distcse.evaluation.estimates import RESAMPLES
 from distcse.host import installed_version
 from distcse.report.exports import write_exports
-from distcse.report.grids import grids, legend, markdown_table, number
+from distcse.report.grids import NOTICED, TRANSDUCTIVE, grids, legend, markdown_table, number
 from distcse.report.history import History
 from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
 from distcse.report.plots import colour_of, pictures
@@ -77,6 +77,7 @@ def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
         "subtitle": _subtitle(evaluation, history),
         "tiles": _tiles(evaluation, history),
         "marks": legend(evaluation),
+        "mark_signs": (NOTICED, TRANSDUCTIVE),
         "evaluation": evaluation,
         "tables": tables,
         "sources": list(dict.fromkeys(sources)),

@@ -71,6 +71,7 @@ def _content(result: SweepResult, space: Space) -> dict[str, Any]:
             }
             for row in rows
         ],
+        "tested": result.evaluation is not None,
         "seeds": len(result.sweep.final_runs.seeds),
         "unfinished": unfinished(result),
         "legend": legend(result.evaluation) if result.evaluation else [],

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from distcse.recipe import ParameterSection
 from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, WIDE, Picture, legend_above, svg
@@ -198,7 +199,8 @@ def _costs(trials: Sequence[Trial]) -> Picture:
     def draw(axes: Axes) -> None:
         for number, trial in enumerate(trials, start=1):
             axes.bar(number, trial.seconds, 0.8, color=shades[trial.status])
-        axes.set_xlabel("trial")
+        axes.set_xlabel("trial, in the order of their start")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel("seconds")
         axes.grid(axis="x", visible=False)
 

@@ -36,8 +36,10 @@ def test_exact_and_normalized_matches_are_counted() -> None:
     (counts,) = found.overlap_counts.values()
     assert (counts.sentences, counts.exact, counts.normalized) == (3, 1, 2)
     assert found.overlap_of(test) == pytest.approx(2 / 3)
-    assert "of 3 test sentences the training text contains 1 exactly, 2 ignoring case" in found.describe
-    assert "none of 3 test sentences" in Contamination.measure(["Other."], [test]).describe
+    described = "of 3 test sentences the training text contains 1 exactly, 2 ignoring case and punctuation"
+    assert found.describe(None) == described
+    assert found.describe("corpus.KEY") == f"{described}; set corpus.KEY: true to leave them out"
+    assert "none of 3 test sentences" in Contamination.measure(["Other."], [test]).describe("corpus.KEY")
 
 
 def test_counts_are_stored_with_the_model_and_old_files_are_read(tmp_path: Path) -> None:

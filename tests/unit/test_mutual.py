@@ -499,6 +499,38 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
         assert ("CrossEncoder" if best.kind == "cross" else "SentenceTransformer") in card
 
 
+def test_without_labelled_sets_reports_have_the_dev_scores_and_the_agreement_with_a_start(both: MakeRecipe) -> None:
+    result = run_mutual(both("evaluation.final_suites=null", "mutual.cycles=1"), Reporter())
+    assert result.evaluation is not None
+    found = {(score.suite, score.measure): score for score in result.evaluation.scores}
+    everywhere = {f"{group} {kind}" for group in ("bert", "roberta") for kind in ("start", "bi", "cross")}
+    everywhere |= {f"{kind} ensemble" for kind in ("start", "bi", "cross")}
+    assert set(found["dev", "all"].values) == everywhere
+    for best in result.best:
+        assert found["dev", "all"].values[f"{best.group} {best.kind}"] == pytest.approx(best.dev)
+    assert set(found["texts", "kept@1"].values) == {"roberta start", "bert bi", "roberta bi"}
+    history = read_run(result.directory.path)
+    page, text = html(result.evaluation, history), markdown(result.evaluation, history)
+    for part in (
+        "Dev score (Spearman",
+        "of the pairs' sentences, with bert start",
+        "checkpoints and cycles were chosen by",
+    ):
+        assert part in text
+    assert "Rows in italics" not in page and '<span class="mark">p' not in page
+    write_cards(result)
+    card = (result.models["bert bi"] / "README.md").read_text()
+    assert "model-index" not in card and "Warning: checkpoints and cycles were chosen by" in card
+
+
+def test_without_any_dev_set_reports_have_the_agreement_with_a_start(alone: MakeRecipe) -> None:
+    overrides = ("evaluation.final_suites=null", "evaluation.dev=none", "mutual.cycles=1")
+    result = run_mutual(alone(*overrides), Reporter())
+    assert result.evaluation is not None and not result.evaluation.warnings
+    assert {score.suite for score in result.evaluation.scores} == {"texts"}
+    assert {*result.evaluation.scores[0].values} == {"bert bi"}
+
+
 def test_pairs_of_a_task_are_transductive_by_name(alone: MakeRecipe, labelled: Path) -> None:
     overrides = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final_suites=[]", "mutual.cycles=1")
     result = run_mutual(alone(*overrides, "pairs={task: mrpc}"), Reporter())

@@ -296,7 +296,7 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: List
     contamination = Contamination.measure(
         (text for chunk in chunks for text in chunk), [task.sentences() for task in labelled.tasks]
     )
-    note = f"compared with {len(labelled.tasks)} test sets: {contamination.describe}"
+    note = f"compared with {len(labelled.tasks)} test sets: {contamination.describe('corpus.exclude_evaluation')}"
     emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
-from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, PairModel
+from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, PairModel, StsTask
 from distcse.evaluation.tables import find_table
+from distcse.evaluation.tasks import EvalTask
 from distcse.recipe import MutualRecipe
 from distcse.storage import text_checksum
 
@@ -25,6 +26,8 @@ class DevPairs:
     first: list[str]
     second: list[str]
     gold: list[float]
+    tasks: Sequence[EvalTask]
+    """The sets as tasks of an evaluation, in the suite `dev`."""
 
     @property
     def fingerprint(self) -> str:
@@ -44,7 +47,8 @@ class DevPairs:
             return None
         if dev in DEV_SETS:
             labelled = LabelledDev.read(Path(str(recipe.evaluation.data)), dev)
-            return cls(labelled.name, labelled.score, labelled.first, labelled.second, labelled.gold)
+            tasks = [StsTask(pairs, suite="dev") for pairs in labelled.sets]
+            return cls(labelled.name, labelled.score, labelled.first, labelled.second, labelled.gold, tasks)
         file = Path(dev) if Path(dev).is_absolute() else _find_file(recipe, dev)
         own = CustomDev.read(file)
         if not own.pairs_only:
@@ -52,7 +56,7 @@ class DevPairs:
                 f"evaluation.dev is {dev}, a retrieval set, which needs vectors, and cross-encoders have none; name a file of "
                 "pairs or triplets"
             )
-        return cls(own.name, own.score, own.first, own.second, own.gold)
+        return cls(own.name, own.score, own.first, own.second, own.gold, [replace(own.task, suite="dev")])
 
 
 def _find_file(recipe: MutualRecipe, name: str) -> Path:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from distcse.data import Pairs
 from distcse.device import default_device
 from distcse.evaluation import (
+    MIN_TEXTS,
     SUITES,
     Candidate,
     Contamination,
@@ -23,6 +24,7 @@ from distcse.evaluation import (
     ModelResults,
     RecordedScores,
     Tasks,
+    TextsTask,
     collect,
     make_candidate,
     measure_ensemble,
@@ -42,6 +44,8 @@ from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import KINDS, GroupSection, MutualRecipe, decided
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
+
+_COMPARED_TEXTS = 1000
 
 
 def wanted_tasks(recipe: MutualRecipe) -> Tasks:
@@ -73,6 +77,30 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
     return tasks
 
 
+def unlabelled_tasks(recipe: MutualRecipe, pairs: Pairs, reference: str) -> Tasks:
+    """Return what is measured without labelled sets: the dev pairs, and how far the bi-encoders have moved on the run's texts.
+
+    Args:
+        recipe: The run's recipe.
+        pairs: The training pairs. Up to 1,000 of their sentences are compared, evenly spaced.
+        reference: Name of the model that the others are compared with on these sentences.
+    """
+    found, dev = Tasks(), DevPairs.of(recipe)
+    if dev is not None:
+        found.tasks += dev.tasks
+        found.warnings.append(
+            f"checkpoints and cycles were chosen by {dev.name}, so its scores favor the trained models; set evaluation.data to "
+            "measure on other sets"
+        )
+    step = -(-len(pairs.sentences) // _COMPARED_TEXTS)
+    texts = list(dict.fromkeys(pairs.sentences.texts(range(0, len(pairs.sentences), step))))
+    if len(texts) >= MIN_TEXTS:
+        # Bi-encoders only: the thousands of pairs would take cross-encoders minutes.
+        name = f"{len(texts):,} of the pairs' sentences, with {reference}"
+        found.tasks.append(TextsTask(name, texts, reference, pairs_only=False))
+    return found
+
+
 def final_scores(
     recipe: MutualRecipe,
     tasks: Tasks,
@@ -98,20 +126,26 @@ def final_scores(
         reporter: Receives progress.
 
     Returns:
-        The scores of the models that were measured; none without labelled sets.
+        The scores of the models that were measured; none if the recipe selects no suite.
     """
     started_at = time.perf_counter()
-    contamination = Contamination.measure(pairs.distinct(), [task.sentences() for task in tasks.tasks])
-    groups = {group.name: group for group in recipe.groups}
+    finished = {model.group for model in best}
+    groups = {group.name: group for group in recipe.groups if group.name in finished}
+    if recipe.evaluation.final_suites is None and not tasks.tasks and groups:
+        tasks = unlabelled_tasks(recipe, pairs, _start_name(next(iter(groups))))
+    labelled = [task for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
+    contamination = Contamination.measure(pairs.distinct(), [task.sentences() for task in labelled])
     for model in best:
         known = Contamination.read(resolve_model(groups[model.group].backbone)) if model.is_start else contamination
         known.write(model.model)
     if not tasks.tasks:
         return FinalScores(None)
-    note = f"compared with {len(tasks.tasks)} sets: {contamination.describe}"
-    reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
-    precision, finished = decided(recipe.evaluation.precision), {model.group for model in best}
-    groups = {name: group for name, group in groups.items() if name in finished}
+    if labelled:
+        key = "pairs.mine.corpus.exclude_evaluation" if recipe.pairs.mine and recipe.evaluation.data else None
+        number = f"{len(labelled)} set{'s' * (len(labelled) > 1)}"
+        note = f"compared with {number}: {contamination.describe(key)}"
+        reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
+    precision = decided(recipe.evaluation.precision)
     tasks = replace(tasks, timed_texts=[*tasks.tasks[0].sentences()])
     shared = backend.share((tasks, contamination))
     rows = [_start_rows(groups, precision, shared)]
@@ -165,7 +199,7 @@ def _start_rows(
         "start ensemble",
         [
             DeviceCall(
-                f"evaluation of {name} start",
+                f"evaluation of {_start_name(name)}",
                 partial(_measure_start, group, precision, shared),
                 model_memory(group.backbone),
             )
@@ -230,13 +264,17 @@ def _models_by_phase(recipe: MutualRecipe, run: RunDirectory, groups: Sequence[s
     }
 
 
+def _start_name(group: str) -> str:
+    return f"{group} start"
+
+
 def _measure_start(
     group: GroupSection, precision: str, shared: Callable[[], tuple[Tasks, Contamination]], reporter: Reporter
 ) -> _Measured:
     tasks = replace(shared()[0], timed_texts=[])  # as large and as fast as the trained bi-encoder
     encoder = Encoder.from_section(group).to(default_device())
     known = Contamination.read(resolve_model(group.backbone))
-    candidate = make_candidate(f"{group.name} start", group.backbone, encoder, known, precision)
+    candidate = make_candidate(_start_name(group.name), group.backbone, encoder, known, precision)
     return _measure(candidate, tasks, reporter)
 
 

@@ -142,8 +142,9 @@ class MutualEvaluationSection(Section):
     """Precision of dev scores and of the final evaluation. `auto` is bf16 where the evaluating devices have fast bf16 units,
     else fp32; the report names it."""
     final_suites: list[Measure] | None = None
-    """Suites for the final evaluation of the initial models, bi-encoders, cross-encoders and their ensembles; null is `sts`
-    where `data` is set."""
+    """Suites for the final evaluation of the initial models, bi-encoders, cross-encoders and their ensembles. null is `sts`
+    where `data` is set; else the scores on your `dev` file and the bi-encoders' agreement with the first group's start on the
+    pairs' sentences."""
     final_cycles: Literal["best", "all"] = "best"
     """Models of the final evaluation: `best` has those of each group's best cycle, `all` also those of every cycle, with the
     cycle's ensembles."""
