@@ -7,7 +7,8 @@ One process, the same threads, the same Wikipedia sentences, cut and padded alik
 sentence-transformers' `encode` makes them, and one by one; tokenizing counts. The formats take turns, in another order each
 round; sentence-transformers in fp32 comes twice (A/A). Times of one thread are CPU time, which other processes disturb least;
 those of several are of the wall, because onnxruntime's and OpenVINO's threads wait actively. The ONNX files are made by
-`distcse.export`; OpenVINO's int8 files by NNCF, which is calibrated on other sentences.
+`distcse.export`; OpenVINO's int8 files by NNCF, which is calibrated on other sentences; the bf16 folder by sentence-transformers'
+`save_pretrained` of the model in bf16.
 Needs `pip install openvino nncf` besides the extra dev.
 """
 
@@ -125,14 +126,17 @@ def open_formats(folder: Path, calibration: Sequence[str], threads: int) -> tupl
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     encodes: dict[str, Encode] = {}
     files: dict[str, list[Path]] = {}
-    for precision, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
-        model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+    as_bf16 = {"dtype": torch.bfloat16}
+    half = folder.parent / "bf16"
+    SentenceTransformer(str(folder), device="cpu", model_kwargs=as_bf16).save_pretrained(str(half))
+    for precision, (source, options) in {"fp32": (folder, {"dtype": torch.float32}), "bf16": (half, as_bf16)}.items():
+        model = SentenceTransformer(str(source), device="cpu", model_kwargs=options)
         tokenizer.enable_truncation(model.max_seq_length)
         name = f"PyTorch {precision}"
         encodes[name] = lambda texts, model=model: model.encode(
             list(texts), batch_size=BATCH, normalize_embeddings=True
         )
-        files[name] = [folder / "model.safetensors"]
+        files[name] = [source / "model.safetensors"]
     tokenizer.enable_padding()
 
     session_options = SessionOptions()
