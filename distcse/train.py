@@ -19,6 +19,7 @@ from distcse.command import (
 )
 from distcse.errors import CommandLineError
 from distcse.gc_paused import gc_paused
+from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.storage import open_store, to_uri
@@ -40,12 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.write(recipe_yaml(read_recipe(source, overrides)))
                 return 0
             if options.dry_run:
-                return _check(read_recipe(options.recipe, overrides), options)
+                recipe = read_recipe(options.recipe, overrides)
+                require_inputs(recipe)
+                return _check(recipe, options)
 
-            # Report a mistake in the recipe first. Then start Ray while torch and transformers are imported: each takes seconds.
+            # Report mistakes in the recipe and missing files first. Then start Ray while torch and transformers are imported:
+            # each takes seconds.
             recipe = None
             if options.resume is None and options.rerun is None:
                 recipe = read_recipe(options.recipe, overrides)
+                require_inputs(recipe)
                 if recipe.uses_ray:
                     start_ray()
             with gc_paused():

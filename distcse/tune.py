@@ -20,6 +20,7 @@ from distcse.command import (
 )
 from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
 from distcse.gc_paused import gc_paused
+from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
 from distcse.storage import resolve_path, to_uri
@@ -80,6 +81,7 @@ def _main(options: argparse.Namespace) -> int:
         sys.stdout.write("".join(f"# {line}\n" for line in _describe_space(sweep, space)))
         sys.stdout.write(recipe_yaml(sweep))
         return 0
+    require_inputs(recipe)
     if options.dry_run:
         return _check(options, recipe, sweep)
     return _sweep(options, None, recipe, sweep)

@@ -12,8 +12,8 @@ import yaml
 
 from distcse import __version__
 from distcse.errors import EncoderError, StorageError
+from distcse.model_source import PACKAGE
 from distcse.models import resolve_model
-from distcse.models.source import PACKAGE
 from distcse.storage import is_uri
 
 _INHERITED = ("language", "license", "license_name", "license_link")

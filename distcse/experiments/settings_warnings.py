@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.events import LogMessage, Reporter
+from distcse.model_source import CONFIG_FILE
 from distcse.models import resolve_model
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.models.loading import has_dropout
-from distcse.models.source import CONFIG_FILE
 from distcse.models.st_format import backbone_folder
 from distcse.models.st_settings import UNNAMED_PROMPTS, read_model_settings
 from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe, StorageSection

@@ -8,9 +8,9 @@ from pathlib import Path
 from distcse.checks import Check, fail, ok
 from distcse.data.readers import find_files
 from distcse.errors import CorpusError, EncoderError, StorageError
+from distcse.model_source import is_hub_id
 from distcse.models.folder import open_model
 from distcse.models.loading import refuse_unpooled_prompt
-from distcse.models.source import is_hub_id
 from distcse.models.vocabulary import has_tokenizer
 from distcse.recipe import BaseRecipe, CorpusSection
 from distcse.teachers.kinds import kind_of

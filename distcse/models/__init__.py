@@ -1,12 +1,12 @@
 """Sentence encoders and cross-encoders, loaded from and saved to the sentence-transformers folder layout."""
 
+from distcse.model_source import model_fingerprint, resolve_model
 from distcse.models.cross import CrossEncoder, is_cross_encoder
 from distcse.models.encoder import Encoder
 from distcse.models.handle import EncoderHandle
 from distcse.models.layers import depth_of, needs_first_layer, only_layers
 from distcse.models.pooling import pool
 from distcse.models.projection import build_projection
-from distcse.models.source import model_fingerprint, resolve_model
 from distcse.models.tokenizer_spec import TokenizerSpec
 
 __all__ = [

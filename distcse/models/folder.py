@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import EncoderError, StorageError
+from distcse.model_source import CONFIG_FILE, resolve_model
 from distcse.models.loading import load_config, load_tokenizer, model_class, refuse_lowercasing
-from distcse.models.source import CONFIG_FILE, resolve_model
 from distcse.models.st_format import Layout, backbone_folder, read_layout
 from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.weight_files import check_weights, require_module_weights, require_weights

@@ -14,6 +14,7 @@ from pydantic import ImportString
 
 from distcse.compat.torch import fake_tensors
 from distcse.errors import EncoderError, ModelLoadError
+from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
 from distcse.models.attention import takes_prepared_mask
 from distcse.models.factorized_embeddings import factorize_embeddings
@@ -25,7 +26,6 @@ from distcse.models.head import Dense, DenseShape, Normalize
 from distcse.models.layers import keep_layers, layers_of
 from distcse.models.loading import embedding_shape, has_dropout, model_class, refuse_unpooled_prompt, set_dropout
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
-from distcse.models.source import is_hub_id
 from distcse.models.st_format import Layout, read_layout
 from distcse.models.weight_files import has_any_weights
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection

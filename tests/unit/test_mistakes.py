@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -152,6 +154,26 @@ def test_what_is_missing_is_found_before_there_is_a_run(override: str, place: Pl
     given = [override.format(p=place), f"storage.runs={tmp_path}/runs", f"storage.cache={tmp_path}/cache"]
     assert train.main([str(place.recipe), *given, "--quiet"]) in (1, 2)
     assert [file for file in tmp_path.rglob("*") if file.name not in ("runs", "cache")] == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "corpus.path=/nowhere/text.txt",
+        "student.backbone=package:no_such/model",
+        "teachers.encoders.0.backbone=./no-such-model",
+        "evaluation.data=/nowhere",
+    ],
+)
+def test_what_is_missing_is_found_before_torch_is_imported_and_ray_starts(override: str, place: Place) -> None:
+    given = [str(place.recipe), "training.workers=1", override]
+    code = (
+        f"import sys; from distcse import train; status = train.main({given}); "
+        "print(status, *({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"], done.stdout
+    assert done.stderr.startswith("distcse: [DCSE-")
 
 
 def test_a_number_as_people_write_it_is_a_number(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,10 +23,10 @@ from distcse.errors import (
     TokenizerMismatchError,
     TokenizerMissingError,
 )
+from distcse.model_source import is_hub_id
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec, resolve_model
 from distcse.models.detection import build_detector
 from distcse.models.loading import load_tokenizer
-from distcse.models.source import is_hub_id
 from distcse.recipe import DetectionSection, EncoderSection, recipe_yaml
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -279,7 +279,7 @@ def test_a_hub_model_is_checked_when_it_is_downloaded(
     recipe: str, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before that, the hub cache may contain weights without a tokenizer, from `AutoModel.from_pretrained`."""
-    monkeypatch.setattr("distcse.models.source.fetch_from_hub", lambda *arguments: bare)
+    monkeypatch.setattr("distcse.model_source.fetch_from_hub", lambda *arguments: bare)
     with fails_with(TokenizerMissingError, str(bare), EXPECTED_FILES):
         Encoder.load("nobody/has-this", pooling="mean")
     assert plan.main([recipe, "student.backbone=nobody/has-this"]) == 0

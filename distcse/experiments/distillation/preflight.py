@@ -23,9 +23,9 @@ from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.losses import build_objective
+from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
 from distcse.models.fast.switch import allows_shortcuts
-from distcse.models.source import is_hub_id
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting

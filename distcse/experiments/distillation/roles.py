@@ -11,9 +11,9 @@ from distcse.experiments.devices import usable_devices
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.resources import EVALUATOR, WORKERS, plan_run
 from distcse.experiments.trials import TrialGpus
+from distcse.model_source import CONFIG_FILE
 from distcse.models import resolve_model
 from distcse.models.folder import find_local_model
-from distcse.models.source import CONFIG_FILE
 from distcse.placement.cluster import Cluster, ClusterSpeeds
 from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node, nodes_with

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 from distcse.checks import Check
 from distcse.data import Corpus
+from distcse.model_source import CONFIG_FILE
 from distcse.models import model_fingerprint, resolve_model
 from distcse.models.folder import find_local_model
 from distcse.models.precision import overflows_fp16
-from distcse.models.source import CONFIG_FILE
 from distcse.recipe import TeacherSection
 from distcse.recipe.section import decided
 from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher

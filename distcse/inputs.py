@@ -1,0 +1,37 @@
+"""Find in a second what a recipe names and this machine lacks, before PyTorch is imported and Ray starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distcse.data import check_source
+from distcse.errors import CorpusNotFoundError, EvaluationDataError
+from distcse.model_source import is_hub_id, resolve_model
+from distcse.recipe import BaseRecipe
+from distcse.storage import is_uri
+
+
+def require_inputs(recipe: BaseRecipe) -> None:
+    """Check that a recipe's text with its columns, its models and its labelled sets are on this machine.
+
+    Models of the hub and of object storage are not looked up, and labelled sets are not read.
+
+    Raises:
+        CorpusError: The text is missing, or lacks a column.
+        ModelNotFoundError: A model's folder or package is missing.
+        EvaluationDataError: The folder of labelled sets is missing.
+    """
+    inputs = recipe.inputs
+    if inputs.corpus is not None:
+        check_source(inputs.corpus)
+    for file in [inputs.pairs] if isinstance(inputs.pairs, str) else inputs.pairs or []:
+        if not Path(file).is_file():
+            raise CorpusNotFoundError(f"pairs file {file} does not exist; correct pairs.path")
+    teachers = [section for section in inputs.teachers if section.endpoint is None and section.class_path is None]
+    for section in [*inputs.encoders, *teachers]:
+        if not is_hub_id(section.backbone) and not is_uri(section.backbone):
+            resolve_model(section.backbone, only_local=True)
+    if inputs.labelled is not None and not Path(inputs.labelled).is_dir():
+        raise EvaluationDataError(
+            f"{inputs.labelled} is not a folder; correct evaluation.data (see docs/how-to/evaluate.md)"
+        )
