@@ -41,16 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.write(recipe_yaml(read_recipe(source, overrides)))
                 return 0
             if options.dry_run:
-                recipe = read_recipe(options.recipe, overrides)
-                require_inputs(recipe)
-                return _check(recipe, options)
+                return _check(_read(options.recipe, overrides), options)
 
             # Report mistakes in the recipe and missing files first. Then start Ray while torch and transformers are imported:
             # each takes seconds.
             recipe = None
             if options.resume is None and options.rerun is None:
-                recipe = read_recipe(options.recipe, overrides)
-                require_inputs(recipe)
+                recipe = _read(options.recipe, overrides)
                 if recipe.uses_ray:
                     start_ray()
             with gc_paused():
@@ -70,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return failed.status
     finally:
         shutdown_ray()
+
+
+def _read(source: str, overrides: Sequence[str]) -> BaseRecipe:
+    recipe = read_recipe(source, overrides)
+    require_inputs(recipe)
+    return recipe
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
