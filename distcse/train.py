@@ -145,7 +145,10 @@ def commands_for(done: Run) -> list[str]:
     if not done.models:
         return resume
     model = done.uri if len(done.models) == 1 else to_uri(next(iter(done.models.values())))
-    reference = "" if done.result.reference is None else " " + "=".join(done.result.reference)
+    reference = ""
+    if (found := done.result.reference) is not None:
+        pooling = "" if found.section.pooling is None else f" --pooling {found.section.pooling}"
+        reference = f" {found.name}={found.section.backbone}{pooling}"
     commands = {
         f"{program('evaluate')} student={model}{reference} --texts FILE": "agreement and speed on your own text, without labels",
         f"{program('export')} {model} --onnx --int8": "ONNX files",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -16,7 +17,7 @@ from distcse.experiments.model_card import ModelCard
 from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders, warn_of_unread_keys
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
-from distcse.recipe import BaseRecipe
+from distcse.recipe import BaseRecipe, EncoderSection
 from distcse.recipe.unread_keys import unread_keys
 from distcse.runs.directory import RunDirectory
 
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
     from distcse.experiments.trials import Trials
 
 R = TypeVar("R", bound=BaseRecipe)
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """A model that was not trained, next to which the trained ones are evaluated."""
+
+    name: str
+    """Name in tables."""
+    section: EncoderSection
+    """Where it is, and how it pools."""
 
 
 class Result(Protocol):
@@ -50,8 +61,8 @@ class Result(Protocol):
         ...
 
     @property
-    def reference(self) -> tuple[str, str] | None:
-        """Name in tables and source of a model to compare the trained ones with, such as the teacher; None if there is none."""
+    def reference(self) -> ReferenceModel | None:
+        """A model to compare the trained ones with, such as the teacher; None if there is none."""
         ...
 
     @property

@@ -41,7 +41,7 @@ def test_a_student_is_shown_next_to_its_teachers_with_the_next_commands(
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(sentences[:20]))
     printed = [str(texts) if word == "FILE" else word for word in words[words.index(f"student={run}") :]]
-    assert printed[1] == f"teacher={tiny('minilm')}" and evaluate.main([*printed, "--pooling", "mean"]) == 0
+    assert printed[1] == f"teacher={tiny('minilm')}" and evaluate.main(printed) == 0
     assert "kept@10" in capsys.readouterr().out
 
 
@@ -56,5 +56,7 @@ def test_the_commands_of_several_models_name_the_first_one(
         for kind in ("bi", "cross")
     ]
     lines = train.commands_for(Run(MutualResult(recipe, run, best, {}, 60, False, None)))
-    assert f"evaluate student={run.path}/models/one/bi start={tiny('bert')} --texts FILE" in "\n".join(lines)
+    assert f"evaluate student={run.path}/models/one/bi start={tiny('bert')} --pooling mean --texts FILE" in "\n".join(
+        lines
+    )
     assert not any("SentenceTransformer" in line for line in lines)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
+from distcse.experiments.experiment import ReferenceModel
 from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
@@ -40,9 +41,9 @@ class DistillationResult:
         return {"student": self.directory.model}
 
     @property
-    def reference(self) -> tuple[str, str] | None:
+    def reference(self) -> ReferenceModel | None:
         kinds = [kind_of(teacher, only_local=True) for teacher in self.recipe.teachers.encoders]
-        return next((("teacher", kind.section.backbone) for kind in kinds if kind.is_model), None)
+        return next((ReferenceModel("teacher", kind.section) for kind in kinds if kind.is_model), None)
 
     @property
     def summary(self) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
+from distcse.experiments.experiment import ReferenceModel
 from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.recipe import MutualRecipe
@@ -63,8 +64,8 @@ class MutualResult:
         return {f"{best.group} {best.kind}": best.model for best in self.best}
 
     @property
-    def reference(self) -> tuple[str, str]:
-        return "start", self.recipe.groups[0].backbone
+    def reference(self) -> ReferenceModel:
+        return ReferenceModel("start", self.recipe.groups[0])
 
     @property
     def summary(self) -> list[str]:
