@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
-from distcse.report.grids import Grid, grids
+from distcse.report.grids import Grid, grids, row_title, spread_text
 from distcse.storage import open_store
+from distcse.tuning.summary import SummaryRow
 
+_NEEDS = r"% Needs \usepackage{booktabs}."
 _COLUMNS = ("suite", "set", "measure", "model", "value", "base", "difference", "low", "high", "overlap")
 _SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -47,7 +50,36 @@ def scores_csv(evaluation: Evaluation) -> str:
 
 def scores_tex(evaluation: Evaluation) -> str:
     """Format the report's tables in LaTeX, for the package booktabs; the best score of a column is bold."""
-    return "\n".join(["% Needs \\usepackage{booktabs}.", *(_table(grid) for grid in grids(evaluation))])
+    return "\n".join([_NEEDS, *(_table(grid) for grid in grids(evaluation))])
+
+
+def write_summary(rows: Sequence[SummaryRow], folder: Path) -> None:
+    """Write a sweep's final runs, averaged over seeds, as summary.csv and summary.tex into a folder."""
+    store = open_store(folder)
+    store.write_text("summary.csv", summary_csv(rows))
+    store.write_text("summary.tex", summary_tex(rows))
+
+
+def summary_csv(rows: Sequence[SummaryRow]) -> str:
+    """Format a line per score and model: mean, sample standard deviation (empty for one run) and number of runs."""
+    written = io.StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerow(("suite", "set", "measure", "model", "mean", "deviation", "runs"))
+    for row in rows:
+        for model, spread in row.spreads.items():
+            deviation = f"{spread.deviation:.6g}" if spread.number > 1 else ""
+            writer.writerow([row.suite, row.set, row.measure, model, f"{spread.mean:.6g}", deviation, spread.number])
+    return written.getvalue()
+
+
+def summary_tex(rows: Sequence[SummaryRow]) -> str:
+    """Format a table in LaTeX with a row per score and a column per model, for the package booktabs."""
+    models = list(dict.fromkeys(name for row in rows for name in row.spreads))
+    lines = [
+        [_escape(row_title(row)), *(_escape(spread_text(row.measure, row.spreads.get(name))) for name in models)]
+        for row in rows
+    ]
+    return f"{_NEEDS}\n{_tabular('Final runs: mean and standard deviation over seeds', models, lines)}"
 
 
 def _table(grid: Grid) -> str:
@@ -56,18 +88,22 @@ def _table(grid: Grid) -> str:
     for model, cells in grid.rows.items():
         shown = [f"\\textbf{{{_escape(cell.text)}}}" if cell.best else _escape(cell.text) for cell in cells]
         marks = [_escape(cell.mark) for cell in cells]
-        row = [_escape(model), *(text + mark for text, mark in zip(shown, marks, strict=True))]
-        rows.append(" & ".join(row) + r" \\")
+        rows.append([_escape(model), *(text + mark for text, mark in zip(shown, marks, strict=True))])
+    return _tabular(grid.title + measure, grid.columns, rows)
+
+
+def _tabular(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; the cells of its rows are LaTeX, the caption and the columns' names are not."""
     return "\n".join(
         [
             r"\begin{table}",
             r"\centering",
-            f"\\caption{{{_escape(grid.title + measure)}}}",
-            f"\\begin{{tabular}}{{l{'r' * len(grid.columns)}}}",
+            f"\\caption{{{_escape(caption)}}}",
+            f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
             r"\toprule",
-            " & ".join(["", *map(_escape, grid.columns)]) + r" \\",
+            " & ".join(["", *map(_escape, columns)]) + r" \\",
             r"\midrule",
-            *rows,
+            *(" & ".join(row) + r" \\" for row in rows),
             r"\bottomrule",
             r"\end{tabular}",
             r"\end{table}",

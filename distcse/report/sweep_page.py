@@ -7,7 +7,7 @@ from typing import Any
 
 from distcse import __version__
 from distcse.recipe import recipe_yaml
-from distcse.report.exports import write_exports
+from distcse.report.exports import write_exports, write_summary
 from distcse.report.grids import legend, number, row_title, spread_text
 from distcse.report.page import environment, write_page_files
 from distcse.report.parameters import format_value, shorten_path
@@ -19,7 +19,7 @@ from distcse.tuning.sweep import SweepResult
 
 
 def write_sweep_pages(result: SweepResult) -> list[Path]:
-    """Write report.html and report.md into the sweep's folder and return their paths."""
+    """Write the pages, and the final runs' scores as CSV and LaTeX, into the sweep's folder; return the pages."""
     space = Space(result.sweep, result.recipe)
     content = _content(result, space)
     drawn = sweep_pictures(result.trials, space.parameters, content["importances"])
@@ -27,6 +27,8 @@ def write_sweep_pages(result: SweepResult) -> list[Path]:
     text = environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n"
     if result.evaluation is not None:
         write_exports(result.evaluation, result.directory)
+    if rows := rows_of(result):
+        write_summary(rows, result.directory)
     return write_page_files(result.directory, page, text)
 
 

@@ -18,12 +18,12 @@ import yaml
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges
-from distcse.evaluation.runs import compute_spread
+from distcse.evaluation.runs import Spread, compute_spread
 from distcse.events import Reporter
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.model_card import base_model, inherited_metadata
 from distcse.report.card import write_cards
-from distcse.report.exports import scores_csv, scores_tex
+from distcse.report.exports import scores_csv, scores_tex, summary_csv, summary_tex
 from distcse.report.grids import MEASURES, grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
@@ -270,6 +270,23 @@ def test_scores_are_written_for_other_programs(measured: Evaluation) -> None:
     assert r"Spearman $\times$100" in tex and r"\textbf{" in tex and "‡" not in tex
     for row in (row for row in tex.splitlines() if row.endswith(r" \\")):
         assert "%" not in row.replace(r"\%", "") and "_" not in row.replace(r"\_", "")
+
+
+def test_a_sweeps_final_runs_are_written_for_other_programs() -> None:
+    both = {"recipe": Spread(85.0, 1.5, 2), "best": Spread(86.25, 0.5, 2)}
+    rows = [
+        SummaryRow("dev", "best of each run", "dev", both),
+        SummaryRow("sts", "STS-B", "all", {"best": Spread(70.0, 0.0, 1)}, seen=1.0),
+    ]
+    lines = list(csv.DictReader(io.StringIO(summary_csv(rows))))
+    assert [(line["set"], line["model"], line["mean"], line["deviation"], line["runs"]) for line in lines] == [
+        ("best of each run", "recipe", "85", "1.5", "2"),
+        ("best of each run", "best", "86.25", "0.5", "2"),
+        ("STS-B", "best", "70", "", "1"),
+    ]
+    tex = summary_tex(rows).splitlines()
+    assert r"Dev score: best of each run & 85.00 $\pm$ 1.50 & 86.25 $\pm$ 0.50 \\" in tex
+    assert r"STS: STS-B $\ddagger$ &  & 70.00 \\" in tex and " & recipe & best \\\\" in tex
 
 
 def test_terminal_shows_scores_and_intervals(
