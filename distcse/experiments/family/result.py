@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distcse.evaluation import Evaluation
 from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.experiment import ReferenceModel
 from distcse.experiments.model_card import ModelCard
 from distcse.recipe import FamilyRecipe
 from distcse.runs.directory import RunDirectory
@@ -33,7 +34,7 @@ class FamilyResult:
         return {name: result.directory.model for name, result in self.students.items()}
 
     @property
-    def reference(self) -> tuple[str, str] | None:
+    def reference(self) -> ReferenceModel | None:
         return next((result.reference for result in self.students.values()), None)
 
     @property
