@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distcse.data import check_source
-from distcse.errors import CorpusNotFoundError, EvaluationDataError
+from distcse.errors import EvaluationDataError
 from distcse.model_source import is_hub_id, resolve_model
 from distcse.recipe import BaseRecipe
 from distcse.storage import is_uri
@@ -19,14 +19,14 @@ def require_inputs(recipe: BaseRecipe) -> None:
     Raises:
         CorpusError: The text is missing, or lacks a column.
         ModelNotFoundError: A model's folder or package is missing.
-        EvaluationDataError: The folder of labelled sets is missing.
+        EvaluationDataError: A file of pairs or the folder of labelled sets is missing.
     """
     inputs = recipe.inputs
     if inputs.corpus is not None:
         check_source(inputs.corpus)
     for file in [inputs.pairs] if isinstance(inputs.pairs, str) else inputs.pairs or []:
         if not Path(file).is_file():
-            raise CorpusNotFoundError(f"pairs file {file} does not exist; correct pairs.path")
+            raise EvaluationDataError(f"{file} does not exist; correct pairs.path")
     teachers = [section for section in inputs.teachers if section.endpoint is None and section.class_path is None]
     for section in [*inputs.encoders, *teachers]:
         if not is_hub_id(section.backbone) and not is_uri(section.backbone):

@@ -58,7 +58,11 @@ def test_mistakes_end_the_command_at_once(
 
 def test_a_sweep_without_a_dev_score_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("student: {backbone: x}\nobjective: {rank: null}\nevaluation: {dev: none}\n")
+    text = tmp_path / "text.txt"
+    text.write_text("A sentence.\n")
+    recipe.write_text(
+        f"corpus: {{path: '{text}'}}\nstudent: {{backbone: x}}\nobjective: {{rank: null}}\nevaluation: {{dev: none}}\n"
+    )
     space = tmp_path / "space.yaml"
     space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\n")
     assert main([str(recipe), "--space", str(space)]) == 2
