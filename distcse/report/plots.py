@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from distcse.evaluation import Evaluation, Score
 from distcse.report.canvas import COLOURS, GRID, INK, MUTED, PAPER, SERIES, Picture, legend_above, svg
@@ -49,6 +50,7 @@ def _losses(history: History) -> Picture | None:
             steps, values = zip(*curve, strict=True)
             axes.plot(steps, values, color=COLOURS[number % SERIES], label=part, marker="." if len(steps) == 1 else "")
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
 
     return Picture("Loss", "Means over the steps between two reports.", svg("losses", draw))
@@ -63,17 +65,12 @@ def _dev(history: History) -> Picture | None:
         steps, scores = zip(*history.dev, strict=True)
         axes.plot(steps, scores, color=COLOURS[0], marker=".", markersize=4)
         axes.plot([best_step], [best], marker="o", markersize=8, markerfacecolor="none", color=INK)
-        right = best_step > max(steps) / 2
         axes.annotate(
-            f"{best:.2f}",
-            (best_step, best),
-            xytext=(-9 if right else 9, -3),
-            textcoords="offset points",
-            ha="right" if right else "left",
-            va="top",
+            f"{best:.2f}", (best_step, best), xytext=(0, -8), textcoords="offset points", ha="center", va="top"
         )
         axes.margins(y=0.12)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     return Picture(f"Dev score: {history.dev_name}", f"Best at step {best_step:,}: the student.", svg("dev", draw))
 
@@ -148,6 +145,7 @@ def _differences(evaluation: Evaluation) -> Picture | None:
                 [difference.value for _, difference in entries], rows, "o", color=colour, markersize=4, label=model
             )
         axes.axvline(0, color=INK, linewidth=0.8)
+        axes.margins(y=0.12)
         axes.set_yticks(range(len(scores)), [_short(score) for score in scores])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
