@@ -50,18 +50,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 recipe = _read(options.recipe, overrides)
                 if recipe.uses_ray:
                     start_ray()
-            with gc_paused():
-                from distcse.report.progress import open_view
-                from distcse.running import rerun, resume, run
+            from distcse.report.progress import open_view
 
-            stop = StopOnSignal()
-            with open_view(options.quiet, options.json) as view, stop:
-                if recipe is not None:
-                    done = run(recipe, listen=view.show, stop_requested=stop.stop_requested)
-                else:
-                    again = resume if options.rerun is None else rerun
-                    earlier = options.rerun or options.resume
-                    done = again(earlier, *overrides, listen=view.show, stop_requested=stop.stop_requested)
+            with open_view(options.quiet, options.json, is_loading=True) as view:
+                with gc_paused():
+                    from distcse.running import rerun, resume, run
+
+                stop = StopOnSignal()
+                with stop:
+                    if recipe is not None:
+                        done = run(recipe, listen=view.show, stop_requested=stop.stop_requested)
+                    else:
+                        again = resume if options.rerun is None else rerun
+                        earlier = options.rerun or options.resume
+                        done = again(earlier, *overrides, listen=view.show, stop_requested=stop.stop_requested)
             _print(done, options.json)
             return INTERRUPTED if done.interrupted else 0
         return failed.status
@@ -109,12 +111,13 @@ def _stored(run: str) -> str:
 def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
     """Carry out `--dry-run`."""
     from distcse.events import Reporter
-    from distcse.experiments.registry import experiment_of
-    from distcse.ray_backend.backend import choose_backend
     from distcse.report.progress import open_view
     from distcse.report.terminal import print_json, print_lines
 
-    with open_view(options.quiet, options.json) as view:
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        from distcse.experiments.registry import experiment_of
+        from distcse.ray_backend.backend import choose_backend
+
         experiment_of(recipe).check(choose_backend(recipe), Reporter(view.show))
     if options.json:
         print_json([{"event": "Checked", "recipe": options.recipe}])

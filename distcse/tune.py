@@ -131,24 +131,26 @@ def _plan(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> list[GpuPl
 def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseRecipe | None, sweep: Sweep | None) -> int:
     # A new sweep's recipe and space are read by now. Start Ray while torch and transformers are imported: each takes seconds.
     start_ray(fast_allocator=True)
-    with gc_paused():
-        from distcse.events import Reporter
-        from distcse.ray_backend.sweep_backend import RaySweepBackend
-        from distcse.report.parameters import format_values
-        from distcse.report.progress import open_view
-        from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
-        from distcse.report.terminal import print_json, print_lines, print_summary
-        from distcse.tuning.sweep import begin, check, reopen, run_sweep
+    from distcse.report.progress import open_view
 
-    if recipe is not None and sweep is not None:
-        check(recipe, sweep)
-        directory = begin(recipe, sweep)
-    assert directory is not None
-    recipe, sweep = reopen(directory)
-    stop = StopOnSignal()
-    with open_view(options.quiet, options.json) as view, stop:
-        reporter = Reporter(view.show, stop.stop_requested)
-        result = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        with gc_paused():
+            from distcse.events import Reporter
+            from distcse.ray_backend.sweep_backend import RaySweepBackend
+            from distcse.report.parameters import format_values
+            from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
+            from distcse.report.terminal import print_json, print_lines, print_summary
+            from distcse.tuning.sweep import begin, check, reopen, run_sweep
+
+        if recipe is not None and sweep is not None:
+            check(recipe, sweep)
+            directory = begin(recipe, sweep)
+        assert directory is not None
+        recipe, sweep = reopen(directory)
+        stop = StopOnSignal()
+        with stop:
+            reporter = Reporter(view.show, stop.stop_requested)
+            result = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
     pages = write_sweep_pages(result)
     if options.json:
         print_json([_finished(result, pages)])

@@ -242,12 +242,13 @@ class LiveView:
 
 
 @contextmanager
-def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
+def open_view(quiet: bool = False, json: bool = False, is_loading: bool = False) -> Iterator[View]:
     """Open a view of events: live if standard error is a terminal, plain otherwise. NO_COLOR is respected.
 
     Args:
         quiet: Print only warnings.
         json: Print events as JSON lines on standard output.
+        is_loading: Whether the caller loads PyTorch next; then the first line says so.
     """
     console = Console(stderr=True)
     if json:
@@ -256,10 +257,18 @@ def open_view(quiet: bool = False, json: bool = False) -> Iterator[View]:
         yield QuietView(console)
     elif not console.is_terminal:
         with _reminders(view := PlainView(console)):
+            _announce(view, is_loading)
             yield view
     else:
         with live_progress(console) as progress:
-            yield LiveView(console, progress)
+            live = LiveView(console, progress)
+            _announce(live, is_loading)
+            yield live
+
+
+def _announce(view: View, is_loading: bool) -> None:
+    if is_loading:
+        view.show(LogMessage("loading   PyTorch and transformers: about 5 s on a quiet machine"))
 
 
 @contextmanager

@@ -28,7 +28,9 @@ def test_a_student_is_shown_next_to_its_teachers_with_the_next_commands(
 ) -> None:
     recipe_with()
     assert train.main([str(tmp_path / "recipe.yaml"), *SHORT]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    assert "loading   PyTorch" in shown.err.partition("run directory")[0]
+    lines = shown.out.splitlines()
     table = lines[next(number for number, line in enumerate(lines) if line.startswith("Size and speed (cpu, fp32)")) :]
     rows = {words[0]: words for line in table[:8] if (words := line.split())}
     assert "start" not in rows and rows["student"][1:3] == ["0.0", "M"] and rows["student"][4] == "32"

@@ -175,6 +175,17 @@ def test_quiet_prints_only_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.out == "" and printed.err == "warning   2 rows are blank\n"
 
 
+def test_the_first_line_says_what_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_loading in (True, False):
+        with open_view(is_loading=is_loading):
+            pass
+        assert ("loading   PyTorch" in capsys.readouterr().err) == is_loading
+    for quietly in ({"quiet": True}, {"json": True}):
+        with open_view(**quietly, is_loading=True):
+            pass
+        assert capsys.readouterr() == ("", "")
+
+
 def test_json_lines_equal_those_of_events_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events: list[Event] = [*RUN, GroupEvent("full", STEPS)]
     directory = RunDirectory(tmp_path)
