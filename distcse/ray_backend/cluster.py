@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distcse import host
-from distcse.errors import RayConnectionError
+from distcse.errors import DistcseError, RayConnectionError
 from distcse.ray_backend.versions import BEFORE_IMPORT, LOCAL_CLUSTER, silence_sigterm_warning
 from distcse.trainer import allocator
 
@@ -97,10 +97,13 @@ class _StartingCluster:
         """
         try:
             self.up.result()
-        except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-            address = self.config.address
+        except DistcseError:
+            raise
+        except Exception as error:  # Ray raises Exception itself where a busy machine starts its processes too late
+            address, load = self.config.address, f"{os.getloadavg()[0]:.1f} on {host.cpus()} CPUs"
+            failed = f"join the Ray cluster at {address}" if address else f"start Ray here (load {load})"
             raise RayConnectionError(
-                f"cannot {'join the Ray cluster at ' + address if address else 'start Ray here'}: {error}. "
+                f"cannot {failed}: {error}. "
                 "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
                 "ray=false for groups"
             ) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from unittest.mock import patch
 
 import pytest
 
 from distcse.errors import RayConnectionError
-from distcse.ray_backend.cluster import cluster, start_ray, starting_ray
+from distcse.ray_backend.cluster import _ClusterConfig, _StartingCluster, cluster, start_ray, starting_ray
 from tests.failures import fails_with
 from tests.ports import free_port
 
@@ -38,6 +40,21 @@ def test_an_error_of_a_background_start_is_raised_when_the_cluster_is_entered(mo
     monkeypatch.setenv("RAY_ADDRESS", other)
     with fails_with(RayConnectionError, f" {other}: "), cluster():  # the first start is forgotten
         pass
+
+
+class _Late(_ClusterConfig):
+    """Fails as Ray does where its processes don't answer in 30 s: with an `Exception` of no narrower type."""
+
+    def connect(self) -> None:
+        raise Exception("The current node timed out during startup")
+
+
+def test_a_local_cluster_that_starts_too_late_is_an_error_with_the_load() -> None:
+    with patch.dict(os.environ):  # a local cluster sets variables
+        starting = _StartingCluster(_Late(None, 1, None))
+        with fails_with(RayConnectionError, "start Ray here (load ", "timed out during startup", "training.workers=0"):
+            starting.wait()
+        starting.end()
 
 
 def test_a_run_that_fails_before_it_enters_its_cluster_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
