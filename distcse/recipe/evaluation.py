@@ -80,7 +80,7 @@ class EvaluationSection(Section):
     def _is_a_score_or_a_path(cls, name: str) -> str:
         if name not in _DEV_SCORES and not is_path(name):
             raise ValueError(
-                f"{name!r} is no dev score; allowed: {', '.join(_DEV_SCORES)}, or the path of a set of yours, such as "
-                f"./{name or 'dev'}.tsv"
+                f"{name!r} is no dev score; allowed: {', '.join(_DEV_SCORES)}, or the path of a set of yours: "
+                f"./{name or 'dev'}.tsv, or the folder ./{name or 'dev'}"
             )
         return name
