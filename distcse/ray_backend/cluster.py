@@ -32,7 +32,7 @@ _SECRET_SUFFIXES = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIALS")
 
 
 @dataclass(frozen=True)
-class _ClusterConfig:
+class ClusterConfig:
     """Address and settings of a cluster."""
 
     address: str | None
@@ -40,9 +40,9 @@ class _ClusterConfig:
     environment: dict[str, Any] | None
 
     @staticmethod
-    def from_environment(cpus: int | None, fast_allocator: bool) -> _ClusterConfig:
+    def from_environment(cpus: int | None, fast_allocator: bool) -> ClusterConfig:
         environment = {"env_vars": allocator.MALLOC_ENV} if fast_allocator else None
-        return _ClusterConfig(os.environ.get("RAY_ADDRESS"), cpus, environment)
+        return ClusterConfig(os.environ.get("RAY_ADDRESS"), cpus, environment)
 
     def connect(self) -> None:
         """Join or start the cluster."""
@@ -57,14 +57,14 @@ class _ClusterConfig:
             _start_local_cluster(self.cpus, self.environment)
 
 
-class _StartingCluster:
+class StartingCluster:
     """A cluster that is joined or started on a background thread.
 
     The thread lives until the cluster ends, because Linux kills the cluster's processes together with the thread that started
     them.
     """
 
-    def __init__(self, config: _ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig) -> None:
         self.config = config
         self.up: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended = threading.Event()
@@ -119,9 +119,9 @@ class _StartingCluster:
         self._thread.join()
 
 
-_starting: _StartingCluster | None = None
+_starting: StartingCluster | None = None
 """The cluster that `start_ray` began to start and `cluster` has not entered yet. A process has one Ray, so this is global."""
-_entered: _StartingCluster | None = None
+_entered: StartingCluster | None = None
 """The cluster that `cluster` has joined or started and not left yet."""
 
 
@@ -141,7 +141,7 @@ def start_ray(cpus: int | None = None, fast_allocator: bool = False) -> bool:
     _end_if_gone()
     if _starting is not None or _is_up():
         return False
-    _starting = _StartingCluster(_ClusterConfig.from_environment(cpus, fast_allocator))
+    _starting = StartingCluster(ClusterConfig.from_environment(cpus, fast_allocator))
     return True
 
 
@@ -176,11 +176,11 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
     if _starting is None and _is_up():
         yield
         return
-    config = _ClusterConfig.from_environment(cpus, fast_allocator)
+    config = ClusterConfig.from_environment(cpus, fast_allocator)
     if _starting is not None and _starting.config != config:
         shutdown_ray()
     # Stays in `_starting` during the wait, so that a caller who interrupts it can enter the cluster later.
-    starting = _starting = _starting or _StartingCluster(config)
+    starting = _starting = _starting or StartingCluster(config)
     starting.wait()
     _starting, _entered = None, starting
     if threading.current_thread() is threading.main_thread():

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from distcse.errors import RayConnectionError
-from distcse.ray_backend.cluster import _ClusterConfig, _StartingCluster, cluster, start_ray, starting_ray
+from distcse.ray_backend.cluster import ClusterConfig, StartingCluster, cluster, start_ray, starting_ray
 from tests.failures import fails_with
 from tests.ports import free_port
 
@@ -42,7 +42,7 @@ def test_an_error_of_a_background_start_is_raised_when_the_cluster_is_entered(mo
         pass
 
 
-class _Late(_ClusterConfig):
+class _Late(ClusterConfig):
     """Fails as Ray does where its processes don't answer in 30 s: with an `Exception` of no narrower type."""
 
     def connect(self) -> None:
@@ -51,7 +51,7 @@ class _Late(_ClusterConfig):
 
 def test_a_local_cluster_that_starts_too_late_is_an_error_with_the_load() -> None:
     with patch.dict(os.environ):  # a local cluster sets variables
-        starting = _StartingCluster(_Late(None, 1, None))
+        starting = StartingCluster(_Late(None, 1, None))
         with fails_with(RayConnectionError, "start Ray here (load ", "timed out during startup", "training.workers=0"):
             starting.wait()
         starting.end()
