@@ -52,6 +52,9 @@ STATIC = "static"
 
 def main() -> None:
     options = parse()
+    if options.picture is not None:
+        draw(json.loads(options.out.read_text()), options.picture)
+        return
     begun, recipe = RunDirectory.reopen_by_id(recipe_of(options))
     assert isinstance(recipe, FamilyRecipe)
     done = Family(recipe).run(LocalBackend(), Reporter(print if options.verbose else lambda event: None), begun)
@@ -73,6 +76,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sentences", type=int, default=100_000)
     parser.add_argument("--runs", type=Path, default=Path("runs/family"))
     parser.add_argument("--cache", type=Path, default=Path("runs/family/cache"))
+    parser.add_argument("--picture", type=Path, help="only draw the output file as SVG, to this file")
     parser.add_argument("--verbose", action="store_true", help="print all events")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/family.json"))
     return parser.parse_args()
@@ -133,7 +137,7 @@ def static_student(folder: Path, out: Path) -> Student:
 
 
 def measured(data: Path, student: Student, students: dict[str, Student]) -> dict[str, float]:
-    """STS, recall@1 in its index and in the others', speed on this machine, and size."""
+    """STS, recall@1 in its index and in the others', speed on this machine, and size in MB of fp32."""
     everything = collect(data, ["sts", "retrieval"], [], EvalConfig("all", "fast"))
     own = next(task for task in everything.tasks if isinstance(task, RetrievalTask))
     others = [own.with_documents_by(name, other.candidate.model) for name, other in students.items()]
@@ -148,6 +152,31 @@ def measured(data: Path, student: Student, students: dict[str, Student]) -> dict
         figures[f"recall@1 in the index of {label}"] = scores["retrieval", task.name, "recall@1"]
     speed = measure_speed(student.encode, own.dataset.documents)
     return figures | {"sentences/s": speed.sentences_per_s, "latency, ms": speed.latency_ms, "MB": student.megabytes}
+
+
+def draw(rows: dict[str, dict[str, float]], file: Path) -> None:
+    """Draw quality against latency, throughput and size."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({"svg.fonttype": "none", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 3), layout="constrained")
+        panels = figure.subplots(1, 3, sharey=True)
+        for axes, key in zip(panels, ("latency, ms", "sentences/s", "MB"), strict=True):
+            axes.set_xscale("linear" if key == "MB" else "log")
+            axes.set_xlabel(f"{key} (one thread)" if key != "MB" else "MB, fp32")
+            axes.grid(color="#dddddd", linewidth=0.6)
+            axes.margins(0.18)
+            points = sorted((row[key], row["STS"], name) for name, row in rows.items())
+            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "-o", color="#2a6f97", markersize=5)
+            falls = points[0][1] > points[-1][1]
+            for x, y, name in points:
+                place = (6, 3) if falls else (-6, 3)
+                axes.annotate(
+                    name, (x, y), place, textcoords="offset points", ha="left" if falls else "right", fontsize=8
+                )
+        panels[0].set_ylabel("STS, five sets")
+        figure.savefig(file)
 
 
 if __name__ == "__main__":
