@@ -103,7 +103,7 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(recipe: Recipe, tmp_
     ):
         assert title in page
     assert "| recipe | best |" in text and "4 finished" in text
-    assert "with 1 seed. These" in text and "±" not in text
+    assert "with 1 seed. Test scores did not" in text and "±" not in text
     for trial in result.trials:  # under the names that the terminal shows
         assert f"| {trial.name} |" in text and trial.name in page
 

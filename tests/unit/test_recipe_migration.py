@@ -505,7 +505,8 @@ def test_every_recipe_and_space_names_its_schema_and_is_valid(file: Path) -> Non
     text = file.read_text(encoding="utf-8")
     named = text.splitlines()[0].removeprefix("# yaml-language-server: $schema=")
     schema = (file.parent / named).resolve()
-    kind = "space" if file.parent == SPACES else "mutual" if "\ngroups:" in text else "recipe"
+    keys = {"\ngroups:": "mutual", "\nfamily:": "family"}
+    kind = "space" if file.parent == SPACES else next((kind for key, kind in keys.items() if key in text), "recipe")
     assert schema == ROOT / "docs" / "schemas" / f"{kind}.schema.json"
     jsonschema.validate(parse_document(text, file.name), json.loads(schema.read_text()))
 

@@ -18,6 +18,7 @@ STANDINS = {
     "python": 'if [ "$1" = -c ]; then [[ "$2" == *secrets* ]] && echo secret || echo 3; exit; fi\n'
     'echo "python $* at $RAY_ADDRESS with $RAY_AUTH_TOKEN" >> calls\n'
     'trap "echo terminated >> calls; exit 130" TERM\n'
+    'until grep -q -- "ray start --block" calls; do sleep 0.02; done\n'  # the other nodes' Ray begins in the background
     "for _ in $(seq ${STEPS}); do sleep 0.1; done; exit ${STATUS}",
 }
 
