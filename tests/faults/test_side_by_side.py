@@ -139,10 +139,11 @@ def test_a_running_run_is_in_use_and_can_be_resumed_once_killed(
     assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     (folder,) = runs.iterdir()
+    capsys.readouterr()
     for command in (["--resume", str(folder)], ["--rerun", str(folder)]):
         assert train.main(command) == 1
         loading, error = capsys.readouterr().err.splitlines()
-        assert "loading" in loading
+        assert "loading   PyTorch" in loading
         assert f"[{RunInUseError.code}]" in error and str(folder) in error and f"process {process.pid} on" in error
     with fails_with(ModelNotFoundError, str(folder)):  # it has no model before its end
         measure({"student": str(folder)}, labelled, ["pairs"])
