@@ -46,7 +46,7 @@ def groups_of_shared_workers(
     slots = SlotPool(number, each, contexts[0].group.node_labels, contexts[0].run.name)
     groups: list[Group] = []
     try:
-        stored = StoredCosts(contexts[0].run, contexts[0].lease, each)
+        stored = StoredCosts(contexts[0].run, contexts[0].lease, each, reporters[0].emit)
         members = pool_members(contexts, number, "GPU" in each, stored)
         pool = WorkerPool(members, slots.usable, later_phases(contexts[0].recipe), stored=stored)
         for context, reporter in zip(contexts, reporters, strict=True):

@@ -92,6 +92,13 @@ def test_a_student_whose_start_is_the_best_is_reported(file: Path) -> None:
     assert any("best dev score before training" in text and "evaluation.dev: none" in text for text in texts)
 
 
+def test_cards_leave_out_students_that_are_saved_as_they_started(file: Path) -> None:
+    overrides = ("training.max_steps=2", "evaluation.dev=agreement", "evaluation.eval_steps=1", "training.lr=1e-9")
+    done = distcse.run(str(file), "family=[{layers: 2}, {layers: 1}]", *overrides, listen=lambda event: None)
+    for name in ("2-layers", "1-layer"):
+        assert "lie in its space" not in (done.models[name] / "README.md").read_text()
+
+
 def test_a_family_of_one_teacher_has_its_space(file: Path, tiny: Callable[..., Path]) -> None:
     """Vectors of the student's width are the targets themselves, and there is no projection to share."""
     teacher = f"teachers.encoders=[{{backbone: {tiny('bert')}, pooling: mean, precision: fp32}}]"

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.errors import ClusterTooSmallError, InvalidValueError, RunRecordError
+from distcse.errors import ClusterTooSmallError, InvalidValueError, RunRecordError, StorageError
 from distcse.events import Event, LogMessage, Reporter, StepReport, WorkersAssigned
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
 from distcse.experiments.mutual.max_workers import Parameters, count_parameters, with_max_workers
-from distcse.experiments.mutual.phase_costs import PhaseCosts
+from distcse.experiments.mutual.phase_costs import MeasuredCosts, PhaseCosts
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
@@ -226,6 +226,23 @@ def test_measured_steps_are_stored_every_half_minute_and_scores_at_the_end_of_a_
     measured = StoredCosts(run, lease, {}).measured("only")
     assert measured is not None and steps() == {1: 6.0} and measured.scoring_alone_s == {"cross": 20.0}
     pool.stop()
+
+
+def test_costs_that_cannot_be_stored_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training does not end because an estimate cannot be written."""
+    events: list[Event] = []
+    run, lease = open_store(tmp_path), Lease.acquire(tmp_path)
+    stored = StoredCosts(run, lease, {}, events.append)
+
+    def fail(name: str, content: object) -> None:
+        raise StorageError(f"{name}: the disk is full")
+
+    monkeypatch.setattr(run, "write_json", fail)
+    for _ in range(2):
+        stored.record("only", MeasuredCosts({"cross": {1: 3.0}}, {}), 5.0)
+    (event,) = events
+    assert isinstance(event, LogMessage) and event.warning and "the disk is full" in event.text
+    assert stored.measured("only") == MeasuredCosts({"cross": {1: 3.0}}, {})
 
 
 def test_costs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:

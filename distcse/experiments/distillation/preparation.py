@@ -208,6 +208,8 @@ class PreparedCorpus:
             model_memory(self.recipe.student.backbone),
         )
         (is_fitted,) = backend.run_on_devices([call], device_options(self.recipe, run), reporter)
+        if is_fitted:  # on another machine, perhaps
+            RunDirectory(run).store.fetch(RunDirectory(run).projection.name)
         return replace(spec, projection=file) if is_fitted else spec
 
 

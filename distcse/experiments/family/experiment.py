@@ -18,7 +18,7 @@ from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.family.layers import with_member_layers
-from distcse.experiments.family.result import FamilyResult
+from distcse.experiments.family.result import FamilyResult, is_start
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
 from distcse.models import EncoderHandle
@@ -106,13 +106,12 @@ def _train(
         "evaluation.final_suites": [],
     }
     first = next(iter(earlier.values()), None)
-    if first is not None and first.directory.projection.exists():
+    if first is not None and first.directory.store.fetch(first.directory.projection.name):
         changes["objective.regression.projection"] = to_uri(first.directory.path)
     begun, student = RunDirectory.reopen_by_id(recipe.student_recipe(member, changes))
     assert isinstance(student, Recipe)
     result = Distillation(student).run(backend, reporter, begun)
-    best = result.train_result.state.best
-    if best is not None and best[0] == 0 and not result.interrupted:
+    if is_start(result) and not result.interrupted:
         reporter.emit(
             LogMessage(
                 f"{member.label} has its best dev score before training, and is saved so: its vectors are not in the family's "

@@ -15,6 +15,12 @@ from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
 
 
+def is_start(student: DistillationResult) -> bool:
+    """Return whether a student's best dev score is that before training, so that its vectors are not the targets'."""
+    best = student.train_result.state.best
+    return best is not None and best[0] == 0
+
+
 @dataclass(frozen=True)
 class FamilyResult:
     """Result of a family's run (see `Result`)."""
@@ -57,8 +63,9 @@ class FamilyResult:
 
     def _siblings(self, name: str) -> str:
         """Return which other students' document embeddings this student can search."""
-        others = " and ".join(f"`{other}`" for other in self.students if other != name)
-        if not others:
+        in_space = [other for other, result in self.students.items() if not is_start(result)]
+        others = " and ".join(f"`{other}`" for other in in_space if other != name)
+        if not others or name not in in_space:
             return ""
         return (
             f"It is one of a family of students that learned the same targets: {others} of the same run lie in its space. "

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distcse.errors import RunRecordError
+from distcse.errors import RunRecordError, StorageError
+from distcse.events import Listener, LogMessage, ignore
 from distcse.experiments.mutual.phase_costs import MeasuredCosts
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
@@ -23,13 +24,15 @@ class StoredCosts:
         run: The run's directory.
         lease: Lease on the directory, checked before each write.
         worker: CPUs and GPUs of one worker.
+        emit: Receives a warning if costs cannot be stored: no training ends because of an estimate. Default: none does.
 
     Raises:
         RunRecordError: The file is damaged.
     """
 
-    def __init__(self, run: ArtifactStore, lease: Lease, worker: Mapping[str, float]) -> None:
-        self._run, self._lease = run, lease
+    def __init__(self, run: ArtifactStore, lease: Lease, worker: Mapping[str, float], emit: Listener = ignore) -> None:
+        self._run, self._lease, self._emit = run, lease, emit
+        self._has_warned = False
         self._state: dict[str, Any] = {"worker": dict(worker), "pause_s": None, "groups": {}}
         try:
             stored = run.read_json(_FILE) or {}
@@ -59,10 +62,15 @@ class StoredCosts:
 
         Raises:
             RunTakenOverError: A later start has taken over the run.
-            StorageError: The file cannot be written.
         """
         steps = {kind: {str(count): s for count, s in steps.items()} for kind, steps in measured.steps.items()}
         self._state["groups"][group] = {"steps": steps, "scoring_alone_s": dict(measured.scoring_alone_s)}
         self._state["pause_s"] = pause_s
         self._lease.check()
-        self._run.write_json(_FILE, self._state)
+        try:
+            self._run.write_json(_FILE, self._state)
+        except StorageError as error:
+            if not self._has_warned:
+                text = f"the measured costs are not stored, so that a resumed run estimates them: {error}"
+                self._emit(LogMessage(text, warning=True))
+            self._has_warned = True

@@ -16,7 +16,7 @@ class MemberSection(Section):
 
     layers: Annotated[int, Field(ge=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     """Layers of `student.backbone` that it begins with: their number, evenly spaced with the last one among them (`3` of six are
-    1, 3, 5), or their indices, ascending."""
+    1, 3, 5; a first layer that differs from the rest, as in T5 and ModernBERT, is kept too), or their indices, ascending."""
     name: Name | None = None
     """Name in tables, and of its run's folder. null: its number of layers, such as `3-layers`."""
     lr: Annotated[float, Field(gt=0)] | None = None
