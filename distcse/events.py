@@ -156,3 +156,11 @@ class Reporter:
 
     emit: Listener = ignore
     stop_requested: Callable[[], bool] = field(default=lambda: False)
+
+    def of_group(self, name: str) -> Reporter:
+        """Return a reporter that wraps each event in a `GroupEvent` with this name, unless it is in one already."""
+
+        def emit(event: Event) -> None:
+            self.emit(event if isinstance(event, GroupEvent) else GroupEvent(name, event))
+
+        return Reporter(emit, self.stop_requested)

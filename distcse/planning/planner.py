@@ -159,7 +159,7 @@ class FamilyPlanner(Planner[FamilyRecipe]):
         """The students' planners by name, the largest first. Which layers a student has does not change its cost."""
         return {
             member.label: StudentPlanner(
-                self.recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}), {})
+                self.recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}))
             )
             for member in self.recipe.largest_first
         }

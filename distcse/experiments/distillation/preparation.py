@@ -192,7 +192,8 @@ class PreparedCorpus:
         """
         objective = self.recipe.objective
         spec = TargetSpec([table.location for table in tables], alphas)
-        file = open_store(RunDirectory(run).projection)
+        directory = RunDirectory(run)
+        file = open_store(directory.projection)
         if has_projection(file, spec.key):
             return replace(spec, projection=file)
         call = DeviceCall(
@@ -209,7 +210,7 @@ class PreparedCorpus:
         )
         (is_fitted,) = backend.run_on_devices([call], device_options(self.recipe, run), reporter)
         if is_fitted:  # on another machine, perhaps
-            RunDirectory(run).store.fetch(RunDirectory(run).projection.name)
+            directory.store.fetch(directory.projection.name)
         return replace(spec, projection=file) if is_fitted else spec
 
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from distcse.device import DeviceSpeed
-from distcse.events import Event, GroupEvent, LogMessage, Reporter
+from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.experiment import Distillation, load_trained
@@ -24,7 +24,7 @@ from distcse.experiments.run_scope import joined_for_devices, open_run
 from distcse.models import EncoderHandle
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
-from distcse.recipe import FamilyRecipe, MemberSection, Recipe
+from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
 
@@ -38,9 +38,8 @@ class Family(Experiment[FamilyRecipe]):
     def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         recipe = with_member_layers(self.recipe, backend, reporter)
         for member in recipe.largest_first:
-            changes = {"storage.runs": recipe.storage.runs}
-            student = Distillation(recipe.student_recipe(member, changes))
-            student.check(backend, _named(reporter, member), plans_of_trials)
+            student = Distillation(recipe.student_recipe(member))
+            student.check(backend, reporter.of_group(member.label), plans_of_trials)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -71,7 +70,7 @@ class Family(Experiment[FamilyRecipe]):
             directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
             students: dict[str, DistillationResult] = {}
             for member in recipe.largest_first:
-                student = _train(recipe, member, students, directory, backend, _named(logged, member))
+                student = _train(recipe, member, students, directory, backend, logged.of_group(member.label))
                 students[member.label] = student
                 if student.interrupted:
                     directory.store_events()
@@ -108,7 +107,7 @@ def _train(
     first = next(iter(earlier.values()), None)
     if first is not None and first.directory.store.fetch(first.directory.projection.name):
         changes["objective.regression.projection"] = to_uri(first.directory.path)
-    begun, student = RunDirectory.reopen_by_id(recipe.student_recipe(member, changes))
+    begun, student = RunDirectory.reopen_by_id(with_values(recipe.student_recipe(member), changes))
     assert isinstance(student, Recipe)
     result = Distillation(student).run(backend, reporter, begun)
     if is_start(result) and not result.interrupted:
@@ -120,12 +119,3 @@ def _train(
             )
         )
     return result
-
-
-def _named(reporter: Reporter, member: MemberSection) -> Reporter:
-    """Return a reporter that names the student of each event."""
-
-    def emit(event: Event) -> None:
-        reporter.emit(event if isinstance(event, GroupEvent) else GroupEvent(member.label, event))
-
-    return Reporter(emit, reporter.stop_requested)

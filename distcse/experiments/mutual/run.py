@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from distcse.errors import DistcseError
-from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
+from distcse.events import GroupActivity, LogMessage, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.group import Group
@@ -36,7 +36,7 @@ def open_groups(
     active, run = [context.group for context in contexts], contexts[0].run
     with joined_for_groups(recipe, active, backend.cluster, run.path) as resources:
         reporter = backend.metered(reporter, run.name)
-        reporters = [_group_reporter(reporter, group.name) for group in active]
+        reporters = [reporter.of_group(group.name) for group in active]
         with backend.open_groups(contexts, reporters, resources) as groups:
             yield groups, reporter
 
@@ -49,7 +49,7 @@ def run_groups(
 
     def run_group(number: int) -> None:
         group = groups[number]
-        group_reporter = _group_reporter(reporter, group.name)
+        group_reporter = reporter.of_group(group.name)
         try:
             stopped[number] = not _run_phases(recipe, group, store, exchange, group_reporter)
             if stopped[number]:
@@ -142,12 +142,3 @@ def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseSt
             copy.publish()
             results.append(Best(group.name, kind, best, scores[best], target))
     return results
-
-
-def _group_reporter(reporter: Reporter, name: str) -> Reporter:
-    """Return a reporter that wraps events in a `GroupEvent` with the group's name."""
-
-    def emit(event: Event) -> None:
-        reporter.emit(event if isinstance(event, GroupEvent) else GroupEvent(name, event))
-
-    return Reporter(emit, reporter.stop_requested)

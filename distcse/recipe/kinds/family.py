@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -60,23 +60,12 @@ class FamilyRecipe(Recipe):
         """The students in the order in which they are trained."""
         return sorted(self.family, key=lambda member: -member.depth)
 
-    def student_recipe(self, member: MemberSection, changes: dict[str, Any]) -> Recipe:
-        """Return the recipe of one student, whose layers are decided.
-
-        Args:
-            member: The student.
-            changes: Other values, by key path, such as `storage.runs`.
-        """
+    def student_recipe(self, member: MemberSection) -> Recipe:
+        """Return the recipe of one student, whose layers are decided."""
         document = self.model_dump(mode="json", exclude={"family"})
         document["name"] = member.label
         document["student"] |= {"layers": member.layers, "num_layers": None}
         document["training"]["lr"] = member.lr or self.training.lr
-        for path, value in changes.items():
-            section, key = path.rsplit(".", 1)
-            target = document
-            for part in section.split("."):
-                target = target[part]
-            target[key] = value
         return Recipe.model_validate(document)
 
     @model_validator(mode="after")
