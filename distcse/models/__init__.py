@@ -7,16 +7,19 @@ from distcse.models.handle import EncoderHandle
 from distcse.models.layers import depth_of, needs_first_layer, only_layers
 from distcse.models.pooling import pool
 from distcse.models.projection import build_projection
+from distcse.models.static import StaticEncoder, is_static
 from distcse.models.tokenizer_spec import TokenizerSpec
 
 __all__ = [
     "CrossEncoder",
     "Encoder",
     "EncoderHandle",
+    "StaticEncoder",
     "TokenizerSpec",
     "build_projection",
     "depth_of",
     "is_cross_encoder",
+    "is_static",
     "model_fingerprint",
     "needs_first_layer",
     "only_layers",

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ import distcse
 from distcse.compat import deepspeed as compat_deepspeed
 from distcse.compat.argparse import actions_of, subcommands_of
 from distcse.compat.datasets import split_fingerprint
+from distcse.compat.model2vec import without_progress_bars
 from distcse.compat.torch import (
     DispatchMode,
     assert_async,
@@ -52,11 +54,11 @@ def test_no_other_module_uses_private_names() -> None:
     assert len(files) > 100 and not found
 
 
-@pytest.mark.parametrize("library", ["torch", "transformers", "deepspeed", "datasets", "argparse"])
+@pytest.mark.parametrize("library", ["torch", "transformers", "deepspeed", "datasets", "model2vec", "argparse"])
 def test_a_module_imports_only_its_own_library(library: str) -> None:
     code = (
         f"import sys, distcse.compat.{library}\n"
-        "print(*[name for name in ('torch', 'transformers', 'deepspeed', 'datasets') if name in sys.modules])"
+        "print(*[name for name in ('torch', 'transformers', 'deepspeed', 'datasets', 'model2vec') if name in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert shown == (["torch"] if library == "torch" else [])
@@ -216,6 +218,28 @@ def test_optimizer_state_is_created_for_all_partitions(stage: int) -> None:
     compat_deepspeed.create_optimizer_state(optimizer, stage, state_of)
     sizes = [state["exp_avg"].numel() for state in optimizer.optimizer.state.values()]
     assert (sizes, optimizer.lazily_created) == (([2, 3], 1) if stage < 3 else ([4], 0))
+
+
+def test_names_of_model2vec(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its trainer shows a bar of its steps, and none within the context."""
+    pytest.importorskip("model2vec", reason="model2vec is not installed")
+    from model2vec import StaticModel
+    from model2vec.train.similarity import StaticModelForSimilarity
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    start = StaticModel(np.ones((3, 4), dtype=np.float32), tokenizer, max_length=8)
+    texts, targets = ["a", "b", "a b"] * 4, torch.randn(12, 4)
+
+    def fit() -> str:
+        model = StaticModelForSimilarity.from_static_model(model=start, n_layers=0, out_dim=4)
+        model.fit(texts, targets, max_epochs=1, early_stopping_patience=None, device="cpu", X_val=texts, y_val=targets)
+        return capsys.readouterr().err
+
+    assert "Epoch 1" in fit()
+    with without_progress_bars():
+        assert fit() == ""
+    assert "Epoch 1" in fit()
 
 
 def test_names_of_datasets(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,17 @@ import pytest
 
 import distcse
 from distcse import plan, train
-from distcse.errors import EncoderSettingError, FrozenKeyError, InvalidValueError, SearchSpaceError
+from distcse.errors import (
+    EncoderSettingError,
+    FrozenKeyError,
+    InvalidValueError,
+    MissingDependencyError,
+    SearchSpaceError,
+)
 from distcse.events import Event, GroupEvent, LogMessage, StepReport
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.family.layers import evenly_spaced
-from distcse.models import Encoder
+from distcse.models import Encoder, StaticEncoder, static
 from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
 from tests.failures import fails_with
@@ -61,6 +68,37 @@ def test_students_of_a_family_lie_in_one_space(file: Path, recipe_with: MakeReci
     card = (done.models["1-layer"] / "README.md").read_text()
     assert "`wide` of the same run lie in its space" in card and "model-index" in card
     assert "wide" in (done.directory / "report.md").read_text()
+
+
+def test_a_static_student_lies_in_the_space_of_the_family(file: Path, recipe_with: MakeRecipe) -> None:
+    """It finds the largest student's documents better than it did before training, and is what other libraries load."""
+    done = distcse.run(
+        str(file), "family=[{layers: 2}, {static: true}]", "training.epochs=8", listen=lambda event: None
+    )
+    assert list(done.models) == ["2-layers", "static"]
+    lines = Path(str(recipe_with().corpus.path)).read_text().splitlines()[:60]
+    large, trained = Encoder.load(done.models["2-layers"]), StaticEncoder.load(done.models["static"])
+    documents, vectors = large.encode(lines, normalize=True), trained.encode(lines)
+    before = StaticEncoder.of_tokens(large.eval()).encode(lines)
+    assert (vectors * documents).sum(axis=1).mean() > (before * documents).sum(axis=1).mean() + 0.02
+    read = pytest.importorskip("sentence_transformers").SentenceTransformer(str(done.models["static"]), device="cpu")
+    np.testing.assert_allclose(read.encode(lines), vectors, atol=1e-5)
+    assert done.scores is not None
+    assert [model.name for model in done.result.evaluation.models][:2] == ["2-layers", "static"]
+    assert done.result.evaluation.models[1].kind == "static"
+    assert "`2-layers` of the same run lie in its space" in (done.models["static"] / "README.md").read_text()
+    assert "`static` of the same run lie in its space" in (done.models["2-layers"] / "README.md").read_text()
+    weights = (done.models["static"] / "model.safetensors").read_bytes()
+    shutil.rmtree(done.models["static"])
+    again = distcse.resume(done.directory, listen=lambda event: None)
+    assert (again.models["static"] / "model.safetensors").read_bytes() == weights
+
+
+def test_a_static_student_needs_model2vec(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(static, "find_spec", lambda name: None)
+    with fails_with(MissingDependencyError, "static: true needs model2vec", 'pip install "distcse[static]"'):
+        distcse.run(str(file), "family=[{layers: 1}, {static: true}]", listen=lambda event: None)
+    assert not list((tmp_path / "runs").glob("*"))
 
 
 @pytest.mark.parametrize("stop_in", ["wide", "1-layer"])
@@ -126,6 +164,12 @@ def test_mistakes_are_refused_before_anything_is_read(
         read("family=[{layers: [2, 0]}]")
     with fails_with(InvalidValueError, "family needs targets that are vectors", "objective.regression"):
         read("family=[{layers: 1}]", "objective.regression=null", "objective.rank={}")
+    with fails_with(InvalidValueError, "either layers or static: true"):
+        read("family=[{layers: 1, static: true}]")
+    with fails_with(InvalidValueError, "either layers or static: true"):
+        read("family=[{name: none}]")
+    with fails_with(InvalidValueError, "static students only", "{layers: 3}"):
+        read("family=[{static: true}]")
     with fails_with(EncoderSettingError, "family.0.layers is 9", "has 3 layers"):
         distcse.run(read("family=[{layers: 9}]"), listen=lambda event: None)
     assert not list((tmp_path / "runs").glob("*"))

@@ -45,9 +45,10 @@ from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.rank_inference import rank_inference_call
 from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
 from distcse.losses import mix_lists
-from distcse.models import Encoder, EncoderHandle, resolve_model
+from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
 from distcse.runs.directory import RunDirectory
+from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher_weights import TeacherWeights
 
@@ -100,7 +101,8 @@ class ScoredStudent:
     """Name in tables."""
     source: str
     """The model's folder or name, as tables show it."""
-    encoder: EncoderHandle
+    encoder: EncoderHandle | None
+    """None for a static student, which its trained folder holds."""
     trained: Path | None = None
     """Folder of the trained student; None before training."""
 
@@ -159,12 +161,11 @@ def final_scores(
         for student in students
     ]
     if (ranks := recipe.evaluation.rank_inference) is not None:
-        ranker = run.store / "ranker"
+        ranked, ranker = students[-1].encoder, run.store / "ranker"
+        assert ranked is not None  # families, which may have static students, refuse rank inference
         untimed = replace(tasks, timed_texts=[])  # its vectors are the student's
         calls.append(
-            rank_inference_call(
-                recipe, ranks, corpus, students[-1].encoder, ranker, contamination, precision, untimed, backend
-            )
+            rank_inference_call(recipe, ranks, corpus, ranked, ranker, contamination, precision, untimed, backend)
         )
     teachers, first_teacher = recipe.teachers.encoders, len(calls)
     for number, section in enumerate(teachers):
@@ -213,8 +214,15 @@ def _measure_student(
     tasks, _ = shared()
     if student.trained is None:  # as large and as fast as the trained student
         tasks, contamination = replace(tasks, timed_texts=[]), _read_contamination(student.source)
-    encoder = student.encoder.take().to(default_device())
-    candidate = make_candidate(student.name, student.source, encoder, contamination, precision)
+    model: Encoder | StaticEncoder
+    if student.encoder is None:
+        assert student.trained is not None
+        folder = open_store(student.trained)
+        folder.fetch_folder()
+        model = StaticEncoder.load(folder.path)
+    else:
+        model = student.encoder.take().to(default_device())
+    candidate = make_candidate(student.name, student.source, model, contamination, precision)
     return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested))
 
 

@@ -249,6 +249,19 @@ def _fit_projection(
     return True
 
 
+def locate_targets(recipe: Recipe, corpus: Corpus) -> TargetSpec:
+    """Return where the tables of a recipe's regression targets are, whether they exist or not; without the projection.
+
+    Args:
+        recipe: The recipe, with its precisions decided.
+        corpus: Its corpus.
+    """
+    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
+    chosen = [section.encoders[number] for number in recipe.objective.vector_teachers(len(section.encoders))]
+    tables = [table_of(teacher, corpus, cache, section.shard_rows).location for teacher in chosen]
+    return TargetSpec(tables, [teacher.alpha for teacher in chosen])
+
+
 def require_shared_projection(
     recipe: Recipe, corpus: Corpus, run: Path | None = None, dimension: int | None = None
 ) -> None:
@@ -265,10 +278,7 @@ def require_shared_projection(
     """
     if (other_run := recipe.objective.projection_of) is None:
         return
-    cache, section = resolve_path(recipe.storage.cache), recipe.teachers
-    chosen = [section.encoders[number] for number in recipe.objective.vector_teachers(len(section.encoders))]
-    tables = [table_of(teacher, corpus, cache, section.shard_rows).location for teacher in chosen]
-    spec = TargetSpec(tables, [teacher.alpha for teacher in chosen])
+    spec = locate_targets(recipe, corpus)
     if run is None or not has_projection(open_store(RunDirectory(run).projection), spec.key):
         find_projection(other_run, spec.key, dimension)
 

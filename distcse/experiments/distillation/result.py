@@ -15,10 +15,11 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.targets import kept_by
 from distcse.trainer.trainer import TrainResult
 
-_USE = """from sentence_transformers import SentenceTransformer
+USE = """from sentence_transformers import SentenceTransformer
 
 model = SentenceTransformer("path/to/this/folder")
 vectors = model.encode(["A sentence.", "Another one."])"""
+"""Code of the card's section Use."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class DistillationResult:
                 self.rows,
             ),
             title=recipe.name,
-            sections=[self._description(), usage(_USE), self._teachers(), self._shared_space()],
+            sections=[self._description(), usage(USE), self._teachers(), self._shared_space()],
             closing=[
                 "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`; `python -m distcse.train distcse/recipe.yaml` "
                 "repeats the run.",

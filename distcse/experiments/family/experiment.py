@@ -19,9 +19,11 @@ from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.family.layers import with_member_layers
 from distcse.experiments.family.result import FamilyResult, is_start
+from distcse.experiments.family.static import train_static
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run
 from distcse.models import EncoderHandle
+from distcse.models.static import require_model2vec
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
@@ -37,6 +39,7 @@ class Family(Experiment[FamilyRecipe]):
 
     def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         recipe = with_member_layers(self.recipe, backend, reporter)
+        _require_packages(recipe)
         for member in recipe.largest_first:
             student = Distillation(recipe.student_recipe(member))
             student.check(backend, reporter.of_group(member.label), plans_of_trials)
@@ -55,6 +58,7 @@ class Family(Experiment[FamilyRecipe]):
 
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> FamilyResult:
         """Run the recipe; see `Experiment.run`. A resumed run keeps trained students and continues an unfinished one."""
+        _require_packages(self.recipe)
         check_recipe(self.recipe)
         labelled = labelled_tasks(self.recipe)
         with ExitStack() as joined:
@@ -74,7 +78,14 @@ class Family(Experiment[FamilyRecipe]):
                 students[member.label] = student
                 if student.interrupted:
                     directory.store_events()
-                    return FamilyResult(recipe, directory, students, None, interrupted=True)
+                    return FamilyResult(recipe, directory, students, {}, None, interrupted=True)
+            largest = next(iter(students.values()))
+            static = {
+                member.label: train_static(
+                    recipe, member, largest, corpus, directory, backend, logged.of_group(member.label)
+                )
+                for member in recipe.static_members
+            }
             scored = [
                 ScoredStudent(
                     name,
@@ -84,10 +95,16 @@ class Family(Experiment[FamilyRecipe]):
                 )
                 for name, student in students.items()
             ]
+            scored += [ScoredStudent(name, str(folder), None, trained=folder) for name, folder in static.items()]
             final = final_scores(recipe, corpus, labelled, scored, directory, backend, logged)
             final.write(directory.evaluation, directory.store)
             directory.store_events()
-            return FamilyResult(recipe, directory, students, final.evaluation, final.stopped)
+            return FamilyResult(recipe, directory, students, static, final.evaluation, final.stopped)
+
+
+def _require_packages(recipe: FamilyRecipe) -> None:
+    if recipe.static_members:
+        require_model2vec("static: true")
 
 
 def _train(

@@ -20,7 +20,7 @@ def with_member_layers(recipe: FamilyRecipe, backend: Backend, reporter: Reporte
     Raises:
         EncoderSettingError: The backbone has fewer layers than a student.
     """
-    if all(isinstance(member.layers, list) for member in recipe.family):
+    if all(isinstance(member.layers, list) for member in recipe.largest_first):
         return recipe
     call = DeviceCall("backbone's layers", partial(_read_depth, recipe.student), model_memory(recipe.student.backbone))
     ((depth, with_first),) = backend.run_on_devices([call], device_options(recipe, uses_gpu=False), reporter)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
-from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.distillation.result import USE, DistillationResult
 from distcse.experiments.experiment import ReferenceModel
-from distcse.experiments.model_card import ModelCard
+from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
 from distcse.recipe import FamilyRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
@@ -30,6 +30,8 @@ class FamilyResult:
     directory: RunDirectory
     students: Mapping[str, DistillationResult]
     """Results of the students that were trained, by name, the largest first; the last one's training may be interrupted."""
+    static: Mapping[str, Path]
+    """Folders of the static students that were trained, by name."""
     evaluation: Evaluation | None
     """Evaluation of students and teachers, without those that a stop left out; None if nothing was measured."""
     interrupted: bool
@@ -37,7 +39,7 @@ class FamilyResult:
 
     @property
     def models(self) -> dict[str, Path]:
-        return {name: result.directory.model for name, result in self.students.items()}
+        return {name: result.directory.model for name, result in self.students.items()} | dict(self.static)
 
     @property
     def reference(self) -> ReferenceModel | None:
@@ -50,7 +52,7 @@ class FamilyResult:
 
     @property
     def cards(self) -> list[ModelCard]:
-        return [
+        trained = [
             replace(
                 card,
                 title=f"{self.recipe.name} {name}",
@@ -60,10 +62,32 @@ class FamilyResult:
             for name, result in self.students.items()
             for card in result.cards
         ]
+        return [*trained, *(self._static_card(name, folder) for name, folder in self.static.items())]
+
+    def _static_card(self, name: str, folder: Path) -> ModelCard:
+        largest, result = next(iter(self.students.items()))
+        backbone = self.recipe.student.backbone
+        text = (
+            f"A static sentence encoder: one vector per token of `{shown_name(backbone)}`, averaged over a text. It began with "
+            f"the vectors that `{largest}` of the same run has for single tokens, and was trained by model2vec on the targets of "
+            f"that student, with {result.rows:,} unlabelled sentences."
+        )
+        return ModelCard(
+            model=folder,
+            metadata=hub_metadata(
+                backbone, "sentence-similarity", ["sentence-similarity", "static-embeddings"], result.rows
+            ),
+            title=f"{self.recipe.name} {name}",
+            sections=[text, usage(USE), self._siblings(name)],
+            closing=[
+                limits("It does not see the order of words. The licences of corpus, backbone and teachers apply to it.")
+            ],
+            evaluated_as=name,
+        )
 
     def _siblings(self, name: str) -> str:
         """Return which other students' document embeddings this student can search."""
-        in_space = [other for other, result in self.students.items() if not is_start(result)]
+        in_space = [other for other, result in self.students.items() if not is_start(result)] + [*self.static]
         others = " and ".join(f"`{other}`" for other in in_space if other != name)
         if not others or name not in in_space:
             return ""

@@ -14,23 +14,37 @@ from distcse.recipe.section import Name, Section
 class MemberSection(Section):
     """One student of the family."""
 
-    layers: Annotated[int, Field(ge=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    layers: Annotated[int, Field(ge=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = (
+        None
+    )
     """Layers of `student.backbone` that it begins with: their number, evenly spaced with the last one among them (`3` of six are
     1, 3, 5; a first layer that differs from the rest, as in T5 and ModernBERT, is kept too), or their indices, ascending."""
+    static: bool = False
+    """In place of layers: one vector per token and no transformer. It begins with the largest student's vectors of single tokens
+    and learns the same targets in model2vec, last and at once: a resumed run trains it anew."""
     name: Name | None = None
-    """Name in tables, and of its run's folder. null: its number of layers, such as `3-layers`."""
+    """Name in tables, and of its run's folder. null: its number of layers, such as `3-layers`, or `static`."""
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Peak learning rate; null takes `training.lr`."""
+    """Peak learning rate. null: `training.lr`; for a static student, 1e-2."""
 
     @property
     def depth(self) -> int:
-        """Number of its layers."""
-        return self.layers if isinstance(self.layers, int) else len(self.layers)
+        """Number of its layers; 0 for a static student."""
+        return len(self.layers) if isinstance(self.layers, list) else self.layers or 0
 
     @property
     def label(self) -> str:
-        """`name`, or the one that its layers give it."""
-        return self.name or f"{self.depth}-layer{'s' if self.depth > 1 else ''}"
+        """`name`, or the one that its size gives it."""
+        size = "static" if self.static else f"{self.depth}-layer{'s' if self.depth > 1 else ''}"
+        return self.name or size
+
+    @model_validator(mode="after")
+    def _has_one_size(self) -> Self:
+        if self.static == (self.layers is not None):
+            raise ValueError(
+                "a student of the family has either layers or static: true; write {layers: 3} or {static: true}"
+            )
+        return self
 
 
 @register_recipe
@@ -49,7 +63,7 @@ class FamilyRecipe(Recipe):
     identifying_key: ClassVar[str] = "family"
 
     family: Annotated[list[MemberSection], Field(min_length=1)]
-    """The students. The largest is trained first; `student.layers` is not read."""
+    """The students, at least one of them with layers. The largest is trained first; `student.layers` is not read."""
 
     @property
     def model_folders(self) -> list[str]:
@@ -57,8 +71,13 @@ class FamilyRecipe(Recipe):
 
     @property
     def largest_first(self) -> list[MemberSection]:
-        """The students in the order in which they are trained."""
-        return sorted(self.family, key=lambda member: -member.depth)
+        """The students with layers, in the order in which they are trained."""
+        return sorted((member for member in self.family if not member.static), key=lambda member: -member.depth)
+
+    @property
+    def static_members(self) -> list[MemberSection]:
+        """The static students, which are trained after the others."""
+        return [member for member in self.family if member.static]
 
     def student_recipe(self, member: MemberSection) -> Recipe:
         """Return the recipe of one student, whose layers are decided."""
@@ -76,6 +95,10 @@ class FamilyRecipe(Recipe):
         for number, member in enumerate(self.family):
             if isinstance(member.layers, list) and member.layers != sorted(set(member.layers)):
                 raise ValueError(f"family.{number}.layers must ascend; write {sorted(set(member.layers))}")
+        if not self.largest_first:
+            raise ValueError(
+                "family has static students only, which begin with another's vectors; add one with layers: {layers: 3}"
+            )
         if not self.objective.keys_that_need("vectors", active=True):
             raise ValueError(
                 "family needs targets that are vectors, which put its students into one space; write objective.regression: "

@@ -1,0 +1,116 @@
+"""Static students of a family: the largest student's vectors of single tokens, trained on the same targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.data import Corpus, split_held_out
+from distcse.device import default_device
+from distcse.events import Reporter, StageProgress
+from distcse.experiments.backend import GIB, Backend, DeviceCall
+from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.distillation.preparation import locate_targets
+from distcse.experiments.distillation.result import DistillationResult
+from distcse.models import Encoder, StaticEncoder
+from distcse.models.static import LEARNING_RATE
+from distcse.recipe import FamilyRecipe, MemberSection, Recipe
+from distcse.runs.directory import RunDirectory
+from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.targets import TargetSpec
+
+_MAX_ROWS = 1_000_000
+"""Rows of the corpus, evenly spaced, that a static student learns from at most: they are in memory at once."""
+
+
+def train_static(
+    recipe: FamilyRecipe,
+    member: MemberSection,
+    largest: DistillationResult,
+    corpus: Corpus,
+    directory: RunDirectory,
+    backend: Backend,
+    reporter: Reporter,
+) -> Path:
+    """Train a static student on one of the backend's devices; one that is there already is kept.
+
+    Args:
+        recipe: The family's recipe.
+        member: The static student.
+        largest: The student whose space and tokens' vectors it takes.
+        corpus: The training corpus.
+        directory: The family's run.
+        backend: Where it is trained.
+        reporter: Receives progress.
+
+    Returns:
+        The folder of the trained model.
+
+    Raises:
+        StorageError: The folder cannot be written.
+    """
+    folder = directory.path / "members" / member.label / "model"
+    stored = open_store(folder)
+    if not stored.has_folder():
+        call = DeviceCall(
+            f"training of {member.label}",
+            partial(
+                _train,
+                largest.recipe,
+                member.lr or LEARNING_RATE,
+                open_store(largest.directory.model),
+                _targets(largest.recipe, corpus, largest.directory),
+                open_store(corpus.directory),
+                stored,
+            ),
+            3 * GIB,
+        )
+        backend.run_on_devices([call], device_options(recipe, directory.path), reporter)
+    stored.fetch_folder()
+    return folder
+
+
+def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory) -> TargetSpec:
+    """Locate the targets of a student that has been trained."""
+    spec = locate_targets(recipe, corpus)
+    has_projection = run.store.fetch(run.projection.name)
+    return replace(spec, projection=open_store(run.projection)) if has_projection else spec
+
+
+def _train(
+    recipe: Recipe,
+    lr: float,
+    largest: ArtifactStore,
+    spec: TargetSpec,
+    prepared: ArtifactStore,
+    out: ArtifactStore,
+    reporter: Reporter,
+) -> None:
+    largest.fetch_folder()
+    corpus, targets, device = Corpus.open(prepared.path), spec.open(), default_device()
+    train, held_out = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
+    rows = _evenly_spaced(train.ids(), _MAX_ROWS)
+    reporter.emit(StageProgress("static", 0, len(rows), "sentences"))
+    start = StaticEncoder.of_tokens(Encoder.load(largest.path).to(device).eval())
+    trained = start.train(
+        corpus.texts(rows),
+        targets.vectors(rows),
+        (corpus.texts(held_out), targets.vectors(held_out)),
+        lr=lr,
+        batch_size=recipe.training.batch_size,
+        seed=recipe.seed,
+        device=device,
+    )
+    trained.save(out.path)
+    reporter.emit(
+        StageProgress("static", len(rows), len(rows), "sentences", finished=True, note="trained by model2vec")
+    )
+
+
+def _evenly_spaced(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return `count` of the rows, or all if there are fewer."""
+    return rows if len(rows) <= count else rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]

@@ -1,0 +1,164 @@
+"""Static models: one vector per token, and no transformer. model2vec trains, saves and reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distcse.compat.model2vec import without_progress_bars
+from distcse.errors import MissingDependencyError
+from distcse.models.encoder import Encoder
+from distcse.models.st_format import replacing
+
+PASSES = 3
+"""Times that a static model's training sees each sentence."""
+LEARNING_RATE = 1e-2
+"""Adam's, by default; vectors of single tokens need a larger one than a transformer's weights."""
+_SMOOTHING = 1e-4
+"""Token frequency at which a token's initial vector is halved (a in SIF, Arora et al. 2017; model2vec's value)."""
+_TOKENS_PER_BATCH = 1024
+
+
+def require_model2vec(needed_by: str) -> None:
+    """Check that model2vec is installed.
+
+    Args:
+        needed_by: What needs it, for the error.
+
+    Raises:
+        MissingDependencyError: It is not.
+    """
+    if find_spec("model2vec") is None:
+        raise MissingDependencyError(f'{needed_by} needs model2vec, which is missing; pip install "distcse[static]"')
+
+
+def is_static(folder: Path) -> bool:
+    """Return whether a folder has a model that model2vec saved."""
+    config = folder / "config.json"
+    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "model2vec"
+
+
+class StaticEncoder:
+    """Encodes a text to the mean of its tokens' vectors; special and unknown tokens have none.
+
+    Args:
+        model: A `model2vec.StaticModel`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @classmethod
+    def load(cls, folder: str | Path) -> StaticEncoder:
+        """Load a static model from a local folder.
+
+        Raises:
+            MissingDependencyError: model2vec is not installed.
+        """
+        require_model2vec(f"the static model {folder}")
+        from model2vec import StaticModel
+
+        return cls(StaticModel.from_pretrained(folder))
+
+    @classmethod
+    def of_tokens(cls, encoder: Encoder) -> StaticEncoder:
+        """Make a static model of an encoder's vocabulary: each token's vector is that of the text of this token alone.
+
+        Vectors of frequent tokens are shortened (SIF), with the frequencies of Zipf's law, as `model2vec.distill` does; that
+        function needs another version of transformers. In vocabularies by descending frequency, ids are ranks.
+        """
+        from model2vec import StaticModel
+
+        tokenizer = encoder.tokenizer.backend_tokenizer
+        size, special = tokenizer.get_vocab_size(), set(encoder.tokenizer.all_special_ids)
+        (sample,) = encoder.token_ids(["a"], prompt="")
+        before = [*takewhile(special.__contains__, sample)]
+        after = [*takewhile(special.__contains__, reversed(sample))][::-1]
+        vectors = np.zeros((size, encoder.dimension), dtype=np.float32)
+        with torch.inference_mode():
+            for begin in range(0, size, _TOKENS_PER_BATCH):
+                tokens = range(begin, min(size, begin + _TOKENS_PER_BATCH))
+                rows = [[*before, token, *after] for token in tokens]
+                ids = torch.tensor(rows, device=encoder.device)
+                vectors[begin : begin + len(rows)] = encoder(ids, torch.ones_like(ids)).cpu().numpy()
+        probabilities = 1 / np.arange(2, size + 2)
+        probabilities /= probabilities.sum()
+        vectors *= (_SMOOTHING / (_SMOOTHING + probabilities))[:, None].astype(np.float32)
+        vectors[sorted(special)] = 0
+        return cls(StaticModel(vectors, tokenizer, normalize=True, max_length=encoder.max_length))
+
+    def train(
+        self,
+        texts: Sequence[str],
+        targets: NDArray[np.float32],
+        held_out: tuple[Sequence[str], NDArray[np.float32]],
+        *,
+        lr: float = LEARNING_RATE,
+        batch_size: int = 64,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> StaticEncoder:
+        """Train the tokens' vectors towards target vectors by their cosine, with model2vec's trainer; return the trained model.
+
+        Args:
+            texts: n texts.
+            targets: (n, d) targets, of this model's dimension.
+            held_out: Texts and their targets, whose mean cosine chooses the pass that is kept.
+            lr: Adam's learning rate.
+            batch_size: Texts per step.
+            seed: Seed of the order of the texts.
+            device: Device to train on.
+        """
+        from model2vec.train.similarity import StaticModelForSimilarity
+
+        trained = StaticModelForSimilarity.from_static_model(model=self._model, n_layers=0, out_dim=self.dimension)
+        with without_progress_bars():
+            trained.fit(
+                list(texts),
+                torch.from_numpy(targets),
+                learning_rate=lr,
+                batch_size=batch_size,
+                max_epochs=PASSES,
+                early_stopping_patience=None,
+                device=device,
+                X_val=list(held_out[0]),
+                y_val=torch.from_numpy(held_out[1]),
+                random_seed=seed,
+            )
+        return StaticEncoder(trained.to_static_model())
+
+    @property
+    def dimension(self) -> int:
+        """Dimension of a vector."""
+        return int(self._model.dim)
+
+    @property
+    def max_length(self) -> int:
+        """Maximum number of tokens per text."""
+        return int(self._model.max_length)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights."""
+        return int(self._model.embedding.size)
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return the (n, d) unit vectors of n texts; a text without known tokens has a zero vector."""
+        return np.asarray(self._model.encode(list(texts)), dtype=np.float32)
+
+    def save(self, path: str | Path) -> None:
+        """Save the model as a folder that model2vec and sentence-transformers load.
+
+        Raises:
+            StorageError: The folder cannot be written.
+        """
+        with replacing(path) as temporary:
+            self._model.save_pretrained(temporary)
