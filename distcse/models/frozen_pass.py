@@ -27,6 +27,8 @@ from distcse.models.precision import arithmetic
 
 CHUNK_TEXTS = 16_384
 """Texts that are tokenized, sorted by length and waited for together on a GPU: some six forward passes of sentences."""
+FIRST_TEXTS = 2_048
+"""Texts of a call's first chunk on a GPU, for whose tokens the device waits: some forward pass of sentences."""
 
 _LOG = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
@@ -84,9 +86,15 @@ class TokenBudget:
 
 
 def split_chunks(items: Sequence[_Item], device: torch.device) -> Iterator[Sequence[_Item]]:
-    """Split a call's texts into those of each chunk: all of them on a CPU, `CHUNK_TEXTS` on a GPU."""
-    size = CHUNK_TEXTS if is_gpu(device) else max(1, len(items))
-    return (items[begin : begin + size] for begin in range(0, len(items), size))
+    """Split a call's texts into those of each chunk: all of them on a CPU.
+
+    On a GPU, chunks grow from `FIRST_TEXTS` by doubling to `CHUNK_TEXTS`: the device begins early, and computes one chunk while
+    the next is tokenized, also in calls of few thousand texts.
+    """
+    size, begin = (min(FIRST_TEXTS, CHUNK_TEXTS) if is_gpu(device) else max(1, len(items))), 0
+    while begin < len(items):
+        yield items[begin : begin + size]
+        begin, size = begin + size, min(2 * size, CHUNK_TEXTS)
 
 
 def run_frozen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import takewhile
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from distcse.compat.model2vec import without_progress_bars
 from distcse.errors import MissingDependencyError
 from distcse.models.encoder import Encoder
+from distcse.models.json_files import read_json
 from distcse.models.st_format import replacing
 
 PASSES = 3
@@ -41,9 +41,15 @@ def require_model2vec(needed_by: str) -> None:
 
 
 def is_static(folder: Path) -> bool:
-    """Return whether a folder has a model that model2vec saved."""
-    config = folder / "config.json"
-    return config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "model2vec"
+    """Return whether a folder has a model as model2vec saves it.
+
+    Raises:
+        ModelFormatError: config.json or modules.json is not JSON.
+    """
+    first, *_ = read_json(folder / "modules.json", kind=list) or [{}]
+    kind, is_in_root = str(first.get("type", "")).rpartition(".")[2], first.get("path") in ("", ".")
+    is_model2vec = read_json(folder / "config.json").get("model_type") == "model2vec"
+    return is_model2vec or (kind == "StaticEmbedding" and is_in_root)
 
 
 class StaticEncoder:

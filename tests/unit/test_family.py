@@ -19,6 +19,7 @@ from distcse.errors import (
     MissingDependencyError,
     SearchSpaceError,
 )
+from distcse.evaluation import LoadOptions, VectorModel, open_candidate
 from distcse.events import Event, GroupEvent, LogMessage, StepReport
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.family.layers import evenly_spaced
@@ -83,6 +84,9 @@ def test_a_static_student_lies_in_the_space_of_the_family(file: Path, recipe_wit
     assert (vectors * documents).sum(axis=1).mean() > (before * documents).sum(axis=1).mean() + 0.02
     read = pytest.importorskip("sentence_transformers").SentenceTransformer(str(done.models["static"]), device="cpu")
     np.testing.assert_allclose(read.encode(lines), vectors, atol=1e-5)
+    opened = open_candidate("static", str(done.models["static"]), LoadOptions()).model
+    assert isinstance(opened, VectorModel)
+    np.testing.assert_array_equal(opened.vectors(lines), vectors)
     assert done.scores is not None
     assert [model.name for model in done.result.evaluation.models][:2] == ["2-layers", "static"]
     assert done.result.evaluation.models[1].kind == "static"

@@ -79,6 +79,15 @@ def test_encoding_waits_once_per_call(
     assert waits == 1 and len(done) > 3 and done[-1] == len(set(texts))  # after each of several passes
 
 
+def test_chunks_grow_so_that_the_device_begins_early() -> None:
+    def sizes(texts: int, device: str) -> list[int]:
+        return [len(chunk) for chunk in frozen_pass.split_chunks(range(texts), torch.device(device))]
+
+    assert sizes(8192, "cuda") == [2048, 4096, 2048]
+    assert sizes(50_000, "cuda") == [2048, 4096, 8192, 16_384, 16_384, 2896]
+    assert sizes(50_000, "cpu") == [50_000] and sizes(0, "cpu") == sizes(0, "cuda") == []
+
+
 def test_chunks_of_a_long_call_are_tokenized_ahead_and_waited_for_once_each(
     gpu: Simulation, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
