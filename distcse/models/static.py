@@ -46,10 +46,14 @@ def is_static(folder: Path) -> bool:
     Raises:
         ModelFormatError: config.json or modules.json is not JSON.
     """
-    first, *_ = read_json(folder / "modules.json", kind=list) or [{}]
-    kind, is_in_root = str(first.get("type", "")).rpartition(".")[2], first.get("path") in ("", ".")
-    is_model2vec = read_json(folder / "config.json").get("model_type") == "model2vec"
-    return is_model2vec or (kind == "StaticEmbedding" and is_in_root)
+    if read_json(folder / "config.json").get("model_type") == "model2vec":
+        return True
+    modules = [module for module in read_json(folder / "modules.json", kind=list) if isinstance(module, dict)]
+    return (
+        bool(modules)
+        and modules[0].get("path") in ("", ".")
+        and str(modules[0].get("type")).endswith(".StaticEmbedding")
+    )
 
 
 class StaticEncoder:

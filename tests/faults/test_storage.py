@@ -28,16 +28,17 @@ from distcse.errors import (
     StorageAddressError,
     StorageWriteError,
 )
-from distcse.events import Event, LogMessage, Reporter, StepReport
+from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.distillation.tables import prepare_tables
+from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.health.storage import check_location
-from distcse.models import Encoder
+from distcse.models import Encoder, StaticEncoder, resolve_model
 from distcse.ray_backend.teacher_servers import live_teacher, table_teacher
-from distcse.recipe import MutualRecipe, Recipe
+from distcse.recipe import FamilyRecipe, MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.reference_run import ReferenceRun
@@ -632,6 +633,39 @@ def test_a_run_continues_on_another_machine_and_ends_with_the_same_weights(
     assert not any(secret.encode() in content for secret in CREDENTIALS.values() for content in stored.values())
     events_json = server.read(f"{key_of(address)}/events.jsonl").decode()
     assert events_json.count('"event": "CheckpointSaved"') == 4 and events_json.count("run directory s3://") == 2
+
+
+def test_a_family_continues_on_another_machine_in_the_same_space(
+    recipe: Recipe, machine: Callable[[str], None]
+) -> None:
+    """The second student, and the static one, take the projection and the largest student from the bucket."""
+    document = recipe.model_dump(mode="json")
+    document["objective"] |= {"info_nce": None, "consistency": None, "rank": None, "regression": {}}
+    document["student"] |= {"layers": None, "projection": "none"}
+    document["evaluation"] |= {"dev": "none"}
+    family = FamilyRecipe.model_validate(document | {"family": [{"layers": 2}, {"layers": 1}, {"static": True}]})
+    seen: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, GroupEvent) and isinstance(event.event, StepReport):
+            seen.append(event.group)
+
+    stopped = Family(family).run(LocalBackend(), Reporter(listen, lambda: "1-layer" in seen))
+    assert stopped.interrupted and [*stopped.models] == ["2-layers", "1-layer"]
+    address = to_uri(stopped.directory.path)
+    machine("other")
+    directory, reopened = RunDirectory.reopen(resolve_path(address), [])
+    assert isinstance(reopened, FamilyRecipe)
+    done = Family(reopened).run(LocalBackend(), Reporter(), directory)
+    assert not done.interrupted and [*done.models] == ["2-layers", "1-layer", "static"]
+    machine("third")
+    projections = []
+    for name in ("2-layers", "1-layer"):
+        member = open_store(f"{address}/members/{name}")
+        assert member.fetch("projection.safetensors")
+        projections.append((member.path / "projection.safetensors").read_bytes())
+    assert projections[0] == projections[1]
+    assert StaticEncoder.load(resolve_model(f"{address}/members/static/model")).encode(["a"]).shape == (1, 32)
 
 
 def test_a_run_without_storage_ends_and_continues_from_its_local_checkpoint(
