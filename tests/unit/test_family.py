@@ -98,6 +98,12 @@ def test_a_static_student_lies_in_the_space_of_the_family(file: Path, recipe_wit
     assert (again.models["static"] / "model.safetensors").read_bytes() == weights
 
 
+def test_a_static_student_needs_no_held_out_rows(file: Path) -> None:
+    overrides = ("training.max_steps=2", "evaluation.num_heldout=0", "evaluation.final_suites=[]")
+    done = distcse.run(str(file), "family=[{layers: 1}, {static: true}]", *overrides, listen=lambda event: None)
+    assert np.isfinite(StaticEncoder.load(done.models["static"]).encode(["a sentence"])).all()
+
+
 def test_a_static_student_needs_model2vec(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(static, "find_spec", lambda name: None)
     with fails_with(MissingDependencyError, "static: true needs model2vec", 'pip install "distcse[static]"'):

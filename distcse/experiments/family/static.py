@@ -25,6 +25,8 @@ from distcse.teachers.targets import TargetSpec
 
 _MAX_ROWS = 1_000_000
 """Rows of the corpus, evenly spaced, that a static student learns from at most: they are in memory at once."""
+_CHECKED_ROWS = 512
+"""Rows whose cosines choose the best pass, where the recipe holds none out."""
 
 
 def train_static(
@@ -94,12 +96,13 @@ def _train(
     corpus, targets, device = Corpus.open(prepared.path), spec.open(), default_device()
     train, held_out = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
     rows = _evenly_spaced(train.ids(), _MAX_ROWS)
+    checked = held_out if len(held_out) else rows[:_CHECKED_ROWS]
     reporter.emit(StageProgress("static", 0, len(rows), "sentences"))
     start = StaticEncoder.of_tokens(Encoder.load(largest.path).to(device).eval())
     trained = start.train(
         corpus.texts(rows),
         targets.vectors(rows),
-        (corpus.texts(held_out), targets.vectors(held_out)),
+        (corpus.texts(checked), targets.vectors(checked)),
         lr=lr,
         batch_size=recipe.training.batch_size,
         seed=recipe.seed,
