@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,13 +19,16 @@ from typing import Any
 
 import ray
 from ray import tune
+from ray.exceptions import RayActorError
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
 from distcse.errors import StoppedEarlyError
-from distcse.events import Reporter, TrialUpdate
+from distcse.events import LogMessage, Reporter, TrialUpdate
+from distcse.placement.resources import format_resources
+from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
-from distcse.ray_backend.nodes import MAX_WAIT_S, DrainNotices
+from distcse.ray_backend.nodes import DrainNotices, describe_holders
 from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.recipe import Sweep
 from distcse.storage import open_store, to_uri
@@ -107,15 +109,15 @@ def _fit(
         try:
             with checkpoint.as_directory() if checkpoint else nullcontext() as donor:
                 run_trial(context, name, chosen, _report, Path(donor) if donor else None, _own_node_drains())
-        except StoppedEarlyError:
-            # Ray Tune starts a trial that is lost with its node elsewhere, and does not count it as a failure, unlike an error.
-            time.sleep(MAX_WAIT_S)
-            raise
+        except StoppedEarlyError as stopped:
+            # This is the error with which Ray Tune starts a trial elsewhere without counting a failure. Waiting for the loss of
+            # the node instead would keep a node without a deadline, which ends once nothing runs there.
+            raise RayActorError(error_msg=f"Ray drains the node of this trial: {stopped}", preempted=True) from stopped
         finally:
             allocator.release_memory()
 
     trainable = tune.with_resources(trial, placement(resources))
-    listener = TrialListener(context, reporter)
+    listener = TrialListener(context, reporter, resources)
     if _can_restore(folder):
         tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
         set_callbacks(tuner, [listener])
@@ -262,11 +264,17 @@ def tpe(space: Space, sweep: Sweep) -> Any:
 
 
 class TrialListener(tune.Callback):  # type: ignore[misc]
-    """Ray Tune callback in the sweep's process: records how trials end, reports them, and passes stop requests on."""
+    """Ray Tune callback in the sweep's process: records how trials end, reports updates and waits, passes stop requests on.
 
-    def __init__(self, context: TrialContext, reporter: Reporter) -> None:
-        self._context = context
-        self._reporter = reporter
+    Args:
+        context: What the sweep's trials share.
+        reporter: Receives updates of trials, and warnings.
+        resources: What a trial waits for.
+    """
+
+    def __init__(self, context: TrialContext, reporter: Reporter, resources: TrialResources) -> None:
+        self._context, self._reporter, self._resources = context, reporter, resources
+        self._wait_warning = WaitWarning(reporter)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing, since Ray Tune pickles its callbacks; a resumed sweep sets a new listener."""
@@ -285,12 +293,30 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         self.note_end(trial.trial_id, "stopped")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        reason = trial.error_file and Path(trial.error_file).read_text(encoding="utf-8").strip().splitlines()[-1]
-        self.note_end(trial.trial_id, "failed", reason or "its process was lost")
+        self.note_end(trial.trial_id, "failed", _last_error(trial))
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        text = f"trial {trial.trial_id} starts again from its last checkpoint: {_last_error(trial)}"
+        self._reporter.emit(LogMessage(text, warning=True))
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self._reporter.stop_requested():
             raise StoppedError
+        self._warn_of_wait([trial.status for trial in trials])
+
+    def _warn_of_wait(self, statuses: Sequence[str]) -> None:
+        """Warn if no trial runs for a while, such as after all their nodes were drained.
+
+        Args:
+            statuses: Ray Tune's status of each trial.
+        """
+        if "RUNNING" in statuses or "PENDING" not in statuses:
+            self._wait_warning = WaitWarning(self._reporter)
+        elif self._wait_warning.is_due:
+            needed = format_resources(self._resources.reserved)
+            self._wait_warning.check(
+                f"no trial runs: the next one starts its process, or waits for a node with {needed} free; {describe_holders()}"
+            )
 
     def note_end(self, name: str, status: Status, reason: str = "") -> None:
         """Record the status of a trial that ended without recording one itself: Ray Tune ended it."""
@@ -308,6 +334,12 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         record = read_trial(self._context.trials.path / name)
         if record is not None:
             self._reporter.emit(trial_update(record))
+
+
+def _last_error(trial: Any) -> str:
+    """Return the last line of the last error of one of Ray Tune's trials."""
+    reason = trial.error_file and Path(trial.error_file).read_text(encoding="utf-8").strip().splitlines()[-1]
+    return reason or "its process was lost"
 
 
 def trial_update(trial: Trial) -> TrialUpdate:

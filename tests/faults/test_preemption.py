@@ -119,8 +119,11 @@ def test_a_group_on_a_drained_node_continues_on_others(
         assert steps == sorted(set(steps)) and steps[-1] == steps_of(undisturbed, group)[-1]  # no step was repeated
 
 
-def test_a_trial_on_a_drained_node_continues_on_another(recipe_file: Path, tmp_path: Path) -> None:
-    """A trial in its own process writes a checkpoint and waits for the node's end, which is not counted as a failure.
+@pytest.mark.parametrize("deadline_s", [20, None])
+def test_a_trial_on_a_drained_node_continues_on_another(
+    deadline_s: int | None, recipe_file: Path, tmp_path: Path
+) -> None:
+    """A trial in its own process writes a checkpoint and starts again at once, which is not counted as a failure.
 
     It trains on nodes with its labels alone, before and after, and the teachers run on those with theirs.
     """
@@ -139,9 +142,10 @@ def test_a_trial_on_a_drained_node_continues_on_another(recipe_file: Path, tmp_p
     with machines(tmp_path, nodes) as (head, *others):
         process = head.start(*command, "--run-id=moved", RAY_ADDRESS=f"{head.address}:6379")
         trials = tmp_path / "runs" / "moved" / "trials"
-        address = _drain(head, process, trials, "ImplicitFunc", deadline_s=20)
-        time.sleep(20)
-        next(machine for machine in others if machine.address == address).cut_power()
+        address = _drain(head, process, trials, "ImplicitFunc", deadline_s)
+        if deadline_s is not None:
+            time.sleep(deadline_s)
+            next(machine for machine in others if machine.address == address).cut_power()
         _end(process)
         actors = _actors(head)
     (trial,) = read_trials(trials)
@@ -173,8 +177,8 @@ def _train_with_drain(head: Machine, workers: list[Machine], *arguments: str | P
     return _folder_of(out)
 
 
-def _drain(head: Machine, process: subprocess.Popen[str], run: Path, actor: str, deadline_s: int = 120) -> str:
-    """Drain the node of an actor after the first step below a folder; return the node's address."""
+def _drain(head: Machine, process: subprocess.Popen[str], run: Path, actor: str, deadline_s: int | None = 120) -> str:
+    """Drain the node of an actor after the first step below a folder, None without a deadline; return its address."""
     _wait_for("StepReport", run, process)
     address = {"RAY_ADDRESS": f"{head.address}:6379"}
     node, ip = next(where[:2] for name, state, *where in _actors(head) if (name, state) == (actor, "ALIVE"))
@@ -184,7 +188,8 @@ def _drain(head: Machine, process: subprocess.Popen[str], run: Path, actor: str,
         f"--node-id={node}",
         "--reason=DRAIN_NODE_REASON_PREEMPTION",
     )
-    done = head.run(RAY, *drain, "--reason-message=spot", f"--deadline-remaining-seconds={deadline_s}", **address)
+    deadline = () if deadline_s is None else (f"--deadline-remaining-seconds={deadline_s}",)
+    done = head.run(RAY, *drain, "--reason-message=spot", *deadline, **address)
     assert done.returncode == 0, done.stderr
     return ip
 

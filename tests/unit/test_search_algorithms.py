@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from distcse.events import Reporter
+from distcse.events import Event, LogMessage, Reporter
+from distcse.placement.waiting import WaitWarning
+from distcse.ray_backend import tune
 from distcse.ray_backend.tune import TrialListener, tpe, trial_scheduler
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import open_store
 from distcse.tuning.records import Trial, TrialMetric, read_trials
 from distcse.tuning.space import Space
 from distcse.tuning.trial import TrialContext
+from distcse.tuning.trial_resources import TrialResources
 from tests.sweeps import LR, TAU2, make_sweep
+
+ONE = TrialResources(concurrent=1, cpus=1.0, gpus=0.5, workers=1)
 
 
 def test_tpe_samples_near_good_trials(recipe_with: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -64,6 +72,32 @@ def test_a_final_run_that_fails_after_its_last_score_is_not_finished(tmp_path: P
         context = TrialContext(
             load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(folder), keep_models=keep_models
         )
-        TrialListener(context, Reporter()).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
+        TrialListener(context, Reporter(), ONE).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
         (record,) = read_trials(folder)
         assert record.status == expected
+
+
+def test_a_sweep_without_a_running_trial_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "WaitWarning", partial(WaitWarning, after_s=-1.0))
+    monkeypatch.setattr(tune, "describe_holders", lambda: "held by others")
+    events: list[Event] = []
+    context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
+    listener = TrialListener(context, Reporter(events.append), ONE)
+    running, waiting, ended = (SimpleNamespace(status=status) for status in ("RUNNING", "PENDING", "TERMINATED"))
+    for trials, number in (([running, waiting], 0), ([ended], 0), ([waiting, ended], 1), ([waiting], 1)):
+        listener.on_step_end(1, trials)
+        assert len(events) == number
+    (event,) = events
+    assert isinstance(event, LogMessage) and "a node with 1 CPU and 0.5 GPUs free; held by others" in event.text
+
+
+def test_a_trial_that_starts_again_is_named_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "error.txt").write_text("Traceback\n  line\nRay drains the node of this trial\n")
+    events: list[Event] = []
+    context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
+    trial = SimpleNamespace(trial_id="one", error_file=str(tmp_path / "error.txt"))
+    TrialListener(context, Reporter(events.append), ONE).on_trial_recover(1, [trial], trial)
+    text = "trial one starts again from its last checkpoint: Ray drains the node of this trial"
+    assert events == [LogMessage(text, warning=True)]
