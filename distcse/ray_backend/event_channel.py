@@ -105,10 +105,14 @@ class EventChannel:
         self._failed_at = 0.0
         self._idle_since: float | None = time.monotonic()
 
+    def has_worker(self) -> bool:
+        """Return whether the worker runs or has finished. It is asked, and answers within 1 s."""
+        return self._finished or (self.has_started and (self._worker is None or _is_alive(self._worker)))
+
     def idle_s(self) -> float:
         """Return the seconds since the channel was opened or the worker was found lost; 0 if it runs or has finished."""
         now = time.monotonic()
-        if self._finished or (self.has_started and (self._worker is None or _is_alive(self._worker))):
+        if self.has_worker():
             self._idle_since = None
             return 0.0
         self._idle_since = self._idle_since or now

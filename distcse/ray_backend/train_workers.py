@@ -7,7 +7,7 @@ in functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,14 @@ from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_failure, announce_worker, reporter_of
 from distcse.ray_backend.network import use_interface_of
-from distcse.ray_backend.nodes import STOPPED_WAIT_S, DrainNotices, ResourceWatchdog, alive, responsive_nodes
+from distcse.ray_backend.nodes import (
+    CHECK_INTERVAL_S,
+    STOPPED_WAIT_S,
+    DrainNotices,
+    ResourceWatchdog,
+    alive,
+    responsive_nodes,
+)
 from distcse.ray_backend.versions import (
     failure_config,
     has_returned_value,
@@ -54,8 +61,8 @@ if TYPE_CHECKING:
     from distcse.experiments.distillation.batch_loader import TrainSpec
     from distcse.trainer.trainer import TrainResult
 
-_START_WARNING_S = 60.0
-"""Seconds without a started worker after which the run warns."""
+_START_WARNING_S = 50.0
+"""Seconds without a worker after which the run warns."""
 FAILURE_WAIT_S = 10.0
 """Seconds after a worker's error for the others to return theirs, before they are killed unless one writes a checkpoint."""
 
@@ -166,7 +173,7 @@ def _run_trainer(
     )
     notices = DrainNotices()
     is_pausing = False
-    wait_warning = WaitWarning(reporter, _START_WARNING_S)
+    wait = WorkerWait(channel.has_worker, f"{workers} workers of {format_resources(per_worker)} each", reporter)
     try:
         while not running.done():
             channel.relay(reporter)
@@ -189,11 +196,7 @@ def _run_trainer(
                 is_pausing = True
             if not (is_pausing and is_elastic):  # an elastic run does not wait for what it loses
                 watchdog.check()
-            if not channel.has_started:
-                needed = f"{workers} workers of {format_resources(per_worker)} each"
-                wait_warning.check(
-                    f"no worker has started for {_START_WARNING_S:g} s: waiting for room for {needed}; see `ray status`"
-                )
+            wait.check()
             time.sleep(0.2)
         channel.relay(reporter)
         finished = running.result()
@@ -215,6 +218,40 @@ def _run_trainer(
         )
     result: TrainResult = returned
     return None if is_pausing and result.interrupted and not reporter.stop_requested() else result
+
+
+class WorkerWait:
+    """Warns once of each time without a worker: before the first starts, or while Ray Train waits to start lost ones again.
+
+    Args:
+        has_worker: Returns whether a worker runs or has finished.
+        needed: The workers, for the warning.
+        reporter: Receives the warning.
+        clock: Returns seconds. Default: the time.
+    """
+
+    def __init__(
+        self,
+        has_worker: Callable[[], bool],
+        needed: str,
+        reporter: Reporter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._has_worker, self._needed, self._reporter, self._clock = has_worker, needed, reporter, clock
+        self._warning = WaitWarning(reporter, _START_WARNING_S, clock)
+        self._checked_at = clock()
+
+    def check(self) -> None:
+        """Emit the warning if it is due. Call it often: it does nothing for 2 s after a check."""
+        if self._clock() - self._checked_at < CHECK_INTERVAL_S:
+            return
+        self._checked_at = self._clock()
+        if self._has_worker():
+            self._warning = WaitWarning(self._reporter, _START_WARNING_S, self._clock)
+        else:
+            self._warning.check(
+                f"no worker has run for {_START_WARNING_S:g} s: they start, or wait for room for {self._needed}; see `ray status`"
+            )
 
 
 def _workers_now(recipe: Recipe, resources: Resources) -> int:
