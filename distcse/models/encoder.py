@@ -308,11 +308,11 @@ class Encoder(nn.Module):
     ) -> Iterator[NDArray[np.float32]]:
         """Encode groups of texts, one after the other, as `encode` does.
 
-        On a GPU, the next group is tokenized and queued before a group's vectors are yielded, so that the device computes
-        while the caller stores them.
+        A thread reads and tokenizes the next group while one is computed. On a GPU, the next group is also queued before a
+        group's vectors are yielded, so that the device computes while the caller stores them.
 
         Args:
-            groups: The groups, such as the shards of a table. On a GPU, a thread advances this iterator.
+            groups: The groups, such as the shards of a table. A thread advances this iterator.
             batch_tokens: See `encode`.
             normalize: See `encode`.
             precision: See `encode`.
@@ -332,7 +332,7 @@ class Encoder(nn.Module):
                 indices.append(group_indices)
                 yield Chunk([rows], np.empty((len(rows), self.dimension), dtype=np.float32))
 
-        for chunk in self._run(chunks(), batch_tokens, normalize, precision):
+        for chunk in self._run(chunks(), batch_tokens, normalize, precision, ahead=True):
             group_indices = indices.popleft()
             yield chunk.out if len(chunk.out) == len(group_indices) else chunk.out[group_indices]
 
@@ -343,6 +343,7 @@ class Encoder(nn.Module):
         normalize: bool | None,
         precision: str,
         on_progress: Callable[[int], None] | None = None,
+        ahead: bool = False,
     ) -> Iterator[Chunk]:
         is_normalized = self.normalize if normalize is None else normalize
         # sentence-transformers truncates unit vectors, unless the caller asks for unit vectors.
@@ -363,6 +364,7 @@ class Encoder(nn.Module):
             batch_tokens=batch_tokens,
             precision=precision,
             on_progress=on_progress,
+            ahead=ahead,
         )
 
     def save(self, path: str | Path) -> None:

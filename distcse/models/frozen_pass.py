@@ -2,7 +2,7 @@
 
 On a GPU the host runs ahead of the device. A thread tokenizes the next chunk of texts while the device computes, inputs and
 outputs are copied through pinned memory without a wait, and the host waits once per chunk, when the next one is queued. On a
-CPU, all of a call's texts are one chunk.
+CPU, all of a call's texts are one chunk, and the shards of a table are tokenized one ahead.
 """
 
 from __future__ import annotations
@@ -107,18 +107,21 @@ def run_frozen(
     batch_tokens: int | None,
     precision: str,
     on_progress: Callable[[int], None] | None = None,
+    ahead: bool = False,
 ) -> Iterator[Chunk]:
     """Compute chunks of texts in batches of similar lengths, without dropout or gradient.
 
     Args:
         model: The model that `forward` calls; it is in evaluation mode during the passes.
         forward: Maps the (F + 1, B, L) tokens of a batch, whose last field is the mask, to a (B, …) output.
-        chunks: The texts. On a GPU, a thread advances this iterator.
+        chunks: The texts. On a GPU, or with `ahead`, a thread advances this iterator.
         pads: The numbers that pad the F fields.
         budget: The model's number of tokens per pass.
         batch_tokens: Maximum number of tokens per pass, with padding; None for the device's default.
         precision: `fp32`, or `bf16` / `fp16` for autocast.
         on_progress: Called with the number of texts computed so far, on a GPU of those queued: at most two chunks more.
+        ahead: Also on a CPU, a thread makes the next chunk while one is computed and its results are used. Default: False,
+            because starting a thread takes as long as a pass of one short text.
 
     Yields:
         Each chunk, with its results in `out`.
@@ -136,7 +139,7 @@ def run_frozen(
         if on_progress is not None:
             on_progress(done)
 
-    for chunk in _ahead(iter(chunks)) if is_gpu(device) else chunks:
+    for chunk in _ahead(iter(chunks)) if ahead or is_gpu(device) else chunks:
         queued.append(QueuedChunk(chunk, device))
         was_training = model.training
         model.eval()
