@@ -52,7 +52,7 @@ from distcse.models import Encoder
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import CorpusSection, Recipe, TeacherSection, TeachersSection
 from distcse.teachers.embedding import table_of
-from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.table import SHARD_ROWS, EmbeddingTable
 from distcse.trainer.engines.torch_engine import all_reduce_gradients, large_embeddings
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file
@@ -136,12 +136,9 @@ def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figur
     teachers = TeachersSection(encoders=[section], shard_rows=shard_rows)
     encoder = Encoder.from_section(section).eval()
     lengths = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder).lengths(range(limit))
-    default_shard_rows = TeachersSection().shard_rows
     sampled = np.random.default_rng(0).choice(lengths, _MILLION)
-    costs = [
-        float(sampled[begin : begin + default_shard_rows].sum()) for begin in range(0, _MILLION, default_shard_rows)
-    ]
-    at, found = f"1M rows in {len(costs)} shards of {default_shard_rows:,}, real lengths", []
+    costs = [float(sampled[begin : begin + SHARD_ROWS].sum()) for begin in range(0, _MILLION, SHARD_ROWS)]
+    at, found = f"1M rows in {len(costs)} shards of {SHARD_ROWS:,}, real lengths", []
     for actors in (2, 4, 8):
         efficiency = sum(costs) / (actors * makespan(dealt(costs, actors)))
         found.append(counted(27, f"{actors} actors, simulated efficiency", round(efficiency, 4), at))

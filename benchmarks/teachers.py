@@ -42,9 +42,9 @@ from distcse.models import Encoder, resolve_model
 from distcse.models.batching import by_length
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.planning.calibration import anonymous_bytes
-from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.recipe import CorpusSection, TeacherSection
 from distcse.teachers.embedding import embed_shards, table_of
-from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from distcse.trainer.allocator import release_memory
 from tests.counting import counted_calls, passes_of, with_padding
@@ -225,7 +225,7 @@ def encoding(texts: list[str], effort: Effort) -> list[Figure]:
 
 def filled(options: Options) -> list[Figure]:
     """Row 12's teacher pass: the batches of one shard, by their tokens."""
-    rows = 200 if options.quick else TeachersSection().shard_rows
+    rows = 200 if options.quick else SHARD_ROWS
     encoder, budget = Encoder.load(MINILM, max_length=32), CPU.frozen_batch_tokens
     ids = encoder.token_ids(wiki_sentences(options.data, rows))
     filled = sum(map(len, ids)) / with_padding(ids, by_length(ids, budget))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,27 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcse.models import CrossEncoder, Encoder
+from distcse.storage.checksums import checksum
 from distcse.teachers.ensemble import TeacherClient
+
+_SHARD = re.compile(r"shard-\d+\.npy")
+
+
+@contextmanager
+def shard_checksums() -> Iterator[list[str]]:
+    """Context manager: the names of the shards whose checksum this process computes, in the order of the computations."""
+    names: list[str] = []
+    is_on = True
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_on and event == "open" and sys._getframe(1).f_code is checksum.__code__:
+            names.extend(_SHARD.findall(Path(arguments[0]).name))
+
+    sys.addaudithook(note)
+    try:
+        yield names
+    finally:
+        is_on = False  # a hook cannot be removed
 
 
 class NumbersRead(TorchDispatchMode):

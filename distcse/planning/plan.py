@@ -13,6 +13,7 @@ from distcse.planning.memory import FITS, STAGES, WorkerMemory
 from distcse.planning.network import Traffic
 from distcse.planning.passes import Terms
 from distcse.planning.student import StudentRun, TeacherWork
+from distcse.teachers.table import rows_per_shard
 
 _NEIGHBORS_EXACT = 200_000
 """Most rows that faiss compares with all others; above, it uses an inverted file."""
@@ -166,7 +167,7 @@ class StudentPlan:
             return PhaseCost(name, 0.0, note=f"{teacher.work}: no table, runs during training")
         if teacher.shape is None:
             return PhaseCost(name, 0.0, 0.0, teacher.kind.bottleneck, teacher.kind.describe_pass(run.rows))
-        shard = min(section.shard_rows, run.rows)
+        shard = min(rows_per_shard(section.shard_rows, run.rows), run.rows)
         shards = math.ceil(run.rows / shard)
         wanted = section.embedding_workers or devices
         actors = 1 if run.recipe.training.workers == 0 else max(1, min(shards, wanted))

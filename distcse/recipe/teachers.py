@@ -155,9 +155,9 @@ class TeachersSection(Section):
     and restarted. Heartbeats are sent during work, however long a list or a shard takes."""
     prefetch_steps: Annotated[int, Field(ge=1, le=1024)] = 32
     """Steps whose lists are sent, or whose vectors a worker reads, as one block; the next block is always prefetched."""
-    shard_rows: Annotated[int, Field(ge=1)] = 4096
-    """Rows per table shard, which is the most work lost when an embedding actor is killed. A process keeps a limited number of
-    shards open, so a corpus of more than ten million rows needs larger ones."""
+    shard_rows: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Rows per table shard, which is the most work lost when an embedding actor is killed. `auto` is 4,096 for up to 2,500
+    shards, and twice that, four times that, … for more rows, because a process keeps a limited number of shards open."""
     rank_noise_group: Annotated[int, Field(ge=2)] | None = None
     """Shuffle groups of this many neighbors in each list's order, again in every step (DistillCSE's Group-P); null adds no
     noise."""

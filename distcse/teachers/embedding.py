@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,24 +15,32 @@ from distcse.recipe import TeacherSection
 from distcse.storage import text_checksum
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import ReusedVectors
-from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import Embedder, naming_rows
 
 Rows = Sequence[int] | NDArray[np.int64]
 
 
-def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int) -> EmbeddingTable:
-    """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none."""
+def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int | Literal["auto"]) -> EmbeddingTable:
+    """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none.
+
+    Args:
+        teacher: The teacher.
+        corpus: The corpus.
+        cache: Folder of the caches.
+        shard_rows: The recipe's `teachers.shard_rows`.
+    """
     identity = identity_of(teacher, corpus, shard_rows)
     if identity.distinct is not None:
         corpus.distinct_rows(cache)  # the table reads them
     return EmbeddingTable.locate(cache, identity)
 
 
-def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int) -> TableIdentity:
-    """Return what determines the values of this teacher's vectors of this corpus."""
-    distinct = len(corpus) - corpus.doubled_rows if corpus.doubled_rows else None
-    return _identity(teacher, corpus.fingerprint, len(corpus), shard_rows, distinct)
+def identity_of(teacher: TeacherSection, corpus: Corpus, shard_rows: int | Literal["auto"]) -> TableIdentity:
+    """Return what determines the values of this teacher's vectors of this corpus; arguments as for `table_of`."""
+    vectors = len(corpus) - corpus.doubled_rows
+    distinct = vectors if corpus.doubled_rows else None
+    return _identity(teacher, corpus.fingerprint, len(corpus), rows_per_shard(shard_rows, vectors), distinct)
 
 
 def _identity(
@@ -108,7 +117,7 @@ def embed_shards(
 ) -> Iterator[int]:
     """Embed shards in the table's precision, store each, and then yield the number of rows that were embedded.
 
-    A model on a GPU embeds the next shard while one is stored.
+    A model reads and tokenizes the next shard while it embeds one; on a GPU, it also embeds the next while one is stored.
 
     Args:
         encoder: The teacher.

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,11 @@ from distcse.teachers.row_reader import RowReader
 
 FORMAT = 1
 _FOLDER = "tables"
+SHARD_ROWS = 4096
+"""Rows of a shard where the recipe leaves them to the number of rows, up to `_MOST_SHARDS` shards."""
+_MOST_SHARDS = 2500
+"""Shards of such a table: a process that may open 20,000 files maps them all. It is not taken from the machine's limit, because
+all machines must know a table by the same key."""
 OPEN_SHARE = 8
 """A table opens at most one of this many files that the process may open, because each map of a shard is an open file."""
 _MOST_OPEN = 8192
@@ -117,6 +122,21 @@ class StoredVectors:
     """(n,) whether it has each of the shard's vectors."""
     vectors: NDArray[np.float16]
     """(k, d) vectors where it has."""
+
+
+def rows_per_shard(setting: int | Literal["auto"], vectors: int) -> int:
+    """Return how many rows a table's shards have.
+
+    Args:
+        setting: The recipe's `teachers.shard_rows`.
+        vectors: Number of the table's vectors.
+    """
+    if setting != "auto":
+        return setting
+    rows = SHARD_ROWS
+    while vectors > rows * _MOST_SHARDS:
+        rows *= 2
+    return rows
 
 
 def normalize_rows(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:

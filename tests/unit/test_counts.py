@@ -16,17 +16,31 @@ from distcse.device_defaults import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.experiments.distillation.distillation_task import train_student
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.registry import experiment_of
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import by_length
 from distcse.rank_space import RankSpace, pair_similarities
-from distcse.recipe import CorpusSection, Recipe, TeachersSection
+from distcse.ray_backend.trial_backend import TrialBackend
+from distcse.recipe import CorpusSection, Recipe
+from distcse.storage import open_store
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
-from distcse.teachers.table import EmbeddingTable, TableIdentity
-from tests.counting import CountedSource, LargestTensor, NumbersRead, counted_calls, dispatched, passes_of
-from tests.jobs import make_spec
+from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
+from distcse.tuning.trial import TrialContext, run_trial
+from tests.counting import (
+    CountedSource,
+    LargestTensor,
+    NumbersRead,
+    counted_calls,
+    dispatched,
+    passes_of,
+    shard_checksums,
+)
+from tests.jobs import make_recipe, make_spec
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
+from tests.sweeps import LR
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_sentences
 
@@ -48,6 +62,21 @@ def test_each_teacher_embeds_each_row_once_for_all_epochs_and_trials(
     with passes_of() as other_trial:
         make_spec(recipe_with(*QUIET, "seed=7", "training.lr=2e-3"))
     assert other_trial.rows == 0
+
+
+def test_a_sweep_computes_the_checksum_of_each_shard_once(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    """The first sweep while it stores the shards; the next before its trials, which only look at the files' sizes."""
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, QUIET[2], "training.max_steps=2")
+    for sweep in ("first", "second"):
+        trials = open_store(tmp_path / sweep)
+        with shard_checksums() as computed:
+            experiment_of(recipe).trials.prepare(LocalBackend(), Reporter())
+            context = TrialContext(recipe, trials, TrialBackend(None, in_own_process=True))
+            for lr in (1e-3, 1e-4):
+                assert run_trial(context, f"{lr}", {LR: lr}, lambda metrics: None).status == "finished"
+        assert sorted(computed) == [f"shard-{shard:05d}.npy" for shard in range(4)]
 
 
 def test_a_teacher_is_queried_once_per_block_of_steps(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:
@@ -88,7 +117,7 @@ def test_a_step_reads_no_value_from_a_tensor(recipe_with: Callable[..., Recipe])
 
 def test_a_cached_table_takes_two_bytes_per_value(tmp_path: Path) -> None:
     rows, width = 2000, 384
-    identity = TableIdentity("model", "text", rows, None, None, "", "fp32", TeachersSection().shard_rows)
+    identity = TableIdentity("model", "text", rows, None, None, "", "fp32", SHARD_ROWS)
     table = EmbeddingTable.locate(tmp_path, identity)
     table.write_shard(0, np.random.default_rng(0).standard_normal((rows, width), dtype=np.float32))
     size = sum(file.stat().st_size for file in table.directory.iterdir())

@@ -96,6 +96,18 @@ def test_other_sizes_of_shards_embed_nothing(recipe: Recipe, sentences: list[str
     np.testing.assert_array_equal(after.stored(), before.stored())
 
 
+def test_a_corpus_that_outgrows_its_shards_keeps_its_vectors(
+    recipe: Recipe, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_module, "SHARD_ROWS", 64)
+    monkeypatch.setattr(table_module, "_MOST_SHARDS", 3)
+    chosen = with_values(recipe, {"teachers.shard_rows": "auto"})
+    before, after = Pass(chosen, sentences[:192]), Pass(chosen, sentences[:200])
+    assert [each.tables[0].identity.shard_rows for each in (before, after)] == [64, 128]
+    assert [*before.embedded, *after.embedded] == [192, 8]
+    np.testing.assert_array_equal(after.stored()[:192], before.stored())
+
+
 def test_duplicates_are_embedded_once_and_stored_once(recipe: Recipe, sentences: list[str], tmp_path: Path) -> None:
     lines = [*sentences[:150], *sentences[50:150], sentences[0], *sentences[150:180]]
     doubled = Pass(recipe, lines)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,9 @@ from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
-from distcse.teachers.embedding import table_of
+from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherEnsemble
-from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from tests.failures import fails_with
 
@@ -157,6 +159,49 @@ def test_a_table_is_embedded_once_and_then_only_missing_shards(
     assert embedded == [100] and not reopened.missing_shards()
     expected = Encoder.from_section(teacher).encode(corpus.texts(range(len(corpus))), normalize=True)
     np.testing.assert_allclose(reopened.vectors(np.arange(len(corpus))), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, 4096), (10_240_000, 4096), (10_240_001, 8192), (10**8, 65_536), (10**9, 524_288), (10**10, 4_194_304)],
+)
+def test_shards_grow_with_the_rows_so_that_all_can_be_open(rows: int, expected: int) -> None:
+    assert rows_per_shard("auto", rows) == expected and -(-rows // expected) <= 2500
+    assert rows_per_shard(100, rows) == 100
+
+
+def test_a_table_of_4096_rows_a_shard_is_found_by_a_recipe_that_names_none(
+    corpus: Corpus, teacher: TeacherSection, tmp_path: Path
+) -> None:
+    chosen = table_of(teacher, corpus, tmp_path, TeachersSection().shard_rows)
+    assert chosen.identity == table_of(teacher, corpus, tmp_path, SHARD_ROWS).identity
+
+
+def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
+    corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, table = Encoder.from_section(teacher), table_of(teacher, corpus, tmp_path, 100)
+    is_tokenized, stored, token_ids = [threading.Event() for _ in range(4)], list[int](), encoder.token_ids
+
+    def noted_ids(texts: Sequence[str]) -> list[list[int]]:
+        ids = token_ids(texts)
+        next(event for event in is_tokenized if not event.is_set()).set()
+        return ids
+
+    def require_next_shard(*_: Any) -> None:
+        assert is_tokenized[min(len(stored) + 1, 3)].wait(timeout=60)
+
+    monkeypatch.setattr(encoder, "token_ids", noted_ids)
+    hook = encoder.register_forward_pre_hook(require_next_shard)
+    for rows in embed_shards(encoder, corpus, table, range(4), None):
+        stored.append(rows)
+    hook.remove()
+    monkeypatch.undo()
+    assert stored == [100, 100, 100, len(corpus) - 300] and not table.missing_shards()
+    alone = table_of(teacher, corpus, tmp_path / "alone", 100)
+    assert [*chain.from_iterable(embed_shards(encoder, corpus, alone, [shard], None) for shard in range(4))] == stored
+    ids = np.arange(len(corpus))
+    np.testing.assert_array_equal(table.stored_vectors(ids), alone.stored_vectors(ids))
 
 
 def test_table_and_live_teachers_agree_with_the_encoder(

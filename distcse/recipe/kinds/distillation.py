@@ -63,6 +63,7 @@ class Recipe(BaseRecipe):
         "teachers.serve",
         "teachers.node_labels",
         "teachers.prefetch_steps",
+        "teachers.shard_rows",
         "teachers.tokens_per_batch",
         "teachers.heartbeat_timeout_s",
         "evaluation.final_suites",
