@@ -46,8 +46,8 @@ from distcse.teachers.row_reader import RowReader
 FORMAT = 1
 _FOLDER = "tables"
 SHARD_ROWS = 4096
-"""Rows of a shard where the recipe leaves them to the number of rows, up to `_MOST_SHARDS` shards."""
-_MOST_SHARDS = 2500
+"""Rows of a shard where the recipe leaves them to the number of rows, up to `MOST_SHARDS` shards."""
+MOST_SHARDS = 2500
 """Shards of such a table: a process that may open 20,000 files maps them all. It is not taken from the machine's limit, because
 all machines must know a table by the same key."""
 OPEN_SHARE = 8
@@ -134,7 +134,7 @@ def rows_per_shard(setting: int | Literal["auto"], vectors: int) -> int:
     if setting != "auto":
         return setting
     rows = SHARD_ROWS
-    while vectors > rows * _MOST_SHARDS:
+    while vectors > rows * MOST_SHARDS:
         rows *= 2
     return rows
 

@@ -100,7 +100,7 @@ def test_a_corpus_that_outgrows_its_shards_keeps_its_vectors(
     recipe: Recipe, sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_module, "SHARD_ROWS", 64)
-    monkeypatch.setattr(table_module, "_MOST_SHARDS", 3)
+    monkeypatch.setattr(table_module, "MOST_SHARDS", 3)
     chosen = with_values(recipe, {"teachers.shard_rows": "auto"})
     before, after = Pass(chosen, sentences[:192]), Pass(chosen, sentences[:200])
     assert [each.tables[0].identity.shard_rows for each in (before, after)] == [64, 128]

@@ -25,7 +25,7 @@ from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherEnsemble
-from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
+from distcse.teachers.table import MOST_SHARDS, SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from tests.failures import fails_with
 
@@ -166,7 +166,7 @@ def test_a_table_is_embedded_once_and_then_only_missing_shards(
     [(1, 4096), (10_240_000, 4096), (10_240_001, 8192), (10**8, 65_536), (10**9, 524_288), (10**10, 4_194_304)],
 )
 def test_shards_grow_with_the_rows_so_that_all_can_be_open(rows: int, expected: int) -> None:
-    assert rows_per_shard("auto", rows) == expected and -(-rows // expected) <= 2500
+    assert rows_per_shard("auto", rows) == expected and -(-rows // expected) <= MOST_SHARDS
     assert rows_per_shard(100, rows) == 100
 
 
