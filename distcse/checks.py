@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,9 +39,10 @@ def fail(name: str, found: str, fix: str) -> Check:
     return Check(name, "fail", found, fix)
 
 
-def run_checks(checks: Sequence[Callable[[], list[Check]]]) -> list[Check]:
-    """Run all checks in order and return their results."""
-    return [found for check in checks for found in check()]
+def run_checks(checks: Sequence[Callable[[], list[Check]]]) -> Iterator[Check]:
+    """Run all checks in order, and yield each result as soon as it is found."""
+    for check in checks:
+        yield from check()
 
 
 def gib(size: float) -> str:

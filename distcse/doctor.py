@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distcse.command import exit_status, parse_command, program
+from distcse.gc_paused import gc_paused
 from distcse.recipe import BaseRecipe, StorageSection, read_recipe
 from distcse.storage import resolve_path
 
@@ -28,9 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(options: argparse.Namespace) -> int:
     recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
     from distcse.checks import run_checks
-    from distcse.health import machine, settings, sources, storage
-    from distcse.ray_backend import cluster_checks
-    from distcse.report.terminal import print_lines
+    from distcse.report.lines import print_lines
+    from distcse.report.progress import open_view
+
+    with open_view(quiet=options.json, is_loading=True), gc_paused():
+        from distcse.health import machine, settings, sources, storage
+        from distcse.ray_backend import cluster_checks
 
     runs, cache = _storage(recipe)
     checks: list[Callable[[], list[Check]]] = [
@@ -58,14 +62,18 @@ def _main(options: argparse.Namespace) -> int:
             partial(sources.check_text, recipe),
             partial(settings.check_settings, recipe),
         ]
-    found = run_checks(checks)
+    found: list[Check] = []
+    for check in run_checks(checks):
+        found.append(check)
+        if not options.json:
+            print_lines([check.line])
     if options.json:
         json.dump([vars(check) for check in found], sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         counts = {verdict: sum(check.verdict == verdict for check in found) for verdict in ("ok", "warn", "fail")}
         summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
-        print_lines([*(check.line for check in found), "", summary])
+        print_lines(["", summary])
     return int(any(check.verdict == "fail" for check in found))
 
 

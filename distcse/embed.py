@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 
 from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
@@ -27,15 +28,15 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
-    # Torch, transformers and Ray take seconds to import; report a mistake in the recipe first.
-    with gc_paused():
-        from distcse.events import Reporter
-        from distcse.experiments.distillation.tables import embed_corpus
-        from distcse.ray_backend.backend import choose_backend
-        from distcse.report.progress import open_view
-        from distcse.report.terminal import print_json, print_lines
+    from distcse.events import Reporter
+    from distcse.report.lines import print_json, print_lines
+    from distcse.report.progress import open_view
 
-    with open_view(options.quiet, options.json) as view:
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        with gc_paused():
+            from distcse.experiments.distillation.tables import embed_corpus
+            from distcse.ray_backend.backend import choose_backend
+
         tables = embed_corpus(recipe, choose_backend(recipe), Reporter(view.show))
     folders = [None if table is None else to_uri(table.directory) for table in tables]
     if options.json:
@@ -48,13 +49,15 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
-    from distcse.experiments.distillation.dev_ensemble import require_labelled_dev
-    from distcse.experiments.distillation.preflight import check_comparison, check_embedding
-    from distcse.ray_backend.backend import choose_backend
+    from distcse.report.lines import print_json, print_lines
     from distcse.report.progress import open_view
-    from distcse.report.terminal import print_json, print_lines
 
-    with open_view(options.quiet, options.json) as view:
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        with gc_paused():
+            from distcse.experiments.distillation.dev_ensemble import require_labelled_dev
+            from distcse.experiments.distillation.preflight import check_comparison, check_embedding
+            from distcse.ray_backend.backend import choose_backend
+
         if options.fit_weights:
             require_labelled_dev(recipe)
         if options.compare or options.fit_weights:
@@ -70,18 +73,23 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
-    from distcse.device import use_available_cpus
     from distcse.events import Reporter, StageProgress
-    from distcse.experiments.distillation.corpus import read_corpus
-    from distcse.experiments.distillation.dev_ensemble import score_ensemble
-    from distcse.experiments.distillation.roles import with_teacher_precisions
-    from distcse.experiments.gpu_policy import gpu_policy
-    from distcse.experiments.settings_warnings import report_warnings, warn_of_narrow_bands
+    from distcse.report.lines import print_json
     from distcse.report.progress import open_view
-    from distcse.report.terminal import print_comparison, print_ensemble_scores, print_json
-    from distcse.teachers.comparison import compare
 
-    with open_view(options.quiet, options.json) as view, gpu_policy(recipe.gpu_mode, computes_here=True):
+    with ExitStack() as stack:
+        view = stack.enter_context(open_view(options.quiet, options.json, is_loading=True))
+        with gc_paused():
+            from distcse.device import use_available_cpus
+            from distcse.experiments.distillation.corpus import read_corpus
+            from distcse.experiments.distillation.dev_ensemble import score_ensemble
+            from distcse.experiments.distillation.roles import with_teacher_precisions
+            from distcse.experiments.gpu_policy import gpu_policy
+            from distcse.experiments.settings_warnings import report_warnings, warn_of_narrow_bands
+            from distcse.report.terminal import print_comparison, print_ensemble_scores
+            from distcse.teachers.comparison import compare
+
+        stack.enter_context(gpu_policy(recipe.gpu_mode, computes_here=True))
         use_available_cpus()
         recipe = with_teacher_precisions(recipe, None, Reporter(view.show))
 

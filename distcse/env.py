@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from distcse.command import exit_status, parse_command, program
+from distcse.gc_paused import gc_paused
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,12 +22,16 @@ def _main(options: argparse.Namespace) -> int:
     if options.constraints:
         sys.stdout.write(files("distcse").joinpath("constraints.txt").read_text())
         return 0
-    from distcse.health.environment import describe_environment
-    from distcse.ray_backend.cluster_checks import check_cluster
-    from distcse.report.terminal import print_lines
+    from distcse.report.lines import print_lines
+    from distcse.report.progress import open_view
 
-    found = describe_environment()
-    found["ray cluster"] = "; ".join(check.found for check in check_cluster())
+    with open_view(quiet=options.json, is_loading=True):
+        with gc_paused():
+            from distcse.health.environment import describe_environment
+            from distcse.ray_backend.cluster_checks import check_cluster
+
+        found = describe_environment()
+        found["ray cluster"] = "; ".join(check.found for check in check_cluster())
     if options.json:
         json.dump(found, sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -6,15 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distcse.command import INTERRUPTED, STATUSES, StopOnSignal, add_output_options, exit_status, parse_command, program
 from distcse.errors import EvaluationResultError
 from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
-
-if TYPE_CHECKING:
-    from distcse.evaluation import LoadOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,37 +24,33 @@ def _main(options: argparse.Namespace) -> int:
     for option, folder in (("--out", options.out), ("--mteb", options.mteb)):
         if folder is not None:
             refuse_job_copy(option, resolve_path(folder), f"write {option} /shared/report")
-    # Torch and transformers take seconds to import; --help does not wait for them.
-    with gc_paused():
-        from distcse.device import default_device
-        from distcse.evaluation import LoadOptions
-        from distcse.measuring import measure
-        from distcse.report.progress import open_view
-        from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, results_as_json
-
     if options.out is not None and not options.dry_run:
         _make(resolve_path(options.out))
-    load_options = LoadOptions(
-        pooling=options.pooling,
-        max_length=options.max_length,
-        device=options.device or default_device(),
-        precision=options.precision,
-        trust_remote_code=options.trust_remote_code,
-        prompt=options.prompt,
-    )
-    if options.dry_run:
-        return _check(options, load_options)
+    from distcse.report.lines import print_json, print_lines
+    from distcse.report.progress import open_view
+
     stop = StopOnSignal("stopping with the models measured so far")
-    with open_view(options.quiet, options.json) as view, stop:
-        measured = measure(
-            options.models,
-            options.data,
-            **_inputs(options, load_options),
-            aggregate=options.aggregate,
-            transfer=options.transfer,
-            listen=view.show,
-            stop_requested=stop.stop_requested,
-        )
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        with gc_paused():
+            from distcse.measuring import check_measurement, measure
+            from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
+
+        inputs = _inputs(options)
+        if options.dry_run:
+            check_measurement(options.models, options.data, **inputs, listen=view.show)
+        else:
+            with stop:
+                measured = measure(
+                    options.models,
+                    options.data,
+                    **inputs,
+                    aggregate=options.aggregate,
+                    transfer=options.transfer,
+                    listen=view.show,
+                    stop_requested=stop.stop_requested,
+                )
+    if options.dry_run:
+        return _print_checked(options)
     if options.json:
         print_json(results_as_json(measured.evaluation))
     else:
@@ -72,14 +65,10 @@ def _main(options: argparse.Namespace) -> int:
     return INTERRUPTED if stop.stop_requested() else 0
 
 
-def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:
-    """`--dry-run`."""
-    from distcse.measuring import check_measurement
-    from distcse.report.progress import open_view
-    from distcse.report.terminal import print_json, print_lines
+def _print_checked(options: argparse.Namespace) -> int:
+    """Print the end of a dry run."""
+    from distcse.report.lines import print_json, print_lines
 
-    with open_view(options.quiet, options.json) as view:
-        check_measurement(options.models, options.data, **_inputs(options, load_options), listen=view.show)
     if options.json:
         print_json([{"event": "Checked", "models": options.models}])
     else:
@@ -87,8 +76,11 @@ def _check(options: argparse.Namespace, load_options: LoadOptions) -> int:
     return 0
 
 
-def _inputs(options: argparse.Namespace, load_options: LoadOptions) -> dict[str, Any]:
+def _inputs(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that `measure` and `check_measurement` share."""
+    from distcse.device import default_device
+    from distcse.evaluation import LoadOptions
+
     return {
         "suites": options.suite.split(","),
         "add": options.add,
@@ -97,7 +89,14 @@ def _inputs(options: argparse.Namespace, load_options: LoadOptions) -> dict[str,
         "documents": options.documents,
         "mteb": options.mteb,
         "ensembles": options.ensemble,
-        "load_options": load_options,
+        "load_options": LoadOptions(
+            pooling=options.pooling,
+            max_length=options.max_length,
+            device=options.device or default_device(),
+            precision=options.precision,
+            trust_remote_code=options.trust_remote_code,
+            prompt=options.prompt,
+        ),
     }
 
 

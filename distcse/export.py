@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
+from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy
 
 
@@ -23,12 +24,13 @@ def _main(options: argparse.Namespace) -> int:
     if options.out is not None or os.path.isdir(options.model):
         setting = "MODEL" if options.out is None else "--out"
         refuse_job_copy(setting, options.out or options.model, "write --out /shared/FOLDER")
-    # Torch and transformers take seconds to import; --help does not wait for them.
-    from distcse.exporting import describe_file, export_onnx
+    from distcse.report.lines import print_json, print_lines
     from distcse.report.progress import open_view
-    from distcse.report.terminal import print_json, print_lines
 
-    with open_view(options.quiet, options.json) as view:
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        with gc_paused():
+            from distcse.exporting import describe_file, export_onnx
+
         exports = export_onnx(
             options.model,
             options.int8,

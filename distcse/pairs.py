@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
+from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy
 
 TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
@@ -22,11 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     refuse_job_copy("--data", options.data, "write --data /shared/data")
-    # Imports take seconds; --help does not wait for them.
-    from distcse.evaluation.task_pairs import write_task_pairs
-    from distcse.report.terminal import print_json, print_lines
+    from distcse.report.lines import print_json, print_lines
+    from distcse.report.progress import open_view
 
-    written = write_task_pairs(options.task, options.data, options.files)
+    with open_view(options.quiet or options.json, is_loading=True):
+        with gc_paused():
+            from distcse.evaluation.task_pairs import write_task_pairs
+
+        written = write_task_pairs(options.task, options.data, options.files)
     if options.json:
         files = [{"file": str(each.file), "pairs": each.pairs, "published": each.published} for each in written]
         print_json([{"event": "Finished", "files": files}])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from distcse.command import exit_status, parse_command, program
 from distcse.errors import ClusterTooSmallError, CommandLineError
+from distcse.gc_paused import gc_paused
 from distcse.recipe import read_recipe
 
 
@@ -28,23 +29,26 @@ def _main(options: argparse.Namespace) -> int:
         raise CommandLineError(f"--network is {options.network:g}; write gigabits a second, more than 0")
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
-    # Torch and transformers take seconds to import; report a mistake in recipe or cluster first.
-    from distcse.experiments.registry import experiment_of
-    from distcse.planning.planner import calibrate_for, open_cluster, planner_of, with_precisions
-    from distcse.report.terminal import print_lines
-    from distcse.runs.directory import require_lasting
+    if options.calibrate and form[2] not in ("local", "cpu"):
+        raise CommandLineError(
+            f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local"
+        )
+    from distcse.report.lines import print_lines
+    from distcse.report.progress import open_view
 
-    recipe = with_precisions(recipe, form)
-    if options.calibrate:
-        if form[2] not in ("local", "cpu"):
-            raise CommandLineError(
-                f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local"
-            )
-        require_lasting(recipe.storage, ["cache"])
-        calibrate_for(recipe, form)
-    cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
-    estimate = planner_of(recipe).estimate(cluster, options.corpus_rows, options.gpus or [])
-    warnings = experiment_of(recipe).warnings()
+    with open_view(quiet=options.json, is_loading=True):
+        with gc_paused():
+            from distcse.experiments.registry import experiment_of
+            from distcse.planning.planner import calibrate_for, open_cluster, planner_of, with_precisions
+            from distcse.runs.directory import require_lasting
+
+        recipe = with_precisions(recipe, form)
+        if options.calibrate:
+            require_lasting(recipe.storage, ["cache"])
+            calibrate_for(recipe, form)
+        cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
+        estimate = planner_of(recipe).estimate(cluster, options.corpus_rows, options.gpus or [])
+        warnings = experiment_of(recipe).warnings()
     if options.json:
         json.dump({**estimate.described, "warnings": [vars(warning) for warning in warnings]}, sys.stdout, indent=2)
         sys.stdout.write("\n")

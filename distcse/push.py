@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
-    from distcse.report.terminal import print_json, print_lines
+    from distcse.report.lines import print_json, print_lines
     from distcse.sharing import prepare_upload, upload
 
     target = _hub_name(options.to)

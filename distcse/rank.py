@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
+from distcse.gc_paused import gc_paused
 from distcse.storage import refuse_job_copy
 
 
@@ -18,12 +19,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     refuse_job_copy("--out", options.out, "write --out /shared/FOLDER")
-    # Torch and transformers take seconds to import; --help does not wait for them.
-    from distcse.ranking import store_ranker
+    from distcse.report.lines import print_json, print_lines
     from distcse.report.progress import open_view
-    from distcse.report.terminal import print_json, print_lines
 
-    with open_view(options.quiet, options.json) as view:
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        with gc_paused():
+            from distcse.ranking import store_ranker
+
         references = store_ranker(
             options.model,
             options.corpus,

@@ -43,16 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.dry_run:
                 return _check(_read(options.recipe, overrides), options)
 
-            # Report mistakes in the recipe and missing files first. Then start Ray while torch and transformers are imported:
-            # each takes seconds.
-            recipe = None
-            if options.resume is None and options.rerun is None:
-                recipe = _read(options.recipe, overrides)
-                if recipe.uses_ray:
-                    start_ray()
+            # Report mistakes in the recipe and missing files first.
+            is_new = options.resume is None and options.rerun is None
+            recipe = _read(options.recipe, overrides) if is_new else None
             from distcse.report.progress import open_view
 
             with open_view(options.quiet, options.json, is_loading=True) as view:
+                if recipe is not None and recipe.uses_ray:
+                    start_ray()  # while torch and transformers are imported: each takes seconds
                 with gc_paused():
                     from distcse.running import rerun, resume, run
 
@@ -111,12 +109,13 @@ def _stored(run: str) -> str:
 def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
     """Carry out `--dry-run`."""
     from distcse.events import Reporter
+    from distcse.report.lines import print_json, print_lines
     from distcse.report.progress import open_view
-    from distcse.report.terminal import print_json, print_lines
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
-        from distcse.experiments.registry import experiment_of
-        from distcse.ray_backend.backend import choose_backend
+        with gc_paused():
+            from distcse.experiments.registry import experiment_of
+            from distcse.ray_backend.backend import choose_backend
 
         experiment_of(recipe).check(choose_backend(recipe), Reporter(view.show))
     if options.json:
@@ -127,7 +126,8 @@ def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
 
 
 def _print(done: Run, as_json: bool) -> None:
-    from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, results_as_json
+    from distcse.report.lines import print_json, print_lines
+    from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
 
     evaluation = done.result.evaluation
     if as_json:

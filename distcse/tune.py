@@ -75,9 +75,12 @@ def _main(options: argparse.Namespace) -> int:
     recipe = read_recipe(options.recipe, of_recipe)
     sweep = read_sweep(options.space, ours, override_prefix=_SWEEP)
     if options.print_space:
-        from distcse.tuning.space import Space
+        from distcse.report.progress import open_view
 
-        space = Space(sweep, recipe)
+        with open_view(options.quiet, is_loading=True), gc_paused():
+            from distcse.tuning.space import Space
+
+            space = Space(sweep, recipe)
         sys.stdout.write("".join(f"# {line}\n" for line in _describe_space(sweep, space)))
         sys.stdout.write(recipe_yaml(sweep))
         return 0
@@ -103,14 +106,16 @@ def _describe_space(sweep: Sweep, space: Space) -> list[str]:
 def _check(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
-    from distcse.experiments.registry import experiment_of
-    from distcse.ray_backend.backend import choose_backend
+    from distcse.report.lines import print_json, print_lines
     from distcse.report.progress import open_view
-    from distcse.report.terminal import print_json, print_lines
-    from distcse.tuning.sweep import check
 
-    check(recipe, sweep)
-    with open_view(options.quiet, options.json) as view:
+    with open_view(options.quiet, options.json, is_loading=True) as view:
+        with gc_paused():
+            from distcse.experiments.registry import experiment_of
+            from distcse.ray_backend.backend import choose_backend
+            from distcse.tuning.sweep import check
+
+        check(recipe, sweep)
         experiment_of(recipe).check(
             choose_backend(recipe), Reporter(view.show), lambda nodes: _plan(recipe, sweep, nodes)
         )
@@ -129,17 +134,18 @@ def _plan(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> list[GpuPl
 
 
 def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseRecipe | None, sweep: Sweep | None) -> int:
-    # A new sweep's recipe and space are read by now. Start Ray while torch and transformers are imported: each takes seconds.
-    start_ray(fast_allocator=True)
+    # A new sweep's recipe and space are read by now.
     from distcse.report.progress import open_view
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
+        start_ray(fast_allocator=True)  # while torch and transformers are imported: each takes seconds
         with gc_paused():
             from distcse.events import Reporter
             from distcse.ray_backend.sweep_backend import RaySweepBackend
+            from distcse.report.lines import print_json, print_lines
             from distcse.report.parameters import format_values
             from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
-            from distcse.report.terminal import print_json, print_lines, print_summary
+            from distcse.report.terminal import print_summary
             from distcse.tuning.sweep import begin, check, reopen, run_sweep
 
         if recipe is not None and sweep is not None:

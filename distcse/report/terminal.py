@@ -1,10 +1,9 @@
-"""Prints results on standard output: tables of evaluations, sweeps and teacher comparisons, lines to copy, and JSON."""
+"""Prints results on standard output as tables: evaluations, sweeps and comparisons of teachers."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -97,13 +96,6 @@ def _table(grid: Grid) -> Table:
     return table
 
 
-def print_lines(lines: list[str]) -> None:
-    """Print lines on standard output without wrapping, so that they can be copied."""
-    console = Console(file=sys.stdout)
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 def print_comparison(comparison: TeacherComparison) -> None:
     """Print how far teachers agree, and the sentence pairs on which they disagree most."""
     console = _for_tables()
@@ -168,13 +160,6 @@ def _figures(titles: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
-
-
-def print_json(lines: Iterable[Mapping[str, Any]]) -> None:
-    """Print one JSON object per line on standard output, for programs."""
-    for line in lines:
-        sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
 
 
 def results_as_json(evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from distcse.compat.torch import compile_layer
 from distcse.errors import EncoderError, first_line
@@ -111,6 +110,8 @@ class CompiledStep:
 
 def trained_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers of all trained backbones in a model; none of backbones that repeat one layer, such as ALBERT."""
+    from transformers import PreTrainedModel  # takes seconds, which plans and checks of search spaces do not need
+
     found: dict[nn.Module, None] = {}
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):

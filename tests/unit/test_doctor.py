@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from distcse import host
-from distcse.checks import Check
+from distcse.checks import Check, ok, run_checks
 from distcse.doctor import main
 from distcse.errors import RecipeNotFoundError
 from distcse.health import machine, sources, storage
@@ -32,6 +32,13 @@ def test_python_torch_transformers_and_ray_are_supported() -> None:
     found = [*machine.check_python(), *machine.check_packages(), *cluster_checks.check_version()]
     assert [check.name for check in found] == ["python", "torch", "transformers", "ray"]
     assert all(check.verdict == "ok" for check in found)
+
+
+def test_results_do_not_wait_for_later_checks() -> None:
+    def unfinished() -> list[Check]:
+        raise AssertionError("asked before its turn")
+
+    assert next(run_checks([lambda: [ok("first", "done")], unfinished])) == ok("first", "done")
 
 
 def test_cpus_and_gpus_are_reported() -> None:
