@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub import constants
+
 from distcse.data import check_source
 from distcse.errors import EvaluationDataError
 from distcse.model_source import is_hub_id, resolve_model
@@ -14,11 +16,11 @@ from distcse.storage import is_uri
 def require_inputs(recipe: BaseRecipe) -> None:
     """Check that a recipe's text with its columns, its models and its labelled sets are on this machine.
 
-    Models of the hub and of object storage are not looked up, and labelled sets are not read.
+    Models of object storage are not looked up, those of the hub only with HF_HUB_OFFLINE=1, and labelled sets are not read.
 
     Raises:
         CorpusError: The text is missing, or lacks a column.
-        ModelNotFoundError: A model's folder or package is missing.
+        ModelNotFoundError: A model's folder or package is missing, or, offline, it is not in the hub's cache.
         EvaluationDataError: A file of pairs or the folder of labelled sets is missing.
     """
     inputs = recipe.inputs
@@ -28,9 +30,9 @@ def require_inputs(recipe: BaseRecipe) -> None:
         if not Path(file).is_file():
             raise EvaluationDataError(f"{file} does not exist; correct pairs.path")
     teachers = [section for section in inputs.teachers if section.endpoint is None and section.class_path is None]
-    for section in [*inputs.encoders, *teachers]:
-        if not is_hub_id(section.backbone) and not is_uri(section.backbone):
-            resolve_model(section.backbone, only_local=True)
+    for name in (section.backbone for section in (*inputs.encoders, *teachers)):
+        if not is_uri(name) and (not is_hub_id(name) or constants.HF_HUB_OFFLINE):
+            resolve_model(name, only_local=True)
     if inputs.labelled is not None and not Path(inputs.labelled).is_dir():
         raise EvaluationDataError(
             f"{inputs.labelled} is not a folder; correct evaluation.data (see docs/how-to/evaluate.md)"
