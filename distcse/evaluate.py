@@ -30,20 +30,24 @@ def _main(options: argparse.Namespace) -> int:
     # Torch and transformers take seconds to import; --help does not wait for them.
     with gc_paused():
         from distcse.device import default_device
-        from distcse.evaluation import LoadOptions
+        from distcse.evaluation import LoadOptions, parse_models, parse_prompts
         from distcse.measuring import measure
         from distcse.report.progress import open_view
         from distcse.report.terminal import print_evaluation, print_json, print_lines, print_remarks, results_as_json
 
     if options.out is not None and not options.dry_run:
         _make(resolve_path(options.out))
+    documents = [] if options.documents is None else [options.documents]
+    names = [*parse_models(options.models), *parse_models(documents)]
+    prompt, prompts = parse_prompts(options.prompt, names)
     load_options = LoadOptions(
         pooling=options.pooling,
         max_length=options.max_length,
         device=options.device or default_device(),
         precision=options.precision,
         trust_remote_code=options.trust_remote_code,
-        prompt=options.prompt,
+        prompt=prompt,
+        prompts=prompts,
     )
     if options.dry_run:
         return _check(options, load_options)
@@ -175,7 +179,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--transfer", choices=["strict", "fast"], default="strict", help="SentEval to the letter, or scikit-learn"
     )
     parser.add_argument("--pooling", help="for folders that do not say how they pool")
-    parser.add_argument("--prompt", default="", help="put before every sentence, or a template with {sentence} in it")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="[NAME=]TEXT",
+        help="put before every sentence, or a template with {sentence} in it; NAME=TEXT is for one model, by its name in tables",
+    )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="tokens kept of a sentence")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     parser.add_argument(
