@@ -13,7 +13,7 @@ import numpy as np
 from distcse.errors import TextInputError
 
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)
-"""Types that can be iterated over and are no list: single values, and collections in no order of their own."""
+"""Types that can be iterated over and are no list: single values, and unordered collections."""
 
 
 def as_texts(texts: Iterable[str]) -> list[str]:

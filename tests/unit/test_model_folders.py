@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from distcse.errors import (
     DistcseError,
@@ -144,6 +145,19 @@ def test_layers_of_a_further_family_are_selected_and_saved(family: str, sentence
     vectors = encoder.encode(TEXTS)
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-3 and encoder.has_dropout
     encoder.save(tmp_path / "saved")
+    same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+
+
+@pytest.mark.skipif("beam" not in CONFIG_MAPPING, reason="this transformers has no BEAM")
+def test_numbers_that_follow_from_a_layers_index_are_those_of_the_saved_model(
+    sentences: list[str], tmp_path: Path
+) -> None:
+    source = make_family(tmp_path / "source", "beam", sentences)
+    section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2])
+    encoder = Encoder.from_section(section).eval()
+    vectors = encoder.encode(TEXTS)
+    encoder.save(tmp_path / "saved")
+    same(Encoder.load(tmp_path / "saved").encode(TEXTS), vectors)
     same(their_vectors(tmp_path / "saved", TEXTS), vectors)
 
 
