@@ -139,7 +139,7 @@ _ENCODER_DECODER: dict[str, Any] = {
 }
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deberta", "fnet", "data2vec-text", "rembert", "mobilebert", "ibert"), _SIZES),
-    **dict.fromkeys(("nomic_bert", "eurobert", "modernbert", "esm"), _SIZES),
+    **dict.fromkeys(("nomic_bert", "eurobert", "modernbert", "esm", "esmc", "dpr"), _SIZES),
     **dict.fromkeys(("gemma2", "phi3", "opt"), _DECODER),
     **dict.fromkeys(("bart", "m2m_100", "pegasus", "marian"), _ENCODER_DECODER),
     **dict.fromkeys(("longt5", "switch_transformers"), FAMILIES["mt5"]),

@@ -141,11 +141,13 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
     """
     folder = resolve_model(find_model(source), options.trust_remote_code)
     if is_static(folder):
+        _refuse_prompt(name, source, options, "static model")
         static = StaticEncoder.load(folder)
         return make_candidate(name, source, static, Contamination.read(folder), "fp32", on_progress)
     model: Encoder | RankSpaceEncoder | CrossEncoder
     encoder: Encoder | CrossEncoder
     if is_cross_encoder(folder):
+        _refuse_prompt(name, source, options, "cross-encoder")
         model = encoder = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
     elif is_rank_space(folder):
         model = _load_rank_space(folder, source, options, options.prompt_of(name))
@@ -163,6 +165,14 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
     candidate = make_candidate(name, source, model, Contamination.read(folder), options.resolved_precision, on_progress)
     use_mkldnn_linear(encoder, options.resolved_precision)
     return candidate
+
+
+def _refuse_prompt(name: str, source: str, options: LoadOptions, kind: str) -> None:
+    """Refuse a prompt for this model alone where its kind reads texts without one."""
+    if options.prompt_of(name) != options.prompt:
+        raise EvaluationOptionError(
+            f"--prompt {name}=…: {source} is a {kind}, which reads texts without a prompt; remove it"
+        )
 
 
 def make_candidate(

@@ -129,12 +129,12 @@ def _require_loadable(backbone: nn.Module, depth: int) -> None:
 
 
 def _renumber(stack: nn.ModuleList, fresh: nn.ModuleList) -> None:
-    """Give kept layers the numbers that follow from a layer's index, such as BEAM's places of residuals, of a loaded model."""
+    """Give kept layers the numbers of a loaded model: BEAM's follow from a layer's index, ESM C's from how many there are."""
     modules = dict(stack.named_modules())
     for name, module in fresh.named_modules():
         kept = modules.get(name)
         for key, value in vars(module).items():
-            if kept is not None and type(value) is type(getattr(kept, key, None)) is int:
+            if kept is not None and type(value) in (int, float) and type(getattr(kept, key, None)) is type(value):
                 setattr(kept, key, value)
 
 

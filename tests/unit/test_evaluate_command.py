@@ -38,6 +38,7 @@ from distcse.events import Event, StageProgress
 from distcse.models import Encoder
 from distcse.report.progress import JsonView
 from tests.failures import fails_with
+from tests.models import make_cross_encoder
 
 
 def test_one_command_evaluates_and_writes(
@@ -63,7 +64,7 @@ def test_one_command_evaluates_and_writes(
 
 
 def test_a_prompt_is_for_all_models_or_for_one(
-    labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prompt for one model leaves the others as they are; = alone is for all, and may contain another."""
     models = [f"one={tiny()}", f"two={tiny('bert', width=64)}"]
@@ -81,6 +82,9 @@ def test_a_prompt_is_for_all_models_or_for_one(
     assert scores(models, "=a guitar ") == both and scores(models, "a guitar ", "one=") == {**both, "one": plain["one"]}
     runs = scores([models[0], f"one={tiny('bert', width=64)}"], "one=a guitar ")
     assert runs == {"one, run 1": both["one"], "one, run 2": both["two"]}
+    cross = make_cross_encoder(tmp_path / "cross", tiny())
+    assert main([f"pairs={cross}", *arguments, "--prompt", "pairs=x"]) == 1
+    assert "cross-encoder, which reads texts without a prompt" in capsys.readouterr().err
     for prompts, named in (
         (["tow=x"], "did you mean 'two'"),
         (["one=x", "one=y"], "two prompts"),

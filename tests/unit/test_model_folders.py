@@ -148,11 +148,13 @@ def test_layers_of_a_further_family_are_selected_and_saved(family: str, sentence
     same(their_vectors(tmp_path / "saved", TEXTS), vectors)
 
 
-@pytest.mark.skipif("beam" not in CONFIG_MAPPING, reason="this transformers has no BEAM")
-def test_numbers_that_follow_from_a_layers_index_are_those_of_the_saved_model(
-    sentences: list[str], tmp_path: Path
+@pytest.mark.parametrize("family", ["beam", "esmc"])
+def test_numbers_that_follow_from_the_layers_are_those_of_the_saved_model(
+    family: str, sentences: list[str], tmp_path: Path
 ) -> None:
-    source = make_family(tmp_path / "source", "beam", sentences)
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    source = make_family(tmp_path / "source", family, sentences)
     section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2])
     encoder = Encoder.from_section(section).eval()
     vectors = encoder.encode(TEXTS)
@@ -190,6 +192,7 @@ def test_a_family_with_a_decoder_is_refused_by_name(family: str, folder: Path, s
         ("bros", {}, "bbox"),
         ("xmod", {"languages": ["en_XX", "de_DE"]}, "language"),
         ("vilt", {}, "pixel_values"),
+        ("dpr", {}, "no last_hidden_state"),
     ],
 )
 def test_a_family_that_needs_more_than_tokens_is_refused(
