@@ -119,7 +119,9 @@ def _require_loadable(backbone: nn.Module, depth: int) -> None:
     with torch.device("meta"):
         fresh = kind(backbone.config)
     expected = {key: weight.shape for key, weight in fresh.state_dict().items()}
-    other = next((key for key, weight in backbone.state_dict().items() if expected.get(key) != weight.shape), None)
+    weights = backbone.state_dict()
+    other = next((key for key, weight in weights.items() if expected.get(key) != weight.shape), None)
+    other = other or next((key for key in expected if key not in weights and not key.startswith("pooler.")), None)
     if other is not None:
         raise UnsupportedModelError(
             f"{kind.__name__} has a weight {other} that depends on all {depth} layers, so no layers can be selected; set "
