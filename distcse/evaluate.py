@@ -79,8 +79,10 @@ def _print_checked(options: argparse.Namespace) -> int:
 def _inputs(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that `measure` and `check_measurement` share."""
     from distcse.device import default_device
-    from distcse.evaluation import LoadOptions
+    from distcse.evaluation import LoadOptions, parse_models, parse_prompts
 
+    documents = [] if options.documents is None else [options.documents]
+    prompt, prompts = parse_prompts(options.prompt, [*parse_models(options.models), *parse_models(documents)])
     return {
         "suites": options.suite.split(","),
         "add": options.add,
@@ -95,7 +97,8 @@ def _inputs(options: argparse.Namespace) -> dict[str, Any]:
             device=options.device or default_device(),
             precision=options.precision,
             trust_remote_code=options.trust_remote_code,
-            prompt=options.prompt,
+            prompt=prompt,
+            prompts=prompts,
         ),
     }
 
@@ -174,7 +177,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--transfer", choices=["strict", "fast"], default="strict", help="SentEval to the letter, or scikit-learn"
     )
     parser.add_argument("--pooling", help="for folders that do not say how they pool")
-    parser.add_argument("--prompt", default="", help="put before every sentence, or a template with {sentence} in it")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="[NAME=]TEXT",
+        help="put before every sentence, or a template with {sentence} in it; NAME=TEXT is for one model, by its name in tables",
+    )
     parser.add_argument("--max-length", type=int, metavar="TOKENS", help="tokens kept of a sentence")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
     parser.add_argument(

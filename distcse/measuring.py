@@ -278,8 +278,10 @@ def _unused_prompts(candidates: Sequence[Candidate], load_options: LoadOptions) 
         if info.kind == "bi-encoder" and info.source != _IN_MEMORY:
             folder = resolve_model(find_model(info.source), load_options.trust_remote_code)
             if not (folder / CHECKSUMS).is_file():
-                sections[info.name] = EncoderSection(backbone=str(folder), prompt=load_options.prompt)
-    return warn_of_unused_prompts(sections, fix="measure it with --prompt {prompt}, or another that fits the texts")
+                sections[info.name] = EncoderSection(backbone=str(folder), prompt=load_options.prompt_of(info.name))
+    return warn_of_unused_prompts(
+        sections, fix="measure it with --prompt {key}={prompt}, or another that fits the texts"
+    )
 
 
 def _add_retrieval_with_documents_by(

@@ -139,11 +139,19 @@ _ENCODER_DECODER: dict[str, Any] = {
 }
 MORE_FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deberta", "fnet", "data2vec-text", "rembert", "mobilebert", "ibert"), _SIZES),
-    **dict.fromkeys(("nomic_bert", "eurobert", "modernbert", "esm"), _SIZES),
+    **dict.fromkeys(("nomic_bert", "eurobert", "modernbert", "esm", "esmc", "dpr"), _SIZES),
     **dict.fromkeys(("gemma2", "phi3", "opt"), _DECODER),
     **dict.fromkeys(("bart", "m2m_100", "pegasus", "marian"), _ENCODER_DECODER),
     **dict.fromkeys(("longt5", "switch_transformers"), FAMILIES["mt5"]),
     **dict.fromkeys(("bros", "xmod", "vilt", "lilt", "big_bird"), _SIZES),
+    "beam": {
+        **_DECODER,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "bloom": {"hidden_size": 32, "n_layer": 3, "n_head": 4},
     "xlm": {"emb_dim": 32, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 70},
 }

@@ -31,12 +31,23 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SEPARATOR_LINE = re.compile("sep=(.)")
 _OTHER_SEPARATORS = (",", ";", "\t", "|")
+_RARE_SEPARATORS = ("\x01", "\x1f", "^", "~", ":", "¦")
+"""Tried last, and only taken where they give the column: Hive's first, and characters that texts rarely contain."""
+_NULLS = ("\\N", "NULL")
+"""Fields that are no text: what PostgreSQL, MySQL and SQL Server export for a missing value."""
+_CSV_FIXES = {
+    "unexpected end of data": "a quote is not closed; double the quotes inside texts",
+    "expected after": "double the quotes inside texts",
+}
+"""Part of an error of `csv` -> the way out."""
+_LIST_FORM = 'write a list of objects, as pandas\' to_json(FILE, orient="records"), or an object on each line'
 _RENAME = "rename it to end with {}"
 _SIGNATURES = (
     (b"\x1f\x8b", ".gz", "gzip data", _RENAME),
     *((b"BZh%d1AY&SY" % level, ".bz2", "bzip2 data", _RENAME) for level in range(1, 10)),
     (b"\xfd7zXZ\0", ".xz", "xz data", _RENAME),
     (b"\x28\xb5\x2f\xfd", ".zst", "Zstandard data", _RENAME),
+    (b"\x04\x22\x4d\x18", "", "LZ4 data", "unpack it (lz4 -d)"),
     (b"PAR1\x15", ".parquet", "Parquet data", _RENAME),
     (b"ARROW1\0\0", "", "Arrow data", "write it as Parquet: pyarrow.parquet.write_table"),
     (b"SQLite format 3\0", "", "an SQLite database", "export the table as CSV in UTF-8"),
@@ -50,9 +61,22 @@ _SIGNATURES = (
 )
 """First bytes of a file, the extension that belongs to them, what they are, and the way out under another extension."""
 
+_TAR = (257, b"ustar")
+"""Place and content of the signature of a tar archive."""
+
 _OTHER_FILES = {
-    (".xlsx", ".xls", ".ods", ".numbers"): "save the sheet as CSV in UTF-8",
-    (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z"): "unpack it",
+    (".xlsx", ".xlsb", ".xls", ".ods", ".numbers"): "save the sheet as CSV in UTF-8",
+    (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar"): "unpack it",
+    (".lz4", ".br", ".lzma", ".z", ".snappy", ".parquet.gz", ".parquet.zst"): "unpack it",
+    (".zstd",): "rename it to end with .zst",
+    (".bgz", ".gzip"): "rename it to end with .gz",
+    (".text", ".md"): "rename it to end with .txt",
+    (".jl", ".jsonlines"): "rename it to end with .jsonl",
+    (".tab",): "rename it to end with .tsv",
+    (".psv",): "rename it to end with .csv",
+    (".pq", ".parq"): "rename it to end with .parquet",
+    (".warc", ".warc.gz", ".wet", ".wet.gz"): "extract its texts as JSON Lines",
+    (".sql", ".sql.gz"): "export the table as CSV in UTF-8",
     (".arrow", ".feather", ".orc", ".avro"): "write it as Parquet",
     (".db", ".sqlite", ".sqlite3"): "export the table as CSV in UTF-8",
     (".pdf", ".doc", ".docx", ".odt", ".rtf", ".html", ".htm"): "save its text as .txt in UTF-8",
@@ -103,7 +127,8 @@ def file_kind(file: Path) -> str:
             return extension
     name = file.name.lower()
     way_out = next((f": {way}" for extensions, way in _OTHER_FILES.items() if name.endswith(extensions)), "")
-    raise CorpusFormatError(f"{file}: unknown file extension{way_out}; allowed: {', '.join(_READERS)}")
+    packed = f"{', '.join(_FORMATS)} (each also with {', '.join(_OPENERS)})"
+    raise CorpusFormatError(f"{file}: unknown file extension{way_out}; allowed: {packed}, .parquet")
 
 
 def has_columns(file: Path) -> bool:
@@ -143,12 +168,18 @@ def describe_missing_column(column: str, columns: Sequence[str], separated: str 
 
 
 def _text(file: Path, column: str) -> Iterator[str]:
-    for _, line in _lines(file):
+    for _, line in _lines(file, text_per_line=True):
         yield line
 
 
+def _lines_of_old_macs(file: Path, line: int) -> CorpusFormatError:
+    return CorpusFormatError(
+        f"{file}, line {line}: the lines end with a carriage return alone; convert them (tr '\\r' '\\n')"
+    )
+
+
 def _jsonl(file: Path, column: str) -> Iterator[str | None]:
-    for number, line in _lines(file):
+    for number, line in _lines(file, text_per_line=True):
         if number == 1 and line.lstrip().startswith("["):
             raise CorpusFormatError(f"{file}, line 1: a JSON list, not JSON Lines; rename the file to end with .json")
         yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
@@ -162,21 +193,21 @@ def _json(file: Path, column: str) -> Iterator[str | None]:
         return
     if not first[1].lstrip().startswith("["):
         for number, line in chain([first], lines):
-            yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
+            yield _json_text(line, column, f"{file}, line {number}", _LIST_FORM) if line.strip() else None
         return
     try:
         entries = json.loads("\n".join(line for _, line in chain([first], lines)))
     except (ValueError, RecursionError) as error:
-        raise CorpusFormatError(f"{file}: not JSON ({error})") from None
+        raise CorpusFormatError(f"{file}: not JSON ({error}); {_LIST_FORM}") from None
     for number, entry in enumerate(entries, start=1):
         yield _text_of(entry, column, f"{file}, entry {number}")
 
 
-def _json_text(line: str, column: str, location: str) -> str | None:
+def _json_text(line: str, column: str, location: str, way_out: str = "") -> str | None:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CorpusFormatError(f"{location}: not JSON ({error})") from None
+        raise CorpusFormatError(f"{location}: not JSON ({error}){way_out and f'; {way_out}'}") from None
     return _text_of(entry, column, location)
 
 
@@ -215,9 +246,7 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
         return
     skipped = number - 1
     if "\r" in first.strip() and '"' not in first:
-        raise CorpusFormatError(
-            f"{file}, line {number}: the lines end with a carriage return alone; convert them (tr '\\r' '\\n')"
-        )
+        raise _lines_of_old_macs(file, number)
     is_tsv = file_kind(file).startswith(".tsv")
     try:
         separator = named[1] if named else _separator(first, column, is_tsv)
@@ -239,9 +268,10 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
                 raise CorpusFormatError(
                     f"{file}, line {rows.line_num + skipped}: {len(row)} fields, but the header has {len(header)}{more}"
                 )
-            yield row[index] if row else None
+            yield row[index] if row and row[index] not in _NULLS else None
     except csv.Error as error:
-        raise CorpusFormatError(f"{file}, line {rows.line_num + skipped}: {error}") from None
+        fix = next((f"; {fix}" for part, fix in _CSV_FIXES.items() if part in str(error)), "")
+        raise CorpusFormatError(f"{file}, line {rows.line_num + skipped}: {error}{fix}") from None
 
 
 def _next_written(numbered: Iterator[tuple[int, str]]) -> tuple[int, str]:
@@ -259,10 +289,12 @@ def _separator(header: str, column: str, is_tsv: bool) -> str:
     usual = _usual_separator(is_tsv)
     fields = {
         separator: next(csv.reader([header], delimiter=separator), [])
-        for separator in dict.fromkeys((usual, *_OTHER_SEPARATORS))
+        for separator in dict.fromkeys((usual, *_OTHER_SEPARATORS, *_RARE_SEPARATORS))
     }
     with_column = (separator for separator, names in fields.items() if column in names)
-    with_several = (separator for separator, names in fields.items() if len(names) > 1)
+    with_several = (
+        separator for separator, names in fields.items() if len(names) > 1 and separator not in _RARE_SEPARATORS
+    )
     return next(with_column, None) or next(with_several, usual)
 
 
@@ -287,7 +319,9 @@ def _parquet(file: Path, column: str) -> Iterator[str | None]:
             _refuse_doubled_column(column, schema.names, str(file))
             data_type = schema.field(column).type
             if not _is_text(data_type):
-                raise CorpusFormatError(f"{file}, column {column!r}: expected text, found {data_type}")
+                others = [field.name for field in schema if _is_text(field.type) and field.name != column]
+                way_out = f"; columns of text: {', '.join(others)}" if others else ""
+                raise CorpusFormatError(f"{file}, column {column!r}: expected text, found {data_type}{way_out}")
             row = 1
             for batch in table.iter_batches(batch_size=8192, columns=[column]):
                 yield from _batch_texts(batch.column(0), file, row)
@@ -313,19 +347,30 @@ def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None
             raise CorpusFormatError(f"{file}, row {row}: {_describe_bad_byte(error)}") from None
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
+def _lines(file: Path, text_per_line: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield numbered lines without their ends.
+
+    Args:
+        file: A file of text, perhaps compressed.
+        text_per_line: Refuse lines that end with a carriage return alone, which would be one text.
+    """
     number = 0
     try:
         with open(file, "rb") as packed:
             _refuse_other_content(file, packed.read(64), file.suffix.lower())
         with _open(file) as opened:
             _refuse_other_content(file, opened.peek(64)[:64])
+            _refuse_archive(file, opened.peek(512))
             if opened.peek(2)[:2] in _UTF16_MARKS:
                 for number, line in enumerate(TextIOWrapper(opened, "utf-16", newline="\n"), start=1):
+                    if text_per_line and number == 1 and not line.endswith("\n") and "\r" in line.strip():
+                        raise _lines_of_old_macs(file, number)
                     yield number, line.rstrip("\r\n")
                 return
             _refuse_unmarked_utf16(file, opened.peek(64)[:64])
             for number, raw in enumerate(opened, start=1):
+                if text_per_line and number == 1 and not raw.endswith(b"\n") and b"\r" in raw.strip():
+                    raise _lines_of_old_macs(file, number)
                 yield number, _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
     except UnicodeError as error:
         raise CorpusFormatError(f"{file}, line {number + 1}: not UTF-16, as its first bytes say: {error}") from None
@@ -361,6 +406,13 @@ def _refuse_other_content(file: Path, start: bytes, extension: str | None = None
     for signature, usual_extension, name, way_out in _SIGNATURES:
         if start.startswith(signature) and usual_extension != extension:
             raise CorpusFormatError(f"{file} contains {name}; {way_out.format(usual_extension)}")
+
+
+def _refuse_archive(file: Path, start: bytes) -> None:
+    """Refuse a tar archive, whose first name and text could be read as lines."""
+    place, signature = _TAR
+    if start[place : place + len(signature)] == signature:
+        raise CorpusFormatError(f"{file} contains a tar archive; unpack it")
 
 
 def _refuse_unmarked_utf16(file: Path, start: bytes) -> None:

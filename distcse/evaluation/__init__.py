@@ -1,7 +1,7 @@
 """Evaluation of sentence encoders by the protocols of the papers, one protocol per module."""
 
 from distcse.evaluation.agreement import HeldOutVectors, agreement, agreement_result
-from distcse.evaluation.candidates import LoadOptions, make_candidate, open_candidate, parse_models
+from distcse.evaluation.candidates import LoadOptions, make_candidate, open_candidate, parse_models, parse_prompts
 from distcse.evaluation.catalogue import DEV_SETS, SUITES, DatasetFolder, parse_suites
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.custom_dev import CustomDev
@@ -69,6 +69,7 @@ __all__ = [
     "measure_model",
     "open_candidate",
     "parse_models",
+    "parse_prompts",
     "parse_suites",
     "read_table",
     "refuse_test_as_dev",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,13 @@ from distcse.errors import EvaluationOptionError
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelInfo
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, make_encode
-from distcse.evaluation.runs import number_runs
+from distcse.evaluation.runs import group_runs, number_runs
 from distcse.models import CrossEncoder, Encoder, StaticEncoder, is_cross_encoder, is_static, resolve_model
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
 from distcse.recipe.hub_names import hub_id
+from distcse.spelling import nearest
 from distcse.storage import find_model, is_uri
 
 
@@ -37,6 +38,8 @@ class LoadOptions:
         trust_remote_code: Run Python code from the model's folder.
         prompt: Text put before every sentence, or a template with `{sentence}` in it; empty takes the folder's.
             Cross-encoders ignore it.
+        prompts: Prompts of single models by their names in tables, instead of `prompt`; those of several runs share their
+            model's.
         is_fast: Use exact shortcuts of the forward pass, as with `models.fast: auto`.
     """
 
@@ -47,11 +50,46 @@ class LoadOptions:
     trust_remote_code: bool = False
     prompt: str = ""
     is_fast: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def resolved_precision(self) -> str:
         """`precision`, with `auto` replaced by the precision that the device is fast at."""
         return auto_precision([speed_of(self.device)]) if self.precision == "auto" else self.precision
+
+    def prompt_of(self, name: str) -> str:
+        """Return the prompt of a model by its name in tables."""
+        (model,) = group_runs([name])
+        return self.prompts.get(name, self.prompts.get(model, self.prompt))
+
+
+def parse_prompts(typed: Sequence[str], names: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """Parse `TEXT`, for all models, and `NAME=TEXT`, for one of them.
+
+    Args:
+        typed: What the user wrote; a prompt for all that contains an equals sign begins with one.
+        names: The models' names in tables.
+
+    Returns:
+        The prompt of all models, and those of single models by name.
+
+    Raises:
+        EvaluationOptionError: A name is no model's, or a model has two prompts.
+    """
+    known = {*group_runs(names)} | {*names}
+    found: dict[str, str] = {}
+    for text in typed:
+        name, equals, prompt = text.partition("=")
+        name, prompt = (name, prompt) if equals else ("", text)
+        if name and name not in known:
+            raise EvaluationOptionError(
+                f"--prompt {text!r:.60}: there is no model {name!r}{nearest(name, sorted(known))}; the models are "
+                f"{', '.join(sorted(known))}. Write NAME=TEXT, or for all models TEXT, or =TEXT if it contains an equals sign"
+            )
+        if name in found:
+            raise EvaluationOptionError(f"two prompts are given for {name or 'all models'}; keep one")
+        found[name] = prompt
+    return found.pop("", ""), found
 
 
 def parse_models(models: Sequence[str]) -> dict[str, str]:
@@ -103,14 +141,16 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
     """
     folder = resolve_model(find_model(source), options.trust_remote_code)
     if is_static(folder):
+        _refuse_prompt(name, source, options, "static model")
         static = StaticEncoder.load(folder)
         return make_candidate(name, source, static, Contamination.read(folder), "fp32", on_progress)
     model: Encoder | RankSpaceEncoder | CrossEncoder
     encoder: Encoder | CrossEncoder
     if is_cross_encoder(folder):
+        _refuse_prompt(name, source, options, "cross-encoder")
         model = encoder = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
     elif is_rank_space(folder):
-        model = _load_rank_space(folder, source, options)
+        model = _load_rank_space(folder, source, options, options.prompt_of(name))
         encoder = model.encoder
     else:
         model = encoder = Encoder.load(
@@ -119,12 +159,20 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
             is_fast=options.is_fast,
             max_length=options.max_length,
             trust_remote_code=options.trust_remote_code,
-            prompt=options.prompt,
+            prompt=options.prompt_of(name),
         )
     model.to(options.device)
     candidate = make_candidate(name, source, model, Contamination.read(folder), options.resolved_precision, on_progress)
     use_mkldnn_linear(encoder, options.resolved_precision)
     return candidate
+
+
+def _refuse_prompt(name: str, source: str, options: LoadOptions, kind: str) -> None:
+    """Refuse a prompt for this model alone where its kind reads texts without one."""
+    if options.prompt_of(name) != options.prompt:
+        raise EvaluationOptionError(
+            f"--prompt {name}=…: {source} is a {kind}, which reads texts without a prompt; remove it"
+        )
 
 
 def make_candidate(
@@ -160,11 +208,11 @@ def make_candidate(
     return Candidate(info, VectorModel.of(model, precision, on_progress), contamination)
 
 
-def _load_rank_space(folder: Path, source: str, options: LoadOptions) -> RankSpaceEncoder:
+def _load_rank_space(folder: Path, source: str, options: LoadOptions, prompt: str) -> RankSpaceEncoder:
     """Load a rank space, whose reference vectors depend on the maximum length and prompt stored in its folder."""
     ranker = RankSpaceEncoder.load(folder, options.trust_remote_code, options.is_fast)
     saved = ranker.encoder.max_length, ranker.encoder.prompt
-    if (options.max_length or saved[0], options.prompt or saved[1]) != saved:
+    if (options.max_length or saved[0], prompt or saved[1]) != saved:
         raise EvaluationOptionError(
             f"{source}: the rank space's references were encoded with max_length {saved[0]} and prompt {saved[1]!r}; "
             "sentences must be encoded the same way. Leave out --max-length and --prompt, or build another rank space"

@@ -17,13 +17,11 @@ from distcse.losses.views import unit
 from distcse.models.weight_files import require_module_weights
 
 # A fixed table, because a class named by a model's file must not be imported.
+_KINDS: tuple[type[nn.Module], ...] = (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid)
 _ACTIVATIONS: dict[str, type[nn.Module]] = {
+    **{f"torch.nn.modules.activation.{kind.__name__}": kind for kind in _KINDS[1:]},
     "torch.nn.modules.linear.Identity": nn.Identity,
-    "torch.nn.modules.activation.Tanh": nn.Tanh,
-    "torch.nn.modules.activation.ReLU": nn.ReLU,
-    "torch.nn.modules.activation.GELU": nn.GELU,
-    "torch.nn.modules.activation.SiLU": nn.SiLU,
-    "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
+    **{f"torch.nn.{kind.__name__}": kind for kind in _KINDS},
 }
 VECTOR_NAME = "sentence_embedding"
 
@@ -65,7 +63,7 @@ class DenseShape:
             )
         activation = config.get("activation_function", cls.activation)
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-            known = ", ".join(kind.__name__ for kind in _ACTIVATIONS.values())
+            known = ", ".join(kind.__name__ for kind in _KINDS)
             raise UnsupportedModelError(f"{file}: activation {activation!r:.100} is not supported; supported: {known}")
         for key in ("module_input_name", "module_output_name"):
             if config.get(key) not in (None, VECTOR_NAME):

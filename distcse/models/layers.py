@@ -117,13 +117,27 @@ def _require_loadable(backbone: nn.Module, depth: int) -> None:
     if not kind.__module__.startswith("transformers."):
         return  # custom code may not run on the meta device
     with torch.device("meta"):
-        expected = {key: weight.shape for key, weight in kind(backbone.config).state_dict().items()}
-    other = next((key for key, weight in backbone.state_dict().items() if expected.get(key) != weight.shape), None)
+        fresh = kind(backbone.config)
+    expected = {key: weight.shape for key, weight in fresh.state_dict().items()}
+    weights = backbone.state_dict()
+    other = next((key for key, weight in weights.items() if expected.get(key) != weight.shape), None)
+    other = other or next((key for key in expected if key not in weights and not key.startswith("pooler.")), None)
     if other is not None:
         raise UnsupportedModelError(
             f"{kind.__name__} has a weight {other} that depends on all {depth} layers, so no layers can be selected; set "
             "layers to null"
         )
+    _renumber(layers_of(backbone), layers_of(fresh))
+
+
+def _renumber(stack: nn.ModuleList, fresh: nn.ModuleList) -> None:
+    """Give kept layers the numbers of a loaded model: BEAM's follow from a layer's index, ESM C's from how many there are."""
+    modules = dict(stack.named_modules())
+    for name, module in fresh.named_modules():
+        kept = modules.get(name)
+        for key, value in vars(module).items():
+            if kept is not None and type(value) in (int, float) and type(getattr(kept, key, None)) is type(value):
+                setattr(kept, key, value)
 
 
 def _layer_stack(backbone: nn.Module, depth: int) -> tuple[nn.Module, str, nn.ModuleList]:

@@ -174,7 +174,9 @@ def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping
         from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
+        config.return_dict = True  # as sentence-transformers asks for in each call
+        return config
     except Exception as error:  # the libraries raise many types
         if "auto_map" in read_json(folder / "config.json") and not trust_remote_code:
             raise ModelLoadError(
@@ -346,7 +348,7 @@ def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:
     pooling = section.pooling or layout.pooling
     if pooling is None:
         raise EncoderSettingError(
-            f"{section.backbone} does not define its pooling (no modules.json); set pooling: {_POOLINGS}"
+            f"{section.backbone} does not define its pooling (no Pooling in modules.json); set pooling: {_POOLINGS}"
         )
     return pooling
 

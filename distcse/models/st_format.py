@@ -120,10 +120,7 @@ def read_layout(folder: Path) -> Layout:
             if _outputs_all_layers(folder / transformer, text.config_settings):
                 averaged = _layer_average(folder / path)
         elif kind != "Transformer" and kind not in _WITHOUT_EFFECT:
-            raise UnsupportedModelError(
-                f"{folder} has a {kind} module{' in another order' if kind in _ORDERED else ''}, which distcse does not "
-                "support; use a model without it"
-            )
+            raise _unsupported_module(folder, kind)
     if averaged is not None and pooling != "mean":
         raise UnsupportedModelError(
             f"{folder} averages layers and pools {pooling!r}; an average of layers is supported with mean pooling only"
@@ -159,11 +156,18 @@ def backbone_folder(folder: Path) -> Path:
 
 def _transformer_path(folder: Path, modules: Sequence[tuple[str, str]]) -> str:
     paths = [path for path, kind in modules if kind == "Transformer"]
-    if len(paths) > 1 or (paths and modules[0][1] != "Transformer"):
-        raise UnsupportedModelError(
-            f"{folder / 'modules.json'} does not have one Transformer as its first module; use a model that has"
-        )
+    if modules and modules[0][1] != "Transformer":
+        raise _unsupported_module(folder, modules[0][1])
+    if len(paths) > 1:
+        raise UnsupportedModelError(f"{folder / 'modules.json'} has several Transformers; use a model with one")
     return paths[0] if paths else ""
+
+
+def _unsupported_module(folder: Path, kind: str) -> UnsupportedModelError:
+    order = " in another order" if kind in _ORDERED else ""
+    return UnsupportedModelError(
+        f"{folder} has a {kind} module{order}, which distcse does not support; use a model without it"
+    )
 
 
 def _module(folder: Path, module: Any) -> tuple[str, str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 from distcse.errors import ModelFormatError, UnsupportedModelError
@@ -14,9 +16,10 @@ _TRANSFORMER_FILES = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Names that the transformer's settings have had; the first file that exists counts."""
+"""Names that the transformer's settings have had; the first file with any setting counts."""
 _TASKS = ("feature-extraction", "sequence-classification")
 _TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
+_TOKEN_VECTORS = "token_embeddings"
 _USED = (
     "max_seq_length",
     "do_lower_case",
@@ -35,6 +38,8 @@ _MODEL_SETTINGS_WITHOUT_EFFECT = (
 _WHERE = ("trust_remote_code", "use_fast", *("subfolder", "token", "cache_dir", "revision", "local_files_only"))
 """Arguments that sentence-transformers, too, replaces by the caller's, or that have one value here."""
 _KINDS = (None, "SentenceTransformer", "CrossEncoder")
+_COMPUTING = ("python", "torch", "transformers", "tokenizers")
+"""Packages whose versions `requirements` may name and that distcse computes vectors with."""
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 UNNAMED_PROMPTS = ("query", "document")
 """Prompts that every model has; empty where the folder does not define them."""
@@ -70,13 +75,17 @@ def read_transformer_settings(folder: Path) -> TransformerSettings:
         ModelFormatError: A value has the wrong type.
         UnsupportedModelError: A setting is not supported.
     """
-    file = next(
-        (folder / name for name in _TRANSFORMER_FILES if (folder / name).exists()), folder / _TRANSFORMER_FILES[0]
-    )
+    files = [folder / name for name in _TRANSFORMER_FILES]
+    file = next((file for file in files if read_json(file)), files[0])
     settings = read_json(file)
     _refuse_unused(file, settings)
     tokenizer = _arguments(file, settings, "tokenizer_args", "processor_kwargs")
+    is_given = "model_max_length" in tokenizer
     max_length = tokenizer.pop("model_max_length", settings.get("max_seq_length"))
+    if is_given and max_length is None:
+        raise UnsupportedModelError(
+            f"{file}: model_max_length is null, which truncates no text; write a number of tokens"
+        )
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise ModelFormatError(
             f"{file}: max_seq_length is {max_length!r:.60}, not a positive integer; write a number of tokens, or null"
@@ -110,6 +119,7 @@ def read_model_settings(folder: Path) -> ModelSettings:
         raise UnsupportedModelError(
             f"{file}: similarity_fn_name is {similarity!r:.60}; supported: {', '.join(_SIMILARITIES)}"
         )
+    _refuse_other_versions(file, settings.get("requirements"))
     size = settings.get("truncate_dim")
     if size is not None and (type(size) is not int or size < 1):
         raise ModelFormatError(
@@ -125,6 +135,30 @@ def read_model_settings(folder: Path) -> ModelSettings:
         )
     named = {name: prompt or "" for name, prompt in prompts.items()}
     return ModelSettings(named, _default_prompt(file, settings.get("default_prompt_name"), named), size, similarity)
+
+
+def _refuse_other_versions(file: Path, requirements: Any) -> None:
+    """Refuse a model that asks for other versions of the libraries that compute its vectors.
+
+    As in sentence-transformers, a requirement that is no version specifier is ignored.
+    """
+    for name, wanted in requirements.items() if isinstance(requirements, dict) else ():
+        package = "torch" if name == "pytorch" else name
+        specifier = wanted.get("specifier") if isinstance(wanted, dict) else wanted
+        if package not in _COMPUTING or not isinstance(specifier, str):
+            continue
+        from transformers.utils.versions import require_version  # takes seconds to import, and few models need it
+
+        try:
+            require_version(f"{package}{specifier}")
+        except ValueError:
+            continue
+        except ImportError:
+            installed = python_version() if package == "python" else version(package)
+            raise UnsupportedModelError(
+                f"{file}: the model requires {package}{specifier}, and {installed} is installed; install such a version, or use "
+                "another model"
+            ) from None
 
 
 def find_prompt(prompts: Mapping[str, str], name: str) -> str | None:
@@ -157,6 +191,9 @@ def _refuse_unused(file: Path, settings: Mapping[str, Any]) -> None:
     text = modalities.get("text") if isinstance(modalities, dict) else None
     if task == _TASKS[0] and text != _TEXT:
         raise UnsupportedModelError(f"{file}: text is computed by {text!r:.100}; supported: {_TEXT}")
+    output = settings.get("module_output_name") or _TOKEN_VECTORS
+    if task == _TASKS[0] and output != _TOKEN_VECTORS:
+        raise UnsupportedModelError(f"{file}: module_output_name is {output!r:.60}; supported: {_TOKEN_VECTORS}")
     if isinstance(modalities, dict) and "message" in modalities:
         raise UnsupportedModelError(
             f"{file}: texts are put into a chat template (modality_config: message), which distcse does not support; save the "

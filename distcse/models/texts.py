@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
+from numbers import Real
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
 from distcse.errors import TextInputError
+
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)
+"""Types that can be iterated over and are no list: single values, and unordered collections."""
 
 
 def as_texts(texts: Iterable[str]) -> list[str]:
@@ -19,18 +25,18 @@ def as_texts(texts: Iterable[str]) -> list[str]:
     Raises:
         TextInputError: They are something else, or one of them is not a text, or has half of a surrogate pair; names its place.
     """
-    columns = getattr(texts, "columns", None)
+    columns = getattr(texts, "column_names", getattr(texts, "columns", None))  # pyarrow's `columns` are their values
     if columns is not None and not callable(columns):
         names = ", ".join(map(str, columns))
         raise TextInputError(f"expected texts, found a table with the columns {names:.100}; pass one of its columns")
-    if isinstance(texts, str | bytes | Mapping | Set) or not _is_iterable(texts):
+    if isinstance(texts, _NO_LISTS) or not _is_iterable(texts):
         raise TextInputError(f"expected a text or a list of texts, found {type(texts).__name__}; pass a list of texts")
     as_python = getattr(texts, "to_pylist", None)  # pyarrow's values are no str
     found: list[Any] = list(texts if as_python is None else as_python())
     for place, text in enumerate(found):
         if not isinstance(text, str):
             raise TextInputError(
-                f"texts[{place}] is {text!r:.60} ({type(text).__name__}), not a text; remove it, or convert it with str()"
+                f"texts[{place}] is {text!r:.60} ({type(text).__name__}), not a text; {_way_out(text)}"
             )
         _refuse_half_character(text, f"texts[{place}]")
     return found
@@ -45,7 +51,7 @@ def as_pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
     Raises:
         TextInputError: They are something else, or one of them is not two texts; names its place.
     """
-    if isinstance(pairs, str | bytes | Mapping | Set) or not _is_iterable(pairs):
+    if isinstance(pairs, _NO_LISTS) or not _is_iterable(pairs):
         raise TextInputError(f"expected a list of pairs, found {type(pairs).__name__}; write [(first, second)]")
     found: list[tuple[str, str]] = []
     for place, pair in enumerate(pairs):
@@ -62,6 +68,14 @@ def as_pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
             _refuse_half_character(text, f"pairs[{place}]")
         found.append((first, second))
     return found
+
+
+def _way_out(value: Any) -> str:
+    """Return what to do with a value that is no text; `str` of a missing value or of bytes would not be the text."""
+    if isinstance(value, bytes | bytearray):
+        return "decode it: .decode()"
+    is_number = isinstance(value, Real | Decimal) and value == value
+    return "remove it, or convert it with str()" if is_number or isinstance(value, PurePath) else "remove it"
 
 
 def _is_iterable(values: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
@@ -37,9 +39,7 @@ def require_weights(folder: Path) -> None:
             raise MissingWeightsError(f"{folder} lacks {lost}, which {_INDEX} names; download it again")
     elif not (folder / WEIGHTS).is_file():
         raise _without_weights(folder)
-    for name in shards or [WEIGHTS]:
-        if is_lfs_pointer(folder / name):
-            raise lfs_pointer_error(folder / name)
+    _refuse_pointers([folder / name for name in shards or [WEIGHTS]])
     _refuse_quantized(folder)
 
 
@@ -61,11 +61,12 @@ def require_module_weights(root: Path, path: str) -> Path:
         ModelFormatError: The file is a Git LFS pointer.
     """
     file = root / path / WEIGHTS
-    if is_lfs_pointer(file):
-        raise lfs_pointer_error(file)
+    _refuse_pointers([file])
     if file.is_file():
         return file
-    if any(any((root / path).glob(pattern)) for pattern in _PICKLES):
+    pickled = [found for pattern in _PICKLES for found in sorted((root / path).glob(pattern))]
+    _refuse_pointers(pickled)
+    if pickled:
         raise PickledWeightsError(
             f"{root / path} has no {WEIGHTS}, and distcse does not load pickles; convert a trusted model: "
             f"SentenceTransformer({str(root)!r}).save_pretrained(FOLDER)"
@@ -131,6 +132,12 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
+def _refuse_pointers(files: Iterable[Path]) -> None:
+    for file in files:
+        if is_lfs_pointer(file):
+            raise lfs_pointer_error(file)
+
+
 def _refuse_quantized(folder: Path) -> None:
     settings = read_json(folder / "config.json").get("quantization_config")
     if settings:
@@ -142,10 +149,15 @@ def _refuse_quantized(folder: Path) -> None:
 
 
 def _without_weights(folder: Path) -> PickledWeightsError | MissingWeightsError:
-    pickled = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    if os.path.lexists(folder / WEIGHTS):
+        return MissingWeightsError(
+            f"{folder / WEIGHTS} is no file, but a folder or a link to a file that does not exist; get the model again"
+        )
+    pickled = [file for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    _refuse_pointers(pickled)
     if pickled:
         return PickledWeightsError(
-            f"{folder} has {pickled[0]} but no safetensors, and distcse does not load pickles; convert a trusted model: "
+            f"{folder} has {pickled[0].name} but no safetensors, and distcse does not load pickles; convert a trusted model: "
             f"{_conversion(folder)}"
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))

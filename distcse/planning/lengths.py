@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from distcse.data import source_rows
 from distcse.errors import DistcseError
-from distcse.models.st_format import backbone_folder, read_layout
+from distcse.models.prompts import SENTENCE, is_template
+from distcse.models.st_format import backbone_folder
 from distcse.models.vocabulary import has_tokenizer
 from distcse.planning.shapes import folder_of
 from distcse.recipe import CorpusSection, EncoderSection
@@ -132,11 +133,13 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
     """Return (n,) lengths, document frequencies and the method: the encoder's tokenizer, or bytes if it is not local."""
     folder = folder_of(encoder.backbone, encoder.trust_remote_code)
     if folder is not None and has_tokenizer(backbone_folder(folder)):
-        from distcse.models.loading import load_tokenizer
+        from distcse.models.folder import ModelFolder
 
-        settings = read_layout(folder).tokenizer_settings
-        tokenizer = load_tokenizer(backbone_folder(folder), encoder.trust_remote_code, settings)
-        ids = tokenizer([encoder.prompt + text for text in texts], truncation=False, padding=False, verbose=False)
+        opened = ModelFolder.read(folder, encoder.trust_remote_code)
+        prompt = encoder.prompt or opened.layout.prompt
+        template = prompt if is_template(prompt) else prompt + SENTENCE
+        prompted = [template.replace(SENTENCE, text) for text in texts]
+        ids = opened.load_tokenizer()(prompted, truncation=False, padding=False, verbose=False)
         read = [np.unique(row[: encoder.max_length]) for row in ids["input_ids"]]
         words = np.unique(np.concatenate(read), return_counts=True)[1]
         lengths = np.array([len(row) for row in ids["input_ids"]], dtype=np.int64)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.hub_names import HubName
+from distcse.recipe.hub_names import HubDataSetName
 from distcse.recipe.paths import absolute_folder, absolute_paths
 from distcse.recipe.section import Section
 
@@ -18,7 +18,7 @@ class CorpusSection(Section):
     path: str | list[str] | None = None
     """File or list of files: .txt, .jsonl, .ndjson, .json (a list of objects), .csv or .tsv, each also compressed (.gz, .bz2,
     .xz, .zst), or .parquet, with one sentence per line or row."""
-    dataset: HubName | None = None
+    dataset: HubDataSetName | None = None
     """Name of a Hugging Face data set, or a local folder. Only a name that is not a folder is looked up on the hub."""
     dataset_config: str | None = None
     """Configuration of `dataset`, for data sets that have several."""

@@ -42,6 +42,19 @@ _MOST = 2**53
 """Largest integer below which all integers are exact as floating-point numbers."""
 
 
+class KeyValueError(ValueError):
+    """A section's validator refuses the value of one of its keys.
+
+    Args:
+        key: The key inside the section.
+        reason: What is wrong.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
+
+
 class Section(BaseModel):
     """A section of a recipe: no unknown keys, no type conversion, immutable after validation."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from distcse.recipe.custom import ClassPath, CustomKwarg
 from distcse.recipe.encoders import EncoderSection
-from distcse.recipe.section import FrozenPrecision, Gpus, Labels, Section
+from distcse.recipe.hub_names import hub_id
+from distcse.recipe.section import FrozenPrecision, Gpus, KeyValueError, Labels, Section
 
 
 class EndpointSection(Section):
@@ -65,6 +66,9 @@ _IGNORED_KEYS = {"class_path": ("max_length", "prompt"), "endpoint": ("max_lengt
 class TeacherSection(EncoderSection):
     """One frozen teacher: a bi-encoder or a cross-encoder (read from its folder), an endpoint, or a custom class."""
 
+    backbone: str
+    """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package. With `endpoint`, the model's
+    name there; with `class_path`, any name."""
     endpoint: EndpointSection | None = None
     """HTTP endpoint that computes the embeddings; null loads the model."""
     class_path: ClassPath | None = None
@@ -105,6 +109,18 @@ class TeacherSection(EncoderSection):
             if kind is None
             else {**ranks, **dict.fromkeys(model, f"{kind} gives the vectors, and no model is loaded")}
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _backbone_is_an_id(cls, section: Any) -> Any:
+        """Take the id in an address on the hub; a model that is not loaded may have an address as its name."""
+        is_section = isinstance(section, dict) and isinstance(section.get("backbone"), str)
+        if not is_section or any(section.get(kind) is not None for kind in _IGNORED_KEYS):
+            return section
+        try:
+            return {**section, "backbone": hub_id(section["backbone"])}
+        except ValueError as error:
+            raise KeyValueError("backbone", str(error)) from None
 
     @model_validator(mode="after")
     def _is_of_one_kind(self) -> Self:

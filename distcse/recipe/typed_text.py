@@ -9,6 +9,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from distcse.errors import OverrideError
+
 _YAML = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|!![a-z]+[ /:].*""", re.DOTALL)
 """A value that is YAML also for a text key: in quotes from end to end, or with an explicit type."""
 _NULLS = ("null", "~")
@@ -24,6 +26,9 @@ def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[s
         path: The key's path, such as `teachers.encoders.0.prompt`.
         model: The document's class.
         parse: Reads YAML.
+
+    Raises:
+        OverrideError: It is not YAML, and the key does not take text.
     """
     accepted = _types_at(model, path.split("."))
     is_null = typed in _NULLS or (not typed and type(None) in accepted)
@@ -31,7 +36,12 @@ def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[s
         return parse(typed)
     if accepted <= {str, type(None)}:
         return typed
-    parsed = parse(typed)
+    try:
+        parsed = parse(typed)
+    except OverrideError as broken:
+        if not typed.lstrip().startswith("["):
+            return typed  # such as *.txt, which YAML takes for an alias
+        raise OverrideError(f"{broken}; put each text of the list in quotes, such as ['*.txt', '007']") from None
     # A file named 2024-01-01 is text, also where a list of files is accepted.
     return parsed if _is_accepted(parsed, accepted) else typed
 

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
 from distcse.recipe.key_paths import moved_path
+from distcse.recipe.section import KeyValueError
 from distcse.spelling import nearest
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -71,6 +72,8 @@ def _is_inside(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
     path = _path(error["loc"], model)
+    if isinstance(cause := error.get("ctx", {}).get("error"), KeyValueError):
+        path = [*path, cause.key]
     key, found, kind = ".".join(path) or "recipe", error["input"], error["type"]
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -209,11 +210,19 @@ def test_a_document_or_database_under_another_name_is_named(
     [
         *(("book.xlsx", "as CSV"), ("book.ods", "as CSV"), ("texts.csv.zip", "unpack"), ("texts.tar.gz", "unpack")),
         *(("t.feather", "Parquet"), ("t.sqlite", "as CSV"), ("paper.PDF", ".txt"), ("page.html", ".txt")),
+        *(("t.txt.lz4", "unpack"), ("t.parquet.gz", "unpack"), ("t.rar", "unpack"), ("t.jsonl.zstd", "with .zst")),
+        *(("t.jl", "with .jsonl"), ("t.md", "with .txt"), ("t.tab", "with .tsv"), ("t.pq", "with .parquet")),
+        *(
+            ("crawl.warc.gz", "as JSON Lines"),
+            ("dump.sql", "as CSV"),
+            ("book.xlsb", "as CSV"),
+            ("t.txt.bgz", "with .gz"),
+        ),
     ],
 )
 def test_a_file_that_is_not_read_says_how_to_make_one_that_is(name: str, way_out: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"")
-    with fails_with(CorpusFormatError, name, way_out, "allowed: .txt, .txt.gz"):
+    with fails_with(CorpusFormatError, name, way_out, "allowed: .txt, .jsonl", "also with .gz"):
         find_files([str(tmp_path / name)])
 
 
@@ -239,6 +248,48 @@ def test_a_header_that_the_usual_separator_splits_is_not_split_otherwise(tmp_pat
         list(source_rows(CorpusSection(path=str(tmp_path / "a.txt.xz"))))
 
 
+@pytest.mark.parametrize("separator", ["\x01", "^", "~", ":", "¦"])
+def test_a_rare_separator_is_found_by_the_column(separator: str, tmp_path: Path) -> None:
+    lines = (["id", "text"], ["0", "one, two; three"])
+    (tmp_path / "file.csv").write_text("\n".join(separator.join(line) for line in lines))
+    assert rows(tmp_path / "file.csv") == ["one, two; three"]
+    (tmp_path / "other.csv").write_text("note: long\n1\n")  # a name with a colon, and no column of that name
+    with fails_with(MissingColumnError, "columns: note: long"):
+        rows(tmp_path / "other.csv")
+
+
+@pytest.mark.parametrize("missing", ["\\N", "NULL", ""])
+@pytest.mark.parametrize(("name", "separator"), [("file.tsv", "\t"), ("file.csv", ",")])
+def test_a_databases_missing_value_is_no_text(missing: str, name: str, separator: str, tmp_path: Path) -> None:
+    lines = (["id", "text"], ["0", missing], ["1", "one"], ["2", "NULL and void"])
+    (tmp_path / name).write_text("\n".join(separator.join(line) for line in lines))
+    assert rows(tmp_path / name) == [None, "one", "NULL and void"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [('1,"one\n2,two', "a quote is not closed"), ('1,"say \\"no\\" now"', "double the quotes inside texts")],
+)
+def test_quotes_that_are_not_doubled_say_what_to_do(line: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text(f"id,text\n{line}\n")
+    with fails_with(CorpusFormatError, "file.csv, line", named):
+        rows(tmp_path / "file.csv")
+
+
+def test_a_tar_archive_and_lz4_data_are_not_read_as_text(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text\n")
+    with tarfile.open(tmp_path / "file.txt.gz", "w:gz") as archive:
+        archive.add(tmp_path / "text.txt", "text.txt")
+    with tarfile.open(tmp_path / "file.jsonl", "w") as archive:
+        archive.add(tmp_path / "text.txt", "text.txt")
+    for name in ("file.txt.gz", "file.jsonl"):
+        with fails_with(CorpusFormatError, name, "tar archive", "unpack it"):
+            rows(tmp_path / name)
+    (tmp_path / "file.txt").write_bytes(b"\x04\x22\x4d\x18 valid UTF-8\n")
+    with fails_with(CorpusFormatError, "file.txt", "LZ4"):
+        rows(tmp_path / "file.txt")
+
+
 def test_content_that_was_compressed_twice_or_after_the_pointer_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file.txt.gz"
     for inner, named in ((gzip.compress(b"a text\n"), "gzip"), (POINTER, "Git LFS")):
@@ -257,6 +308,25 @@ def test_lines_that_end_with_a_carriage_return_alone_are_named(tmp_path: Path) -
     (tmp_path / "file.csv").write_bytes(b"id,text\r0,one\r1,two\r")
     with fails_with(CorpusFormatError, "file.csv, line 1", "carriage return", "tr "):
         rows(tmp_path / "file.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("file.txt", "one"), ("file.jsonl", '{"text": "one"}'), ("file.txt.gz", "one")]
+)
+def test_lines_of_text_that_end_with_a_carriage_return_alone_are_not_one_text(
+    name: str, row: str, tmp_path: Path
+) -> None:
+    pack: Callable[[bytes], bytes] = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(pack(f"{row}\r{row}\r".encode()))
+    with fails_with(CorpusFormatError, f"{name}, line 1", "carriage return", "tr '\\r'"):
+        rows(tmp_path / name)
+    (tmp_path / "wide.txt").write_bytes("eins\rzwei".encode("utf-16"))
+    with fails_with(CorpusFormatError, "wide.txt, line 1", "carriage return"):
+        rows(tmp_path / "wide.txt")
+    (tmp_path / "inside.txt").write_bytes(b"a\rb\nc\n")
+    assert rows(tmp_path / "inside.txt") == ["a b", "c"]
+    (tmp_path / "last.txt").write_bytes(b"a\r")
+    assert rows(tmp_path / "last.txt") == ["a"]
 
 
 def test_two_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
@@ -312,6 +382,20 @@ def test_another_type_of_column_is_named(values: list[Any], tmp_path: Path) -> N
     pq.write_table(pa.table({"text": column}), tmp_path / "file.parquet")
     with fails_with(CorpusFormatError, "file.parquet", "'text'", str(column.type).partition("<")[0]):
         rows(tmp_path / "file.parquet")
+
+
+def test_the_columns_of_text_are_named_next_to_one_that_is_none(tmp_path: Path) -> None:
+    table = pa.table({"text": [b"a"], "title": ["t"], "body": pa.array(["b"]).dictionary_encode(), "id": [1]})
+    pq.write_table(table, tmp_path / "file.parquet")
+    with fails_with(CorpusFormatError, "found binary; columns of text: title, body"):
+        rows(tmp_path / "file.parquet")
+
+
+def test_an_object_over_several_lines_says_what_to_write(tmp_path: Path) -> None:
+    for content in (json.dumps({"text": "a"}, indent=1), '[{"text": "a"},]'):
+        (tmp_path / "file.json").write_text(content)
+        with fails_with(CorpusFormatError, "not JSON", "list of objects", 'orient="records"'):
+            rows(tmp_path / "file.json")
 
 
 def test_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:

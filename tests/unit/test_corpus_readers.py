@@ -136,6 +136,6 @@ def test_files_are_found_in_order_and_errors_name_the_path(tmp_path: Path) -> No
     assert [str(file.relative_to(tmp_path)) for file in found] == ["a.txt", "b.txt", "sub/c.txt", "[x].txt"]
     with fails_with(CorpusNotFoundError, f"corpus.path={tmp_path / 'sub'}/*.txt"):
         find_files([str(tmp_path / "sub")])
-    with fails_with(CorpusFormatError, "a.pdf", ".txt, .txt.gz", ".parquet"):
+    with fails_with(CorpusFormatError, "a.pdf", ".txt, .jsonl", ".parquet"):
         file_kind(tmp_path / "a.pdf")
     assert file_kind(Path("A.JSONL.GZ")) == ".jsonl.gz"

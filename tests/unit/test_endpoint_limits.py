@@ -60,6 +60,10 @@ def dash_scope(texts: list[str]) -> tuple[int, str] | None:
     return (400, "Value error, batch size is invalid, it should not be larger than 10") if len(texts) > 10 else None
 
 
+def full_gpu(texts: list[str]) -> tuple[int, str] | None:
+    return (500, "CUDA out of memory. Tried to allocate 2.00 GiB") if len(texts) > 12 else None
+
+
 def open_ai(texts: list[str]) -> tuple[int, str] | None:
     return (400, "'$.input' is invalid. Expected an array with maximum length 7") if len(texts) > 7 else None
 
@@ -122,10 +126,11 @@ TEXTS = [" ".join(["word"] * (1 + number % 7)) for number in range(150)]
         (infinity, 16),
         (dash_scope, 8),
         (open_ai, 4),
+        (full_gpu, 8),
         (proxy, 16),
         (lambda texts: (413, "") if len(texts) > 1 else None, 1),
     ],
-    ids=["TEI 413", "TEI 422", "infinity", "DashScope", "OpenAI", "a proxy", "one"],
+    ids=["TEI 413", "TEI 422", "infinity", "DashScope", "OpenAI", "a full GPU", "a proxy", "one"],
 )
 @pytest.mark.parametrize("connections", [1, 4])
 def test_the_limit_of_a_request_is_found_by_halving(
@@ -188,6 +193,23 @@ def test_the_error_of_a_text_survives_pickling() -> None:
     error.index, error.place = 2, "corpus row 7"
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error) and "corpus row 7" in str(copy) and copy.index == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ('{"data": [{"index": 0, "embedding": [[1, 2], [3, 4]]}]}', "shape (1, 2, 2)"),  # a vector per token
+        ('{"data": [{"index": 0, "embedding": []}]}', "shape (1, 0)"),
+        ('{"data": [{"index": 0, "embedding": 3}]}', "shape (1,)"),
+        ('{"data": [{"index": 0, "embedding": "AACAPw=="}]}', "AACAPw=="),
+        ('{"error": {"message": "no such model"}}', "no such model"),  # with status 200
+        ('{"embeddings": [[1, 2]]}', "embeddings"),
+        ("<html>Log in</html>", "Log in"),
+    ],
+)
+def test_an_answer_without_one_vector_per_text_is_shown(answer: str, named: str) -> None:
+    with open_endpoint(lambda body, headers: Reply(answer)) as url, fails_with(EndpointError, "list of 1 emb", named):
+        Endpoint("name", EndpointSection(url=url)).encode(["a text"])
 
 
 def test_another_mistake_in_a_request_is_not_halved(server: Server) -> None:

@@ -38,6 +38,7 @@ from distcse.events import Event, StageProgress
 from distcse.models import Encoder
 from distcse.report.progress import JsonView
 from tests.failures import fails_with
+from tests.models import make_cross_encoder
 
 
 def test_one_command_evaluates_and_writes(
@@ -60,6 +61,37 @@ def test_one_command_evaluates_and_writes(
     stored = json.loads((out / "evaluation.json").read_text())
     assert stored["settings"] == {"STS": "all", "transfer": "strict", "device": "cpu", "precision": "fp32"}
     assert [info["pooling"] for info in stored["models"]] == ["mean", "mean"]
+
+
+def test_a_prompt_is_for_all_models_or_for_one(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A prompt for one model leaves the others as they are; = alone is for all, and may contain another."""
+    models = [f"one={tiny()}", f"two={tiny('bert', width=64)}"]
+    arguments = ["--data", str(labelled), "--suite", "sts", "--pooling", "mean", "--precision", "fp32", "--json"]
+
+    def scores(names: list[str], *prompts: str) -> dict[str, float]:
+        options = [part for prompt in prompts for part in ("--prompt", prompt)]
+        assert main([*names, *arguments, *options]) == 0
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        values: dict[str, float] = next(line["values"] for line in lines if line.get("set") == "STS-B")
+        return values
+
+    plain, both, single = scores(models), scores(models, "a guitar "), scores(models, "two=a guitar ")
+    assert single == {"one": plain["one"], "two": both["two"]} and both["one"] != plain["one"]
+    assert scores(models, "=a guitar ") == both and scores(models, "a guitar ", "one=") == {**both, "one": plain["one"]}
+    runs = scores([models[0], f"one={tiny('bert', width=64)}"], "one=a guitar ")
+    assert runs == {"one, run 1": both["one"], "one, run 2": both["two"]}
+    cross = make_cross_encoder(tmp_path / "cross", tiny())
+    assert main([f"pairs={cross}", *arguments, "--prompt", "pairs=x"]) == 1
+    assert "cross-encoder, which reads texts without a prompt" in capsys.readouterr().err
+    for prompts, named in (
+        (["tow=x"], "did you mean 'two'"),
+        (["one=x", "one=y"], "two prompts"),
+        (["a", "b"], "all models"),
+    ):
+        assert main([*models, *arguments, *(part for prompt in prompts for part in ("--prompt", prompt))]) == 1
+        assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("speedup", [0.02, 2.5])

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
-from distcse.errors import EncoderSettingError, InvalidValueError, UnsuitableTeacherError
+from distcse.errors import EncoderSettingError, InvalidValueError, UnsuitableTeacherError, UnsupportedModelError
 from distcse.evaluation import agreement
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.layer_selection import best_layers
 from distcse.models import Encoder, only_layers
+from distcse.models.layers import keep_layers
 from distcse.recipe import EncoderSection, Recipe, StudentSection
 from tests.backends import run
 from tests.failures import fails_with
@@ -139,3 +141,36 @@ def test_layers_of_t5_are_selected_with_its_first(
     )
     selected = run(recipe, Reporter()).recipe.student.layers
     assert selected in ([0, 1], [0, 2])
+
+
+@pytest.mark.skipif("hy_v4" not in CONFIG_MAPPING, reason="this transformers has no HYV4")
+def test_layers_with_which_the_saved_model_would_lack_weights_are_refused() -> None:
+    """Its third layer has no indexer, and would be the second one, which has."""
+    sizes = {
+        **{
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "vocab_size": 300,
+        },
+        **{
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        **{
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "pad_token_id": 0,
+        },
+    }
+    with torch.device("meta"):
+        backbone = AutoModel.from_config(AutoConfig.for_model("hy_v4", **sizes))
+    with fails_with(UnsupportedModelError, "indexer", "depends on all 3 layers"):
+        keep_layers(backbone, [0, 2])

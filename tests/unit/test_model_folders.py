@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from distcse.errors import (
     DistcseError,
@@ -147,6 +148,21 @@ def test_layers_of_a_further_family_are_selected_and_saved(family: str, sentence
     same(their_vectors(tmp_path / "saved", TEXTS), vectors)
 
 
+@pytest.mark.parametrize("family", ["beam", "esmc"])
+def test_numbers_that_follow_from_the_layers_are_those_of_the_saved_model(
+    family: str, sentences: list[str], tmp_path: Path
+) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    source = make_family(tmp_path / "source", family, sentences)
+    section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2])
+    encoder = Encoder.from_section(section).eval()
+    vectors = encoder.encode(TEXTS)
+    encoder.save(tmp_path / "saved")
+    same(Encoder.load(tmp_path / "saved").encode(TEXTS), vectors)
+    same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+
+
 @pytest.mark.parametrize(("family", "weight"), [("esm", "contact_head"), ("xlm", "layer_norm1.2")])
 def test_a_family_whose_other_weights_depend_on_its_layers_keeps_them(
     family: str, weight: str, sentences: list[str], tmp_path: Path
@@ -176,6 +192,7 @@ def test_a_family_with_a_decoder_is_refused_by_name(family: str, folder: Path, s
         ("bros", {}, "bbox"),
         ("xmod", {"languages": ["en_XX", "de_DE"]}, "language"),
         ("vilt", {}, "pixel_values"),
+        ("dpr", {}, "no last_hidden_state"),
     ],
 )
 def test_a_family_that_needs_more_than_tokens_is_refused(
@@ -286,6 +303,14 @@ def test_historic_names_of_the_settings_are_read(family: str, folder: Path) -> N
     same(encoder.encode(TEXTS), their_vectors(folder, TEXTS))
 
 
+def test_settings_are_those_of_the_first_file_that_has_any(folder: Path) -> None:
+    (folder / SETTINGS).write_text("{}")
+    change(folder / "sentence_roberta_config.json", max_seq_length=4)
+    encoder = Encoder.load(folder)
+    assert encoder.max_length == 4
+    same(encoder.encode(TEXTS), their_vectors(folder, TEXTS))
+
+
 FORWARD = {"method": "forward", "method_output_name": "last_hidden_state"}
 MEANINGFUL = [
     (MODEL, {"truncate_dim": 8}),
@@ -317,6 +342,12 @@ MEANINGFUL = [
     ("tokenizer_config.json", {"truncation_side": "left"}),
     ("tokenizer_config.json", {"model_max_length": 7}),
     ("config.json", {"output_hidden_states": True}),
+    ("config.json", {"return_dict": False}),
+    (SETTINGS, {"config_args": {"return_dict": False}}),
+    (
+        MODEL,
+        {"requirements": {"pytorch": ">=1", "python": {"specifier": ">=3", "reason": "old"}, "transformers": "new"}},
+    ),
     ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}),
     ("1_Pooling/config.json", {"pooling_mode": ["max"]}),
     ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}),
@@ -364,6 +395,15 @@ REFUSED: list[tuple[str, dict[str, Any], type[DistcseError], str]] = [
     (MODEL, {"default_prompt_name": "passage"}, ModelFormatError, "default_prompt_name"),
     (MODEL, {"prompts": {"query": 3}}, ModelFormatError, "prompts"),
     (MODEL, {"prompts": ["query: "]}, ModelFormatError, "prompts"),
+    (MODEL, {"requirements": {"pytorch": ">=99"}}, UnsupportedModelError, "requires torch>=99"),
+    (MODEL, {"requirements": {"python": {"specifier": "<3"}}}, UnsupportedModelError, "requires python<3"),
+    (SETTINGS, {"tokenizer_args": {"model_max_length": None}}, UnsupportedModelError, "model_max_length is null"),
+    (
+        SETTINGS,
+        {"modality_config": {"text": FORWARD}, "module_output_name": "sentence_embedding"},
+        UnsupportedModelError,
+        "module_output_name",
+    ),
     (SETTINGS, {"model_args": {"num_labels": 2}}, UnsupportedModelError, "num_labels"),
     (SETTINGS, {"model_kwargs": {"variant": "fp16"}}, UnsupportedModelError, "variant"),
     (SETTINGS, {"tokenizer_args": 3}, ModelFormatError, "tokenizer_args"),
@@ -449,6 +489,7 @@ ACTIVATION = "torch.nn.modules.activation"
     [
         {"activation_function": "torch.nn.modules.linear.Identity"},
         *({"activation_function": f"{ACTIVATION}.{name}"} for name in ("ReLU", "GELU", "SiLU", "Sigmoid")),
+        *({"activation_function": f"torch.nn.{name}"} for name in ("Identity", "Tanh", "GELU")),
         {"use_residual": True},
         {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"},
     ],
@@ -487,6 +528,8 @@ def test_a_dense_module_needs_its_weights(folder: Path) -> None:
     refused_everywhere(folder, ModelFormatError, str(file), "Git LFS")
     file.unlink()
     refused_everywhere(folder, MissingWeightsError, str(file.parent))
+    (file.parent / "pytorch_model.bin").write_bytes(POINTER)
+    refused_everywhere(folder, ModelFormatError, "2_Dense/pytorch_model.bin", "Git LFS")
     (file.parent / "pytorch_model.bin").write_bytes(b"")
     refused_everywhere(folder, PickledWeightsError, str(file.parent), "save_pretrained")
 
@@ -576,6 +619,44 @@ def test_modules_are_refused_by_name(kind: str, folder: Path) -> None:
         Encoder.load(folder)
 
 
+def folder_of_modules(kind: str, encoder: Path, folder: Path) -> Path:
+    """Write a model as sentence-transformers does, whose first module is of another kind than Transformer."""
+    import sentence_transformers.base.modules as base
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+    from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
+    from transformers import AutoTokenizer
+
+    made: list[Any]
+    if kind == "Router":
+        routes = {task: [base.Transformer(str(encoder)), modules.Pooling(32)] for task in ("query", "document")}
+        made = [base.Router(routes, default_route="document")]
+    elif kind == "BoW":
+        made = [modules.BoW(["a", "man"]), base.Dense(2, 3)]
+    elif kind == "WordEmbeddings":
+        made = [modules.WordEmbeddings(WhitespaceTokenizer(["a", "man"]), np.ones((2, 8))), modules.Pooling(8)]
+    else:
+        made = [modules.StaticEmbedding(AutoTokenizer.from_pretrained(encoder).backend_tokenizer, embedding_dim=8)]
+    SentenceTransformer(modules=made, device="cpu").save_pretrained(str(folder), create_model_card=False)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["Router", "BoW", "WordEmbeddings", "StaticEmbedding"])
+def test_a_model_without_a_transformer_is_refused_by_its_module(
+    kind: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Some have no weights where a transformer has them, which is not what is wrong with them."""
+    folder = folder_of_modules(kind, tiny("bert"), tmp_path / "other")
+    refused_everywhere(folder, UnsupportedModelError, f"has a {kind} module")
+
+
+def test_modules_without_pooling_are_not_called_a_plain_folder(folder: Path) -> None:
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps(modules[:1]))
+    with fails_with(EncoderSettingError, str(folder), "no Pooling in modules.json", "set pooling"):
+        Encoder.load(folder)
+
+
 def test_a_dropout_module_does_nothing_at_inference(folder: Path) -> None:
     modules = json.loads((folder / "modules.json").read_text())
     kind = "sentence_transformers.models.Dropout"
@@ -627,6 +708,16 @@ def test_weights_under_a_name_that_transformers_does_not_load_are_named(folder: 
     (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
     with fails_with(MissingWeightsError, "model.fp16.safetensors", "model.safetensors"):
         Encoder.load(folder)
+
+
+def test_weights_that_are_no_file_are_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.unlink()
+    file.symlink_to(folder / "blob-that-was-deleted")
+    refused_everywhere(folder, MissingWeightsError, str(file), "a link to a file that does not exist")
+    file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(POINTER)  # nothing to convert
+    refused_everywhere(folder, ModelFormatError, str(folder / "pytorch_model.bin"), "lfs pull")
 
 
 @pytest.mark.parametrize(
@@ -788,7 +879,17 @@ def test_texts_come_in_any_column(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize(
-    "container", [list, tuple, np.array, lambda texts: np.array(texts, object), iter, as_series, as_arrow]
+    "container",
+    [
+        list,
+        tuple,
+        np.array,
+        lambda texts: np.array(texts, object),
+        iter,
+        as_series,
+        as_arrow,
+        lambda texts: dict.fromkeys(texts).keys(),
+    ],
 )
 def test_texts_come_in_any_container(container: Callable[[list[str]], Any], encoder: Encoder) -> None:
     same(encoder.encode(container(TEXTS)), encoder.encode(TEXTS))
@@ -808,7 +909,11 @@ def test_one_text_has_one_vector(encoder: Encoder, saved: Path) -> None:
         (["a", None], ["texts[1]", "None"]),
         (["a", "b", 3], ["texts[2]", "3", "int"]),
         ([float("nan")], ["texts[0]", "nan"]),
-        ([b"a"], ["texts[0]", "bytes"]),
+        ([b"a"], ["texts[0]", "bytes", "decode"]),
+        (bytearray(b"ab"), ["found bytearray"]),
+        (memoryview(b"ab"), ["found memoryview"]),
+        (frozenset({"a"}), ["frozenset"]),
+        ([Path("a")], ["texts[0]", "str()"]),
         ([["a"]], ["texts[0]", "list"]),
         ((text for text in ["a", None]), ["texts[1]"]),
         (None, ["NoneType"]),
@@ -845,9 +950,20 @@ def test_a_precision_or_prompt_of_another_librarys_is_refused(encoder: Encoder) 
 
 def test_a_table_is_no_list_of_texts(encoder: Encoder) -> None:
     import pandas
+    import pyarrow
 
-    with fails_with(TextInputError, "columns", "id, text"):
-        encoder.encode(pandas.DataFrame({"id": [1], "text": ["a"]}))
+    frame = pandas.DataFrame({"id": [1], "text": ["a"]})
+    arrow = pyarrow.Table.from_pandas(frame)
+    for table in (frame, arrow, arrow.to_batches()[0]):
+        with fails_with(TextInputError, "columns id, text;"):
+            encoder.encode(table)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), ["a"], {"text": "a"}])
+def test_a_value_is_not_to_be_converted_where_that_would_be_another_text(value: Any, encoder: Encoder) -> None:
+    with fails_with(TextInputError, "texts[1]", "remove it") as raised:
+        encoder.encode(["a", value])
+    assert "str()" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -352,6 +353,19 @@ def test_lengths_are_measured_if_the_corpus_can_be_read(
     assert read_lengths(recipe.corpus, recipe.student, 10**9).rows == 10**9
     gone = read_lengths(recipe.corpus.model_copy(update={"path": "/nowhere.txt"}), recipe.student, None)
     assert gone.rows == 10**6 and "/nowhere.txt" in gone.source and "assumed" in gone.source
+
+
+@pytest.mark.parametrize("prompt", ["a man: ", "a man {sentence} is playing", ""])
+def test_lengths_are_those_of_the_texts_with_their_prompt(
+    prompt: str, recipe_with: Callable[..., Recipe], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny(), tmp_path / "model")
+    settings = {"prompts": {"query": "the cat sees "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    section = EncoderSection(backbone=str(folder), pooling="mean", max_length=64, prompt=prompt)
+    encoder = Encoder.from_section(section)
+    measured = read_lengths(recipe_with().corpus, section, None)
+    assert sorted(measured.tokens) == sorted(map(len, encoder.token_ids(sentences)))
 
 
 # Memory

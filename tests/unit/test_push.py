@@ -72,6 +72,7 @@ def test_a_dry_run_contacts_no_hub(done: Run, capsys: pytest.CaptureFixture[str]
     ("arguments", "error", "named"),
     [
         (["{run}", "--to", "mine"], HubUploadError, "--to mine"),
+        (["{run}", "--to", "https://huggingface.co/datasets/me/mine"], HubUploadError, "page of a data set"),
         (["{run}/checkpoints", "--to", "me/mine"], ModelNotFoundError, "/checkpoints"),
         (["{run}", "--to", "me/mine"], HubUploadError, "HF_HUB_OFFLINE"),  # the tests set it
     ],

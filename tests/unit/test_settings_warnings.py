@@ -235,7 +235,7 @@ def test_an_evaluation_without_the_prompt_that_a_folder_names_is_warned_of(
         return [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W04]" in event.text]
 
     (line,) = reported()
-    assert "theirs reads texts without a prompt" in line and "--prompt 'query: '" in line
+    assert "theirs reads texts without a prompt" in line and "--prompt theirs='query: '" in line
     assert not reported(prompt="query: ")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distcse.errors import EvaluationOptionError, InvalidValueError, ModelNotFoundError
+from distcse.errors import EvaluationOptionError, InvalidValueError, ModelNotFoundError, OverrideError
 from distcse.evaluation import parse_models
 from distcse.models import resolve_model
 from distcse.recipe import Recipe, read_recipe
@@ -61,9 +61,17 @@ def test_a_quote_that_does_not_span_the_value_is_text(typed: str) -> None:
     assert value_of(f"teachers.encoders.0.prompt={typed}") == typed
 
 
-@pytest.mark.parametrize("typed", ["123", "1.5", "2024-01-01", "true", "12:30"])
+@pytest.mark.parametrize(
+    "typed", ["123", "1.5", "2024-01-01", "true", "12:30", "*.txt", "{a,b}.txt", "@x", "%a", "`a`"]
+)
 def test_a_key_for_text_or_a_list_of_texts_takes_text_as_typed(typed: str) -> None:
     assert str(value_of(f"corpus.path={typed}")).endswith(f"/{typed}")
+
+
+@pytest.mark.parametrize("typed", ["[*.txt]", "[a.txt", "[@a, b]"])
+def test_a_list_of_texts_that_is_not_yaml_says_how_to_write_one(typed: str) -> None:
+    with fails_with(OverrideError, "corpus.path", repr(typed), "['*.txt', '007']"):
+        read_recipe("minilm-3layer", [f"corpus.path={typed}"])
 
 
 @pytest.mark.parametrize(("written", "shown"), [("123", "123"), ("1.5", "1.5"), ("2024-01-01", "2024"), ("on", "True")])
@@ -101,6 +109,8 @@ def test_a_list_key_names_the_list_form(typed: str) -> None:
         "http://hf.co/intfloat/e5-small#usage",
         "https://huggingface.co/intfloat/e5-small.git",
         "hf://intfloat/e5-small",
+        "hf://intfloat/e5-small@main",
+        "HTTPS://HuggingFace.co/intfloat/e5-small",
     ],
 )
 def test_an_address_on_the_hub_is_its_id(address: str) -> None:
@@ -115,17 +125,30 @@ def test_a_data_sets_address_is_its_id_and_other_pages_are_refused() -> None:
         value_of("corpus.dataset=https://huggingface.co/datasets/sentence-transformers/stsb")
         == "sentence-transformers/stsb"
     )
-    assert value_of("student.backbone=https://huggingface.co/gpt2") == "gpt2"
-    for page in ("tree/v2", "blob/main/config.json"):
-        with fails_with(InvalidValueError, "revision", "intfloat/e5-small"):
-            read_recipe("minilm-3layer", [f"student.backbone=https://huggingface.co/intfloat/e5-small/{page}"])
+    for name in ("gpt2", "intfloat/e5-small"):
+        for page in ("", "/tree/main", "/tree/main/"):
+            assert value_of(f"student.backbone=https://huggingface.co/{name}{page}") == name
+        for page in ("/tree/v2", "/blob/main/config.json", "/resolve/main/a", "/commit/0a1b2c", "/discussions", "@v2"):
+            with fails_with(InvalidValueError, "student.backbone", "revision", f"write {name}, or"):
+                read_recipe("minilm-3layer", [f"student.backbone=https://huggingface.co/{name}{page}"])
+
+
+def test_a_data_sets_page_is_no_model_and_a_models_page_no_data_set() -> None:
+    page = "https://huggingface.co/datasets/sentence-transformers/stsb"
+    for key in ("student.backbone", "teachers.encoders.0.backbone", "objective.detection.generator"):
+        with fails_with(InvalidValueError, key, "page of a data set"):
+            read_recipe("minilm-3layer", [f"{key}={page}"])
+    with fails_with(InvalidValueError, "corpus.dataset", "page of a model"):
+        read_recipe("minilm-3layer", ["corpus.dataset=https://huggingface.co/intfloat/e5-small"])
+    with fails_with(EvaluationOptionError, "page of a data set"):
+        parse_models([page])
 
 
 @pytest.mark.parametrize(
     "address",
     [
         *("https://huggingface.co/", "https://huggingface.co/models", "https://huggingface.co/spaces/mteb/leaderboard"),
-        *("https://github.com/intfloat/e5", "http://me:secret@host/model"),
+        *("https://github.com/intfloat/e5", "http://me:secret@host/model", "https://huggingface.co/settings/tokens"),
     ],
 )
 def test_another_page_is_no_model_and_no_address_of_object_storage(address: str) -> None:
@@ -147,6 +170,15 @@ def test_an_address_without_its_beginning_is_named_and_stays_an_endpoints_model(
     teacher = f"teachers.encoders=[{{backbone: {name}, endpoint: {{url: 'http://host/v1'}}}}]"
     recipe = read_recipe("minilm-3layer", [teacher])
     assert isinstance(recipe, Recipe) and recipe.teachers.encoders[0].backbone == name
+
+
+@pytest.mark.parametrize(
+    "name", ["https://host/models/e5", "https://huggingface.co/intfloat/e5-small", "gs://bucket/e5"]
+)
+def test_an_endpoint_names_its_model_as_it_likes(name: str) -> None:
+    for kind in ("endpoint: {url: 'http://host/v1'}", "class_path: 'my_module:Teacher'"):
+        recipe = read_recipe("minilm-3layer", [f"teachers.encoders=[{{backbone: {name}, {kind}}}]"])
+        assert isinstance(recipe, Recipe) and recipe.teachers.encoders[0].backbone == name
 
 
 def test_commands_take_an_address_on_the_hub_as_its_id() -> None:

@@ -36,8 +36,8 @@ _TOO_LARGE_STATUSES = (413, 422)
 """With which TEI and infinity refuse a request of too many texts, or of a text with too many tokens."""
 _TOO_LARGE_WORDS = re.compile(r"batch|too (long|large|many)|length|tokens|at most|max", re.IGNORECASE)
 """In the answer 400 with which vLLM, OpenAI and other services do."""
-_TOO_LARGE_FAILURE = re.compile(r"too large to process", re.IGNORECASE)
-"""In the answer 500 with which llama.cpp does."""
+_TOO_LARGE_FAILURE = re.compile(r"too large to process|out of memory", re.IGNORECASE)
+"""In the answer 500 with which llama.cpp does, or a server whose GPU is full."""
 _FIRST_DELAY_S = 0.5
 _LONGEST_WAIT_S = 900.0
 """Seconds that a `Retry-After` may ask for. A longer one, such as until a quota is renewed, is an error."""
@@ -240,14 +240,19 @@ class Endpoint:
         try:
             return self._parse(response.json(), expected)
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise self._error(f"does not answer with a list of {expected} embeddings: {error!r}") from None
+            raise self._error(
+                f"does not answer with a list of {expected} embeddings ({error!r}), but with {_quote(response)}"
+            ) from None
 
     @staticmethod
     def _parse(response: Any, expected: int) -> NDArray[np.float32]:
         rows = sorted(response["data"], key=lambda row: int(row["index"]))
         if [row["index"] for row in rows] != list(range(expected)):
             raise ValueError(f"{len(rows)} rows")
-        return np.array([row["embedding"] for row in rows], dtype=np.float32)
+        vectors = np.array([row["embedding"] for row in rows], dtype=np.float32)
+        if vectors.ndim != 2 or not vectors.shape[1]:
+            raise ValueError(f"an array of shape {vectors.shape}, where each text has one vector")
+        return vectors
 
     def _error(self, problem: str) -> TeacherError:
         return EndpointError(f"teacher {self._model} at {self._section.url} {problem}")
