@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -16,7 +17,8 @@ from distcse.storage import is_uri
 def require_inputs(recipe: BaseRecipe) -> None:
     """Check that a recipe's text with its columns, its models and its labelled sets are on this machine.
 
-    Models of object storage are not looked up, those of the hub only with HF_HUB_OFFLINE=1, and labelled sets are not read.
+    Models of object storage are not looked up, those of the hub only with HF_HUB_OFFLINE=1 and
+    without a cluster's address, and labelled sets are not read.
 
     Raises:
         CorpusError: The text is missing, or lacks a column.
@@ -30,8 +32,9 @@ def require_inputs(recipe: BaseRecipe) -> None:
         if not Path(file).is_file():
             raise EvaluationDataError(f"{file} does not exist; correct pairs.path")
     teachers = [section for section in inputs.teachers if section.endpoint is None and section.class_path is None]
+    looks_at_hub = constants.HF_HUB_OFFLINE and "RAY_ADDRESS" not in os.environ  # another node's cache may have it
     for name in (section.backbone for section in (*inputs.encoders, *teachers)):
-        if not is_uri(name) and (not is_hub_id(name) or constants.HF_HUB_OFFLINE):
+        if not is_uri(name) and (not is_hub_id(name) or looks_at_hub):
             resolve_model(name, only_local=True)
     if inputs.labelled is not None and not Path(inputs.labelled).is_dir():
         raise EvaluationDataError(

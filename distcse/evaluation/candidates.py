@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class LoadOptions:
         return self.prompts.get(name, self.prompts.get(model, self.prompt))
 
 
-def parse_prompts(typed: Sequence[str], names: Iterable[str]) -> tuple[str, dict[str, str]]:
+def parse_prompts(typed: Sequence[str], names: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Parse `TEXT`, for all models, and `NAME=TEXT`, for one of them.
 
     Args:
@@ -236,8 +236,16 @@ def _describe(name: str, source: str, kind: str, model: Encoder | CrossEncoder) 
 
 
 def _describe_static(name: str, source: str, model: StaticEncoder) -> ModelInfo:
-    size, width = model.num_parameters, model.dimension
-    return ModelInfo(name, source, "static", "mean", model.max_length, size, dimensions=width, size_bytes=4 * size)
+    return ModelInfo(
+        name,
+        source,
+        "static",
+        "mean",
+        model.max_length,
+        model.num_parameters,
+        dimensions=model.dimension,
+        size_bytes=model.size_bytes,
+    )
 
 
 def _with_total(model: StaticEncoder, on_progress: Progress | None) -> Callable[[Sequence[str]], NDArray[np.float32]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from distcse.compat.model2vec import without_progress_bars
-from distcse.errors import MissingDependencyError
+from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.models.encoder import Encoder
-from distcse.models.json_files import read_json
+from distcse.models.json_files import is_lfs_pointer, lfs_pointer_error, read_json
 from distcse.models.st_format import replacing
 
 PASSES = 3
@@ -36,8 +38,11 @@ def require_model2vec(needed_by: str) -> None:
     Raises:
         MissingDependencyError: It is not.
     """
+    install = 'pip install "distcse[static]"'
     if find_spec("model2vec") is None:
-        raise MissingDependencyError(f'{needed_by} needs model2vec, which is missing; pip install "distcse[static]"')
+        raise MissingDependencyError(f"{needed_by} needs model2vec, which is missing; {install}")
+    if (installed := version("model2vec")).split(".")[:2] != ["0", "10"]:
+        raise MissingDependencyError(f"{needed_by} needs model2vec 0.10, and {installed} is installed; {install}")
 
 
 def is_static(folder: Path) -> bool:
@@ -49,11 +54,11 @@ def is_static(folder: Path) -> bool:
     if read_json(folder / "config.json").get("model_type") == "model2vec":
         return True
     modules = [module for module in read_json(folder / "modules.json", kind=list) if isinstance(module, dict)]
-    return (
-        bool(modules)
-        and modules[0].get("path") in ("", ".")
-        and str(modules[0].get("type")).endswith(".StaticEmbedding")
-    )
+    kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    if kinds not in (["StaticEmbedding"], ["StaticEmbedding", "Normalize"]):
+        return False
+    is_truncated = bool(read_json(folder / "config_sentence_transformers.json").get("truncate_dim"))
+    return modules[0].get("path") in ("", ".", "0_StaticEmbedding") and not is_truncated
 
 
 class StaticEncoder:
@@ -72,11 +77,18 @@ class StaticEncoder:
 
         Raises:
             MissingDependencyError: model2vec is not installed.
+            ModelFormatError: The folder is damaged or incomplete.
         """
         require_model2vec(f"the static model {folder}")
         from model2vec import StaticModel
 
-        return cls(StaticModel.from_pretrained(folder))
+        for weights in Path(folder).rglob("*.safetensors"):
+            if is_lfs_pointer(weights):
+                raise lfs_pointer_error(weights)
+        try:
+            return cls(StaticModel.from_pretrained(folder))
+        except (SafetensorError, ValueError, KeyError, OSError) as error:
+            raise ModelFormatError(f"{folder} is no complete static model: {error}; get it again") from None
 
     @classmethod
     def of_tokens(cls, encoder: Encoder) -> StaticEncoder:
@@ -89,9 +101,10 @@ class StaticEncoder:
 
         tokenizer = encoder.tokenizer.backend_tokenizer
         size, special = tokenizer.get_vocab_size(), set(encoder.tokenizer.all_special_ids)
+        frame = special - {encoder.tokenizer.unk_token_id}  # "a" may be unknown
         (sample,) = encoder.token_ids(["a"], prompt="")
-        before = [*takewhile(special.__contains__, sample)]
-        after = [*takewhile(special.__contains__, reversed(sample))][::-1]
+        before = [*takewhile(frame.__contains__, sample)]
+        after = [*takewhile(frame.__contains__, reversed(sample))][::-1]
         vectors = np.zeros((size, encoder.dimension), dtype=np.float32)
         with torch.inference_mode():
             for begin in range(0, size, _TOKENS_PER_BATCH):
@@ -121,7 +134,8 @@ class StaticEncoder:
         Args:
             texts: n texts.
             targets: (n, d) targets, of this model's dimension.
-            held_out: Texts and their targets, whose mean cosine chooses the pass that is kept.
+            held_out: Texts and their targets, whose mean cosine chooses the weights that are kept: model2vec looks once to four
+                times a pass.
             lr: Adam's learning rate.
             batch_size: Texts per step.
             seed: Seed of the order of the texts.
@@ -152,16 +166,21 @@ class StaticEncoder:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens per text."""
-        return int(self._model.max_length)
+        """Maximum number of tokens per text; 0 if there is none."""
+        return int(self._model.max_length or 0)
 
     @property
     def num_parameters(self) -> int:
         """Number of weights."""
         return int(self._model.embedding.size)
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the weights in memory."""
+        return int(self._model.embedding.nbytes)
+
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the (n, d) unit vectors of n texts; a text without known tokens has a zero vector."""
+        """Return the (n, d) vectors of n texts, of length 1 if the folder says so; zero for a text without known tokens."""
         return np.asarray(self._model.encode(list(texts)), dtype=np.float32)
 
     def save(self, path: str | Path) -> None:

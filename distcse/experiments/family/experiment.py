@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 from distcse.device import DeviceSpeed
 from distcse.events import LogMessage, Reporter
@@ -80,12 +81,13 @@ class Family(Experiment[FamilyRecipe]):
                     directory.store_events()
                     return FamilyResult(recipe, directory, students, {}, None, interrupted=True)
             largest = next(iter(students.values()))
-            static = {
-                member.label: train_static(
-                    recipe, member, largest, corpus, directory, backend, logged.of_group(member.label)
-                )
-                for member in recipe.static_members
-            }
+            static: dict[str, Path] = {}
+            for member in recipe.static_members:
+                if logged.stop_requested():
+                    directory.store_events()
+                    return FamilyResult(recipe, directory, students, static, None, interrupted=True)
+                reports = logged.of_group(member.label)
+                static[member.label] = train_static(recipe, member, largest, corpus, directory, backend, reports)
             scored = [
                 ScoredStudent(
                     name,

@@ -9,6 +9,7 @@ from pathlib import Path
 from distcse.evaluation import Evaluation
 from distcse.experiments.distillation.result import USE, DistillationResult
 from distcse.experiments.experiment import ReferenceModel
+from distcse.experiments.family.static import MAX_ROWS
 from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
 from distcse.recipe import FamilyRecipe
 from distcse.runs.directory import RunDirectory
@@ -66,17 +67,16 @@ class FamilyResult:
 
     def _static_card(self, name: str, folder: Path) -> ModelCard:
         largest, result = next(iter(self.students.items()))
+        rows = min(result.rows - self.recipe.evaluation.num_heldout, MAX_ROWS)
         backbone = self.recipe.student.backbone
         text = (
             f"A static sentence encoder: one vector per token of `{shown_name(backbone)}`, averaged over a text. It began with "
             f"the vectors that `{largest}` of the same run has for single tokens, and was trained by model2vec on the targets of "
-            f"that student, with {result.rows:,} unlabelled sentences."
+            f"that student, with {rows:,} unlabelled sentences."
         )
         return ModelCard(
             model=folder,
-            metadata=hub_metadata(
-                backbone, "sentence-similarity", ["sentence-similarity", "static-embeddings"], result.rows
-            ),
+            metadata=hub_metadata(backbone, "sentence-similarity", ["sentence-similarity", "static-embeddings"], rows),
             title=f"{self.recipe.name} {name}",
             sections=[text, usage(USE), self._siblings(name)],
             closing=[

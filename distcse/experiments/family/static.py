@@ -12,19 +12,24 @@ from numpy.typing import NDArray
 from distcse.data import Corpus, split_held_out
 from distcse.device import default_device
 from distcse.events import Reporter, StageProgress
-from distcse.experiments.backend import GIB, Backend, DeviceCall
+from distcse.experiments.backend import Backend, DeviceCall
+from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.preparation import locate_targets
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.models import Encoder, StaticEncoder
-from distcse.models.static import LEARNING_RATE
+from distcse.models.static import LEARNING_RATE, require_model2vec
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.targets import TargetSpec
 
-_MAX_ROWS = 1_000_000
+MAX_ROWS = 1_000_000
 """Rows of the corpus, evenly spaced, that a static student learns from at most: they are in memory at once."""
+_BLOCK = 1 << 14
+"""Rows whose joined vectors are in memory together."""
+_BYTES_PER_TEXT = 500
 _CHECKED_ROWS = 512
 """Rows whose cosines choose the best pass, where the recipe holds none out."""
 
@@ -58,6 +63,8 @@ def train_static(
     folder = directory.path / "members" / member.label / "model"
     stored = open_store(folder)
     if not stored.has_folder():
+        spec, width = _targets(largest.recipe, corpus, largest.directory, reporter)
+        rows = min(len(corpus), MAX_ROWS)
         call = DeviceCall(
             f"training of {member.label}",
             partial(
@@ -65,22 +72,26 @@ def train_static(
                 largest.recipe,
                 member.lr or LEARNING_RATE,
                 open_store(largest.directory.model),
-                _targets(largest.recipe, corpus, largest.directory),
+                spec,
                 open_store(corpus.directory),
                 stored,
             ),
-            3 * GIB,
+            model_memory(str(largest.directory.model)) + rows * (2 * 4 * width + _BYTES_PER_TEXT),
         )
         backend.run_on_devices([call], device_options(recipe, directory.path), reporter)
     stored.fetch_folder()
     return folder
 
 
-def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory) -> TargetSpec:
-    """Locate the targets of a student that has been trained."""
+def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory, reporter: Reporter) -> tuple[TargetSpec, int]:
+    """Locate the targets of a student that has been trained. Returns also the width of a teacher's vectors."""
     spec = locate_targets(recipe, corpus)
-    has_projection = run.store.fetch(run.projection.name)
-    return replace(spec, projection=open_store(run.projection)) if has_projection else spec
+    tables = [table.open() for table in spec.tables]
+    apply_local_budget(tables, recipe.storage.local_budget_bytes, reporter)
+    spec = replace(spec, tables=[table.location for table in tables])
+    if run.store.fetch(run.projection.name):
+        spec = replace(spec, projection=open_store(run.projection))
+    return spec, max(table.dimension for table in tables)
 
 
 def _train(
@@ -92,16 +103,17 @@ def _train(
     out: ArtifactStore,
     reporter: Reporter,
 ) -> None:
+    require_model2vec("static: true")
     largest.fetch_folder()
     corpus, targets, device = Corpus.open(prepared.path), spec.open(), default_device()
     train, held_out = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
-    rows = _evenly_spaced(train.ids(), _MAX_ROWS)
+    rows = _evenly_spaced(train.ids(), MAX_ROWS)
     checked = held_out if len(held_out) else rows[:_CHECKED_ROWS]
     reporter.emit(StageProgress("static", 0, len(rows), "sentences"))
     start = StaticEncoder.of_tokens(Encoder.load(largest.path).to(device).eval())
     trained = start.train(
         corpus.texts(rows),
-        targets.vectors(rows),
+        np.concatenate([targets.vectors(rows[begin : begin + _BLOCK]) for begin in range(0, len(rows), _BLOCK)]),
         (corpus.texts(checked), targets.vectors(checked)),
         lr=lr,
         batch_size=recipe.training.batch_size,

@@ -63,7 +63,6 @@ class Recipe(BaseRecipe):
         "teachers.serve",
         "teachers.node_labels",
         "teachers.prefetch_steps",
-        "teachers.shard_rows",
         "teachers.tokens_per_batch",
         "teachers.heartbeat_timeout_s",
         "evaluation.final_suites",
