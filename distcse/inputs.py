@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-
-from huggingface_hub import constants
 
 from distcse.data import check_source
 from distcse.errors import EvaluationDataError
@@ -17,12 +14,11 @@ from distcse.storage import is_uri
 def require_inputs(recipe: BaseRecipe) -> None:
     """Check that a recipe's text with its columns, its models and its labelled sets are on this machine.
 
-    Models of object storage are not looked up, those of the hub only with HF_HUB_OFFLINE=1 and
-    without a cluster's address, and labelled sets are not read.
+    Models of the hub and of object storage are not looked up, and labelled sets are not read.
 
     Raises:
         CorpusError: The text is missing, or lacks a column.
-        ModelNotFoundError: A model's folder or package is missing, or, offline, it is not in the hub's cache.
+        ModelNotFoundError: A model's folder or package is missing.
         EvaluationDataError: A file of pairs or the folder of labelled sets is missing.
     """
     inputs = recipe.inputs
@@ -32,10 +28,9 @@ def require_inputs(recipe: BaseRecipe) -> None:
         if not Path(file).is_file():
             raise EvaluationDataError(f"{file} does not exist; correct pairs.path")
     teachers = [section for section in inputs.teachers if section.endpoint is None and section.class_path is None]
-    looks_at_hub = constants.HF_HUB_OFFLINE and "RAY_ADDRESS" not in os.environ  # another node's cache may have it
-    for name in (section.backbone for section in (*inputs.encoders, *teachers)):
-        if not is_uri(name) and (not is_hub_id(name) or looks_at_hub):
-            resolve_model(name, only_local=True)
+    for section in [*inputs.encoders, *teachers]:
+        if not is_hub_id(section.backbone) and not is_uri(section.backbone):
+            resolve_model(section.backbone, only_local=True)
     if inputs.labelled is not None and not Path(inputs.labelled).is_dir():
         raise EvaluationDataError(
             f"{inputs.labelled} is not a folder; correct evaluation.data (see docs/how-to/evaluate.md)"

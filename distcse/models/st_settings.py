@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -40,6 +41,8 @@ _WHERE = ("trust_remote_code", "use_fast", *("subfolder", "token", "cache_dir", 
 _KINDS = (None, "SentenceTransformer", "CrossEncoder")
 _COMPUTING = ("python", "torch", "transformers", "tokenizers")
 """Packages whose versions `requirements` may name and that distcse computes vectors with."""
+_SPECIFIER = re.compile(r"\s*(===?|~=|!=|[<>]=?)\s*\d")
+"""How a version specifier begins (PEP 440); transformers takes other text for a part of the package's name."""
 _SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 UNNAMED_PROMPTS = ("query", "document")
 """Prompts that every model has; empty where the folder does not define them."""
@@ -145,7 +148,7 @@ def _refuse_other_versions(file: Path, requirements: Any) -> None:
     for name, wanted in requirements.items() if isinstance(requirements, dict) else ():
         package = "torch" if name == "pytorch" else name
         specifier = wanted.get("specifier") if isinstance(wanted, dict) else wanted
-        if package not in _COMPUTING or not isinstance(specifier, str):
+        if package not in _COMPUTING or not isinstance(specifier, str) or not _SPECIFIER.match(specifier):
             continue
         from transformers.utils.versions import require_version  # takes seconds to import, and few models need it
 
