@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,10 @@ def lfs_pointer_error(file: Path) -> ModelFormatError:
 def leads_outside(name: str) -> bool:
     """Return whether a relative path in a model's file leads out of the model's folder."""
     return Path(name).is_absolute() or ".." in Path(name).parts
+
+
+def refuse_pointers(files: Iterable[Path]) -> None:
+    """Raise `ModelFormatError` if one of the files is a Git LFS pointer."""
+    for file in files:
+        if is_lfs_pointer(file):
+            raise lfs_pointer_error(file)

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from distcse.compat.model2vec import without_progress_bars
 from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.models.encoder import Encoder
-from distcse.models.json_files import is_lfs_pointer, lfs_pointer_error, read_json
+from distcse.models.json_files import read_json, refuse_pointers
 from distcse.models.st_format import replacing
 
 PASSES = 3
@@ -82,9 +82,7 @@ class StaticEncoder:
         require_model2vec(f"the static model {folder}")
         from model2vec import StaticModel
 
-        for weights in Path(folder).rglob("*.safetensors"):
-            if is_lfs_pointer(weights):
-                raise lfs_pointer_error(weights)
+        refuse_pointers(Path(folder).rglob("*.safetensors"))
         try:
             return cls(StaticModel.from_pretrained(folder))
         except (SafetensorError, ValueError, KeyError, OSError) as error:

@@ -51,9 +51,8 @@ def _find_problem(model_class: Any, config_class: Any, config: str) -> str | Non
             with gc_paused(), torch.device("meta"):
                 settings = config_class.from_dict(json.loads(config))
                 model = model_class.from_config(settings, attn_implementation="eager").eval()
-            if model.base_model is model and has_known_layers(
-                model
-            ):  # DPR's encoders wrap a BERT, and output one vector
+            # DPR's encoders wrap a BERT, and output one vector.
+            if model.base_model is model and has_known_layers(model):
                 return None
         except Exception:  # of any type; loading the model raises it again, and reports it
             return None

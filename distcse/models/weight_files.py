@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
-from distcse.models.json_files import is_lfs_pointer, leads_outside, lfs_pointer_error, read_json
+from distcse.models.json_files import leads_outside, read_json, refuse_pointers
 from distcse.storage import checksum, dump_checked_json, load_checked_json
 
 WEIGHTS = "model.safetensors"
@@ -39,7 +38,7 @@ def require_weights(folder: Path) -> None:
             raise MissingWeightsError(f"{folder} lacks {lost}, which {_INDEX} names; download it again")
     elif not (folder / WEIGHTS).is_file():
         raise _without_weights(folder)
-    _refuse_pointers([folder / name for name in shards or [WEIGHTS]])
+    refuse_pointers([folder / name for name in shards or [WEIGHTS]])
     _refuse_quantized(folder)
 
 
@@ -61,11 +60,11 @@ def require_module_weights(root: Path, path: str) -> Path:
         ModelFormatError: The file is a Git LFS pointer.
     """
     file = root / path / WEIGHTS
-    _refuse_pointers([file])
+    refuse_pointers([file])
     if file.is_file():
         return file
     pickled = [found for pattern in _PICKLES for found in sorted((root / path).glob(pattern))]
-    _refuse_pointers(pickled)
+    refuse_pointers(pickled)
     if pickled:
         raise PickledWeightsError(
             f"{root / path} has no {WEIGHTS}, and distcse does not load pickles; convert a trusted model: "
@@ -132,12 +131,6 @@ def _refuse_adapter(folder: Path) -> None:
     )
 
 
-def _refuse_pointers(files: Iterable[Path]) -> None:
-    for file in files:
-        if is_lfs_pointer(file):
-            raise lfs_pointer_error(file)
-
-
 def _refuse_quantized(folder: Path) -> None:
     settings = read_json(folder / "config.json").get("quantization_config")
     if settings:
@@ -154,7 +147,7 @@ def _without_weights(folder: Path) -> PickledWeightsError | MissingWeightsError:
             f"{folder / WEIGHTS} is no file, but a folder or a link to a file that does not exist; get the model again"
         )
     pickled = [file for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
-    _refuse_pointers(pickled)
+    refuse_pointers(pickled)
     if pickled:
         return PickledWeightsError(
             f"{folder} has {pickled[0].name} but no safetensors, and distcse does not load pickles; convert a trusted model: "

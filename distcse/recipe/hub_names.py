@@ -9,25 +9,13 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 _NO_ACCOUNTS = (
-    *(
-        "api",
-        "blog",
-        "brand",
-        "chat",
-        "collections",
-        "datasets",
-        "docs",
-        "enterprise",
-        "join",
-        "learn",
-        "login",
-        "models",
-    ),
-    *("new", "notifications", "organizations", "papers", "posts", "pricing", "search", "settings", "spaces", "tasks"),
+    "api|blog|brand|chat|collections|datasets|docs|enterprise|join|learn|login|models|new|"
+    "notifications|organizations|papers|posts|pricing|search|settings|spaces|tasks"
 )
+"""First parts of the hub's addresses that are no account, as alternatives of a pattern."""
 _PAGE = re.compile(
     r"(?:hf://|https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)(?P<sets>datasets/)?"
-    rf"(?!(?:{'|'.join(_NO_ACCOUNTS)})(?:[/?#]|$))"
+    rf"(?!(?:{_NO_ACCOUNTS})(?:[/?#]|$))"
     r"(?P<id>[^/?#@]+?(?:/(?!(?:tree|blob|raw|resolve|commits?|edit|upload|discussions)(?:/|$))[^/?#@]+?)?)"
     r"(?:\.git)?(?P<rest>(?:[/?#@].*)?)",
     re.IGNORECASE,

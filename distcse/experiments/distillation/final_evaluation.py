@@ -48,7 +48,6 @@ from distcse.losses import mix_lists
 from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
 from distcse.runs.directory import RunDirectory
-from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher_weights import TeacherWeights
 
@@ -216,10 +215,7 @@ def _measure_student(
         tasks, contamination = replace(tasks, timed_texts=[]), _read_contamination(student.source)
     model: Encoder | StaticEncoder
     if student.encoder is None:
-        assert student.trained is not None
-        folder = open_store(student.trained)
-        folder.fetch_folder()
-        model = StaticEncoder.load(folder.path)
+        model = StaticEncoder.load(resolve_model(student.source))
     else:
         model = student.encoder.take().to(default_device())
     candidate = make_candidate(student.name, student.source, model, contamination, precision)

@@ -39,8 +39,8 @@ class Family(Experiment[FamilyRecipe]):
     name = "a family of students"
 
     def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
+        _require_packages(self.recipe)
         recipe = with_member_layers(self.recipe, backend, reporter)
-        _require_packages(recipe)
         for member in recipe.largest_first:
             student = Distillation(recipe.student_recipe(member))
             student.check(backend, reporter.of_group(member.label), plans_of_trials)
