@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,9 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import ReusedVectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import Embedder, naming_rows
+
+PART_ROWS = 16_384
+"""Most rows of a shard that are tokenized and embedded together: only their tokens and float32 vectors are in memory."""
 
 Rows = Sequence[int] | NDArray[np.int64]
 
@@ -117,7 +121,8 @@ def embed_shards(
 ) -> Iterator[int]:
     """Embed shards in the table's precision, store each, and then yield the number of rows that were embedded.
 
-    A model reads and tokenizes the next shard while it embeds one; on a GPU, it also embeds the next while one is stored.
+    A shard is embedded in parts of `PART_ROWS` rows. A model reads and tokenizes the next part while it embeds one; on a GPU,
+    it also embeds the next while one is stored.
 
     Args:
         encoder: The teacher.
@@ -129,16 +134,22 @@ def embed_shards(
     """
     rows = [new_rows(table, shard, reused) for shard in shards]
     precision = table.identity.precision
-    each_vectors = (
+    parts = chain.from_iterable(map(_parts, rows))
+    vectors = (
         encoder.encode_each(
-            map(corpus.texts, rows), batch_tokens=tokens_per_batch, precision=precision, normalize=False
+            map(corpus.texts, parts), batch_tokens=tokens_per_batch, precision=precision, normalize=False
         )
         if isinstance(encoder, Encoder)
-        else (_encode_rows(encoder, each, corpus, batch_tokens=tokens_per_batch, precision=precision) for each in rows)
+        else (_encode_rows(encoder, part, corpus, batch_tokens=tokens_per_batch, precision=precision) for part in parts)
     )
-    for shard, shard_rows, vectors in zip(shards, rows, each_vectors, strict=True):
-        table.write_shard(shard, vectors, None if reused is None else reused.read(table.shard_range(shard)))
+    for shard, shard_rows in zip(shards, rows, strict=True):
+        shard_vectors = islice(vectors, len(_parts(shard_rows)))
+        table.write_shard(shard, shard_vectors, None if reused is None else reused.read(table.shard_range(shard)))
         yield len(shard_rows)
+
+
+def _parts(rows: Rows) -> list[Rows]:
+    return [rows[begin : begin + PART_ROWS] for begin in range(0, len(rows), PART_ROWS)]
 
 
 def new_rows(table: EmbeddingTable, shard: int, reused: ReusedVectors | None) -> Rows:

@@ -52,6 +52,8 @@ MOST_SHARDS = 2500
 all machines must know a table by the same key."""
 OPEN_SHARE = 8
 """A table opens at most one of this many files that the process may open, because each map of a shard is an open file."""
+_BLOCK = 16_384
+"""Rows whose vectors are converted to float32 at a time."""
 _MOST_OPEN = 8192
 """Maps that a table opens where files are not limited; a process may have 65,530 maps on Linux."""
 
@@ -257,12 +259,18 @@ class EmbeddingTable:
             intact = list(pool.map(self.is_intact, shards))
         return [shard for shard, is_intact in zip(shards, intact, strict=True) if not is_intact]
 
-    def write_shard(self, shard: int, vectors: NDArray[np.float32], stored: StoredVectors | None = None) -> None:
+    def write_shard(
+        self,
+        shard: int,
+        vectors: NDArray[np.float32] | Iterable[NDArray[np.float32]],
+        stored: StoredVectors | None = None,
+    ) -> None:
         """Store a shard's vectors, normalized to unit length, as float16.
 
         Args:
             shard: Index of the shard.
-            vectors: (n, d) float32 vectors, n = len(shard_range(shard)), or (n - k, d) with `stored`.
+            vectors: (n, d) float32 vectors, n = len(shard_range(shard)), or (n - k, d) with `stored`; or consecutive parts of
+                them, each of which is converted before the next is taken.
             stored: k of the vectors, which are copied bit by bit. Default: none.
 
         Raises:
@@ -270,19 +278,24 @@ class EmbeddingTable:
             StorageWriteError: The shard cannot be written.
         """
         rows = np.asarray(self.rows_of(shard))
-        is_new = np.ones(len(rows), dtype=bool) if stored is None else ~stored.is_stored
-        if len(vectors) != is_new.sum():
-            raise ValueError(f"shard {shard} has {is_new.sum()} rows, got {len(vectors)} vectors")
-        units = np.empty((len(rows), vectors.shape[1]), dtype=np.float16)
-        units[is_new] = normalize_rows(vectors, rows[is_new])
+        new = np.arange(len(rows)) if stored is None else np.flatnonzero(~stored.is_stored)
+        units, done = np.empty((0, 0), dtype=np.float16), 0
+        for part in [vectors] if isinstance(vectors, np.ndarray) else vectors:
+            if not units.size:
+                units = np.empty((len(rows), part.shape[1]), dtype=np.float16)
+            if len(indices := new[done : done + len(part)]) == len(part):
+                units[indices] = normalize_rows(part, rows[indices])
+            done += len(part)
+        if done != len(new):
+            raise ValueError(f"shard {shard} has {len(new)} rows, got {done} vectors")
         if stored is not None:
-            units[~is_new] = stored.vectors
+            units[stored.is_stored] = stored.vectors
         with storage_errors(self.directory):
             self.directory.mkdir(exist_ok=True, parents=True)  # this machine's copy of remote storage may lack it
         with atomic_write(self._payload(shard)) as temporary:
             with open(temporary, "wb") as file:
                 np.save(file, units)
-            label = dump_label(temporary, rows=len(rows), dimension=vectors.shape[1])
+            label = dump_label(temporary, rows=len(rows), dimension=units.shape[1])
         write_text_atomic(self._label(shard), label)
         self._stored(shard).publish(self._parts(shard))
 
@@ -335,7 +348,9 @@ class EmbeddingTable:
         """
         ids = np.asarray(rows, dtype=np.int64)
         found: NDArray[np.float16] = self._gather(ids, np.dtype(np.float16))
-        self._norms(ids, found.astype(np.float32))  # raises for a damaged row
+        for begin in range(0, len(ids), _BLOCK):
+            block = slice(begin, begin + _BLOCK)
+            self._norms(ids[block], found[block].astype(np.float32))  # raises for a damaged row
         return found
 
     @cached_property

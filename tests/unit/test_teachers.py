@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.teachers import embedding
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.ensemble import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import MOST_SHARDS, SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
@@ -202,6 +203,26 @@ def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
     assert [*chain.from_iterable(embed_shards(encoder, corpus, alone, [shard], None) for shard in range(4))] == stored
     ids = np.arange(len(corpus))
     np.testing.assert_array_equal(table.stored_vectors(ids), alone.stored_vectors(ids))
+
+
+def test_a_large_shard_is_embedded_in_parts(
+    corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, table = table_of(teacher, corpus, tmp_path / "whole", 200), table_of(teacher, corpus, tmp_path, 200)
+    encoder, read = Encoder.from_section(teacher), list[int]()
+    assert sum(embed_shards(encoder, corpus, whole, [0, 1], None)) == len(corpus)
+
+    class NotedCorpus:
+        def texts(self, rows: Sequence[int]) -> list[str]:
+            read.append(len(rows))
+            return corpus.texts(rows)
+
+    monkeypatch.setattr(embedding, "PART_ROWS", 60)
+    assert [*embed_shards(encoder, cast(Corpus, NotedCorpus()), table, [0, 1], None)] == [200, len(corpus) - 200]
+    assert sum(read) == len(corpus) and read[:4] == [60, 60, 60, 20] and max(read) == 60
+    assert not table.missing_shards()
+    rows = np.arange(len(corpus))
+    np.testing.assert_allclose(table.vectors(rows), whole.vectors(rows), atol=1e-3)
 
 
 def test_table_and_live_teachers_agree_with_the_encoder(
