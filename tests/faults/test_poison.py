@@ -39,8 +39,9 @@ def test_a_loss_that_overflows_is_reported_once(cluster: None, recipe: Recipe) -
     reporter = Reporter(lambda event: messages.append(event.text) if isinstance(event, LogMessage) else None)
     with fails_with(DivergedError, "loss", "step 0 (rows ", " of the corpus (16)"):
         run(with_values(recipe, {"objective.info_nce.weight": 1e39}), reporter)
-    # Apart from warnings of settings, and of a busy machine's wait for resources.
-    directory, serving = (message for message in messages if not message.startswith(("[DCSE-W", "teacher ")))
+    # Apart from warnings of settings, and lines about what is being waited for.
+    waits = ("[DCSE-W", "teacher ", "workers ")
+    directory, serving = (message for message in messages if not message.startswith(waits))
     assert directory.startswith("run directory") and serving.startswith("teachers.serve auto")
 
 
