@@ -152,7 +152,8 @@ class FamilyPlanner(Planner[FamilyRecipe]):
             name: {**plan.described, "training_seconds": plan.training_seconds} for name, plan in plans.items()
         }
         problems = [f"{name}: {problem}" for name, plan in plans.items() for problem in plan.problems]
-        return Estimate(family_lines(plans), {"students": described}, problems)
+        static = [member.label for member in self.recipe.static_members]
+        return Estimate(family_lines(plans, static), {"students": described, "static": static}, problems)
 
     @cached_property
     def _students(self) -> dict[str, StudentPlanner]:

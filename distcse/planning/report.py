@@ -65,11 +65,12 @@ def student_lines(plan: StudentPlan) -> list[str]:
     ]
 
 
-def family_lines(plans: Mapping[str, StudentPlan]) -> list[str]:
+def family_lines(plans: Mapping[str, StudentPlan], static: Sequence[str]) -> list[str]:
     """Format the plans of a family's students as lines of text: the first one's, then what each of the others adds.
 
     Args:
         plans: The students' plans by name, in the order in which they are trained.
+        static: Names of the static students, which are trained after them.
     """
     (_, first), *others = plans.items()
     total = first.seconds + sum(plan.training_seconds for _, plan in others)
@@ -80,6 +81,8 @@ def family_lines(plans: Mapping[str, StudentPlan]) -> list[str]:
     for name, plan in plans.items():
         parameters = f"{plan.run.student.parameters / 1e6:.1f} M"
         lines.append(f"{name:<20}{span(plan.training_seconds):>12}{_ms(plan.step_seconds):>12}   {parameters}")
+    for name in static:
+        lines.append(f"{name:<20}{'not counted':>12}{'':>12}   one vector per token; trained last, on the same targets")
     return [*lines, "", *student_lines(first)]
 
 

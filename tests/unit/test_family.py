@@ -200,3 +200,11 @@ def test_a_plan_counts_the_embedding_passes_once(file: Path, capsys: pytest.Capt
     total, _, *rows = capsys.readouterr().out.splitlines()
     assert "2 students" in total and rows[0].startswith("wide") and rows[1].startswith("1-layer")
     assert plan.main([*arguments, "--gpus", "8"]) == 2
+
+
+def test_a_plan_names_static_students(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(file), "family=[{layers: 1}, {static: true}]", "--cluster", "1xH100-80G", "--corpus-rows", "1000"]
+    assert plan.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["static"] == ["static"]
+    assert plan.main(arguments) == 0
+    assert ["static", "not", "counted"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
