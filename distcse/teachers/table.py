@@ -53,7 +53,7 @@ all machines must know a table by the same key."""
 OPEN_SHARE = 8
 """A table opens at most one of this many files that the process may open, because each map of a shard is an open file."""
 _BLOCK = 16_384
-"""Rows whose vectors are converted to float32 at a time."""
+"""Rows whose vectors are converted to float32 at once."""
 _MOST_OPEN = 8192
 """Maps that a table opens where files are not limited; a process may have 65,530 maps on Linux."""
 
