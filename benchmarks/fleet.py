@@ -31,7 +31,11 @@ class Rates:
     embedding: float = 125.9e-6
     """GPU seconds a row of a base and a large teacher: H100, `benchmarks.gpu`, row 5."""
     tokenizing: float = 1 / 12_000
-    """Core seconds a row: `distcse.plan`'s rate, measured on a CPU."""
+    """Core seconds a row: `distcse.plan`'s rate, measured on a CPU. One core of each node counts."""
+    reading: float = 3.2e-6
+    """Core seconds a row of the process that reads the text: `benchmarks.row_memory` at 16 million rows."""
+    joining: float = 0.18e-6
+    """Seconds a row to join the nodes' parts of the tokens: measured once with 2 million rows of five words on a CPU."""
     server_lists: float = 0.09 / 4
     """Core seconds of a server for one teacher's lists of one worker, of 8,192 columns: 0.09 s for four, measured on a CPU."""
     table_read: float = 8e8
@@ -139,7 +143,9 @@ class Fleet:
         # The present design leaves out a checkpoint that is due while one is written.
         waits = 0.0 if self.is_present else scores * max(0.0, checkpoint - self.eval_steps * self.step_seconds)
         return {
-            "tokenizing": self.rows * rates.tokenizing,
+            "reading": self.rows * rates.reading,
+            "tokenizing": self.rows
+            * (rates.tokenizing / self.nodes + rates.joining if self.is_present else rates.tokenizing),
             "embedding": self.rows * rates.embedding / self.workers,
             "compute": self.steps * rates.step,
             "network": self.steps * self.network_step,

@@ -15,7 +15,10 @@ def fleet(workers: int, rows: int, is_present: bool = True, **changes: float) ->
 
 def test_parts_that_one_process_does_take_the_same_time_on_any_number_of_workers() -> None:
     few, many = fleet(8, 10**9).parts(), fleet(512, 10**9).parts()
-    assert few["tokenizing"] == many["tokenizing"]
+    assert few["reading"] == many["reading"]
+    assert few["tokenizing"] > 50 * many["tokenizing"]
+    first = [fleet(workers, 10**9, False).parts()["tokenizing"] for workers in (8, 512)]
+    assert first[0] == first[1] > many["tokenizing"]
     assert few["embedding"] == pytest.approx(64 * many["embedding"])
     assert few["compute"] == pytest.approx(64 * many["compute"], rel=1e-4)
 

@@ -11,7 +11,7 @@ from distcse.data.normalized_key import Excluded, normalized_key
 from distcse.data.pair_tokens import PairTokenTable
 from distcse.data.pairs import Pairs
 from distcse.data.sampler import BatchSampler, duplicate_mask, split_held_out
-from distcse.data.token_table import TokenTable, tokenizer_fingerprint
+from distcse.data.token_table import Tokenization, TokenTable, tokenizer_fingerprint
 
 __all__ = [
     "BatchSampler",
@@ -21,6 +21,7 @@ __all__ = [
     "PairTokenTable",
     "Pairs",
     "TokenTable",
+    "Tokenization",
     "check_source",
     "count_repeated_files",
     "duplicate_mask",

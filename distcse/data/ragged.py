@@ -14,6 +14,8 @@ from distcse.errors import CorpusCacheError, StorageWriteError
 from distcse.storage import checksum, dump_checked_json, load_checked_json, open_store
 
 VALUES, OFFSETS = "values.bin", "offsets.npy"
+_BLOCK = 65_536
+"""Rows that are copied at once."""
 
 RowIds = Iterable[int] | NDArray[np.int64]
 
@@ -47,6 +49,12 @@ class RaggedWriter:
         """Add at least one row of integers, stored as `dtype`."""
         values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows])
         self.append(values.tobytes(), [len(row) for row in rows])
+
+    def append_table(self, rows: RaggedRows) -> None:
+        """Add all rows that another folder has, block by block."""
+        for begin in range(0, len(rows), _BLOCK):
+            end = min(begin + _BLOCK, len(rows))
+            self.append(rows.joined(begin, end), rows.lengths(np.arange(begin, end)).tolist())
 
     def finish(self) -> int:
         """Write the offsets and return the number of rows."""
@@ -93,6 +101,15 @@ class RaggedRows:
         """
         first, last = self._bounds(ids)
         return [self._values[start:stop] for start, stop in zip(first.tolist(), last.tolist(), strict=True)]
+
+    def joined(self, begin: int, end: int) -> bytes:
+        """Return the bytes of the concatenated values of adjacent rows.
+
+        Args:
+            begin: The first row.
+            end: One more than the last row.
+        """
+        return self._values[self._offsets[begin] : self._offsets[end]].tobytes()
 
     def lengths(self, ids: RowIds) -> NDArray[np.int64]:
         """Return the number of values in each row, without reading the values."""

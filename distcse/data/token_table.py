@@ -1,10 +1,19 @@
-"""The token table: a corpus tokenized once, and memory-mapped by every worker."""
+"""The token table: a corpus tokenized once, and memory-mapped by every worker.
+
+    <cache>/tokens/<key>               values.bin, offsets.npy, tokens.json
+    <cache>/tokens/<key>.parts/part-00000   the same of `PART_ROWS` rows, until the table is written
+
+A large corpus is tokenized in parts, which several machines can make at the same time, and which a killed run leaves behind.
+The table is their concatenation, byte for byte the one of a single pass.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +23,135 @@ from numpy.typing import NDArray
 from distcse.data.corpus import Corpus
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
 from distcse.errors import TokenizationError
-from distcse.storage import text_checksum
+from distcse.storage import ArtifactStore, open_store, text_checksum
 
 FORMAT = 2
+PART_ROWS = 1_000_000
+"""Rows of a part; half a minute of one thread. A corpus with no more has no parts."""
 _LABEL = "tokens.json"
 _CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """What determines the tokens of a corpus, and where they are stored.
+
+    Attributes:
+        corpus: The sentences.
+        tokenizer: A fast Hugging Face tokenizer; its truncation and padding settings are restored.
+        max_length: Maximum number of tokens per sentence, with special tokens.
+        cache: Folder of the caches.
+        prompt: Prefix of every sentence. Default: none.
+        part_rows: Rows of a part. Default: `PART_ROWS`.
+    """
+
+    corpus: Corpus
+    tokenizer: Any
+    max_length: int
+    cache: Path
+    prompt: str = ""
+    part_rows: int = PART_ROWS
+
+    @cached_property
+    def directory(self) -> Path:
+        """The table's folder."""
+        identity = [
+            FORMAT,
+            self.corpus.fingerprint,
+            tokenizer_fingerprint(self.tokenizer),
+            truncation_side(self.tokenizer),
+            self.max_length,
+            self.prompt,
+        ]
+        return self.cache / "tokens" / text_checksum(json.dumps(identity))
+
+    @property
+    def parts_directory(self) -> Path:
+        """The folder of the parts."""
+        return self.directory.with_name(f"{self.directory.name}.parts")
+
+    @property
+    def parts(self) -> list[range]:
+        """The rows of each part; one part if the corpus is small."""
+        rows = len(self.corpus)
+        return [range(first, min(first + self.part_rows, rows)) for first in range(0, rows, self.part_rows)]
+
+    def missing_parts(self) -> list[int]:
+        """Return the numbers of the parts that are not stored yet; none if there is one part only."""
+        if len(self.parts) == 1:
+            return []
+        return [number for number in range(len(self.parts)) if self._find_part(number) is None]
+
+    def write_part(self, number: int, on_progress: Callable[[int], None] | None = None) -> None:
+        """Tokenize the rows of a part, and store them.
+
+        Args:
+            number: The part's number.
+            on_progress: Called with the number of its sentences tokenized so far.
+
+        Raises:
+            TokenizationError: The tokenizer is slow, or returns no token for a sentence.
+            CorpusCacheError: The cache cannot be written.
+        """
+        rows = self.parts[number]
+        report = None if on_progress is None else lambda done: on_progress(done - rows.start)
+        with self._written(self._part(number).path) as writer:
+            self._tokenize(rows, writer, report)
+
+    def write_table(self, on_progress: Callable[[int], None] | None = None) -> None:
+        """Store the table: tokenize all rows, except those of parts that are stored. The parts are deleted.
+
+        Args:
+            on_progress: Called with the number of sentences of the table so far.
+
+        Raises:
+            TokenizationError: As for `write_part`.
+            CorpusCacheError: As for `write_part`.
+        """
+        with self._written(self.directory) as writer:
+            for number, rows in enumerate(self.parts):
+                part = self._find_part(number) if len(self.parts) > 1 else None
+                if part is not None:
+                    writer.append_table(part)
+                else:
+                    self._tokenize(rows, writer, on_progress)
+                if on_progress is not None:
+                    on_progress(rows.stop)
+        for number in range(len(self.parts)) if len(self.parts) > 1 else ():
+            self._part(number).delete_folder()
+
+    @contextmanager
+    def _written(self, folder: Path) -> Iterator[RaggedWriter]:
+        with write_cache_folder(folder, _LABEL) as (temporary, label):
+            # Without a padding token, any valid id serves: the attention mask hides it.
+            label.update(dtype=self._dtype.str, pad_id=self.tokenizer.pad_token_id or 0)
+            with RaggedWriter(temporary) as writer:
+                yield writer
+                label["rows"] = writer.finish()
+
+    def _tokenize(self, rows: range, writer: RaggedWriter, on_progress: Callable[[int], None] | None) -> None:
+        with truncating(self.tokenizer, self.max_length) as backend:
+            for first in range(rows.start, rows.stop, _CHUNK):
+                texts = self.corpus.texts(range(first, min(first + _CHUNK, rows.stop)))
+                ids = encode_batch(backend, [self.prompt + text for text in texts] if self.prompt else texts)
+                _require_tokens(ids, texts, first)
+                writer.append_rows(ids, self._dtype)
+                if on_progress is not None:
+                    on_progress(first + len(texts))
+
+    @cached_property
+    def _dtype(self) -> np.dtype[Any]:
+        return id_dtype(self.tokenizer)
+
+    def _part(self, number: int) -> ArtifactStore:
+        return open_store(self.parts_directory) / f"part-{number:05d}"
+
+    def _find_part(self, number: int) -> RaggedRows | None:
+        """Open a part; None if it is missing or damaged."""
+        folder = self._part(number).path
+        if find_cached(folder, _LABEL) is None:
+            return None
+        return RaggedRows(folder, self._dtype)
 
 
 class TokenTable:
@@ -60,32 +193,17 @@ class TokenTable:
             TokenizationError: The tokenizer is slow, or returns no token for a sentence.
             CorpusCacheError: The cache cannot be written.
         """
-        identity = [
-            FORMAT,
-            corpus.fingerprint,
-            tokenizer_fingerprint(tokenizer),
-            truncation_side(tokenizer),
-            max_length,
-            prompt,
-        ]
-        key = text_checksum(json.dumps(identity))
-        directory = cache / "tokens" / key
-        if (label := find_cached(directory, _LABEL)) is not None:
-            return cls(directory, label, reused=True)
-        with write_cache_folder(directory, _LABEL) as (temporary, label):
-            dtype = id_dtype(tokenizer)
-            # Without a padding token, any valid id serves: the attention mask hides it.
-            label.update(dtype=dtype.str, pad_id=tokenizer.pad_token_id or 0, rows=len(corpus))
-            with RaggedWriter(temporary) as writer, truncating(tokenizer, max_length) as backend:
-                for first in range(0, len(corpus), _CHUNK):
-                    texts = corpus.texts(range(first, min(first + _CHUNK, len(corpus))))
-                    ids = encode_batch(backend, [prompt + text for text in texts] if prompt else texts)
-                    _require_tokens(ids, texts, first)
-                    writer.append_rows(ids, dtype)
-                    if on_progress is not None:
-                        on_progress(first + len(texts))
-                writer.finish()
-        return cls(directory, label, reused=False)
+        wanted = Tokenization(corpus, tokenizer, max_length, cache, prompt)
+        if (found := cls.find(wanted)) is not None:
+            return found
+        wanted.write_table(on_progress)
+        return cls(wanted.directory, fetch_label(wanted.directory, _LABEL, "token table"), reused=False)
+
+    @classmethod
+    def find(cls, wanted: Tokenization) -> TokenTable | None:
+        """Return the table in the cache, with its checksums verified; None if there is none."""
+        label = find_cached(wanted.directory, _LABEL)
+        return None if label is None else cls(wanted.directory, label, reused=True)
 
     @classmethod
     def open(cls, directory: Path) -> TokenTable:

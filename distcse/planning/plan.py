@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from distcse.data.sampler import MAX_ARRAY_ROWS
+from distcse.data.token_table import PART_ROWS
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import FITS, STAGES, WorkerMemory
 from distcse.planning.network import Traffic
@@ -117,7 +118,9 @@ class StudentPlan:
     def phases(self) -> list[PhaseCost]:
         """Costs of the phases, in the order in which they run."""
         run, machine = self.run, self.cluster.machine
-        found = [PhaseCost("corpus and tokens", run.rows / machine.tokenise, 0.0, "one thread", "once for a corpus")]
+        nodes = self.cluster.nodes if run.rows > PART_ROWS and run.recipe.training.workers else 1
+        note = "once for a corpus" if nodes == 1 else f"on {nodes:,} nodes, once for a corpus"
+        found = [PhaseCost("corpus and tokens", run.rows / machine.tokenise / nodes, 0.0, "one thread a node", note)]
         found += [
             self._teacher_phase(f"teacher {number}", teacher, self.cluster.devices)
             for number, teacher in enumerate(run.teachers)

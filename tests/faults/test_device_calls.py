@@ -18,10 +18,13 @@ from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, Wo
 from distcse.evaluation import Evaluation
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import DeviceCall
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.tables import embed_corpus
+from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.devices import DeviceOptions
 from distcse.ray_backend.backend import RayBackend
-from distcse.recipe import load_recipe, recipe_yaml
+from distcse.recipe import load_recipe, recipe_yaml, with_values
+from distcse.storage import checksum
 from tests.backends import run
 from tests.devices import (
     comparable,
@@ -149,6 +152,40 @@ def share_nodes(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
+def tokenize_in_parts(folder: Path) -> None:
+    """A driver that cannot tokenize: let the nodes do so, stop in between, and compare with a single pass."""
+    from unittest.mock import patch
+
+    from distcse.data import token_table
+    from distcse.experiments.distillation import tokens
+
+    recipe, backend, events = load_recipe(str(folder / "recipe.yaml"), []), RayBackend(), list[Event]()
+    corpus = read_corpus(recipe, Reporter())
+    reporter = Reporter(events.append)
+    stopping = Reporter(stop_requested=lambda: len(list(folder.glob("cache/tokens/*.parts/part-*"))) > 1)
+    with (
+        backend.cluster.joined(),
+        patch.object(tokens, "PART_ROWS", 50),
+        patch.object(token_table, "encode_batch", side_effect=AssertionError("the driver tokenizes")),
+    ):
+        try:
+            tokens.prepare_tokens(recipe, corpus, backend, stopping)
+        except StoppedEarlyError:
+            kept = len(list(folder.glob("cache/tokens/*.parts/part-*")))
+        made = tokens.prepare_tokens(recipe, corpus, backend, reporter)
+    alone = with_values(recipe, {"storage.cache": str(folder / "alone")})
+    whole = tokens.prepare_tokens(alone, corpus, LocalBackend(), Reporter())
+    progress = [event.done for event in events if isinstance(event, StageProgress)]
+    found = {
+        "kept": kept,
+        "parts left": len(list(folder.glob("cache/tokens/*.parts/part-*"))),
+        "progress": [min(progress), max(progress)],
+        "rows": [len(corpus), len(made)],
+        "files": [{file.name: checksum(file) for file in table.directory.iterdir()} for table in (made, whole)],
+    }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
 def _error_of(function: Callable[[Reporter], Any]) -> list[str]:
     try:
         RayBackend().run_on_devices([DeviceCall("evaluation of x", function)], OPTIONS, Reporter())
@@ -181,6 +218,18 @@ def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_c
     assert found["errors"][0] == [ModelOutputError.__name__, "the model's output is NaN"]
     assert found["errors"][1][0] == WorkFailedError.__name__ and "evaluation of x" in found["errors"][1][1]
     assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
+
+
+def test_nodes_tokenize_a_corpus_in_parts_and_a_stopped_run_keeps_those_it_has(
+    nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences)
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
+    found = drive(nodes, "tokenize_in_parts", tmp_path)
+    rows = found["rows"][0]
+    assert found["rows"] == [rows, rows] and found["progress"] == [0, rows]
+    assert 2 <= found["kept"] < rows // 50 and found["parts left"] == 0
+    assert found["files"][0] == found["files"][1] and len(found["files"][0]) == 3
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from distcse.data import Corpus, TokenTable, tokenizer_fingerprint
+from distcse.data import Corpus, Tokenization, TokenTable, tokenizer_fingerprint
 from distcse.data import token_table as tokens_module
 from distcse.data.collate import collate
 from distcse.data.ragged import VALUES
@@ -145,6 +146,26 @@ def test_a_damaged_table_is_written_again(tmp_path: Path, corpus: Corpus, minilm
         TokenTable.open(table.directory)
     repaired = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
     assert not repaired.reused and [row.tolist() for row in repaired.rows(range(len(repaired)))] == expected
+
+
+def test_a_table_made_of_parts_equals_one_of_a_single_pass(
+    tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any
+) -> None:
+    whole = TokenTable.prepare(corpus, minilm_tokenizer, 16, tmp_path / "whole", prompt="q: ")
+    wanted = Tokenization(corpus, minilm_tokenizer, 16, tmp_path, "q: ", part_rows=100)
+    count, done = len(wanted.parts), list[int]()
+    assert [*chain.from_iterable(wanted.parts)] == [*range(len(corpus))] and count > 3
+    assert wanted.missing_parts() == [*range(count)]
+    for number in (0, 2, count - 1):
+        wanted.write_part(number, done.append)
+    assert done == [100, 100, len(wanted.parts[-1])]
+    (wanted.parts_directory / "part-00002" / VALUES).write_bytes(b"damaged")
+    assert wanted.missing_parts() == [1, *range(2, count - 1)]
+    wanted.write_table()
+    table = TokenTable.open(wanted.directory)
+    assert wanted.missing_parts() == [*range(count)]  # the parts are deleted
+    for file in whole.directory.iterdir():
+        assert (table.directory / file.name).read_bytes() == file.read_bytes()
 
 
 def test_collate_pads_on_the_right_with_the_given_id() -> None:

@@ -16,11 +16,12 @@ from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.corpus import read_corpus, report_finished, start_stage
+from distcse.experiments.distillation.corpus import read_corpus, report_finished
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.tables import prepare_tables
-from distcse.models import Encoder, EncoderHandle, TokenizerSpec
+from distcse.experiments.distillation.tokens import prepare_tokens
+from distcse.models import Encoder, EncoderHandle
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -71,7 +72,7 @@ class PreparedCorpus:
 
         Args:
             recipe: The recipe, with its precisions decided.
-            backend: Where the student's layers are selected, if the recipe leaves them to the run.
+            backend: Where a large corpus is tokenized, and where the student's layers are selected if the run selects them.
             reporter: Receives progress.
 
         Raises:
@@ -84,16 +85,7 @@ class PreparedCorpus:
         TeacherWeights(recipe.teachers.encoders, corpus)  # raises for a domain that no row has
         require_vectors(recipe, len(corpus))
         recipe = with_chosen_layers(recipe, corpus, backend, reporter)
-        tokenizer_spec = TokenizerSpec.of(recipe.student)
-        tokens = TokenTable.prepare(
-            corpus,
-            tokenizer_spec.tokenizer,
-            tokenizer_spec.max_length,
-            resolve_path(recipe.storage.cache),
-            start_stage(reporter, "tokens", len(corpus)),
-            prompt=tokenizer_spec.prompt,
-        )
-        report_finished(reporter, "tokens", len(corpus), "reused" if tokens.reused else "tokenized")
+        tokens = prepare_tokens(recipe, corpus, backend, reporter)
         # Raises if the corpus has too few rows.
         BatchLoader(
             TrainSpec(recipe, open_store("."), open_store(corpus.directory), open_store(tokens.directory)),
