@@ -67,7 +67,7 @@ class Tokenization:
 
     @property
     def parts_directory(self) -> Path:
-        """The folder of the parts."""
+        """The folder of the parts. Who lets parts be written, or makes the table of them, holds its lease."""
         return self.directory.with_name(f"{self.directory.name}.parts")
 
     @property
@@ -193,7 +193,8 @@ class TokenTable:
             TokenizationError: The tokenizer is slow, or returns no token for a sentence.
             CorpusCacheError: The cache cannot be written.
         """
-        wanted = Tokenization(corpus, tokenizer, max_length, cache, prompt)
+        # Without parts: this process does not hold their lease.
+        wanted = Tokenization(corpus, tokenizer, max_length, cache, prompt, part_rows=max(1, len(corpus)))
         if (found := cls.find(wanted)) is not None:
             return found
         wanted.write_table(on_progress)
