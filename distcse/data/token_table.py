@@ -111,10 +111,10 @@ class Tokenization:
         with self._written(self.directory) as writer:
             for number, rows in enumerate(self.parts):
                 part = self._find_part(number) if len(self.parts) > 1 else None
-                if part is not None:
-                    writer.append_table(part)
-                else:
+                if part is None:
                     self._tokenize(rows, writer, on_progress)
+                    continue
+                writer.append_table(part)
                 if on_progress is not None:
                     on_progress(rows.stop)
         for number in range(len(self.parts)) if len(self.parts) > 1 else ():
