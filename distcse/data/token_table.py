@@ -76,10 +76,13 @@ class Tokenization:
         rows = len(self.corpus)
         return [range(first, min(first + self.part_rows, rows)) for first in range(0, rows, self.part_rows)]
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether the corpus is so large that parts of its tokens are stored."""
+        return len(self.corpus) > self.part_rows
+
     def missing_parts(self) -> list[int]:
-        """Return the numbers of the parts that are not stored yet; none if there is one part only."""
-        if len(self.parts) == 1:
-            return []
+        """Return the numbers of the parts that are not stored yet."""
         return [number for number in range(len(self.parts)) if self._find_part(number) is None]
 
     def write_part(self, number: int, on_progress: Callable[[int], None] | None = None) -> None:
@@ -110,15 +113,16 @@ class Tokenization:
         """
         with self._written(self.directory) as writer:
             for number, rows in enumerate(self.parts):
-                part = self._find_part(number) if len(self.parts) > 1 else None
+                part = self._find_part(number) if self.has_parts else None
                 if part is None:
                     self._tokenize(rows, writer, on_progress)
                     continue
                 writer.append_table(part)
                 if on_progress is not None:
                     on_progress(rows.stop)
-        for number in range(len(self.parts)) if len(self.parts) > 1 else ():
-            self._part(number).delete_folder()
+        if self.has_parts:
+            for number in range(len(self.parts)):
+                self._part(number).delete_folder()
 
     @contextmanager
     def _written(self, folder: Path) -> Iterator[RaggedWriter]:

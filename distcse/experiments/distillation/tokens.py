@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -40,12 +40,15 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
     wanted = _tokenization(recipe.student, corpus, resolve_path(recipe.storage.cache), PART_ROWS)
     tokens, note = TokenTable.find(wanted), "reused"
     if tokens is None:
-        has_parts = len(wanted.parts) > 1
-        with _lease(wanted, reporter) if has_parts else nullcontext():
-            if TokenTable.find(wanted) is None:  # otherwise another run has made it during the wait
-                _write_parts(recipe, wanted, backend, reporter)
-                wanted.write_table(None if has_parts else on_progress)
-                note = "tokenized"
+        if wanted.has_parts:
+            with _lease(wanted, reporter):
+                if TokenTable.find(wanted) is None:  # otherwise another run has made it during the wait
+                    _write_parts(recipe, wanted, backend, reporter)
+                    wanted.write_table()
+                    note = "tokenized"
+        else:
+            wanted.write_table(on_progress)
+            note = "tokenized"
         tokens = TokenTable.open(wanted.directory)
     report_finished(reporter, _STAGE, len(corpus), note)
     return tokens
