@@ -140,6 +140,7 @@ class Nodes:
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             "RAY_health_check_period_ms": "1000",  # a lost node is detected after 5 s instead of 15 s
             # The machine may be busy.
+            "RAY_worker_niceness": "0",
             "RAY_raylet_start_wait_time_s": "120",
             "RAY_agent_register_timeout_ms": "120000",
             "NO_COLOR": "1",

@@ -50,7 +50,7 @@ def groups_of_shared_workers(
         members = pool_members(contexts, number, "GPU" in each, stored)
         pool = WorkerPool(members, slots.usable, later_phases(contexts[0].recipe), stored=stored)
         for context, reporter in zip(contexts, reporters, strict=True):
-            group = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots.slots)
+            group = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots)
             groups.append(PooledGroup(group, pool, reporter))
         yield groups
     finally:

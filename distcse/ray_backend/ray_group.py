@@ -25,6 +25,7 @@ from distcse.events import LogMessage, Reporter
 from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.pooled_group import SlotsLost
 from distcse.experiments.mutual.scoring import ScoringProgress
 from distcse.experiments.mutual.step_passes import StepPasses
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
@@ -35,7 +36,7 @@ from distcse.ray_backend.event_channel import EventChannel, unique_name
 from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
 from distcse.ray_backend.heartbeat import CONCURRENCY, HeartbeatMonitor
 from distcse.ray_backend.nodes import DrainNotices
-from distcse.ray_backend.slots import Reservation, Slot, nodes_of
+from distcse.ray_backend.slots import Reservation, Slot, SlotPool, nodes_of
 
 _POLL_S = 0.2
 _LOSS_DETECTION_S = 15
@@ -50,7 +51,7 @@ class RayGroup:
         reporter: Receives the group's events.
         resources: CPUs and GPUs of one worker, which its scorer uses while it does not train.
         reservation: Where its workers run, one in each slot. Default: they use slots of the pool.
-        pool: Slots for `use`. Default: none, the group keeps its slots.
+        pool: The pool of slots for `use`. Default: none, the group keeps its slots.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class RayGroup:
         reporter: Reporter,
         resources: Mapping[str, float],
         reservation: Reservation | None = None,
-        pool: Sequence[Slot] = (),
+        pool: SlotPool | None = None,
     ) -> None:
         self.name = context.group.name
         self._context, self._reporter, self._resources = context, reporter, dict(resources)
         self._reservation, self._pool = reservation, pool
         self._slots = [] if reservation is None else reservation.slots
+        self._nodes: set[str] = set()
         self._notices, self._is_drained = DrainNotices(), False
         self._losses: Counter[tuple[Phase, str]] = Counter()
         self._closed = False
@@ -88,7 +90,8 @@ class RayGroup:
 
     def use(self, slots: Sequence[int]) -> None:
         """Work in these slots of the pool from now on; see `ResizableGroup.use`."""
-        new = [self._pool[number] for number in slots]
+        assert self._pool is not None
+        new = [self._pool.slots[number] for number in slots]
         if new == self._slots:
             return
         is_grown = bool(self._slots) and new[: len(self._slots)] == self._slots
@@ -116,7 +119,7 @@ class RayGroup:
 
     def score(self, phase: Phase) -> Scores:
         # Trainers on reserved slots start early, to be ready for the labels. In a pool they would end unused, or start again.
-        scores: Scores = self._retry(phase, lambda: self._score(phase), trains=not self._pool)
+        scores: Scores = self._retry(phase, lambda: self._score(phase), trains=self._pool is None)
         return scores
 
     def release(self) -> None:
@@ -170,14 +173,15 @@ class RayGroup:
                 except RayTaskError:
                     raise
                 except RayError as lost:
+                    self._check_nodes()
                     self._count_loss(phase, f"scorer {part}", lost)
                     self._reporter.emit(
                         LogMessage(f"lost a scorer in {phase.name}; another one repeats its part of the pairs", True)
                     )
                     self._replace_scorer(part)
                     running[self._begin_part(phase, part)] = part
-            if running and (self._closed or self._reporter.stop_requested()):
-                raise RunEnded
+            if running:
+                self._check_wait()
             if progress.is_due:
                 progress.report(*counter.count({part: len(part_scores) for part, part_scores in scores.items()}))
         all_scores = np.concatenate([scores[part] for part in range(parts)])
@@ -193,14 +197,36 @@ class RayGroup:
 
         Raises:
             RunEnded: The run was asked to stop. Closing the group ends the tasks.
+            SlotsLost: A slot of the pool was lost.
         """
         waiting = list(tasks)
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
             ray.get(done)  # raise the first failure now: the other actors may wait for the one that failed
-            if waiting and (self._closed or self._reporter.stop_requested()):
-                raise RunEnded
+            if waiting:
+                self._check_wait()
         return list(ray.get(list(tasks)))
+
+    def _check_wait(self) -> None:
+        """Raise an exception if the group need not wait any longer for actors or their results.
+
+        Raises:
+            RunEnded: The run was asked to stop, or the group was closed.
+            SlotsLost: A slot of the pool was lost. A group that keeps its slots waits for another node.
+        """
+        if self._closed or self._reporter.stop_requested():
+            raise RunEnded
+        if self._pool is not None and self._pool.has_lost(self._slots):
+            raise SlotsLost
+
+    def _check_nodes(self) -> None:
+        """Check after the loss of an actor that its node was not lost: this does not count as a loss of a shared worker.
+
+        Raises:
+            SlotsLost: The node of a slot of the pool was lost. There may be another one for the slot.
+        """
+        if self._pool is not None and not self._closed and nodes_of(self._slots) != self._nodes:
+            raise SlotsLost
 
     def _retry(self, phase: Phase, work: Any, trains: bool = True) -> Any:
         """Call `work`, and repeat it with new actors when one is lost.
@@ -216,6 +242,7 @@ class RayGroup:
             WorkFailedError: An unexpected exception in an actor.
             WorkersLostError: Actors were lost more often than mutual.max_failures allows.
             ProcessLostError: The group was closed during `work`.
+            SlotsLost: A slot of the pool was lost.
         """
         while True:
             if self._reporter.stop_requested():
@@ -230,6 +257,7 @@ class RayGroup:
                 cause = failed.cause
                 raise cause if isinstance(cause, DistcseError) else _work_failed(self.name, phase, failed) from failed
             except RayError as lost:  # an actor was killed or out of memory, or its node or a result was lost
+                self._check_nodes()
                 self._count_loss(phase, "a worker", lost)
                 self._end_all()
                 self._reporter.emit(
@@ -271,6 +299,7 @@ class RayGroup:
         if len(self._scorers) == number and (self._trainers or not trains):
             return
         self._wait_for_resources(self._slots)
+        self._nodes = nodes_of(self._slots)
         for part in range(len(self._scorers), number):
             self._scorers.append(self._start(ScoringActor, part, self._context))
         if trains and not self._trainers:
@@ -307,12 +336,12 @@ class RayGroup:
 
         Raises:
             RunEnded: The run was asked to stop.
+            SlotsLost: A slot of the pool was lost.
         """
         ready = [group.ready() for group in {slot.placement_group for slot in slots}]
         warning = WaitWarning(self._reporter)
         while ray.wait(ready, num_returns=len(ready), timeout=1)[1]:
-            if self._closed or self._reporter.stop_requested():
-                raise RunEnded
+            self._check_wait()
             warning.check(
                 f"waiting for nodes with room for {len(slots)} workers of {format_resources(self._resources)} each; "
                 "ray: false runs the groups one after the other"

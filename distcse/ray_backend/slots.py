@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class Reservation:
 
 
 class SlotPool:
-    """Slots that are reserved and lost one by one, each a placement group.
+    """Slots that are reserved and lost one by one, each a placement group. Thread-safe: each group runs in a thread.
 
     Args:
         number: Number of slots.
@@ -110,23 +111,36 @@ class SlotPool:
         self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
     ) -> None:
         self.slots = [slot for _ in range(number) for slot in reserve(1, resources, node_labels, name)]
+        self._nodes: dict[Slot, str] = {}
         self._usable: list[int] = []
         self._asked_at = float("-inf")
+        self._asking = threading.Lock()
 
     def usable(self) -> list[int]:
         """Return the numbers of the slots whose nodes are there and not drained, those of one node next to each other."""
+        with self._asking:
+            self._ask()
+            return self._usable
+
+    def has_lost(self, slots: Sequence[Slot]) -> bool:
+        """Return whether the node of one of these slots, which has been usable, was lost and Ray has no other one for it yet."""
+        with self._asking:
+            self._ask()
+            return not self._nodes.keys() >= set(slots)
+
+    def _ask(self) -> None:
+        """Ask Ray for the nodes of the slots, unless it was asked a second ago."""
         if time.monotonic() - self._asked_at > _STATES_AGE_S:
             tables = [placement_group_table(slot.placement_group) for slot in self.slots]
-            nodes = {
-                number: table["bundles_to_node_id"][0]
-                for number, table in enumerate(tables)
+            self._nodes = {
+                slot: table["bundles_to_node_id"][0]
+                for slot, table in zip(self.slots, tables, strict=True)
                 if table.get("state") == "CREATED"
             }
             leaving = draining_nodes()
-            staying = [number for number in nodes if nodes[number] not in leaving]
-            self._usable = sorted(staying, key=lambda number: (nodes[number], number))
+            staying = [(node, self.slots.index(slot)) for slot, node in self._nodes.items() if node not in leaving]
+            self._usable = [number for _, number in sorted(staying)]
             self._asked_at = time.monotonic()
-        return self._usable
 
     def remove(self) -> None:
         """Remove all slots."""

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +18,7 @@ from distcse.recipe import LoopSection, MutualRecipe
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
 from tests.backends import run_mutual
-from tests.conftest import ROOT
+from tests.drivers import Driver
 from tests.failures import fails_with
 from tests.kills import CpuHolder, kill_actor
 from tests.pairs import assert_same_labels, make_mutual_recipe
@@ -41,10 +36,41 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *overrides)
 
 
+@pytest.fixture
+def three_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta"), "minilm": tiny("minilm")}
+    one_worker = [f"groups.{number}.max_workers=1" for number in range(3)]  # its default depends on the shared workers
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *one_worker, *overrides)
+
+
 def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
     recipe_with: MakeRecipe, cluster: None
 ) -> None:
     """Ray restarts a killed event channel, without a restart of the group. `max_failures` counts each phase anew."""
+    disturbed = _run_with_killed_and_hanging_actors(recipe_with)
+    cycles = read_run(disturbed.directory.path).cycles
+    assert cycles is not None
+    for kind in ("cross", "bi"):
+        bert, roberta = (
+            next(
+                span
+                for span in cycles.spans
+                if (span.group, span.phase, span.activity) == (name, f"cycle-1-{kind}", "training")
+            )
+            for name in ("bert", "roberta")
+        )
+        assert bert.begin < roberta.end and roberta.begin < bert.end  # they overlap
+
+
+@pytest.mark.slow
+def test_three_groups_that_share_workers_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
+    three_with: MakeRecipe, cluster: None
+) -> None:
+    _run_with_killed_and_hanging_actors(three_with, "groups.2.cpus_per_worker=1", "mutual.shared_workers=2")
+
+
+def _run_with_killed_and_hanging_actors(recipe_with: MakeRecipe, *overrides: str) -> MutualResult:
+    """Run groups on Ray, disturb one of them in each phase, and check the labels."""
     uninterrupted = run_mutual(recipe_with(), Reporter())
     disturbed_actors: list[str] = []
     warnings: list[str] = []
@@ -71,8 +97,8 @@ def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_un
         elif number == 4 and is_scoring and kill_actor("ScoringActor", signal.SIGSTOP, "-bert-"):
             disturbed_actors.append("hanging scorer")
 
-    overrides = (*ON_RAY, "mutual.max_failures=1", "mutual.heartbeat_timeout_s=10")
-    disturbed = run_mutual(recipe_with(*overrides), Reporter(strike))
+    limits = ("mutual.max_failures=1", "mutual.heartbeat_timeout_s=10")
+    disturbed = run_mutual(recipe_with(*ON_RAY, *limits, *overrides), Reporter(strike))
     assert len(disturbed_actors) == 5
     assert [text.partition(",")[0].partition(";")[0] for text in warnings] == [
         "lost a worker in cycle-1-cross",
@@ -84,18 +110,7 @@ def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_un
     ]
     assert all("10 s (mutual.heartbeat_timeout_s)" in text for text in warnings if "of group" in text)
     assert_same_labels(uninterrupted.directory.path, disturbed.directory.path)
-    cycles = read_run(disturbed.directory.path).cycles
-    assert cycles is not None
-    for kind in ("cross", "bi"):
-        bert, roberta = (
-            next(
-                span
-                for span in cycles.spans
-                if (span.group, span.phase, span.activity) == (name, f"cycle-1-{kind}", "training")
-            )
-            for name in ("bert", "roberta")
-        )
-        assert bert.begin < roberta.end and roberta.begin < bert.end  # they overlap
+    return disturbed
 
 
 @pytest.mark.slow
@@ -115,41 +130,10 @@ def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: Ma
 
 def _run_until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
     """Start `distcse.train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "distcse.train", *arguments],
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**environment, "NO_COLOR": "1"},
-        cwd=ROOT,
-    )
-    assert process.stderr is not None
-    run = None
-    for line in process.stderr:
-        if "run directory" in line:
-            run = Path(line.split()[-1])
-        if run is not None and f"{phase} training" in line:
-            _wait_for_steps(run, phase)
-            break
-    process.send_signal(stop)
-    _, errors = process.communicate(timeout=120)
-    assert run is not None and process.returncode == (130 if stop == signal.SIGTERM else -stop), errors
-    return run
-
-
-def _wait_for_steps(run: Path, phase: str) -> None:
-    """Wait until a group has taken a step of a phase."""
-    for _ in range(600):
-        phases: dict[str, str] = {}
-        for line in (run / "events.jsonl").read_text().splitlines():
-            event: Mapping[str, str] = json.loads(line)
-            if event["event"] == "GroupActivity":
-                phases[event["group"]] = event["phase"]
-            if event["event"] == "StepReport" and phases.get(event["group"]) == phase:
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"no step of {phase}")
+    with Driver(arguments) as driver:
+        driver.wait_for_steps(phase)
+        driver.end(stop)
+        return driver.run
 
 
 @pytest.mark.parametrize(

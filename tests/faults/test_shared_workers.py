@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Kind
 from distcse.experiments.mutual.scheduling import RemainingWork
 from distcse.recipe import LoopSection, with_values
+from distcse.storage import open_store
 from tests.backends import run_mutual
-from tests.kills import actor_names, kill_actor
+from tests.drivers import Driver
+from tests.kills import Nodes, actor_names, kill_actor
 from tests.models import make_encoder
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
@@ -85,3 +88,69 @@ def test_a_group_grows_loses_a_worker_and_makes_the_labels_of_one_process(
     assert "bert: continuing cycle-1-cross with 2 workers" in texts
     assert any(text.startswith("bert: lost a worker in cycle-1-cross") for text in texts)
     assert_same_labels(local.directory.path, pooled.directory.path)
+
+
+LONG = (
+    "mutual.cycles=1",
+    "cross.epochs=30",
+    "bi.epochs=20",
+    "evaluation.eval_steps=60",
+    *(f"groups.{number}.max_workers=1" for number in range(3)),
+)
+"""Phases that last longer than it takes to kill a process once a step was reported. The default of `max_workers`, which decides
+the dropout, depends on the shared workers."""
+SHARED = (
+    "ray=true",
+    "mutual.shared_workers=2",
+    *(f"groups.{number}.cpus_per_worker=1" for number in range(3)),
+    *(f"{kind}.log_every=1" for kind in ("bi", "cross")),
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]
+) -> tuple[Path, Path]:
+    """The file of a recipe of three groups, and its run in one process."""
+    folder = tmp_path_factory.mktemp("three")
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta"), "minilm": tiny("minilm")}
+    recipe = make_mutual_recipe(folder, models, sentences, *LONG)
+    return folder / "recipe.yaml", run_mutual(recipe, Reporter()).directory.path
+
+
+def test_a_run_resumes_after_its_driver_was_killed_twice(undisturbed: tuple[Path, Path]) -> None:
+    """Once while cross-encoders train, and once while bi-encoders do. The costs measured before are there for a resume."""
+    recipe, expected = undisturbed
+    with Driver([str(recipe), *LONG, *SHARED]) as first:
+        first.wait_for_steps("cycle-1-cross")
+        first.end(signal.SIGKILL)
+    run = first.run
+    state = open_store(run).read_json("costs.json")
+    assert state is not None and set(state["groups"]) == {"bert", "roberta", "minilm"}
+    with Driver(["--resume", str(run)]) as second:
+        second.wait_for_steps("cycle-1-bi")
+        second.end(signal.SIGKILL)
+    with Driver(["--resume", str(run)]) as last:
+        last.end(timeout_s=600)
+    assert_same_labels(expected, run)
+
+
+@pytest.mark.parametrize("nodes_afterwards", [1, 2])
+def test_a_lost_node_does_not_change_the_labels(
+    undisturbed: tuple[Path, Path], tmp_path: Path, nodes_afterwards: int
+) -> None:
+    """Each shared worker has a node. One of these is killed while a group trains there. Another one replaces it, or none.
+
+    `mutual.max_failures` does not count it.
+    """
+    recipe, expected = undisturbed
+    on_nodes = [f"groups.{number}.node_labels={{role: work}}" for number in range(3)]
+    with Nodes(tmp_path, cpus=1) as nodes:
+        nodes.ensure(2)
+        with Driver([str(recipe), *LONG, *SHARED, *on_nodes, "mutual.max_failures=0"], nodes.environment) as driver:
+            driver.wait_for_steps("cycle-1-cross")
+            next(node for node in nodes.work if node.processes("TrainingActor|train")).kill()
+            nodes.ensure(nodes_afterwards)
+            errors = driver.end(timeout_s=600)
+    assert "lost a node in cycle-1-cross" in errors
+    assert_same_labels(expected, driver.run)

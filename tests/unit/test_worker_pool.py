@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from distcse.errors import ClusterTooSmallError, InvalidValueError, RunRecordError, StorageError
-from distcse.events import Event, LogMessage, Reporter, StepReport, WorkersAssigned
+from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned, ignore
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
 from distcse.experiments.mutual.max_workers import Parameters, count_parameters, with_max_workers
@@ -20,13 +20,13 @@ from distcse.experiments.mutual.phase_costs import MeasuredCosts, PhaseCosts
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.pooled_group import PooledGroup
+from distcse.experiments.mutual.pooled_group import PooledGroup, SlotsLost
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.run import run_groups
 from distcse.experiments.mutual.scheduling import StepTimes
 from distcse.experiments.mutual.stored_costs import StoredCosts
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
-from distcse.experiments.mutual.worker_pool import PoolMember, WorkerPool
+from distcse.experiments.mutual.worker_pool import FIRST_PAUSE_S, PoolMember, WorkerPool
 from distcse.models import Encoder
 from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe
@@ -228,6 +228,30 @@ def test_measured_steps_are_stored_every_half_minute_and_scores_at_the_end_of_a_
     pool.stop()
 
 
+def test_the_measured_costs_of_a_phase_are_those_without_the_loss_of_its_node(tmp_path: Path) -> None:
+    """Steps from the last checkpoint on are repeated, and stored scores are not, so that neither time is that of a phase."""
+    run, lease = open_store(tmp_path), Lease.acquire(tmp_path)
+    pool = Pool(1, stored=StoredCosts(run, lease, {}), only=1.0)
+    pool.acquire("only")
+    pool.wait(only=1)
+    pool.now = 30.0
+    pool.pool.measure_steps("only", 20, 1.0)
+    started = StoredCosts(run, lease, {}).pause_s
+    assert started == (FIRST_PAUSE_S + 10) / 2
+    assert pool.pool.exchange("only", Reporter()) == [0]
+    pool.now = 65.0
+    pool.pool.measure_steps("only", 15, 1.0)
+    assert StoredCosts(run, lease, {}).pause_s == started
+    pool.pool.begin_scoring("only")
+    pool.now = 95.0
+    assert pool.pool.exchange("only", Reporter()) == [0]
+    pool.now = 96.0
+    pool.pool.release("only")
+    measured = StoredCosts(run, lease, {}).measured("only")
+    assert measured is not None and not measured.scoring_alone_s
+    pool.stop()
+
+
 def test_costs_that_cannot_be_stored_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training does not end because an estimate cannot be written."""
     events: list[Event] = []
@@ -372,6 +396,49 @@ def test_a_group_exchanges_a_slot_that_will_be_lost(three: MakeRecipe, tmp_path:
     assert usable == [1] and not in_use
     for number, labels in enumerate(labels_of(tmp_path)):
         np.testing.assert_allclose(labels, ord("b") + number)
+
+
+def test_a_group_continues_in_other_slots_after_a_node_was_lost(three: MakeRecipe, tmp_path: Path) -> None:
+    """Group a loses a node while it trains its first cross-encoder. When it scores, that node is back, and it loses the other."""
+    usable = [0, 1]
+    losses: list[str] = []
+
+    class LosesNodes(FakeWorkers):
+        def lose(self, activity: str, phase: Phase) -> None:
+            assert set(self._slots) <= set(usable)
+            if self.name == "a" and phase == Phase(1) and activity not in losses:
+                losses.append(activity)
+                usable[:] = [slot for slot in (0, 1) if slot not in self._slots]
+                raise SlotsLost
+
+        def train(
+            self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
+        ) -> PhaseResult | None:
+            self.lose("training", phase)
+            return super().train(phase, labels, should_pause)
+
+        def score(self, phase: Phase) -> Scores:
+            self.lose("scoring", phase)
+            return super().score(phase)
+
+    in_use: dict[int, str] = {}
+    pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: usable)
+    events: list[Event] = []
+    groups: list[Group] = [
+        PooledGroup(LosesNodes(name, 0.0001, in_use), pool, Reporter(events.append if name == "a" else ignore))
+        for name in "abc"
+    ]
+    store = PhaseStore(tmp_path, Lease.acquire(tmp_path))
+    assert not run_groups(three(), groups, store, LabelExchange(three(), store, threading.Event()), Reporter())
+    assert losses == ["training", "scoring"] and not in_use
+    for number, labels in enumerate(labels_of(tmp_path)):
+        np.testing.assert_allclose(labels, ord("b") + number)
+    assert [event.text for event in events if isinstance(event, LogMessage)] == [
+        "lost a node in cycle-1-cross; other shared workers continue",
+        "continuing cycle-1-cross with 1 workers",
+    ] * 2
+    activities = [event.activity for event in events if isinstance(event, GroupActivity)]
+    assert [activity for activity in activities if activity != "waiting"] == ["training", "scoring"]
 
 
 def test_an_error_gives_the_workers_back(three: MakeRecipe, tmp_path: Path) -> None:

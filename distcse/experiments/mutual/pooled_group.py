@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from distcse.events import LogMessage, Reporter, WorkersAssigned
+from distcse.events import GroupActivity, LogMessage, Reporter, WorkersAssigned
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.experiments.mutual.worker_pool import WorkerPool
+
+
+class SlotsLost(Exception):
+    """A group cannot continue in its slots, because the node of one was lost."""
 
 
 class ResizableGroup(Protocol):
@@ -28,11 +32,14 @@ class ResizableGroup(Protocol):
         """Train as `Group.train` does; also return None, after a checkpoint, soon after `should_pause` returns true.
 
         Returns None, too, when one of its slots will be lost.
+
+        Raises:
+            SlotsLost: One of its slots was lost.
         """
         ...
 
     def score(self, phase: Phase) -> Scores:
-        """See `Group.score`."""
+        """See `Group.score`; raises `SlotsLost` as `train` does."""
         ...
 
     def close(self) -> None:
@@ -62,20 +69,25 @@ class PooledGroup:
 
     def train(self, phase: Phase, labels: StoredScores) -> PhaseResult | None:
         while True:
-            trained = self._group.train(phase, labels, partial(self._pool.wants_more, self.name))
+            try:
+                trained = self._group.train(phase, labels, partial(self._pool.wants_more, self.name))
+            except SlotsLost:
+                self._exchange_lost(phase, "training")
+                continue
             if trained is not None or self._reporter.stop_requested():
                 return trained
             if self._pool.wants_more(self.name):
-                slots = self._pool.grow(self.name)
+                self._continue(phase, self._pool.grow(self.name))
             else:  # a node of its slots will be lost
-                self._use([])
-                slots = self._pool.exchange(self.name, self._reporter)
-            self._reporter.emit(LogMessage(f"continuing {phase.name} with {len(slots)} workers"))
-            self._use(slots)
+                self._exchange(phase, "training")
 
     def score(self, phase: Phase) -> Scores:
         self._use(self._pool.begin_scoring(self.name))
-        return self._group.score(phase)
+        while True:
+            try:
+                return self._group.score(phase)
+            except SlotsLost:
+                self._exchange_lost(phase, "scoring")
 
     def release(self) -> None:
         self._use([])  # ends the workers before others start on their slots
@@ -85,6 +97,21 @@ class PooledGroup:
         self._group.close()
         self._report(0)
         self._pool.leave(self.name)
+
+    def _exchange_lost(self, phase: Phase, activity: str) -> None:
+        self._reporter.emit(LogMessage(f"lost a node in {phase.name}; other shared workers continue", warning=True))
+        self._exchange(phase, activity)
+
+    def _exchange(self, phase: Phase, activity: str) -> None:
+        """Release all slots, and wait for others."""
+        self._use([])
+        slots = self._pool.exchange(self.name, self._reporter)
+        self._reporter.emit(GroupActivity(phase.name, activity, phase_index=phase.number))  # after that of the wait
+        self._continue(phase, slots)
+
+    def _continue(self, phase: Phase, slots: Sequence[int]) -> None:
+        self._reporter.emit(LogMessage(f"continuing {phase.name} with {len(slots)} workers"))
+        self._use(slots)
 
     def _use(self, slots: Sequence[int]) -> None:
         self._group.use(slots)

@@ -52,6 +52,8 @@ class PoolMember:
     """When it began to train or score with this number of workers."""
     is_starting: bool = False
     """Whether its workers have not reported a step yet."""
+    was_interrupted: bool = False
+    """Whether it scores for the second time in its phase, and so without what it had scored."""
     stored_at: float = -math.inf
     """When its measured costs were stored."""
 
@@ -111,21 +113,9 @@ class WorkerPool:
         """
         with self._changed:
             member = self._members[group]
-            member.stage, member.phase, member.has_labels, member.done_steps = "waiting", phase, has_labels, 0
-            warning, is_reported = WaitWarning(reporter, clock=self._clock), False
-            while True:
-                # Polled: a signal handler sets the stop flag, and nodes come and go, without notifying the condition.
-                if reporter.stop_requested():
-                    raise RunEnded
-                self._allocate()
-                if member.slots:
-                    return self._begin(member, "training" if phase.number else "scoring")
-                if has_labels() and not is_reported:
-                    is_reported = True
-                    reporter.emit(GroupActivity(phase.name, "waiting", phase_index=phase.number))
-                if not self._usable():
-                    warning.check("waiting for nodes with room for a shared worker")
-                self._changed.wait(_POLL_S)
+            member.phase, member.has_labels = phase, has_labels
+            member.done_steps, member.was_interrupted = 0, False
+            return self._wait_for_slots(member, "training" if phase.number else "scoring", reporter)
 
     def wants_more(self, group: str) -> bool:
         """Return whether slots are reserved for a group that its workers do not use yet."""
@@ -138,11 +128,17 @@ class WorkerPool:
             return self._begin(self._members[group], "training")
 
     def exchange(self, group: str, reporter: Reporter) -> list[int]:
-        """Take back the slots of a group that trains, because one will be lost, and wait for others as `acquire` does."""
+        """Take back the slots of a group at work, of which one is or will be lost, and wait for others as `acquire` does.
+
+        Raises:
+            RunEnded: The run was asked to stop.
+        """
         with self._changed:
             member = self._members[group]
-            member.slots, member.workers = [], 0
-            return self.acquire(group, member.phase, lambda: True, reporter)
+            assert member.stage == "training" or member.stage == "scoring"
+            stage, member.slots, member.workers = member.stage, [], 0
+            member.was_interrupted = stage == "scoring"
+            return self._wait_for_slots(member, stage, reporter)
 
     def begin_scoring(self, group: str) -> list[int]:
         """Return the slots of a group that has trained, with those that are free and shorten its scoring."""
@@ -156,9 +152,10 @@ class WorkerPool:
         """Take back the slots of a group that has scored. They are given away once it waits for its next phase, or leaves."""
         with self._changed:
             member = self._members[group]
-            elapsed_s = self._clock() - member.began_at
-            pause_s = 0.0 if member.phase.number else self._pause_s  # scorers start together with trainers
-            member.costs.measure_scores(member.phase, member.workers, max(elapsed_s - pause_s, elapsed_s / 10))
+            if not member.was_interrupted:
+                elapsed_s = self._clock() - member.began_at
+                pause_s = 0.0 if member.phase.number else self._pause_s  # scorers start together with trainers
+                member.costs.measure_scores(member.phase, member.workers, max(elapsed_s - pause_s, elapsed_s / 10))
             self._store(group)
             member.stage, member.slots, member.workers = "between phases", [], 0
 
@@ -180,16 +177,40 @@ class WorkerPool:
             member = self._members.get(group)
             if member is None or member.stage != "training":
                 return
-            if member.is_starting:
-                member.is_starting = False
+            repeats = step <= member.done_steps  # from a checkpoint before a loss, and how many is unknown
+            if member.is_starting and not repeats:
                 worked_s = seconds * (step - member.done_steps)  # too much after a resume, whose first step is unknown
                 pause_s = self._clock() - member.began_at - worked_s
                 self._pause_s = (self._pause_s + pause_s) / 2 if pause_s > 0 else self._pause_s
-            member.done_steps = step
+            member.is_starting, member.done_steps = False, step
             member.costs.measure_step(member.phase, member.workers, seconds)
             if self._clock() - member.stored_at >= _STORE_S:
                 self._store(group)
             self._allocate()
+
+    def _wait_for_slots(
+        self, member: PoolMember, stage: Literal["training", "scoring"], reporter: Reporter
+    ) -> list[int]:
+        """Wait until a group has slots, and let it begin with them. Called with the lock held.
+
+        Raises:
+            RunEnded: The run was asked to stop.
+        """
+        member.stage = "waiting"
+        warning, is_reported = WaitWarning(reporter, clock=self._clock), False
+        while True:
+            # Polled: a signal handler sets the stop flag, and nodes come and go, without notifying the condition.
+            if reporter.stop_requested():
+                raise RunEnded
+            self._allocate()
+            if member.slots:
+                return self._begin(member, stage)
+            if member.has_labels() and not is_reported:
+                is_reported = True
+                reporter.emit(GroupActivity(member.phase.name, "waiting", phase_index=member.phase.number))
+            if not self._usable():
+                warning.check("waiting for nodes with room for a shared worker")
+            self._changed.wait(_POLL_S)
 
     def _store(self, group: str) -> None:
         """Store the measured costs of a group."""
