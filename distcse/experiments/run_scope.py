@@ -11,6 +11,7 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.experiment import Experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings
+from distcse.inputs import require_hub_models
 from distcse.placement.cluster import Cluster
 from distcse.placement.resources import ResourceRequest
 from distcse.recipe import BaseRecipe
@@ -44,6 +45,7 @@ def open_run(
         directory: The folder of an interrupted run; None creates one.
 
     Raises:
+        ModelNotFoundError: The hub lacks a model of a new run.
         RunInUseError: Another process works in the folder.
         GpuRequiredError: `resources.gpu` is `required`, and this process must train and sees no GPU.
     """
@@ -52,6 +54,8 @@ def open_run(
         computes_here = backend.cluster is None and not backend.is_for_trials
         scope.enter_context(gpu_policy(recipe.gpu_mode, computes_here))
         is_new = directory is None
+        if is_new and not backend.is_for_trials:
+            require_hub_models(recipe)
         directory = directory or RunDirectory.create(recipe)
         lease = scope.enter_context(directory.leased(reporter))
         if is_new and recipe.storage.run_id is not None:

@@ -27,6 +27,7 @@ from distcse.experiments.run_scope import joined_for_devices, waited_for_nodes
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import TrialGpus, Trials
+from distcse.inputs import require_hub_models
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import report_plans
 from distcse.recipe import BaseRecipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
@@ -87,7 +88,9 @@ def begin(recipe: BaseRecipe, sweep: Sweep) -> Path:
 
     Raises:
         FrozenKeyError: The earlier sweep has another recipe or another search space.
+        ModelNotFoundError: The hub lacks a model.
     """
+    require_hub_models(recipe)
     directory = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"}))
     path = directory.path
     if recipe.storage.run_id is not None:

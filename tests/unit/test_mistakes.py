@@ -146,6 +146,8 @@ def test_one_message(
         "student.backbone=./no-such-model",
         "student.backbone=package:no_such/model",
         "teachers.encoders.0.backbone=./no-such-model",
+        "student.backbone=nobody/no-such-model",
+        "teachers.encoders.0.backbone=nobody/no-such-model",
         "evaluation.data={p.folder}/empty",
     ],
 )
@@ -154,6 +156,14 @@ def test_what_is_missing_is_found_before_there_is_a_run(override: str, place: Pl
     given = [override.format(p=place), f"storage.runs={tmp_path}/runs", f"storage.cache={tmp_path}/cache"]
     assert train.main([str(place.recipe), *given, "--quiet"]) in (1, 2)
     assert [file for file in tmp_path.rglob("*") if file.name not in ("runs", "cache")] == []
+
+
+def test_a_model_that_the_hub_lacks_is_found_before_there_is_a_sweep(place: Place, tmp_path: Path) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text("parameters: {objective.rank.tau2: {values: [0.1, 0.2]}}\n")
+    given = ["student.backbone=nobody/no-such-model", f"storage.runs={tmp_path}/runs"]
+    assert tune.main([str(place.recipe), "--space", str(space), *given, "--quiet"]) == 1
+    assert [file for file in tmp_path.rglob("*") if file.name not in ("runs", "cache")] == [space]
 
 
 @pytest.mark.parametrize(
