@@ -9,6 +9,9 @@ it took if that is a second or more.
 A command that fails ends the walk; the page then stays as it was. The text after `<!-- all -->`, up to `<!-- / -->`, becomes the
 minutes of all commands; that after `<!-- machine -->` becomes the CPU, its cores, and the lowest and the highest load that were
 seen between commands. The load includes the commands' own processes.
+
+With `--silences`, the commands are typed without `--quiet`, the pages stay as they are, and each line that came more than ten
+seconds after the one before is listed with its seconds and that line.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ _BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 _HERE = "<<'END'"
 _MOST, _FIRST = 36, 14
 """Lines kept of what a command prints, and how many of them are its first."""
+_SILENCE_S = 10.0
 
 
 class Shell:
@@ -37,6 +41,8 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.silences: list[str] = []
+        """Lines that came late: the seconds, the command, the line before and the line."""
         self._bash = subprocess.Popen(
             ["bash", "--norc"],
             cwd=folder,
@@ -54,7 +60,12 @@ class Shell:
         self._bash.stdin.write(f"{command}\nprintf '\\n%s %s\\n' '{mark}' $?\n")
         self._bash.stdin.flush()
         printed: list[str] = []
+        last = begun
         for line in self._bash.stdout:
+            if (waited := time.perf_counter() - last) > _SILENCE_S:
+                between = " | ".join(text.strip() for text in (command.partition("\n")[0], *printed[-1:], line))
+                self.silences.append(f"{waited:5.0f} s | {between}")
+            last += waited
             if line.startswith(mark):
                 if line.split()[-1] != "0":
                     raise SystemExit(f"`{command}` failed:\n{''.join(printed)}")
@@ -92,13 +103,13 @@ def commands(lines: Sequence[str]) -> Iterator[str]:
             yield "\n".join(typed)
 
 
-def walk(page: str, shell: Shell) -> str:
-    """The page with what its commands print now."""
+def walk(page: str, shell: Shell, quiet: bool = True) -> str:
+    """The page with what its commands print now; without `quiet`, what they print without `--quiet`."""
 
     def again(block: re.Match[str]) -> str:
         lines = []
         for typed in commands(block[0].splitlines()):
-            printed, seconds = shell.run(typed)
+            printed, seconds = shell.run(typed if quiet else typed.replace(" --quiet", ""))
             loads.append(os.getloadavg()[0])
             lines += [f"$ {typed}", *printed, *([f"[{seconds:.0f} s]"] if seconds >= 1 else [])]
         return "\n".join(lines) + "\n"
@@ -116,14 +127,21 @@ def walk(page: str, shell: Shell) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", type=Path, nargs="+")
-    pages = parser.parse_args().pages
+    parser.add_argument("--silences", action="store_true", help="list waits of more than ten seconds; leave the pages")
+    options = parser.parse_args()
     data = Path(os.environ.get("DISTCSE_DATA", "../shared/data")).resolve(strict=True)
-    for page in pages:
+    for page in options.pages:
         with tempfile.TemporaryDirectory(prefix="journey") as folder:
             (Path(folder) / "data").symlink_to(data)
             shell = Shell(Path(folder))
             try:
-                page.write_text(walk(page.read_text(encoding="utf-8"), shell), encoding="utf-8")
+                begun = time.perf_counter()
+                walked = walk(page.read_text(encoding="utf-8"), shell, quiet=not options.silences)
+                if options.silences:
+                    minutes = (time.perf_counter() - begun) / 60
+                    print("\n".join([f"{page}: {minutes:.0f} minutes", *shell.silences]), flush=True)
+                else:
+                    page.write_text(walked, encoding="utf-8")
             finally:
                 shell.close()
 
