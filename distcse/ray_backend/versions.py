@@ -37,6 +37,9 @@ LOCAL_CLUSTER = {
     # Outside of clouds there is no preemption, and the watcher only logs errors.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    # With Ray's niceness of 15, workers get a thirtieth of what another program's processes get, and hardly start next to four
+    # of these on two CPUs. `ray.init` has no such setting.
+    "RAY_worker_niceness": "0",
     **SEES_ALL_GPUS,
 }
 """Variables of a local cluster's processes."""

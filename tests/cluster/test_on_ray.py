@@ -187,6 +187,15 @@ def test_an_actor_that_reserves_no_gpu_sees_none(cluster: None) -> None:
 
 
 @pytest.mark.oldest_ray
+def test_processes_of_a_local_cluster_have_the_drivers_priority(cluster: None) -> None:
+    """Next to other programs they would hardly run with Ray's default."""
+    import ray
+
+    niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
+    assert ray.get(niceness.remote()) == os.nice(0)
+
+
+@pytest.mark.oldest_ray
 def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
     import ray
 
