@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Self
 
+from distcse import host
 from distcse.compat.argparse import actions_of
 from distcse.errors import DistcseError, RecipeError, StoppedEarlyError
 from distcse.spelling import nearest
@@ -40,12 +41,15 @@ def program(command: str) -> str:
 
 
 def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command's arguments. Exits with status 2 and a hint at the right form for an unknown option.
+    """Parse a command's arguments, and limit the spinning of its threads (see `host.limit_spinning`).
+
+    Exits with status 2 and a hint at the right form for an unknown option.
 
     Args:
         parser: The command's parser. One with `overrides` may have them before and after options.
         arguments: The arguments; None takes those of this process.
     """
+    host.limit_spinning()
     words = list(sys.argv[1:] if arguments is None else arguments)
     dests = {action.dest for action in actions_of(parser)}
     if "subcommand" not in dests and (hint := _hint_at_option(parser, words, takes_recipe="recipe" in dests)):

@@ -26,8 +26,9 @@ from pydantic import TypeAdapter
 from distcse import host
 from distcse.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, is_gpu, local_speed
 from distcse.errors import WorkFailedError
+from distcse.models.loading import LONG_TEXT
 from distcse.planning.machines import Factors, Machine, builtin_cpu, factor_key, find_data_sheet
-from distcse.planning.passes import EAGER_BELOW, Pass
+from distcse.planning.passes import Pass
 from distcse.planning.shapes import Shape
 from distcse.storage import bytes_checksum, write_text_atomic
 from distcse.trainer import allocator
@@ -251,7 +252,7 @@ def _pass(kind: PassKind, layers: int, texts: int, length: int, device: str, dty
 
     from distcse.models.loading import set_shortcuts
 
-    attention = "eager" if not is_gpu(device) and kind.max_length < EAGER_BELOW else "sdpa"
+    attention = "eager" if not is_gpu(device) and kind.max_length < LONG_TEXT else "sdpa"
     blueprint = kind.shape.blueprint
     encoder = blueprint.build(range(layers), attention=attention, dropout=0.1 * kind.dropout).to(device)
     encoder.backbone.pooler = None  # type: ignore[assignment]

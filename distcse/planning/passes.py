@@ -34,13 +34,11 @@ from distcse.compat.torch import (
 )
 from distcse.device_defaults import BY_KIND, GPU
 from distcse.models.attention import takes_prepared_mask
-from distcse.models.loading import set_shortcuts
+from distcse.models.loading import LONG_TEXT, set_shortcuts
 from distcse.planning.machines import STEP_HOST, Machine
 from distcse.planning.shapes import Blueprint, Shape
 from distcse.recipe import LoopSection
 
-EAGER_BELOW = 128
-"""Tokens below which attention on a CPU is eager (see models/loading.py)."""
 _NOT_LAUNCHED = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::detach", "prim::device")
 """Operations that start nothing on a device, besides views."""
 _SIZES = [(texts, length, texts * length) for texts, length in ((8, 8), (16, 8), (8, 16), (8, 24))]
@@ -158,7 +156,7 @@ class Pass:
     @cached_property
     def _parts(self) -> NDArray[np.float64]:
         """(2, 4) FLOPs, bytes, saved bytes and launches of the first layer with embeddings, and of further layers."""
-        eager = self.kind == "cpu" and (self.shape.max_length or EAGER_BELOW) < EAGER_BELOW
+        eager = self.kind == "cpu" and (self.shape.max_length or LONG_TEXT) < LONG_TEXT
         computed = self.unpadded_length if eager and self.unpadded_length is not None else self.length
         first, further = _count(
             self.shape.blueprint,

@@ -14,12 +14,9 @@ from distcse.planning.memory import FITS, STAGES, WorkerMemory
 from distcse.planning.network import Traffic
 from distcse.planning.passes import Terms
 from distcse.planning.student import StudentRun, TeacherWork
+from distcse.teachers.knn import FLAT_UP_TO, NUM_PROBES
 from distcse.teachers.table import rows_per_shard
 
-_NEIGHBORS_EXACT = 200_000
-"""Most rows that faiss compares with all others; above, it uses an inverted file."""
-_PROBED = 32
-"""Lists of the inverted file that each query searches."""
 _ORDER_BYTES = 12.0
 """Host bytes of a worker's sampler per row, where orders are arrays: those of two epochs, and of a third that replaces one."""
 
@@ -183,8 +180,8 @@ class StudentPlan:
         """Cost of faiss in one process: all pairs up to 200,000 rows, above an inverted file of 4 √n lists with 32 probes."""
         rows, width = float(self.run.rows), sum(self.run.table_dimensions)
         lists, flops = 4 * math.sqrt(rows), 2.0 * rows * rows * width
-        if rows > _NEIGHBORS_EXACT:
-            flops = 2.0 * rows * (lists + _PROBED * rows / lists) * width + 2.0 * 20 * 64 * lists * lists * width
+        if rows > FLAT_UP_TO:
+            flops = 2.0 * rows * (lists + NUM_PROBES * rows / lists) * width + 2.0 * 20 * 64 * lists * lists * width
         seconds = flops / self.cluster.machine.host_matmul
         return PhaseCost("neighbors", seconds, flops, "one process", "faiss, once for a corpus")
 

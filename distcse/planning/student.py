@@ -19,6 +19,7 @@ from distcse.planning.passes import Pass, Terms, is_recorded, with_update
 from distcse.planning.shapes import Shape, masked_lm_head, read_shape
 from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds, served_seconds
 from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
+from distcse.teachers.ensemble import MAX_BLOCK_BYTES
 from distcse.teachers.kinds import Serving, TeacherKind, kind_of
 from distcse.trainer.compiled_step import compiles_layers
 from distcse.trainer.engines.torch_engine import MIN_TABLE_ROWS
@@ -28,8 +29,6 @@ DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
 """Sentences of the labelled dev sets, by `evaluation.dev`."""
 _DEV_TOKENS = 15.1
 """Mean length of STS-B dev's sentences in BERT's WordPiece tokens; measured."""
-_LISTS_BYTES = 2 * 32 * 2**20
-"""Most bytes of two blocks of a teacher's similarity lists (see `teachers/ensemble.py`)."""
 _MAX_UTILIZATION = 0.5
 """Share of a step that a server may be busy. The estimates of both times can be wrong by a factor of two together, and
 workers that compute lists cost them little."""
@@ -381,7 +380,7 @@ class StudentRun:
         if on_cpu and self.recipe.training.workers == 0:
             frozen += self.student.parameters + self.student.frozen_parameters  # the final evaluation's initial student
         if on_cpu and self.needs_lists:
-            process += _LISTS_BYTES * len(self.teachers)
+            process += 2 * MAX_BLOCK_BYTES * len(self.teachers)  # one is computed while another one is read
         checkpoint = gathered_bytes(self.trained, stage) if on_cpu else 0.0
         return WorkerMemory(stage, states(self.trained, stage, workers), 4 * frozen, activations, process, checkpoint)
 

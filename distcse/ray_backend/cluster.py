@@ -287,6 +287,7 @@ def _set_local_environment() -> None:
         settings.update(BEFORE_IMPORT)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    host.limit_spinning()
 
 
 def _start_local_cluster(cpus: int | None, environment: dict[str, Any] | None) -> None:

@@ -133,36 +133,10 @@ def _run_trainer(
     """
     is_elastic = spec.recipe.training.min_workers is not None
     per_worker = resources.per_worker
-    gpus = per_worker.get("GPU", 0.0)
     start_autoscaling_coordinator()
     reporter.emit(LogMessage(f"workers   starting {workers}, each with {format_resources(per_worker)}"))
     channel = EventChannel(spec.run.name)
-    trainer = trainer_without_datasets()(
-        _train_loop_per_worker,
-        train_loop_config={
-            "spec": spec,
-            "servers": servers,
-            "events": channel.actor,
-            "evaluator": resources.evaluator,
-        },
-        torch_config=_NodeNetworkTorchConfig(backend=process_group_backend(workers, gpus)),
-        scaling_config=ScalingConfig(
-            num_workers=workers,
-            use_gpu=bool(gpus),
-            resources_per_worker=dict(per_worker),
-            label_selector=spec.recipe.training.node_labels,
-        ),
-        run_config=RunConfig(
-            # A new name for each start: `train_student` resumes from our checkpoints, so Ray Train must not.
-            name=f"{spec.run.name}-{time.time_ns()}",
-            storage_path=str(spec.run / "ray"),
-            # An elastic run is started again with the number of workers that fits.
-            failure_config=failure_config(
-                0 if is_elastic else spec.recipe.training.max_failures, restarts_after_preemption=not is_elastic
-            ),
-            worker_runtime_env={"env_vars": worker_environment(gpus)},
-        ),
-    )
+    trainer = _make_trainer(spec, servers, channel, workers, resources)
     # In a thread: on the main thread, Ray Train would handle Ctrl-C and end the run without a checkpoint.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
@@ -206,9 +180,8 @@ def _run_trainer(
     except RayActorError as lost:  # not a worker: Ray Train restarts those, or raises TrainingFailedError
         raise _explain_actor_loss(lost, spec) from lost
     finally:
-        thread.shutdown(
-            wait=False
-        )  # so that a second Ctrl-C does not wait for the trainer, which ends with the cluster
+        # Not awaited: a second Ctrl-C must not wait for the trainer, which ends with the cluster.
+        thread.shutdown(wait=False)
         channel.close()
     if isinstance(returned, DistcseError):
         raise returned
@@ -218,6 +191,38 @@ def _run_trainer(
         )
     result: TrainResult = returned
     return None if is_pausing and result.interrupted and not reporter.stop_requested() else result
+
+
+def _make_trainer(spec: TrainSpec, servers: Any, channel: EventChannel, workers: int, resources: RunResources) -> Any:
+    """Return the Ray Train trainer of a number of workers; see `_run_trainer`."""
+    training, per_worker = spec.recipe.training, resources.per_worker
+    is_elastic, gpus = training.min_workers is not None, per_worker.get("GPU", 0.0)
+    return trainer_without_datasets()(
+        _train_loop_per_worker,
+        train_loop_config={
+            "spec": spec,
+            "servers": servers,
+            "events": channel.actor,
+            "evaluator": resources.evaluator,
+        },
+        torch_config=_NodeNetworkTorchConfig(backend=process_group_backend(workers, gpus)),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=bool(gpus),
+            resources_per_worker=dict(per_worker),
+            label_selector=training.node_labels,
+        ),
+        run_config=RunConfig(
+            # A new name for each start: `train_student` resumes from our checkpoints, so Ray Train must not.
+            name=f"{spec.run.name}-{time.time_ns()}",
+            storage_path=str(spec.run / "ray"),
+            # An elastic run is started again with the number of workers that fits.
+            failure_config=failure_config(
+                0 if is_elastic else training.max_failures, restarts_after_preemption=not is_elastic
+            ),
+            worker_runtime_env={"env_vars": worker_environment(gpus)},
+        ),
+    )
 
 
 class WorkerWait:

@@ -26,7 +26,8 @@ Batches = Callable[[int, int], NDArray[np.int64]]
 Weights = Callable[[NDArray[np.int64]], Sequence[float] | Tensor]
 """Maps (R,) row ids to (T,) or (T, R) positive weights of T teachers; their scale does not matter."""
 
-_MAX_BLOCK_BYTES = 32 * 2**20
+MAX_BLOCK_BYTES = 32 * 2**20
+"""Most bytes of a block of a teacher's similarity lists."""
 
 
 class TeacherClient(Protocol):
@@ -158,4 +159,4 @@ class TeacherEnsemble:
         if self._served:
             columns = self._batches(self._steps.start, 1).shape[1]
             step_bytes.append(len(range(columns)[self._rows]) * columns * np.dtype(np.float32).itemsize)
-        return max(1, min(block_steps, int(_MAX_BLOCK_BYTES // max(step_bytes))))
+        return max(1, min(block_steps, int(MAX_BLOCK_BYTES // max(step_bytes))))

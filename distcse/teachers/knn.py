@@ -11,7 +11,8 @@ from distcse.errors import MissingDependencyError
 
 FLAT_UP_TO = 200_000
 """Largest number of vectors for which the search is exact."""
-_NUM_PROBES = 32
+NUM_PROBES = 32
+"""Lists of the inverted file that each query searches."""
 
 
 def knn(
@@ -40,7 +41,7 @@ def knn(
         lists = int(4 * np.sqrt(count))
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, lists, faiss.METRIC_INNER_PRODUCT)
         index.train(vectors[:: max(1, count // (64 * lists))])
-        index.nprobe = _NUM_PROBES
+        index.nprobe = NUM_PROBES
     index.add(vectors)
     cosines, rows = index.search(vectors, min(num_neighbors + 1, count))
     return cosines, rows
