@@ -3,7 +3,10 @@
 Each part runs in a separate process: the driver (reads the pairs, makes fingerprints and labels of eight groups, compares with
 test sentences), the tokenization, a trainer of each formulation (20 batches), and a scorer (one slice of 100,000 pairs).
 
-python -m benchmarks.million_pairs --data ../shared/data [--pairs 1000000 4000000] [--parts driver bi-tokens bi]
+With `--words`, all sentences of all pairs are different, which needs the most memory for a number of pairs. Without it, there are
+at most as many sentences as the corpus has.
+
+python -m benchmarks.million_pairs --data ../shared/data [--pairs 1000000 4000000] [--words 4] [--parts driver bi-tokens bi]
 """
 
 from __future__ import annotations
@@ -54,6 +57,9 @@ def main() -> None:
     parser.add_argument(
         "--orders", type=int, choices=(1, 2), default=2, help="orders of a pair that the cross-encoder reads"
     )
+    parser.add_argument(
+        "--words", type=int, help="cut sentences to their first words and number them; default: leave them"
+    )
     parser.add_argument("--folder", type=Path, help="where to keep pairs and tokens; default: a temporary folder")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -64,14 +70,22 @@ def main() -> None:
         for number in options.pairs:
             folder = (options.folder or Path(temporary)) / str(number)
             if not (folder / "recipe.yaml").exists():
-                write_inputs(folder, number, options.data, options.orders)
+                write_inputs(folder, number, options.data, options.orders, options.words)
             for part in options.parts:
                 command = [sys.executable, "-m", "benchmarks.million_pairs", "--data", str(options.data), "--inside"]
                 subprocess.run([*command, "--folder", str(folder), "--parts", part, "--pairs", str(number)], check=True)
 
 
-def write_inputs(folder: Path, number: int, data: Path, orders: int) -> None:
-    """Write random pairs of the Wikipedia sentences, and a recipe of eight groups that reads them."""
+def write_inputs(folder: Path, number: int, data: Path, orders: int, words: int | None) -> None:
+    """Write random pairs of the Wikipedia sentences, and a recipe of eight groups that reads them.
+
+    Args:
+        folder: Where to write them.
+        number: Number of pairs.
+        data: The data folder.
+        orders: 2 if the cross-encoder reads both orders of a pair.
+        words: Words that are left of each sentence, with a number that makes it different. None: sentences as they are.
+    """
     folder.mkdir(parents=True)
     with gzip.open(wiki_file(data), "rt", encoding="utf-8") as file:
         sentences = [" ".join(line.split()) for line in file]
@@ -79,7 +93,10 @@ def write_inputs(folder: Path, number: int, data: Path, orders: int) -> None:
     with (folder / "pairs.tsv").open("w", encoding="utf-8") as out:
         out.write("sentence1\tsentence2\n")
         for row, other in enumerate(draw.integers(0, len(sentences), number).tolist()):
-            out.write(f"{sentences[row % len(sentences)]}\t{sentences[other]}\n")
+            pair = [sentences[row % len(sentences)], sentences[other]]
+            if words is not None:
+                pair = [f"{' '.join(sentence.split()[:words])} {2 * row + side}" for side, sentence in enumerate(pair)]
+            out.write("\t".join(pair) + "\n")
     groups = [
         {"name": f"group{n}", "backbone": MINILM, "pooling": "mean", "max_length": 32, "layers": [0]}
         for n in range(GROUPS)

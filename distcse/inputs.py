@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -43,17 +42,12 @@ def require_inputs(recipe: BaseRecipe) -> None:
 def require_hub_models(recipe: BaseRecipe) -> None:
     """Check that a recipe's models are on the hub, by fetching their configurations, or with HF_HUB_OFFLINE=1 in its cache.
 
-    Nothing is looked up in the cache where Ray has an address, because another node's cache may have them.
-
     Raises:
         ModelNotFoundError: A model is missing.
     """
-    is_offline = constants.HF_HUB_OFFLINE
-    if is_offline and "RAY_ADDRESS" in os.environ:
-        return
     for name in dict.fromkeys(_models(recipe)):
         if is_hub_id(name) and not is_uri(name):
-            fetch_from_hub(name, [CONFIG_FILE], only_local=is_offline)
+            fetch_from_hub(name, [CONFIG_FILE], only_local=constants.HF_HUB_OFFLINE)
 
 
 def _models(recipe: BaseRecipe) -> list[str]:
