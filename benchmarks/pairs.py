@@ -107,8 +107,8 @@ def trans_encoder(folder: Path, options: Options, effort: Effort) -> list[Figure
         task = ours[kind].task
 
         def batch(step: int) -> tuple[Any, Any, torch.Tensor]:
-            rows = task._rank_rows(step)
-            labels = torch.from_numpy(task._labels[rows])
+            rows = task.rank_rows(step)
+            labels = torch.from_numpy(task.labels[rows])
             if kind == "bi":
                 both, _ = sentence_tokens.texts(rows)
                 return both[: len(rows)], both[len(rows) :], labels

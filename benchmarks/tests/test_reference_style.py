@@ -125,8 +125,8 @@ def test_pair_steps_and_scores(tiny: Callable[..., Path], sentences: list[str], 
         (OurPairStep(bi, sentence_tokens, section), load(str(tiny("bert"))), False),
         (OurPairStep(cross, pair_tokens, section), model, True),
     ):
-        places = ours.task._rank_rows(0)
-        labels = torch.from_numpy(ours.task._labels[places])
+        places = ours.task.rank_rows(0)
+        labels = torch.from_numpy(ours.task.labels[places])
         if is_cross:
             read, _ = pair_tokens.texts(places)
             batch = read, [np.zeros_like(row) for row in read], labels  # this tokenizer tells no sides apart

@@ -258,7 +258,7 @@ class PairTask:
     ) -> None:
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
-        self._labels = labels
+        self.labels = labels
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
         self._dev_precision, self._passes = dev_precision, passes
         self._dev, self._eval_steps, self._seed, self._rank = dev, eval_steps, seed, rank
@@ -276,8 +276,8 @@ class PairTask:
         """Do nothing: the labels are already available."""
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs[list[PairBatch], Tensor]:
-        rows = self._rank_rows(step)
-        labels = torch.from_numpy(self._labels[rows % len(self._labels)])  # both orders of a pair have one label
+        rows = self.rank_rows(step)
+        labels = torch.from_numpy(self.labels[rows % len(self.labels)])  # both orders of a pair have one label
         streams = [
             self._tokens.batch(part, dropout_seed(self._seed, step, stream), device, self._length_ratio, self._passes)
             for stream, part in zip(self._streams, np.split(rows, len(self._streams)), strict=True)
@@ -318,7 +318,8 @@ class PairTask:
         assert self._dev is not None
         return self._dev.score(pair_model(self.model.encoder, self._dev_precision))
 
-    def _rank_rows(self, step: int) -> NDArray[np.int64]:
+    def rank_rows(self, step: int) -> NDArray[np.int64]:
+        """Return the rows of this worker's part of a step's batch."""
         return self._sampler.batch(step)[self._rank * self.rows : (self._rank + 1) * self.rows]
 
 
