@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from distcse.errors import (
     DistcseError,
@@ -41,6 +42,8 @@ from distcse.ray_backend.slots import Reservation, Slot, SlotPool, nodes_of
 _POLL_S = 0.2
 _LOSS_DETECTION_S = 15
 """Seconds within which Ray reports the loss of an actor."""
+_NODE_LOSS_S = 30
+"""Seconds within which Ray reports the loss of a node."""
 
 
 class RayGroup:
@@ -173,7 +176,7 @@ class RayGroup:
                 except RayTaskError:
                     raise
                 except RayError as lost:
-                    self._check_nodes()
+                    self._check_nodes(lost)
                     self._count_loss(phase, f"scorer {part}", lost)
                     self._reporter.emit(
                         LogMessage(f"lost a scorer in {phase.name}; another one repeats its part of the pairs", True)
@@ -219,14 +222,21 @@ class RayGroup:
         if self._pool is not None and self._pool.has_lost(self._slots):
             raise SlotsLost
 
-    def _check_nodes(self) -> None:
+    def _check_nodes(self, lost: RayError) -> None:
         """Check after the loss of an actor that its node was not lost: this does not count as a loss of a shared worker.
 
         Raises:
             SlotsLost: The node of a slot of the pool was lost. There may be another one for the slot.
         """
-        if self._pool is not None and not self._closed and nodes_of(self._slots) != self._nodes:
-            raise SlotsLost
+        if self._pool is None or self._closed:
+            return
+        # Ray knows at once that a process has ended, and later that a node was lost: until then its actors are unavailable.
+        until = time.monotonic() + (_NODE_LOSS_S if isinstance(lost, ActorUnavailableError) else 0.0)
+        while nodes_of(self._slots) == self._nodes:
+            if time.monotonic() >= until or self._reporter.stop_requested():
+                return
+            time.sleep(_POLL_S)
+        raise SlotsLost
 
     def _retry(self, phase: Phase, work: Any, trains: bool = True) -> Any:
         """Call `work`, and repeat it with new actors when one is lost.
@@ -257,7 +267,7 @@ class RayGroup:
                 cause = failed.cause
                 raise cause if isinstance(cause, DistcseError) else _work_failed(self.name, phase, failed) from failed
             except RayError as lost:  # an actor was killed or out of memory, or its node or a result was lost
-                self._check_nodes()
+                self._check_nodes(lost)
                 self._count_loss(phase, "a worker", lost)
                 self._end_all()
                 self._reporter.emit(
