@@ -10,8 +10,8 @@ from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.experiment import Experiment
 from distcse.experiments.gpu_policy import gpu_policy
+from distcse.experiments.hub_models import require_hub_models
 from distcse.experiments.settings_warnings import report_warnings
-from distcse.inputs import require_hub_models
 from distcse.placement.cluster import Cluster
 from distcse.placement.resources import ResourceRequest
 from distcse.recipe import BaseRecipe

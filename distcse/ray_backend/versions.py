@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-OLDEST, FIRST_UNSUPPORTED = (2, 53), (2, 62)
+OLDEST, FIRST_UNSUPPORTED = (2, 53), (2, 61)
 """Supported versions: from `OLDEST` up to, and without, `FIRST_UNSUPPORTED`; as in pyproject.toml."""
 
 BEFORE_IMPORT = {

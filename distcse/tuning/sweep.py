@@ -22,12 +22,12 @@ from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.gpu_policy import gpu_policy
+from distcse.experiments.hub_models import require_hub_models
 from distcse.experiments.registry import experiment_of
 from distcse.experiments.run_scope import joined_for_devices, waited_for_nodes
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import TrialGpus, Trials
-from distcse.inputs import require_hub_models
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import report_plans
 from distcse.recipe import BaseRecipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
