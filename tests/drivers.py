@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.commands import TRAIN, user_environment
 from tests.conftest import ROOT
 
 
@@ -24,13 +23,12 @@ class Driver:
     """
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str] | None = None) -> None:
-        without_ray = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "distcse.train", *arguments],
+            [*TRAIN, *arguments],
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**without_ray, **(environment or {}), "NO_COLOR": "1"},
+            env=user_environment(**(environment or {})),
             cwd=ROOT,
         )
         self.run = Path()

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from distcse.model_source import CONFIG_FILE, fetch_from_hub, is_hub_id
+from distcse.models.folder import find_local_model
 from distcse.recipe import BaseRecipe
-from distcse.storage import is_uri
 from distcse.teachers.kinds import kind_of
 
 
 def require_hub_models(recipe: BaseRecipe) -> None:
-    """Check that a recipe's models are on the hub, by fetching their configurations, or with HF_HUB_OFFLINE=1 in its cache.
+    """Check that a recipe's models are in the hub's cache, or on the hub, by fetching the configurations of those that are not.
 
     Raises:
         ModelNotFoundError: A model is missing.
     """
     inputs = recipe.inputs
-    teachers = [
-        kind.section for kind in (kind_of(section, only_local=True) for section in inputs.teachers) if kind.is_model
-    ]
+    teachers = [section for section in inputs.teachers if kind_of(section, only_local=True).is_model]
     for name in dict.fromkeys(section.backbone for section in (*inputs.encoders, *teachers)):
-        if is_hub_id(name) and not is_uri(name):
+        if is_hub_id(name) and find_local_model(name, wanted=[CONFIG_FILE]) is None:
             fetch_from_hub(name, [CONFIG_FILE], only_local=False)
