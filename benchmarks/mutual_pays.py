@@ -49,6 +49,7 @@ SHARES = (0.25, 0.5, 0.75)
 START = "start"
 
 STANDARDIZED = ("mutual.standardize=true",)
+BOTH = (*STANDARDIZED, "mutual.learn_from=both")
 ROWS: dict[str, tuple[str, ...]] = {
     "raw labels": (),
     "standardized": STANDARDIZED,
@@ -64,6 +65,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "standardized, cross-encoders of three epochs": (*STANDARDIZED, "cross.epochs=3"),
     "standardized, median": (*STANDARDIZED, "mutual.combine=median"),
     "standardized, e5 counts twice": (*STANDARDIZED, "groups.2.weight=2"),
+    "standardized, both formulations": BOTH,
+    "standardized, both formulations, lr 2e-5": (*BOTH, "bi.lr=2e-5"),
+    "standardized, both formulations, lr 1e-5": (*BOTH, "bi.lr=1e-5"),
     "standardized, sequential": (*STANDARDIZED, "mutual.initialization=sequential"),
 }
 """Changes of `minilm-mutual`."""

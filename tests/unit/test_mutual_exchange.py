@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse.errors import InvalidValueError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
 from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
@@ -86,6 +87,30 @@ def test_stale_scores_have_the_formulation_of_the_newest(both: MakeRecipe, tmp_p
     run.ending.set()
     with pytest.raises(RunEnded):
         run.label("bert", 4)
+
+
+@pytest.mark.parametrize("rule", ["all", "quorum(2)", "stale(1)"])
+def test_labels_of_both_formulations_have_the_scores_of_the_phase_before(
+    both: MakeRecipe, tmp_path: Path, rule: str
+) -> None:
+    learn = ("mutual.standardize=true", "mutual.learn_from=both", "groups.1.weight=3")
+    run = Run(both(f"mutual.exchange={rule}", *learn), tmp_path)
+    for group, score in zip(GROUPS, (0.2, 0.4), strict=True):
+        run.post(group, 0, score)
+    assert run.label("bert", 1) == 0.35, "there is no older phase"
+    for group, score in zip(GROUPS, (0.9, 0.5), strict=True):
+        run.post(group, 1, score)
+    assert run.label("bert", 2) == 0.475  # (0.2 + 3 * 0.4 + 0.9 + 3 * 0.5) / 8
+    for group, score in zip(GROUPS, (0.1, 0.1), strict=True):
+        run.post(group, 2, score)
+    assert run.label("bert", 3) == 0.35  # (0.9 + 3 * 0.5 + 4 * 0.1) / 8: not the starts
+    run.resume()
+    assert run.label("bert", 2) == 0.475
+
+
+def test_labels_of_both_formulations_have_one_scale(both: MakeRecipe) -> None:
+    with pytest.raises(InvalidValueError, match=r"learn_from is both, .* write mutual.standardize: true"):
+        both("mutual.learn_from=both")
 
 
 def test_a_dropped_group_is_not_waited_for(both: MakeRecipe, tmp_path: Path) -> None:

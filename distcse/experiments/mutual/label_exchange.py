@@ -152,10 +152,13 @@ class LabelExchange:
         return label_sources(self._rule, phase, newest)
 
     def _combine(self, sources: Mapping[str, Phase], phase: Phase) -> Scores:
-        """Combine scores of the same formulation as those of a phase."""
+        """Combine scores of the same formulation as those of a phase; with `learn_from: both`, also those one phase older."""
         weights = {group.name: group.weight for group in self._recipe.groups}
-        scores = [self._store.scores(name, source) for name, source in sources.items()]
-        return combine(scores, [weights[name] for name in sources], self._recipe.mutual, phase.kind == "bi")
+        taken = [*sources.items()]
+        if self._recipe.mutual.learn_from == "both":
+            taken += [(name, Phase(source.number - 1)) for name, source in sources.items() if source.number]
+        scores = [self._store.scores(name, source) for name, source in taken]
+        return combine(scores, [weights[name] for name, _ in taken], self._recipe.mutual, phase.kind == "bi")
 
     def _should_stop(self, phase: Phase, members: Sequence[str]) -> bool:
         """Return whether no formulation of any group had a new best dev score in the last `patience` cycles."""

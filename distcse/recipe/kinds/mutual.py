@@ -104,6 +104,10 @@ class MutualSection(Section):
     standardize: bool = False
     """Give each group's scores the same mean and standard deviation over the pairs, the weighted mean of the groups', before they
     are combined. Models with narrow bands of cosines, such as e5, then count as much as others. The paper combines raw scores."""
+    learn_from: Literal["other", "both"] = "other"
+    """Scores that make the labels of a phase: `other`, the latest of the other formulation, as in the paper, or `both`, also
+    those of the formulation that is trained, from the cycle before (of bi-encoders, their starts at first). `both` needs
+    `standardize`, because cosines and sigmoid outputs are not on one scale."""
     precision: Precision = "auto"
     """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
     groups have fast bf16 units, else fp32."""
@@ -338,6 +342,11 @@ class MutualRecipe(BaseRecipe):
         if exchange.kind == "quorum" and exchange.number > len(names):
             raise ValueError(
                 f"mutual.exchange is {self.mutual.exchange}, but there are {len(names)} groups; write quorum({len(names)}) or all"
+            )
+        if self.mutual.learn_from == "both" and not self.mutual.standardize:
+            raise ValueError(
+                "mutual.learn_from is both, but cosines and sigmoid outputs are not on one scale; write "
+                "mutual.standardize: true, or mutual.learn_from: other"
             )
         if self.mutual.best_of == "start_and_cycles" and self.evaluation.dev == "none":
             raise ValueError(
