@@ -18,11 +18,12 @@ from distcse.command import (
     parse_command,
     program,
 )
-from distcse.errors import CommandLineError, MissingDependencyError, WorkFailedError
+from distcse.errors import CommandLineError, MissingDependencyError, UnknownKeyError, WorkFailedError
 from distcse.gc_paused import gc_paused
 from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
+from distcse.recipe.key_paths import moved_path
 from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _main(options: argparse.Namespace) -> int:
     of_recipe = [o for o in options.overrides if not o.startswith(_SWEEP)]
     if options.run_id is not None:
         of_recipe.append(f"storage.run_id={options.run_id}")
-    recipe = read_recipe(options.recipe, of_recipe)
+    recipe = _recipe(options.recipe, of_recipe)
     sweep = read_sweep(options.space, ours, override_prefix=_SWEEP)
     if options.print_space:
         from distcse.report.progress import open_view
@@ -88,6 +89,18 @@ def _main(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _check(options, recipe, sweep)
     return _sweep(options, None, recipe, sweep)
+
+
+def _recipe(name: str, overrides: Sequence[str]) -> BaseRecipe:
+    """Read the recipe. Raises `UnknownKeyError` also for a key of the space that lacks its prefix."""
+    try:
+        return read_recipe(name, overrides)
+    except UnknownKeyError:
+        for override in overrides:
+            key = override.partition("=")[0]
+            if path := moved_path(Sweep, key):
+                raise UnknownKeyError(f"{key} is no key of the recipe; did you mean '{_SWEEP}{path}'?") from None
+        raise
 
 
 def _describe_space(sweep: Sweep, space: Space) -> list[str]:

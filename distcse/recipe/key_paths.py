@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
 _CLOSE = 0.7
 """Least similarity of two keys, from 0 to 1, for which one is suggested for the other."""
+_VERY_CLOSE = 0.8
+"""The same, of keys in different sections."""
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "train_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "max_seq_length": "max_length",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup",
+    "logging_steps": "log_every",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "max_grad_norm": "gradient_clipping",
+    "num_samples": "trials",
+}
+"""Our keys by their names in the training arguments of transformers and sentence-transformers, and in Ray Tune."""
 
 
 def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -45,21 +62,29 @@ def moved_path(model: type[BaseModel], path: str) -> str | None:
 
     Args:
         model: The document's class.
-        path: A path that does not exist; one of several keys is only looked up where the first key is nearly the same.
+        path: A path that does not exist. One of several keys is only looked up where the first key is nearly the same, or where
+            one path alone ends with its last key.
 
     Returns:
-        The nearest path with the same last key, the shorter of equally near ones; None if there is none.
+        The nearest path that ends with the same key, or else with what other libraries call so, or else, of one key, with nearly
+        the same; the shorter of equally near ones. None if there is none.
     """
     first, *inner = path.split(".")
     last = path.rpartition(".")[2]
+    inside = [known for known, _ in key_paths(model) if "." in known]
+    keys = {known.rpartition(".")[2] for known in inside}
+    wanted = last if last in keys else _ELSEWHERE.get(last) or ("" if inner else _nearly(last, keys))
+    ending = [known for known in inside if known.rpartition(".")[2] == wanted]
     places = [
         (-known.count("."), _similarity(path, known), known)
-        for known, _ in key_paths(model)
-        if known.rpartition(".")[2] == last
-        and "." in known
-        and (not inner or _similarity(first, known.partition(".")[0]) >= _CLOSE)
+        for known in ending
+        if not inner or len(ending) == 1 or _similarity(first, known.partition(".")[0]) >= _CLOSE
     ]
     return _with_places_of(path, max(places)[-1]) if places else None
+
+
+def _nearly(key: str, keys: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(key, sorted(keys), n=1, cutoff=_VERY_CLOSE)), "")
 
 
 def _similarity(one: str, other: str) -> float:

@@ -156,7 +156,7 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
     Args:
         name: A packaged space's name, or the path of a file.
         overrides: `key.path=value`.
-        override_prefix: What the user wrote before each path, for errors about renamed keys.
+        override_prefix: What the user wrote before each path, for errors of overrides.
 
     Raises:
         RenamedKeyError: A key or value has been renamed.
@@ -165,17 +165,19 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
     text = _content(name) if os.path.isfile(name) else _packaged_text(name, _SPACES, "search space")
     document = parse_document(text, name, "a search space", "parameters:")
     refuse_renamed(decode(text), overrides, file=name, is_space=True, override_prefix=override_prefix)
+    if overrides:
+        _validated(Sweep, document, name)  # what is wrong after that is an override
     for override in overrides:
         _apply(document, override, Sweep)
-    return _validated(Sweep, document, name)
+    return _validated(Sweep, document, name, override_prefix)
 
 
-def _validated(kind: type[S], document: Document, name: str) -> S:
+def _validated(kind: type[S], document: Document, name: str, prefix: str = "") -> S:
     called = "search space" if kind is Sweep else "recipe"
     try:
         return cast(S, kind.model_validate(document))
     except ValidationError as invalid:
-        raise error_class(invalid, kind)(explain(invalid, kind, document, source=f"{called} {name}")) from None
+        raise error_class(invalid, kind)(explain(invalid, kind, source=f"{called} {name}", prefix=prefix)) from None
 
 
 def with_layers(recipe: Recipe, layers: Sequence[int]) -> Recipe:

@@ -31,10 +31,17 @@ _TYPES = {
 }
 
 
-def explain(invalid: ValidationError, model: type[BaseModel], document: Any, *, source: str) -> str:
-    """Format all errors of a validation as one message, one line per error."""
+def explain(invalid: ValidationError, model: type[BaseModel], *, source: str, prefix: str = "") -> str:
+    """Format all errors of a validation as one message, one line per error.
+
+    Args:
+        invalid: The errors.
+        model: The document's class.
+        source: What was validated.
+        prefix: What the user wrote before each path.
+    """
     lines = dict.fromkeys(
-        _complaint(error, model) for error in _one_per_place(invalid.errors(include_url=False), model)
+        _complaint(error, model, prefix) for error in _one_per_place(invalid.errors(include_url=False), model)
     )
     if len(lines) == 1:
         return f"{source}: {next(iter(lines))}"
@@ -70,15 +77,16 @@ def _is_inside(place: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return len(place) > len(other) > 0 and place[: len(other)] == other
 
 
-def _complaint(error: ErrorDetails, model: type[BaseModel]) -> str:
+def _complaint(error: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     path = _path(error["loc"], model)
     if isinstance(cause := error.get("ctx", {}).get("error"), KeyValueError):
         path = [*path, cause.key]
-    key, found, kind = ".".join(path) or "recipe", error["input"], error["type"]
+    written, found, kind = ".".join(path), error["input"], error["type"]
+    key = prefix + written if path else "recipe"
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)
-        moved = moved_path(model, _whole_path(key, found))
-        close = f"; did you mean {moved!r}?" if moved and moved != key else nearest(path[-1], keys)
+        moved = moved_path(model, _whole_path(written, found))
+        close = f"; did you mean {prefix + moved!r}?" if moved and moved != written else nearest(path[-1], keys)
         shown_value = "" if is_secret(path[-1]) else f" (value {found!r:.200})"
         return f"unknown key {key}{shown_value}{close or '; valid keys: ' + ', '.join(keys)}"
     if kind == "missing":
