@@ -14,7 +14,7 @@ from typing import Self
 
 from distcse import host
 from distcse.compat.argparse import actions_of
-from distcse.errors import DistcseError, RecipeError, StoppedEarlyError
+from distcse.errors import DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
 from distcse.spelling import nearest
 
 INTERRUPTED = 130
@@ -144,7 +144,8 @@ class ErrorStatus:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         if isinstance(error, DistcseError):
             self._print(error)
-            is_mistake, is_stop = isinstance(error, RecipeError), isinstance(error, StoppedEarlyError)
+            is_mistake = isinstance(error, RecipeError | EncoderSettingError)
+            is_stop = isinstance(error, StoppedEarlyError)
             self.status = INTERRUPTED if is_stop else 2 if is_mistake else 1
         elif isinstance(error, KeyboardInterrupt):
             sys.stderr.write(f"distcse: stopped at once; {self._kept}\n")

@@ -10,7 +10,7 @@ from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.experiment import Experiment
 from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.hub_models import require_hub_models
+from distcse.experiments.required_models import require_models
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.placement.cluster import Cluster
 from distcse.placement.resources import ResourceRequest
@@ -45,7 +45,7 @@ def open_run(
         directory: The folder of an interrupted run; None creates one.
 
     Raises:
-        ModelNotFoundError: The hub lacks a model of a new run.
+        EncoderError: A model of a new run is missing, or a setting does not fit it.
         RunInUseError: Another process works in the folder.
         GpuRequiredError: `resources.gpu` is `required`, and this process must train and sees no GPU.
     """
@@ -55,7 +55,7 @@ def open_run(
         scope.enter_context(gpu_policy(recipe.gpu_mode, computes_here))
         is_new = directory is None
         if is_new and not backend.is_for_trials:
-            require_hub_models(recipe)
+            require_models(recipe)
         directory = directory or RunDirectory.create(recipe)
         lease = scope.enter_context(directory.leased(reporter))
         if is_new and recipe.storage.run_id is not None:

@@ -24,11 +24,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
     """
     config: Any = backbone.config
     depth = config.num_hidden_layers
-    out_of_range = [index for index in layers if index >= depth]
-    if out_of_range:
-        raise EncoderSettingError(
-            f"layers has the index {out_of_range[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
-        )
+    require_layers(layers, depth)
     _require_first(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth)
     kept = nn.ModuleList(stack[index] for index in layers)
@@ -41,6 +37,18 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
                 if isinstance(getattr(module, attribute, None), int):
                     setattr(module, attribute, number)
     _require_loadable(backbone, depth)
+
+
+def require_layers(layers: Sequence[int], depth: int) -> None:
+    """Refuse indices that a backbone of `depth` layers does not have.
+
+    Raises:
+        EncoderSettingError: An index is out of range.
+    """
+    if out_of_range := [index for index in layers if index >= depth]:
+        raise EncoderSettingError(
+            f"layers has the index {out_of_range[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
+        )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from distcse.gc_paused import gc_paused
 from distcse.models.fast.dropout import fast_dropout
 from distcse.models.fast.switch import forbid_shortcuts
 from distcse.models.json_files import read_json
+from distcse.models.layers import require_layers
 from distcse.models.precision import halve_matrices
 from distcse.models.prompts import SENTENCE
 from distcse.models.st_format import Layout
@@ -38,6 +39,7 @@ from distcse.models.vocabulary import (
     tokenizer_load_error,
 )
 from distcse.recipe import EncoderSection, Pooling
+from distcse.recipe.encoders import TrainedSection
 
 _LOG = logging.getLogger(__name__)
 _POOLINGS = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
@@ -432,8 +434,29 @@ def length_limit(section: EncoderSection, layout: Layout, tokenizer: Any, backbo
         if not limits:
             raise EncoderSettingError(f"{section.backbone} does not define its maximum length; set max_length")
         return int(min(limits))
+    _require_positions(section, requested, positions)
+    return int(requested)
+
+
+def require_fit(section: EncoderSection, config: Any) -> None:
+    """Refuse layers and a maximum length that a model does not have, as far as its config tells.
+
+    Args:
+        section: The recipe's settings of the encoder.
+        config: The backbone's config.
+
+    Raises:
+        EncoderSettingError: A setting does not fit.
+    """
+    depth, positions = (getattr(config, key, None) for key in ("num_hidden_layers", "max_position_embeddings"))
+    if isinstance(section, TrainedSection) and section.named_layers is not None and isinstance(depth, int):
+        require_layers(section.named_layers, depth)
+    if section.max_length is not None and isinstance(positions, int) and positions > 0:
+        _require_positions(section, section.max_length, positions)
+
+
+def _require_positions(section: EncoderSection, requested: int, positions: int | None) -> None:
     if positions is not None and requested > positions:
         raise EncoderSettingError(
             f"{section.backbone}: max_length is {requested}; allowed: at most {positions}, the backbone's positions"
         )
-    return int(requested)

@@ -22,8 +22,8 @@ from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.hub_models import require_hub_models
 from distcse.experiments.registry import experiment_of
+from distcse.experiments.required_models import require_models
 from distcse.experiments.run_scope import joined_for_devices, waited_for_nodes
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
@@ -88,9 +88,9 @@ def begin(recipe: BaseRecipe, sweep: Sweep) -> Path:
 
     Raises:
         FrozenKeyError: The earlier sweep has another recipe or another search space.
-        ModelNotFoundError: The hub lacks a model.
+        EncoderError: A model is missing, or a setting does not fit it.
     """
-    require_hub_models(recipe)
+    require_models(recipe)
     directory = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"}))
     path = directory.path
     if recipe.storage.run_id is not None:

@@ -19,6 +19,7 @@ from distcse.recipe import recipe_yaml
 from distcse.runs.directory import write_recipe
 from tests.endpoints import Reply, open_endpoint
 from tests.jobs import make_recipe
+from tests.pairs import make_mutual_recipe
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 COMMANDS = {"train": train.main, "tune": tune.main, "evaluate": evaluate.main, "embed": embed.main}
@@ -97,11 +98,11 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
         1,
         ["DCSE-M01", "'BAAI/bge-base-en-v1.5'", "HF_HUB_OFFLINE", "local folder"],
     ),
-    ("train", [R, "teachers.encoders.0.pooling=null"], 1, ["DCSE-M09", "set pooling: cls, mean"]),
+    ("train", [R, "teachers.encoders.0.pooling=null"], 2, ["DCSE-M09", "set pooling: cls, mean"]),
     ("train", [R, "student.backbone={p.pickled}"], 1, ["DCSE-M04", "pytorch_model.bin but no safetensors"]),
     ("train", [R, "student.backbone=package:no_such/model"], 1, ["package 'no_such' is not installed", "pip install no_such"]),
-    ("train", [R, "student.layers=[0, 7]"], 1, ["DCSE-M09", "layers", "7", "has 3 layers; allowed: 0 to 2"]),
-    ("train", [R, "student.max_length=4096"], 1, ["max_length is 4096", "at most"]),
+    ("train", [R, "student.layers=[0, 7]"], 2, ["DCSE-M09", "layers", "7", "has 3 layers; allowed: 0 to 2"]),
+    ("train", [R, "student.max_length=4096"], 2, ["max_length is 4096", "at most"]),
     ("train", [R, "student.backbone={p.run}"], 1, ["DCSE-M01", "/model"]),
     ("train", [R, "student.backbone={p.adapter}"], 1, ["adapter", "merge"]),
     ("train", [R, "student.backbone={p.tiny}/model.safetensors"], 1, ["DCSE-M01", "model.safetensors"]),
@@ -149,6 +150,11 @@ def test_one_message(
         "student.backbone=nobody/no-such-model",
         "teachers.encoders.0.backbone=nobody/no-such-model",
         "evaluation.data={p.folder}/empty",
+        "student.layers=[0, 7]",
+        "student.max_length=4096",
+        "teachers.encoders.0.max_length=4096",
+        "teachers.encoders.0.pooling=null",
+        "student.backbone={p.pickled}",
     ],
 )
 def test_what_is_missing_is_found_before_there_is_a_run(override: str, place: Place, tmp_path: Path) -> None:
@@ -156,6 +162,33 @@ def test_what_is_missing_is_found_before_there_is_a_run(override: str, place: Pl
     given = [override.format(p=place), f"storage.runs={tmp_path}/runs", f"storage.cache={tmp_path}/cache"]
     assert train.main([str(place.recipe), *given, "--quiet"]) in (1, 2)
     assert [file for file in tmp_path.rglob("*") if file.name not in ("runs", "cache")] == []
+
+
+@pytest.mark.parametrize(
+    ("pairs", "named"),
+    [
+        ("pairs.path={p.folder}/text.jsonl", "sentence1"),
+        ("pairs.columns=[body, other]", "body"),
+        ("pairs={{task: no_such_task}}", "no_such_task"),
+        ("pairs={{mine: {{corpus: {{path: '{p.folder}/text.jsonl'}}}}}}", "corpus.column"),
+        ("pairs={{mine: {{corpus: {{path: /nowhere/text.txt}}}}}}", "/nowhere/text.txt"),
+        ("groups.0.layers=[0, 7]", "has 3 layers; allowed: 0 to 2"),
+    ],
+)
+def test_what_a_mutual_distillation_lacks_is_found_before_there_is_a_run(
+    pairs: str,
+    named: str,
+    place: Place,
+    sentences: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = tmp_path / "mutual.yaml"
+    recipe.write_text(recipe_yaml(make_mutual_recipe(tmp_path, {"bert": place.tiny}, sentences)))
+    places = (f"storage.runs={tmp_path}/runs", f"storage.cache={tmp_path}/cache", f"evaluation.data={place.labelled}")
+    assert train.main([str(recipe), pairs.format(p=place), *places, "--quiet"]) in (1, 2)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: "))
+    assert named in line and [*(tmp_path / "runs").glob("*")] == []
 
 
 def test_a_model_that_the_hub_lacks_is_found_before_there_is_a_sweep(place: Place, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.preflight import check_groups
+from distcse.experiments.mutual.preflight import check_groups, check_recipe
 from distcse.experiments.mutual.resources import least_requests
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
@@ -39,9 +39,8 @@ from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.runs.directory import RunDirectory
-from distcse.tracking import require_packages, track_run
+from distcse.tracking import track_run
 from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.engines import uses_deepspeed
 
 
 @register_experiment(MutualRecipe)
@@ -67,9 +66,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
         A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
         """
-        require_packages(self.recipe.loggers)
-        for section in self.recipe.loop_sections:
-            uses_deepspeed(section)  # raises here, rather than after the pairs are mined
+        check_recipe(self.recipe, has_pairs=directory is not None)
         tasks = checked_tasks(self.recipe)
         dropped = PhaseStore(directory.path).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]

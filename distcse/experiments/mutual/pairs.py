@@ -39,6 +39,17 @@ def read_pairs(recipe: MutualRecipe, folder: Path) -> Pairs:
     return Pairs.write(folder, pairs, lambda number: sample_pairs(number, recipe))
 
 
+def require_pairs(recipe: MutualRecipe) -> None:
+    """Check that the files with a recipe's pairs exist and have its columns, by their first rows.
+
+    Raises:
+        CorpusNotFoundError: The folder of pairs.task has no table.
+        EvaluationError: A file is missing or malformed, or lacks a column.
+    """
+    for file in _files(recipe):
+        next(stream_texts(file, *recipe.pairs.columns), None)
+
+
 @contextmanager
 def temporary_pairs(recipe: MutualRecipe) -> Iterator[Pairs]:
     """Context manager: read the pairs in a recipe's files into a temporary folder (see `read_pairs`)."""

@@ -1,15 +1,15 @@
-"""Checks of a mutual distillation's inputs without running it: `--dry-run`."""
+"""Checks of a mutual distillation's inputs before it starts: `--dry-run`, and the subset with which every run begins."""
 
 from __future__ import annotations
 
-from distcse.data import Corpus
+from distcse.data import Corpus, check_source
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.mining import require_mining
-from distcse.experiments.mutual.pairs import temporary_pairs
+from distcse.experiments.mutual.pairs import require_pairs, temporary_pairs
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.mutual.start_scores import score_starts
@@ -21,6 +21,35 @@ from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
+
+
+def check_recipe(recipe: MutualRecipe, has_pairs: bool = False) -> None:
+    """Check what takes under a second: packages, the pairs' files and columns or the text to mine, storage.
+
+    Without it, these errors would end the run only after its groups have scored their starts.
+
+    Args:
+        recipe: The recipe to check.
+        has_pairs: Whether the run has its pairs already. Default: False.
+
+    Raises:
+        MissingDependencyError: A setting needs a package that is not installed.
+        LoggerSetupError: A logger lacks its package or login.
+        CorpusError: The text, or the folder of `pairs.task`, is missing, or lacks a column.
+        EvaluationError: A file of pairs is missing, malformed, or lacks a column.
+        RunDirectoryError: A storage folder cannot be written.
+    """
+    require_packages(recipe.loggers)
+    for section in recipe.loop_sections:
+        uses_deepspeed(section)
+    check_storage(recipe.storage)
+    if has_pairs:
+        return
+    if recipe.pairs.mine is None:
+        require_pairs(recipe)
+    else:
+        require_mining(recipe.pairs.mine)
+        check_source(recipe.pairs.mine.corpus)
 
 
 def check_groups(
@@ -41,11 +70,8 @@ def check_groups(
     Raises:
         DistcseError: A check failed.
     """
-    require_packages(recipe.loggers)
-    for section in recipe.loop_sections:
-        uses_deepspeed(section)
     require_lasting(recipe.storage)
-    check_storage(recipe.storage)
+    check_recipe(recipe)
     recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter), reporter)
     tasks = checked_tasks(recipe)
     for line in tasks.missing:
@@ -54,7 +80,6 @@ def check_groups(
         with temporary_pairs(recipe) as pairs:
             _report(reporter, "pairs", f"{len(pairs):,} different pairs")
     else:
-        require_mining(recipe.pairs.mine)
         corpus = Corpus.prepare(recipe.pairs.mine.corpus, resolve_path(recipe.storage.cache))
         _report(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
