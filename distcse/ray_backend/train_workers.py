@@ -134,7 +134,11 @@ def _run_trainer(
     is_elastic = spec.recipe.training.min_workers is not None
     per_worker = resources.per_worker
     start_autoscaling_coordinator()
-    reporter.emit(LogMessage(f"workers   starting {workers}, each with {format_resources(per_worker)}"))
+    reporter.emit(
+        LogMessage(
+            f"workers   starting {workers}, each with {format_resources(per_worker)}: about 15 s on a quiet machine"
+        )
+    )
     channel = EventChannel(spec.run.name)
     trainer = _make_trainer(spec, servers, channel, workers, resources)
     # In a thread: on the main thread, Ray Train would handle Ctrl-C and end the run without a checkpoint.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import fnmatch
 import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
+import zipfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -31,7 +34,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_a_wheel_carries_recipes_spaces_and_constraints(tree: Path) -> None:
+def test_a_wheel_carries_recipes_spaces_and_constraints(tree: Path, tmp_path: Path) -> None:
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tree)], check=True)
+    (wheel,) = tmp_path.glob("distcse-*.whl")
+    inside = {name.removeprefix("distcse/") for name in zipfile.ZipFile(wheel).namelist()}
+    assert {"constraints.txt", "recipes/quickstart.yaml", "spaces/rankcse-listnet.yaml", "train.py"} <= inside
+
+
+def test_all_files_of_the_package_are_declared(tree: Path) -> None:
     project = tomllib.loads((tree / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["distcse"]
     data = [file.relative_to(tree / "distcse").as_posix() for file in (tree / "distcse").rglob("*")]
