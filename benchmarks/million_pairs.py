@@ -129,26 +129,43 @@ def measured(part: str, folder: Path, number: int) -> dict[str, Any]:
         "scorer": score,
     }
     work = prepare[part](recipe, folder)
-    before, began, largest, ended = memory(), time.perf_counter(), memory(), threading.Event()
-
-    def poll() -> None:
-        while not ended.wait(_POLL_S):
-            for name, size in memory().items():
-                largest[name] = max(largest[name], size)
-
-    watcher = threading.Thread(target=poll)
-    watcher.start()
-    notes = work()
-    ended.set()
-    watcher.join()
-    grown = {f"{name}_mib": round((largest[name] - before[name]) / MIB) for name in before}
-    return {"part": part, "pairs": number, "seconds": round(time.perf_counter() - began, 1), **grown, **notes}
+    began = time.perf_counter()
+    with Memory() as memory:
+        notes = work()
+    return {"part": part, "pairs": number, "seconds": round(time.perf_counter() - began, 1), **memory.grown, **notes}
 
 
-def memory() -> dict[str, int]:
-    """This process's memory in KiB: its own, and the pages of mapped files, which the kernel takes back when it needs them."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {"own": int(lines["RssAnon"].split()[0]), "mapped": int(lines["RssFile"].split()[0])}
+class Memory:
+    """Context manager: how much this process's memory grows in the block, at most.
+
+    `own` is the process's own, and `mapped` the pages of mapped files, which the kernel takes back when it needs them.
+    """
+
+    def __enter__(self) -> Memory:
+        self._before, self._largest, self._ended = self._now(), self._now(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._watcher.join()
+
+    @property
+    def grown(self) -> dict[str, int]:
+        """MiB: `own_mib` and `mapped_mib`."""
+        return {f"{name}_mib": round((self._largest[name] - self._before[name]) / MIB) for name in self._before}
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            for name, size in self._now().items():
+                self._largest[name] = max(self._largest[name], size)
+
+    @staticmethod
+    def _now() -> dict[str, int]:
+        """KiB."""
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return {"own": int(lines["RssAnon"].split()[0]), "mapped": int(lines["RssFile"].split()[0])}
 
 
 Work = Callable[[], dict[str, Any]]

@@ -13,7 +13,8 @@ import pytest
 from distcse.data import Pairs
 from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError
 from distcse.events import Event, StageProgress
-from distcse.experiments.mutual.mining import mine_pairs, prepare_mining
+from distcse.experiments.devices import model_memory
+from distcse.experiments.mutual.mining import mine_pairs, mining_memory, prepare_mining
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.teachers.knn import knn
@@ -104,6 +105,15 @@ def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighb
         exact = np.argsort(-(vectors @ vectors[row]))[:11]
         found += len(set(exact.tolist()) & set(rows[row].tolist()))
     assert found / (51 * 11) > 0.95
+
+
+def test_the_memory_to_reserve_depends_on_the_width_of_the_vectors(mine: Mine, tiny: Callable[..., Path]) -> None:
+    _, recipe, _ = mine()
+    corpus, width = prepare_mining(recipe), 32
+    grown = mining_memory(recipe, corpus) - model_memory(str(tiny("bert")))
+    assert grown == len(corpus) * (1000 + 3 * 4 * width)
+    unknown = recipe.model_copy(update={"groups": [recipe.groups[0].model_copy(update={"backbone": "nobody/nothing"})]})
+    assert mining_memory(unknown, corpus) - model_memory("nobody/nothing") == len(corpus) * (1000 + 3 * 4 * 1024)
 
 
 def test_the_number_of_bm25_queries_depends_on_the_number_of_pairs(mine: Mine) -> None:

@@ -24,6 +24,7 @@ from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pair_sample import sample_pairs
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.folder import find_local_model, open_model
 from distcse.recipe import MiningSection, MutualRecipe
 from distcse.storage import ArtifactStore, resolve_path
 from distcse.teachers.knn import knn, require_faiss
@@ -32,8 +33,10 @@ _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _QUERIES_PER_PAIR = 10
 """BM25 queries per requested pair, at most: each query is a pass over the index."""
 _QUERIES_PER_BATCH = 2000
-_TEXT_BYTES, _VECTOR_BYTES, _VECTOR_COPIES = 1000, 4 * 1024, 3
-"""Estimates of a sentence with its entries in dictionaries and BM25's index, and of a vector of a large encoder."""
+_TEXT_BYTES, _VECTOR_COPIES = 1000, 3
+"""Estimates of a sentence with its entries in dictionaries and BM25's index, and of a vector's copies."""
+_LARGE_WIDTH = 1024
+"""Width of the vectors of a model that this machine does not have yet."""
 
 PairRows = NDArray[np.int64]
 """(m, 2) row ids of m pairs, the lower one first."""
@@ -69,8 +72,11 @@ def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactSto
 
 def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
     """Estimate the bytes of a process that mines: its model, the texts, and the vectors with their index."""
-    rows = len(corpus)
-    return model_memory(recipe.groups[0].backbone) + rows * (_TEXT_BYTES + _VECTOR_COPIES * _VECTOR_BYTES)
+    group = recipe.groups[0]
+    folder = find_local_model(group.backbone, group.trust_remote_code)
+    config = None if folder is None else open_model(str(folder), group.trust_remote_code).load_config()
+    width = getattr(config, "hidden_size", _LARGE_WIDTH)
+    return model_memory(group.backbone) + len(corpus) * (_TEXT_BYTES + _VECTOR_COPIES * 4 * width)
 
 
 def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, emit: Listener) -> Pairs:
