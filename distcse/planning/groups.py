@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,6 +93,12 @@ class MutualPlan:
         )
 
     @property
+    def shares_devices(self) -> bool:
+        """Whether all groups run at the same time on fewer devices than groups."""
+        runs_at_once = self.recipe.ray and self.shared_workers is None and not self.side_by_side
+        return runs_at_once and all(group.workers == 1 for group in self.recipe.groups)
+
+    @property
     def shared_workers(self) -> int | None:
         """Number of workers that all groups share; None if each has its own."""
         shared = self.recipe.mutual.shared_workers
@@ -107,22 +114,24 @@ class MutualPlan:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the run: a phase takes as long as its slowest group, or as all groups together without side_by_side.
+        """Seconds of the run: a phase takes as long as its slowest group, or as all groups together if they take turns.
 
         With shared workers, it takes as long as `makespan_bound`, which leaves out the start of workers.
         """
         if self.shared_workers is not None:
             return sum(self._shared_seconds(phase, self.shared_workers) for phase in self._phases)
-        combine = max if self.side_by_side else sum
-        return sum(combine(stage.seconds for stage in stages) for stages in self.stages)
+        combine = max if self.side_by_side or self.shares_devices else sum
+        return sum(combine(ends) for ends in self._ends)
 
     @property
     def idle(self) -> float:
         """Fraction of the groups' time spent waiting for other groups, or of the shared workers' time without work."""
-        worked = sum(stage.seconds for stages in self.stages for stage in stages)
         if self.shared_workers is not None:
+            worked = sum(stage.seconds for stages in self.stages for stage in stages)
             return max(0.0, 1 - worked / (self.shared_workers * self.seconds))
-        return 1 - worked / (len(self.shapes) * self.seconds) if self.side_by_side else 0.0
+        if not (self.side_by_side or self.shares_devices):
+            return 0.0
+        return 1 - sum(sum(ends) for ends in self._ends) / (len(self.shapes) * self.seconds)
 
     @cached_property
     def memories(self) -> dict[str, dict[Kind, WorkerMemory]]:
@@ -153,13 +162,21 @@ class MutualPlan:
             # One machine holds all groups that run at the same time.
             workers = [max(totals[group.name].values()) for group in self.recipe.groups]
             each = [group.workers * need for group, need in zip(self.recipe.groups, workers, strict=True)]
-            need = sum(each) if self.side_by_side else max(each)
+            need = sum(each) if self.side_by_side or self.shares_devices else max(each)
             if self.shared_workers is not None:
                 need = max(workers) * self.shared_workers
             if need > FITS * machine.memory:
                 found.append(
                     f"all groups need {gib(need)} together, more than {machine.name} has; lower cross.batch_size and "
                     "bi.batch_size, or write ray=false: one group runs after the other"
+                )
+        if machine.kind != "cpu" and self.shares_devices and not found:
+            needs = [max(totals[group.name].values()) for group in self.recipe.groups]
+            need = max(sum(needs[number] for number in device) for device in placed(needs, self.cluster.devices))
+            if need > FITS * machine.memory:
+                found.append(
+                    f"groups that share a {machine.name} need {gib(need)} of it together, more than it has; write "
+                    "mutual.shared_workers: auto, with which they take turns, or lower cross.batch_size and bi.batch_size"
                 )
         path, largest = max(
             ((self.recipe.loop_path(group, "bi"), self.recipe.bi_of(group).batch_size) for group in self.recipe.groups),
@@ -184,6 +201,8 @@ class MutualPlan:
             "pairs": self.pairs,
             "lengths": self.lengths.source,
             "side_by_side": self.side_by_side,
+            "shares_devices": self.shares_devices,
+            "shared_workers": self.shared_workers,
             "seconds": self.seconds,
             "idle": self.idle,
             "phases": [[{**vars(stage), "seconds": stage.seconds} for stage in stages] for stages in self.stages],
@@ -194,6 +213,12 @@ class MutualPlan:
             "driver_memory": self.driver_bytes,
             "problems": self.problems,
         }
+
+    @cached_property
+    def _ends(self) -> list[list[float]]:
+        """Seconds after which each group ends each phase, from the phase's beginning."""
+        seconds = [[stage.seconds for stage in stages] for stages in self.stages]
+        return [shared_ends(each, self.cluster.devices) for each in seconds] if self.shares_devices else seconds
 
     @property
     def _phases(self) -> list[Phase]:
@@ -256,6 +281,25 @@ class MutualPlan:
         dropout = training and (shape.has_dropout if group.dropout is None else group.dropout > 0)
         texts = 2 * pairs if kind == "bi" else pairs
         return Pass(shape, texts, length, training, precision, dropout, self.cluster.machine.kind)
+
+
+def placed(sizes: Sequence[float], devices: int) -> list[list[int]]:
+    """Place each size on the device that holds the least so far, the largest first; return the places' numbers by device."""
+    held, found = [0.0] * devices, [[] for _ in range(devices)]
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        device = held.index(min(held))
+        held[device] += sizes[number]
+        found[device].append(number)
+    return found
+
+
+def shared_ends(seconds: Sequence[float], devices: int) -> list[float]:
+    """Return when works end that share devices evenly, from the seconds that each would take alone."""
+    ends = [0.0] * len(seconds)
+    for device in placed(seconds, devices):
+        for number in device:
+            ends[number] = sum(min(seconds[other], seconds[number]) for other in device)
+    return ends
 
 
 def _shapes(section: GroupSection, cross_start: str) -> dict[Kind, Shape]:

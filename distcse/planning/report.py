@@ -99,6 +99,8 @@ def _in_short(plan: StudentPlan) -> str:
 def mutual_lines(plan: MutualPlan) -> list[str]:
     """Format the plan of a mutual distillation as lines of text."""
     how = "in parallel" if plan.side_by_side else "one after the other"
+    if plan.shares_devices:
+        how = f"in parallel, which share {plan.cluster.devices} device{'s' * (plan.cluster.devices != 1)}"
     if plan.shared_workers is not None:
         how = f"on {plan.shared_workers} shared workers"
         how += f", in {waves} waves" if (waves := -(-len(plan.shapes) // plan.shared_workers)) > 1 else ""
@@ -117,7 +119,7 @@ def mutual_lines(plan: MutualPlan) -> list[str]:
                 f"{stage.flops / 1e15:>10,.3g}   {stage.binding}"
             )
     lines += [f"{'all':<16}{'':<12}{'':>8}{span(plan.seconds):>12}", ""]
-    if plan.side_by_side:
+    if plan.side_by_side or plan.shares_devices:
         lines.append(f"idle       {plan.idle:.0%} of the groups' time: a phase ends with its slowest group")
     if plan.shared_workers is not None:
         lines.append(f"idle       {plan.idle:.0%} of the shared workers' time, without their starts")

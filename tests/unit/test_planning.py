@@ -35,6 +35,7 @@ from distcse.planning.calibration import (
     fit_factors,
     this_machine,
 )
+from distcse.planning.groups import shared_ends
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import (
     GPU_LAUNCH,
@@ -854,9 +855,39 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     assert main([*arguments, "--cluster", "L4-24G", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert not described["side_by_side"] and described["pairs"] == 10_000 and len(described["phases"]) == 5
+    assert described["shares_devices"] and described["shared_workers"] is None and 0 < described["idle"] < 1
+    phases = [[group["seconds"] for group in phase] for phase in described["phases"]]
+    assert described["seconds"] == pytest.approx(sum(map(sum, phases)))  # one device is busy until the last group ends
+    assert main([*arguments, "--cluster", "2xL4-24G"]) == 0
+    assert "3 groups in parallel, which share 2 devices" in capsys.readouterr().out
+    assert main([*arguments, "--cluster", "L4-24G", "ray=false", "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert not described["shares_devices"] and described["idle"] == 0
     assert described["driver_memory"] == 1_450_000
     assert main([*arguments, "--cluster", "3xL4-24G", "--corpus-rows", "1_000_000_000"]) == 1
     assert "IMPOSSIBLE the driver needs 135.04 GiB for 1,000,000,000 pairs" in capsys.readouterr().out
+
+
+def test_groups_that_share_a_device_end_one_after_the_other() -> None:
+    assert shared_ends([1, 4, 2], 1) == [3, 7, 5]
+    assert shared_ends([1, 4, 2], 2) == [2, 4, 3]  # 4 alone; 2 and 1 on the other device
+    assert shared_ends([1, 4, 2], 3) == [1, 4, 2]
+
+
+def test_groups_that_do_not_fit_on_a_device_together_are_told_to_take_turns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [
+        "trans-encoder-mutual-large",
+        "evaluation.dev=none",
+        "bi.batch_size=80",
+        "pairs.task=null",
+        "--cluster",
+    ]
+    pairs = ["pairs.mine.corpus.path=text.txt", "evaluation.data=null"]
+    assert main([*arguments, "L4-24G", *pairs]) == 1
+    assert "groups that share a L4-24G need" in capsys.readouterr().out
+    assert main([*arguments, "L4-24G", *pairs, "mutual.shared_workers=auto"]) == 0
 
 
 @pytest.mark.parametrize(
