@@ -285,7 +285,8 @@ class MutualPlan:
 
 def placed(sizes: Sequence[float], devices: int) -> list[list[int]]:
     """Place each size on the device that holds the least so far, the largest first; return the places' numbers by device."""
-    held, found = [0.0] * devices, [[] for _ in range(devices)]
+    held = [0.0] * devices
+    found: list[list[int]] = [[] for _ in range(devices)]
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         device = held.index(min(held))
         held[device] += sizes[number]
