@@ -103,6 +103,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", metavar="NAME", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--cycles", type=int, default=2)
+    parser.add_argument(
+        "--shares", type=float, nargs="*", default=list(SHARES), help="of the initial weights, mixed in"
+    )
     parser.add_argument("--corpus", type=Path, help="to mine; left out: corpus/wiki_sentences.txt.gz of --data")
     parser.add_argument("--sentences", type=int, default=100_000, help="of the corpus")
     parser.add_argument("--max-steps", type=int, help="of each phase, to try the script")
@@ -138,13 +141,13 @@ def run(options: argparse.Namespace, tasks: Tasks, row: str, source: str, seed: 
             continue
         trained = Encoder.load(best.model)
         found = {"cycle": float(best.phase.cycle), **measured(tasks, recipe, trained)}
-        for share in SHARES:
+        for share in options.shares:
             with WeightInterpolation(Encoder.from_section(groups[best.group]), share).applied_to(trained):
                 mixed = measured(tasks, recipe, trained)
             found |= {f"{name}, {share} of the start": mixed[name] for name in ("dev", "STS")}
         for cycle in range(1, recipe.mutual.cycles + 1):
-            of_cycle = Encoder.load(run / "groups" / best.group / Phase(2 * cycle).name / "model")
-            scored = measured(tasks, recipe, of_cycle)
+            of_cycle = run / "groups" / best.group / Phase(2 * cycle).name / "model"
+            scored = found if cycle == best.phase.cycle else measured(tasks, recipe, Encoder.load(of_cycle))
             found |= {f"{name}, cycle {cycle}": scored[name] for name in ("dev", "STS")}
         scores |= {f"{best.group} {name}": value for name, value in found.items()}
     shutil.rmtree(run)
@@ -242,7 +245,7 @@ def table(out: Path) -> str:
 
 def mixed_by_dev(scores: dict[str, float], start: dict[str, float], group: str) -> float:
     """Change of the STS average with the share of the initial weights that has the best dev score, none and all among them."""
-    endings = ["", *(f", {share} of the start" for share in SHARES)]
+    endings = ["", *(f", {share} of the start" for share in SHARES if f"{group} dev, {share} of the start" in scores)]
     found = [(scores[f"{group} dev{ending}"], scores[f"{group} STS{ending}"]) for ending in endings]
     before = start[f"{group} dev"], start[f"{group} STS"]
     return max([before, *found], key=lambda scores: scores[0])[1] - before[1]
