@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from distcse.command import exit_status, parse_command, program
 from distcse.commands import COMMANDS, import_command
 from distcse.compat.argparse import actions_of, subcommands_of
 from distcse.errors import CommandDependencyError
 
-_RECIPES = {
-    "bash": '_distcse_recipes() { compgen -W "WORDS" -- "$1"; compgen -f -- "$1"; }',
-    "zsh": "_distcse_recipes() { _alternative 'recipes:recipe:(WORDS)' 'files:file:_files'; }",
-    "fish": "function _distcse_recipes\n  printf '%s\\n' WORDS\n  __fish_complete_path (commandline -ct)\nend",
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_NAMES = {
+    "bash": '_distcse_KIND() { compgen -W "WORDS" -- "$1"; compgen -f -- "$1"; }',
+    "zsh": "_distcse_KIND() { _alternative 'KIND:KIND:(WORDS)' 'files:file:_files'; }",
+    "fish": "function _distcse_KIND\n  printf '%s\\n' WORDS\n  __fish_complete_path (commandline -ct)\nend",
 }
+"""Functions that complete the names of packaged files, and files."""
 _KEYS = {
-    "bash": '_distcse_keys() { compgen -W "WORDS" -- "$1"; }',
-    "zsh": "_distcse_keys() { compadd -S '' -- WORDS; }",
-    "fish": "function _distcse_keys\n  printf '%s\\n' WORDS\nend",
+    "bash": '_distcse_KIND() { compgen -W "WORDS" -- "$1"; }',
+    "zsh": "_distcse_KIND() { compadd -S '' -- WORDS; }",
+    "fish": "function _distcse_KIND\n  printf '%s\\n' WORDS\nend",
 }
+"""Functions that complete keys."""
 _EPILOGUE = {
     "bash": """
 # No space after a key, whose value follows.
@@ -41,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _print(shell: str) -> int:
     """Print what a shell needs to complete commands, options, recipes, keys and files."""
-    from distcse.recipe import packaged_recipes
+    from distcse.recipe import Sweep, packaged_recipes, packaged_spaces
+    from distcse.recipe.base import recipe_classes
+    from distcse.recipe.sweep import OVERRIDE_PREFIX
 
     try:
         import shtab
@@ -52,29 +60,38 @@ def _print(shell: str) -> int:
     for name, about in COMMANDS.items():
         command = commands.add_parser(name, help=about, parents=[import_command(name).build_parser()], add_help=False)
         for action in _actions(command):
-            if action.dest in ("recipe", "overrides"):
+            kind = {"recipe": "recipes", "space": "spaces", "overrides": "keys"}.get(action.dest)
+            if kind is not None:
                 # Behind an optional argument, shtab completes nothing else.
-                action.nargs = None if action.dest == "recipe" else "*"
-                kind = "recipes" if action.dest == "recipe" else "keys"
+                action.nargs = "*" if kind == "keys" else None
+                kind = "sweep_keys" if (kind, name) == ("keys", "tune") else kind
                 complete = {**dict.fromkeys(("bash", "zsh"), f"_distcse_{kind}"), "fish": f"(_distcse_{kind})"}
             elif action.nargs == 0 or action.choices is not None:
                 continue
             else:
                 complete = shtab.FILE
             action.complete = complete  # type: ignore[attr-defined]
-    words = {kind: " ".join(names) for kind, names in (("recipes", packaged_recipes()), ("keys", _keys()))}
-    functions = [_RECIPES[shell].replace("WORDS", words["recipes"]), _KEYS[shell].replace("WORDS", words["keys"])]
+    keys = _keys(*recipe_classes())
+    names = {"recipes": packaged_recipes(), "spaces": packaged_spaces()}
+    functions = [_function(_NAMES[shell], kind, words) for kind, words in names.items()]
+    functions.append(_function(_KEYS[shell], "keys", keys))
+    functions.append(
+        _function(_KEYS[shell], "sweep_keys", [*keys, *(f"{OVERRIDE_PREFIX}{key}" for key in _keys(Sweep))])
+    )
     script = shtab.complete(parser, shell, preamble={shell: "\n".join(functions)})
     sys.stdout.write(f"{script}\n{_EPILOGUE.get(shell, '')}")
     return 0
 
 
-def _keys() -> list[str]:
-    """List the keys of recipes, with an equals sign; of a list, those of its first place."""
-    from distcse.recipe.base import recipe_classes
+def _function(template: str, kind: str, words: Sequence[str]) -> str:
+    return template.replace("KIND", kind).replace("WORDS", " ".join(words))
+
+
+def _keys(*documents: type[BaseModel]) -> list[str]:
+    """List the keys of documents, with an equals sign; of a list, those of its first place."""
     from distcse.recipe.key_paths import key_paths
 
-    paths = {path for kind in recipe_classes() for path, has_sections in key_paths(kind) if not has_sections}
+    paths = {path for kind in documents for path, has_sections in key_paths(kind) if not has_sections}
     return [f"{path.replace('*', '0')}=" for path in sorted(paths)]
 
 

@@ -24,6 +24,7 @@ from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
 from distcse.recipe.key_paths import moved_path
+from distcse.recipe.sweep import OVERRIDE_PREFIX
 from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from distcse.tuning.space import Space
     from distcse.tuning.sweep import SweepResult
 
-_SWEEP = "sweep."
 _EXTRA = ("optuna", "simpleeval")
 
 
@@ -69,12 +69,14 @@ def _main(options: argparse.Namespace) -> int:
             f"name a recipe and a space: {program('tune')} RECIPE --space SPACE; recipes: "
             f"{', '.join(packaged_recipes())}; spaces: {', '.join(packaged_spaces())}"
         )
-    ours = [override.removeprefix(_SWEEP) for override in options.overrides if override.startswith(_SWEEP)]
-    of_recipe = [o for o in options.overrides if not o.startswith(_SWEEP)]
+    ours = [
+        override.removeprefix(OVERRIDE_PREFIX) for override in options.overrides if override.startswith(OVERRIDE_PREFIX)
+    ]
+    of_recipe = [o for o in options.overrides if not o.startswith(OVERRIDE_PREFIX)]
     if options.run_id is not None:
         of_recipe.append(f"storage.run_id={options.run_id}")
     recipe = _recipe(options.recipe, of_recipe)
-    sweep = read_sweep(options.space, ours, override_prefix=_SWEEP)
+    sweep = read_sweep(options.space, ours, override_prefix=OVERRIDE_PREFIX)
     if options.print_space:
         from distcse.report.progress import open_view
 
@@ -99,7 +101,9 @@ def _recipe(name: str, overrides: Sequence[str]) -> BaseRecipe:
         for override in overrides:
             key = override.partition("=")[0]
             if path := moved_path(Sweep, key):
-                raise UnknownKeyError(f"{key} is no key of the recipe; did you mean '{_SWEEP}{path}'?") from None
+                raise UnknownKeyError(
+                    f"{key} is no key of the recipe; did you mean '{OVERRIDE_PREFIX}{path}'?"
+                ) from None
         raise
 
 

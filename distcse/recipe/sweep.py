@@ -12,6 +12,9 @@ Value = bool | int | float | str | None | list[int]
 Tracker = Literal["tensorboard", "mlflow", "wandb"]
 Bounds = Annotated[list[float], Field(min_length=2, max_length=2)]
 
+OVERRIDE_PREFIX = "sweep."
+"""What an override of a search space begins with, on the command line of `distcse.tune`."""
+
 
 class ParameterSection(Section):
     """Values of one searched parameter: exactly one of the keys."""
