@@ -76,8 +76,8 @@ def test_bash_completes_keys_of_recipes(script: Path, tmp_path: Path) -> None:
         "teachers.encoders.0.alpha=",
         "teachers.encoders.0.alpha_by_domain=",
     }
-    assert complete(script, tmp_path, "distcse", "tune", "quickstart", "--space", "rankcse-listn") == {
-        "rankcse-listnet"
+    assert complete(script, tmp_path, "distcse", "tune", "quickstart", "--space", "rankcse-listm") == {
+        "rankcse-listmle"
     }
     assert complete(script, tmp_path, "distcse", "tune", "quickstart", "sweep.search.tr") == {"sweep.search.trials="}
     assert "training.lr=" in complete(script, tmp_path, "distcse", "tune", "quickstart", "training.l")
