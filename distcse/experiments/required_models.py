@@ -32,6 +32,8 @@ def require_models(recipe: BaseRecipe) -> None:
 
 def _require_model(section: EncoderSection) -> None:
     _fetch_config(section)
+    if not isinstance(section, TrainedSection | TeacherSection):
+        return  # only a part of the run needs it: the group of a cross-encoder may be dropped
     root = find_local_model(section.backbone, section.trust_remote_code, wanted=[CONFIG_FILE])
     if root is None or is_static(root):
         return
@@ -40,8 +42,7 @@ def _require_model(section: EncoderSection) -> None:
             require_fit(section, load_config(root))
         return
     folder = open_model(section.backbone, section.trust_remote_code)
-    if isinstance(section, TrainedSection | TeacherSection):
-        resolve_pooling(section, folder.layout)
+    resolve_pooling(section, folder.layout)
     require_fit(section, folder.load_config())
 
 

@@ -226,21 +226,25 @@ def warn_of_few_steps(steps: int, steps_per_epoch: int, max_steps: int | None) -
     ]
 
 
-def warn_of_cut_rows(share: float, max_length: int) -> list[SettingsWarning]:
-    """Warn of a text that `student.max_length` cuts more often than any that was measured.
+def warn_of_cut_rows(
+    share: float, max_length: int, key: str = "student.max_length and that of the teachers", rows: str = "rows"
+) -> list[SettingsWarning]:
+    """Warn of a text that is cut more often than any that was measured.
 
     Args:
         share: Share of its rows that have more tokens.
-        max_length: The student's maximum number of tokens.
+        max_length: The maximum number of tokens.
+        key: What to raise. Default: what a student's run has.
+        rows: What is cut. Default: "rows".
     """
     if share <= _MOST_CUT:
         return []
     return [
         SettingsWarning(
             "DCSE-W06",
-            f"{share:.0%} of the rows have more than {max_length} tokens and are cut, and at most {_MOST_CUT:.0%} were in the "
+            f"{share:.0%} of the {rows} have more than {max_length} tokens and are cut, and at most {_MOST_CUT:.0%} were in the "
             "runs that we measured",
-            "raise student.max_length and that of the teachers, or split the text into sentences",
+            f"raise {key}, or split the text into sentences",
         )
     ]
 

@@ -482,7 +482,7 @@ def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeReci
     assert history.cycles is not None and history.cycles.number == 2
     seconds = {name: duration for name, duration, _ in history.stages}
     assert (
-        list(seconds)[:5] == ["starts", "pairs", "tokens", "groups", "contamination"]
+        list(seconds)[:6] == ["starts", "pairs", "tokens", "steps", "groups", "contamination"]
         and seconds["groups"] > seconds["contamination"]
     )
     assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}

@@ -15,8 +15,9 @@ from torch.nn import Linear
 from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecordError
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
-from distcse.events import Reporter, StageProgress
+from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.mutual import labels, mining
+from distcse.experiments.mutual.extent import report_extents
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
@@ -253,3 +254,18 @@ def draw_with_a_dictionary(
                 if len(drawn) < count:
                     drawn.setdefault(pair)
     return list(drawn)
+
+
+def test_a_group_reports_its_steps_and_what_it_cuts(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    events: list[Event] = []
+    models = {"bert": tiny("bert"), "short": tiny("bert")}
+    recipe = make_mutual_recipe(tmp_path, models, sentences, "groups.1.max_length=4", "cross.epochs=3")
+    pairs = read_pairs(recipe, tmp_path / "folder")
+    warnings = report_extents(recipe, recipe.groups, pairs, Reporter(events.append))
+    notes = [event.note for event in events if isinstance(event, StageProgress)]
+    bi, cross = 2 * (len(pairs) // 16), 3 * (2 * len(pairs) // 16)
+    assert f"bert: in a cycle {cross} of 16 pairs (cross) and {bi} of 16 (bi)" in notes[0]
+    assert "of the sentences more than 16" in notes[0] and "100% of the sentences more than 4" in notes[1]
+    assert warnings[-1].code == "DCSE-W06" and warnings[-1].fix.startswith("raise groups.1.max_length, ")
