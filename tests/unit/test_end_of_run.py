@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from distcse import evaluate, train
+from distcse.events import Reporter
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.result import Best, MutualResult
 from distcse.recipe import Recipe
 from distcse.running import Run
 from distcse.runs.directory import RunDirectory
+from tests.backends import run
 from tests.pairs import make_mutual_recipe
 
 SHORT = ("training.max_steps=2", "evaluation.eval_steps=2", "evaluation.final_suites=[agreement]")
@@ -62,3 +64,13 @@ def test_the_commands_of_several_models_name_the_first_one(
         lines
     )
     assert not any("SentenceTransformer" in line for line in lines)
+
+
+def test_the_only_teacher_is_not_compared_with_itself(
+    recipe_with: Callable[..., Recipe], tiny: Callable[..., Path]
+) -> None:
+    teacher = f"{{backbone: '{tiny('minilm')}', pooling: mean, max_length: 16}}"
+    evaluation = run(recipe_with(*SHORT, f"teachers.encoders=[{teacher}]"), Reporter()).evaluation
+    assert evaluation is not None and "teacher" in [info.name for info in evaluation.models]
+    (agreement,) = (score for score in evaluation.scores if score.suite == "agreement")
+    assert agreement.values.keys() == {"start", "student"}

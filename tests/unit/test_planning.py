@@ -816,6 +816,7 @@ def test_a_calibration_is_measured_and_cached(tiny: Callable[..., Path], tmp_pat
 def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([RANKCSE, "--cluster", "8xA100-40G", "--corpus-rows", "1000000", "--gpus", "1", "8"]) == 0
     printed = capsys.readouterr().out
+    assert printed.splitlines()[1].startswith("in short   ")
     assert NOT_MEASURED in printed and "tables     teacher 0 1.54 GB, teacher 1 2.05 GB" in printed
     assert "ZeRO 3" in printed and "binds" in printed and "on more of A100-40G" in printed
 
