@@ -50,6 +50,7 @@ START = "start"
 
 STANDARDIZED = ("mutual.standardize=true",)
 BOTH = (*STANDARDIZED, "mutual.learn_from=both")
+BY_DEV = (*BOTH, "mutual.weigh_by=group_and_dev")
 ROWS: dict[str, tuple[str, ...]] = {
     "raw labels": (),
     "standardized": STANDARDIZED,
@@ -68,6 +69,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "standardized, both formulations": BOTH,
     "standardized, both formulations, lr 2e-5": (*BOTH, "bi.lr=2e-5"),
     "standardized, both formulations, lr 1e-5": (*BOTH, "bi.lr=1e-5"),
+    "standardized, both formulations by dev": BY_DEV,
+    "standardized, both formulations by dev, lr 2e-5": (*BY_DEV, "bi.lr=2e-5"),
+    "standardized, both formulations by dev, lr 1e-5": (*BY_DEV, "bi.lr=1e-5"),
     "standardized, sequential": (*STANDARDIZED, "mutual.initialization=sequential"),
 }
 """Changes of `minilm-mutual`."""

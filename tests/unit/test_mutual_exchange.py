@@ -14,15 +14,18 @@ from distcse.errors import InvalidValueError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
 from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
+from distcse.experiments.mutual.labels import dev_weight
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.preflight import check_recipe
 from distcse.experiments.mutual.stored_scores import Scores
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import dump_checked_json, load_checked_json
 from tests.backends import run_mutual
+from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., MutualRecipe]
@@ -46,8 +49,8 @@ class Run:
         self.store, self.ending = PhaseStore(self._folder, self._lease), threading.Event()
         self.exchange = LabelExchange(self._recipe, self.store, self.ending)
 
-    def post(self, group: str, phase: int, score: float) -> None:
-        trained = PhaseResult("model", 1, 0.5, 1) if phase else None
+    def post(self, group: str, phase: int, score: float, dev: float = 0.5) -> None:
+        trained = PhaseResult("model", 1, dev, 1) if phase else None
         self.exchange.post(group, Phase(phase), np.full(3, score, dtype=np.float32), trained)
 
     def label(self, group: str, phase: int) -> float:
@@ -106,6 +109,56 @@ def test_labels_of_both_formulations_have_the_scores_of_the_phase_before(
     assert run.label("bert", 3) == 0.35  # (0.9 + 3 * 0.5 + 4 * 0.1) / 8: not the starts
     run.resume()
     assert run.label("bert", 2) == 0.475
+
+
+def test_scores_are_weighed_by_the_dev_scores_of_their_models(both: MakeRecipe, tmp_path: Path) -> None:
+    learn = ("mutual.standardize=true", "mutual.learn_from=both", "mutual.weigh_by=group_and_dev", "groups.1.weight=3")
+    run = Run(both(*learn), tmp_path)
+    run.store.record_starts({"bert": 80.0, "roberta": 60.0})
+    run.post("bert", 0, 0.2)
+    run.post("roberta", 0, 0.4)
+    weights = [0.8 / 0.36, 3 * 0.6 / 0.64]  # rho / (1 - rho²)
+    assert run.label("bert", 1) == pytest.approx(np.average([0.2, 0.4], weights=weights), abs=1e-6)
+    run.post("bert", 1, 0.9, dev=50.0)
+    run.post("roberta", 1, 0.5, dev=-10.0)  # worse than chance counts hardly
+    weights += [0.5 / 0.75, 3 * 0.01 / (1 - 1e-4)]
+    assert run.label("bert", 2) == pytest.approx(np.average([0.2, 0.4, 0.9, 0.5], weights=weights), abs=1e-6)
+
+
+def test_the_mean_by_dev_scores_is_the_best_one_of_independent_scores() -> None:
+    draw = np.random.default_rng(0)
+    truth, rhos = draw.normal(size=200_000), [0.9, 0.6, 0.2]
+    scores = [rho * truth + np.sqrt(1 - rho**2) * draw.normal(size=len(truth)) for rho in rhos]
+
+    def correlation(weights: list[float]) -> float:
+        return float(np.corrcoef(np.average(scores, axis=0, weights=weights), truth)[0, 1])
+
+    weights = [dev_weight(100 * rho) for rho in rhos]
+    best = correlation(weights)
+    assert best > max(correlation([1, 1, 1]), correlation([1, 0, 0]))
+    for number in range(3):
+        for factor in (0.8, 1.25):
+            assert correlation([w * (factor if n == number else 1) for n, w in enumerate(weights)]) < best
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("mutual.standardize=false", "mutual.standardize: true and mutual.combine: mean"),
+        ("mutual.combine=median", "mutual.standardize: true and mutual.combine: mean"),
+        ("evaluation.dev=none", "name a dev set"),
+    ],
+)
+def test_weights_by_dev_scores_need_a_mean_of_standardized_scores(both: MakeRecipe, setting: str, named: str) -> None:
+    with pytest.raises(InvalidValueError, match=named):
+        both("mutual.standardize=true", "mutual.weigh_by=group_and_dev", setting)
+
+
+def test_weights_by_dev_scores_need_a_correlation(both: MakeRecipe, tmp_path: Path) -> None:
+    (tmp_path / "labelled.tsv").write_text("label\tsentence1\tsentence2\n1\ta\tb\n0\tc\td\n")
+    learn = ("mutual.standardize=true", "mutual.weigh_by=group_and_dev", f"evaluation.dev={tmp_path / 'labelled.tsv'}")
+    with fails_with(InvalidValueError, "give dev pairs with a column score"):
+        check_recipe(both(*learn))
 
 
 def test_labels_of_both_formulations_have_one_scale(both: MakeRecipe) -> None:

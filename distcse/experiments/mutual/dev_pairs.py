@@ -34,6 +34,11 @@ class DevPairs:
         """Checksum of the pairs, their order and their labels."""
         return text_checksum(json.dumps([self.first, self.second, self.gold]))
 
+    @property
+    def is_correlation(self) -> bool:
+        """Whether the score is Spearman's correlation, or the mean of several."""
+        return all(isinstance(task, StsTask) for task in self.tasks)
+
     @classmethod
     def of(cls, recipe: MutualRecipe) -> DevPairs | None:
         """Read the recipe's dev pairs; None if it has none.

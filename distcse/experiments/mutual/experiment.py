@@ -134,8 +134,9 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
 
 def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: PhaseStore) -> bool:
-    """Return whether the selection of the best models needs dev scores of starts that are not recorded."""
-    return recipe.mutual.best_of == "start_and_cycles" and any(group.name not in store.starts for group in groups)
+    """Return whether the selection of the best models, or the labels, need dev scores of starts that are not recorded."""
+    needed = recipe.mutual.best_of == "start_and_cycles" or recipe.mutual.weigh_by == "group_and_dev"
+    return needed and any(group.name not in store.starts for group in groups)
 
 
 def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.label_sources import label_sources
-from distcse.experiments.mutual.labels import combine
+from distcse.experiments.mutual.labels import combine, dev_weight
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
@@ -153,12 +153,20 @@ class LabelExchange:
 
     def _combine(self, sources: Mapping[str, Phase], phase: Phase) -> Scores:
         """Combine scores of the same formulation as those of a phase; with `learn_from: both`, also those one phase older."""
-        weights = {group.name: group.weight for group in self._recipe.groups}
         taken = [*sources.items()]
         if self._recipe.mutual.learn_from == "both":
             taken += [(name, Phase(source.number - 1)) for name, source in sources.items() if source.number]
         scores = [self._store.scores(name, source) for name, source in taken]
-        return combine(scores, [weights[name] for name, _ in taken], self._recipe.mutual, phase.kind == "bi")
+        weights = [self._weight(name, source) for name, source in taken]
+        return combine(scores, weights, self._recipe.mutual, phase.kind == "bi")
+
+    def _weight(self, name: str, phase: Phase) -> float:
+        """Return the weight of a group's scores of a phase in the labels."""
+        group = next(group for group in self._recipe.groups if group.name == name)
+        if self._recipe.mutual.weigh_by == "group":
+            return group.weight
+        dev = self._store.posted(phase)[name]["dev"] if phase.number else self._store.starts[name]
+        return group.weight * dev_weight(dev)
 
     def _should_stop(self, phase: Phase, members: Sequence[str]) -> bool:
         """Return whether no formulation of any group had a new best dev score in the last `patience` cycles."""

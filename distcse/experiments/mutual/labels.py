@@ -13,6 +13,9 @@ from distcse.recipe import MutualSection
 PAIRS_PER_PART = 200_000
 """Pairs whose scores are combined together, which limits the memory: 8 bytes per pair and group, and a copy."""
 
+_LEAST_RHO = 0.01
+"""Correlation of a model that is no better than chance, in its weight; and how far one stays from 1."""
+
 
 def combine(
     scores: Sequence[NDArray[np.floating]], weights: Sequence[float], section: MutualSection, cosines: bool
@@ -35,6 +38,16 @@ def combine(
         table = np.stack([group_scores[rows] for group_scores in scores]).astype(np.float64)
         labels[rows] = _combine(table if bands is None else bands.align(table), weights, section)
     return labels.clip(0, 1) if cosines and section.clamp else labels
+
+
+def dev_weight(score: float) -> float:
+    """Return the weight ρ / (1 - ρ²) of a model's standardized scores, from its dev score 100 ρ.
+
+    With ρ the correlation of the scores with the truth, and independent errors, the mean with these weights has the highest
+    correlation that a weighted mean of the scores can have.
+    """
+    rho = min(max(score / 100, _LEAST_RHO), 1 - _LEAST_RHO)
+    return rho / (1 - rho * rho)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from distcse.data import Corpus, check_source
+from distcse.errors import InvalidValueError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
+from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.max_workers import with_max_workers
@@ -35,6 +37,7 @@ def check_recipe(recipe: MutualRecipe, has_pairs: bool = False) -> None:
     Raises:
         MissingDependencyError: A setting needs a package that is not installed.
         LoggerSetupError: A logger lacks its package or login.
+        InvalidValueError: The dev pairs have no correlation to weigh scores by.
         CorpusError: The text, or the folder of `pairs.task`, is missing, or lacks a column.
         EvaluationError: A file of pairs is missing, malformed, or lacks a column.
         RunDirectoryError: A storage folder cannot be written.
@@ -43,6 +46,12 @@ def check_recipe(recipe: MutualRecipe, has_pairs: bool = False) -> None:
     for section in recipe.loop_sections:
         uses_deepspeed(section)
     check_storage(recipe.storage)
+    dev = DevPairs.of(recipe)
+    if recipe.mutual.weigh_by == "group_and_dev" and dev is not None and not dev.is_correlation:
+        raise InvalidValueError(
+            f"mutual.weigh_by is group_and_dev, whose weights are those of correlations, but the dev score is {dev.name}; give "
+            "dev pairs with a column score, or write mutual.weigh_by: group"
+        )
     if has_pairs:
         return
     if recipe.pairs.mine is None:

@@ -15,7 +15,7 @@ from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.labels import combine
+from distcse.experiments.mutual.labels import combine, dev_weight
 from distcse.experiments.settings_warnings import SettingsWarning, warn_of_weak_label_source
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
@@ -66,11 +66,15 @@ def score_starts(
     if len(groups) == 1:
         _report(reporter, f"{listed} ({dev.name})")
         return StartScores(scores, [])
-    labels = dev.score(_labels(recipe, groups, recorded))
+    weights = [
+        group.weight * (dev_weight(scores[group.name]) if recipe.mutual.weigh_by == "group_and_dev" else 1)
+        for group in groups
+    ]
+    labels = dev.score(_labels(recipe, weights, recorded))
     _report(reporter, f"{listed}, their labels {labels:.2f} ({dev.name})")
     warnings = []
     for number, group in enumerate(groups):
-        others = [*groups[:number], *groups[number + 1 :]]
+        others = [*weights[:number], *weights[number + 1 :]]
         without = dev.score(_labels(recipe, others, [*recorded[:number], *recorded[number + 1 :]]))
         key = f"groups.{recipe.groups.index(group)}"
         warnings += warn_of_weak_label_source(group.name, key, scores[group.name], labels, without, dev.name)
@@ -91,11 +95,11 @@ def _score(recipe: MutualRecipe, group: GroupSection, reporter: Reporter) -> Rec
     return recorded
 
 
-def _labels(recipe: MutualRecipe, groups: Sequence[GroupSection], recorded: Sequence[RecordedScores]) -> RecordedScores:
+def _labels(recipe: MutualRecipe, weights: Sequence[float], recorded: Sequence[RecordedScores]) -> RecordedScores:
     """Combine the groups' cosines of the dev pairs as the labels of the training pairs are."""
     first, second = zip(*recorded[0].known, strict=True)
     scores = [found.similarities(first, second) for found in recorded]
-    labels = combine(scores, [group.weight for group in groups], recipe.mutual, cosines=True)
+    labels = combine(scores, weights, recipe.mutual, cosines=True)
     return RecordedScores(dict(zip(zip(first, second, strict=True), labels.tolist(), strict=True)))
 
 

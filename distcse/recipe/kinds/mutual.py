@@ -108,6 +108,10 @@ class MutualSection(Section):
     """Scores that make the labels of a phase: `other`, the latest of the other formulation, as in the paper, or `both`, also
     those of the formulation that is trained, from the cycle before (of bi-encoders, their starts at first). `both` needs
     `standardize`, because cosines and sigmoid outputs are not on one scale."""
+    weigh_by: Literal["group", "group_and_dev"] = "group"
+    """Weight of a model's scores in the mean: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²), where ρ is the
+    model's dev score (Spearman's correlation): the best weights if the errors of standardized scores are independent. The
+    latter needs `standardize`, `combine: mean` and dev pairs with a `score`."""
     precision: Precision = "auto"
     """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
     groups have fast bf16 units, else fp32."""
@@ -348,6 +352,8 @@ class MutualRecipe(BaseRecipe):
                 "mutual.learn_from is both, but cosines and sigmoid outputs are not on one scale; write "
                 "mutual.standardize: true, or mutual.learn_from: other"
             )
+        if self.mutual.weigh_by == "group_and_dev":
+            self._check_dev_weights()
         if self.mutual.best_of == "start_and_cycles" and self.evaluation.dev == "none":
             raise ValueError(
                 "mutual.best_of is start_and_cycles, which compares dev scores, but evaluation.dev is none; name a dev set, or "
@@ -371,6 +377,18 @@ class MutualRecipe(BaseRecipe):
         if self.evaluation.dev == "none" and self.mutual.patience is not None:
             raise ValueError("mutual.patience needs a dev score; write evaluation.dev, or mutual.patience: null")
         return self
+
+    def _check_dev_weights(self) -> None:
+        """Check that scores can be weighed by the dev scores of their models."""
+        if not self.mutual.standardize or self.mutual.combine != "mean":
+            raise ValueError(
+                "mutual.weigh_by is group_and_dev, whose weights are those of a mean of standardized scores; write "
+                "mutual.standardize: true and mutual.combine: mean, or mutual.weigh_by: group"
+            )
+        if self.evaluation.dev == "none":
+            raise ValueError(
+                "mutual.weigh_by is group_and_dev, but evaluation.dev is none; name a dev set, or write mutual.weigh_by: group"
+            )
 
     def _check_shared_workers(self) -> None:
         """Check that each group can use each shared worker."""
