@@ -72,6 +72,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "standardized, both formulations by dev": BY_DEV,
     "standardized, both formulations by dev, lr 2e-5": (*BY_DEV, "bi.lr=2e-5"),
     "standardized, both formulations by dev, lr 1e-5": (*BY_DEV, "bi.lr=1e-5"),
+    "standardized, both formulations by dev, lr 2e-5, batch 32": (*BY_DEV, "bi.lr=2e-5", "bi.batch_size=32"),
     "standardized, sequential": (*STANDARDIZED, "mutual.initialization=sequential"),
 }
 """Changes of `minilm-mutual`."""
