@@ -74,7 +74,8 @@ def main() -> None:
     book.once(START, 0, lambda: distilled(options, START, 0, tests))
     for seed, rule in itertools.product(options.seeds, options.rules):
         book.once(rule, seed, lambda: distilled(options, rule, seed, tests))  # noqa: B023
-    print(table(json.loads(options.out.read_text())))
+    if options.out.exists():  # another process may be at its first row
+        print(table(json.loads(options.out.read_text())))
 
 
 def distilled(options: argparse.Namespace, rule: str, seed: int, tests: Sequence[ScoredPairs]) -> dict[str, float]:

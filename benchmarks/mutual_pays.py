@@ -250,7 +250,9 @@ def table(out: Path) -> str:
 
 def mixed_by_dev(scores: dict[str, float], start: dict[str, float], group: str) -> float:
     """Change of the STS average with the share of the initial weights that has the best dev score, none and all among them."""
-    endings = ["", *(f", {share} of the start" for share in SHARES if f"{group} dev, {share} of the start" in scores)]
+    dev = f"{group} dev"
+    mixtures = [name for name in scores if name.startswith(f"{dev}, ") and name.endswith(" of the start")]
+    endings = [name.removeprefix(dev) for name in (dev, *mixtures)]
     found = [(scores[f"{group} dev{ending}"], scores[f"{group} STS{ending}"]) for ending in endings]
     before = start[f"{group} dev"], start[f"{group} STS"]
     return max([before, *found], key=lambda scores: scores[0])[1] - before[1]

@@ -75,9 +75,8 @@ def _print(shell: str) -> int:
     names = {"recipes": packaged_recipes(), "spaces": packaged_spaces()}
     functions = [_function(_NAMES[shell], kind, words) for kind, words in names.items()]
     functions.append(_function(_KEYS[shell], "keys", keys))
-    functions.append(
-        _function(_KEYS[shell], "sweep_keys", [*keys, *(f"{OVERRIDE_PREFIX}{key}" for key in _keys(Sweep))])
-    )
+    of_sweeps = [f"{OVERRIDE_PREFIX}{key}" for key in _keys(Sweep) if not key.startswith("parameters.")]
+    functions.append(_function(_KEYS[shell], "sweep_keys", [*keys, *of_sweeps]))
     script = shtab.complete(parser, shell, preamble={shell: "\n".join(functions)})
     sys.stdout.write(f"{script}\n{_EPILOGUE.get(shell, '')}")
     return 0

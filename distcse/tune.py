@@ -23,6 +23,7 @@ from distcse.gc_paused import gc_paused
 from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
+from distcse.recipe.base import recipe_classes
 from distcse.recipe.key_paths import moved_path
 from distcse.recipe.sweep import OVERRIDE_PREFIX
 from distcse.storage import resolve_path, to_uri
@@ -98,9 +99,10 @@ def _recipe(name: str, overrides: Sequence[str]) -> BaseRecipe:
     try:
         return read_recipe(name, overrides)
     except UnknownKeyError:
+        recipe_keys = {key for kind in recipe_classes() for key in kind.model_fields}
         for override in overrides:
             key = override.partition("=")[0]
-            if path := moved_path(Sweep, key):
+            if key.partition(".")[0] not in recipe_keys and (path := moved_path(Sweep, key)):
                 raise UnknownKeyError(
                     f"{key} is no key of the recipe; did you mean '{OVERRIDE_PREFIX}{path}'?"
                 ) from None

@@ -231,8 +231,8 @@ class TokenTable:
         return self._rows.lengths(ids)
 
 
-def count_tokens(tokenizer: Any, texts: list[str]) -> NDArray[np.int64]:
-    """Return the (n,) numbers of tokens of n texts, with special tokens, without truncation."""
+def count_tokens(tokenizer: Any, texts: list[str] | list[tuple[str, str]]) -> NDArray[np.int64]:
+    """Return the (n,) numbers of tokens of n texts, or of n pairs of texts, with special tokens, without truncation."""
     backend = _backend(tokenizer)
     truncation = backend.truncation
     backend.no_truncation()
@@ -293,7 +293,7 @@ def truncating(tokenizer: Any, max_length: int) -> Iterator[Any]:
             backend.enable_padding(**padding)
 
 
-def encode_batch(backend: Any, texts: list[str]) -> list[list[int]]:
+def encode_batch(backend: Any, texts: list[str] | list[tuple[str, str]]) -> list[list[int]]:
     """Tokenize with the Rust tokenizer directly, because its Python wrapper builds five unused lists per sentence."""
     return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from distcse.model_source import CONFIG_FILE, fetch_from_hub, is_hub_id
-from distcse.models import is_static
-from distcse.models.folder import find_local_model, open_model
-from distcse.models.loading import load_config, require_fit, resolve_pooling
+from distcse.models import is_static, resolve_model
+from distcse.models.folder import ModelFolder, find_local_model, open_model
+from distcse.models.loading import require_fit, resolve_pooling
 from distcse.recipe import BaseRecipe, EncoderSection, TeacherSection
 from distcse.recipe.encoders import TrainedSection
+from distcse.storage import is_uri
 from distcse.teachers.kinds import kind_of
 
 
 def require_models(recipe: BaseRecipe) -> None:
     """Check a recipe's models by their configurations, which are fetched from the hub where its cache lacks them.
 
-    The weights are not read. The files of a hub's model are only looked at when it is loaded.
+    The weights are not read. Of a model on the hub, only the configuration is looked at; models in object storage, and those
+    that only start a cross-encoder or a generator, are not.
 
     Raises:
         ModelNotFoundError: A model is missing.
@@ -22,30 +26,34 @@ def require_models(recipe: BaseRecipe) -> None:
         PickledWeightsError: The weights of a local model are not safetensors.
         EncoderError: Another problem of a local model's files.
     """
-    kinds = [kind_of(section, only_local=True) for section in recipe.inputs.teachers]
-    teachers = [kind for kind in kinds if kind.is_model]
-    for section in (*recipe.inputs.encoders, *(kind.section for kind in teachers if kind.has_vectors)):
-        _require_model(section)
-    for section in (kind.section for kind in teachers if not kind.has_vectors):
-        _fetch_config(section)
+    inputs = recipe.inputs
+    teachers = [teacher for teacher in inputs.teachers if teacher.endpoint is None and teacher.class_path is None]
+    for section in (*inputs.encoders, *teachers):
+        if is_hub_id(section.backbone) and _find_config(section) is None:
+            fetch_from_hub(section.backbone, [CONFIG_FILE], only_local=False)
+    trained = [section for section in inputs.encoders if isinstance(section, TrainedSection)]
+    embedding = [teacher for teacher in teachers if kind_of(teacher, only_local=True).has_vectors]
+    pooled: list[TrainedSection | TeacherSection] = [*trained, *embedding]
+    for section in pooled:
+        if is_hub_id(section.backbone):
+            _require_hub_model(section)
+        elif not is_uri(section.backbone):
+            _require_local_model(section)
 
 
-def _require_model(section: EncoderSection) -> None:
-    _fetch_config(section)
-    if not isinstance(section, TrainedSection | TeacherSection):
-        return  # only a part of the run needs it: the group of a cross-encoder may be dropped
-    root = find_local_model(section.backbone, section.trust_remote_code, wanted=[CONFIG_FILE])
-    if root is None or is_static(root):
-        return
-    if is_hub_id(section.backbone):
-        if not section.trust_remote_code:  # the code may not be here yet
-            require_fit(section, load_config(root))
+def _require_hub_model(section: EncoderSection) -> None:
+    root = _find_config(section)
+    if root is not None and not is_static(root) and not section.trust_remote_code:  # its code may not be here yet
+        require_fit(section, ModelFolder.read(root).load_config())
+
+
+def _require_local_model(section: TrainedSection | TeacherSection) -> None:
+    if is_static(resolve_model(section.backbone)):
         return
     folder = open_model(section.backbone, section.trust_remote_code)
     resolve_pooling(section, folder.layout)
     require_fit(section, folder.load_config())
 
 
-def _fetch_config(section: EncoderSection) -> None:
-    if is_hub_id(section.backbone) and find_local_model(section.backbone, wanted=[CONFIG_FILE]) is None:
-        fetch_from_hub(section.backbone, [CONFIG_FILE], only_local=False)
+def _find_config(section: EncoderSection) -> Path | None:
+    return find_local_model(section.backbone, wanted=[CONFIG_FILE])

@@ -49,6 +49,8 @@ _INSTRUCTOR = "hkunlp/instructor-"
 """These models pool without the prompt, which their folders do not say; sentence-transformers matches the name too."""
 _ENCODER_DECODERS = ("t5", "mt5", "umt5")
 """Families of which the encoder alone is used."""
+_FIRST_POSITION_IS_PADDING = ("roberta", "camembert", "mpnet")
+"""Parts of the names of families whose first position follows that of padding (see `position_limit`)."""
 _SHIFTING_DECODERS = ("bart", "mbart")
 """Families whose decoder reads the text itself, shifted by one token, as in sentence-transformers."""
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
@@ -452,6 +454,8 @@ def require_fit(section: EncoderSection, config: Any) -> None:
     if isinstance(section, TrainedSection) and section.named_layers is not None and isinstance(depth, int):
         require_layers(section.named_layers, depth)
     if section.max_length is not None and isinstance(positions, int) and positions > 0:
+        if any(name in config.model_type for name in _FIRST_POSITION_IS_PADDING) and config.pad_token_id is not None:
+            positions -= config.pad_token_id + 1
         _require_positions(section, section.max_length, positions)
 
 

@@ -32,7 +32,7 @@ from distcse.gc_paused import gc_paused
 from distcse.placement.gpu_shares import process_group_backend
 from distcse.placement.resources import Node, Resources, count_fitting, format_resources
 from distcse.placement.waiting import WaitWarning
-from distcse.ray_backend.cluster import worker_environment
+from distcse.ray_backend.cluster import was_started_here, worker_environment
 from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_failure, announce_worker, reporter_of
 from distcse.ray_backend.network import use_interface_of
 from distcse.ray_backend.nodes import (
@@ -134,11 +134,8 @@ def _run_trainer(
     is_elastic = spec.recipe.training.min_workers is not None
     per_worker = resources.per_worker
     start_autoscaling_coordinator()
-    reporter.emit(
-        LogMessage(
-            f"workers   starting {workers}, each with {format_resources(per_worker)}: about 15 s on a quiet machine"
-        )
-    )
+    usual = ": about 15 s on a quiet machine" if was_started_here() else ""
+    reporter.emit(LogMessage(f"workers   starting {workers}, each with {format_resources(per_worker)}{usual}"))
     channel = EventChannel(spec.run.name)
     trainer = _make_trainer(spec, servers, channel, workers, resources)
     # In a thread: on the main thread, Ray Train would handle Ctrl-C and end the run without a checkpoint.

@@ -20,7 +20,6 @@ _ELSEWHERE = {
     "per_device_train_batch_size": "batch_size",
     "max_seq_length": "max_length",
     "warmup_ratio": "warmup",
-    "warmup_steps": "warmup",
     "logging_steps": "log_every",
     "gradient_accumulation_steps": "gradient_accumulation",
     "max_grad_norm": "gradient_clipping",
@@ -62,8 +61,8 @@ def moved_path(model: type[BaseModel], path: str) -> str | None:
 
     Args:
         model: The document's class.
-        path: A path that does not exist. One of several keys is only looked up where the first key is nearly the same, or where
-            one path alone ends with its last key.
+        path: A path that does not exist. One of several keys is only looked up where the first key is nearly the same, or is
+            no section, and one path alone ends with its last key.
 
     Returns:
         The nearest path that ends with the same key, or else with what other libraries call so, or else, of one key, with nearly
@@ -75,16 +74,18 @@ def moved_path(model: type[BaseModel], path: str) -> str | None:
     keys = {known.rpartition(".")[2] for known in inside}
     wanted = last if last in keys else _ELSEWHERE.get(last) or ("" if inner else _nearly(last, keys))
     ending = [known for known in inside if known.rpartition(".")[2] == wanted]
+    is_unique = len(ending) == 1 and first not in model.model_fields
     places = [
         (-known.count("."), _similarity(path, known), known)
         for known in ending
-        if not inner or len(ending) == 1 or _similarity(first, known.partition(".")[0]) >= _CLOSE
+        if not inner or is_unique or _similarity(first, known.partition(".")[0]) >= _CLOSE
     ]
     return _with_places_of(path, max(places)[-1]) if places else None
 
 
 def _nearly(key: str, keys: Iterable[str]) -> str:
-    return next(iter(difflib.get_close_matches(key, sorted(keys), n=1, cutoff=_VERY_CLOSE)), "")
+    alike = sorted(known for known in keys if known[:2] == key[:2])
+    return next(iter(difflib.get_close_matches(key, alike, n=1, cutoff=_VERY_CLOSE)), "")
 
 
 def _similarity(one: str, other: str) -> float:

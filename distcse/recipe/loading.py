@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import ValidationError
 
-from distcse.errors import InvalidValueError, OverrideError, RecipeNotFoundError, RecipeSyntaxError
+from distcse.errors import InvalidValueError, OverrideError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.recipe.base import BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.kinds.distillation import Recipe
@@ -165,11 +166,16 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
     text = _content(name) if os.path.isfile(name) else _packaged_text(name, _SPACES, "search space")
     document = parse_document(text, name, "a search space", "parameters:")
     refuse_renamed(decode(text), overrides, file=name, is_space=True, override_prefix=override_prefix)
-    if overrides:
-        _validated(Sweep, document, name)  # what is wrong after that is an override
+    alone = copy.deepcopy(document)
     for override in overrides:
         _apply(document, override, Sweep)
-    return _validated(Sweep, document, name, override_prefix)
+    try:
+        return _validated(Sweep, document, name)
+    except RecipeError:
+        if overrides:
+            _validated(Sweep, alone, name)  # what is wrong only with the overrides is one of them
+            return _validated(Sweep, document, name, override_prefix)
+        raise
 
 
 def _validated(kind: type[S], document: Document, name: str, prefix: str = "") -> S:

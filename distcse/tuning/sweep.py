@@ -90,10 +90,12 @@ def begin(recipe: BaseRecipe, sweep: Sweep) -> Path:
         FrozenKeyError: The earlier sweep has another recipe or another search space.
         EncoderError: A model is missing, or a setting does not fit it.
     """
-    require_models(recipe)
+    run_id = recipe.storage.run_id
+    if run_id is None or not (open_store(recipe.storage.runs) / run_id).fetch("space.yaml"):
+        require_models(recipe)
     directory = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"}))
     path = directory.path
-    if recipe.storage.run_id is not None:
+    if run_id is not None:
         if directory.store.fetch("space.yaml"):
             _take_up(directory, recipe, sweep)
             return path

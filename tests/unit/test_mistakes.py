@@ -14,10 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from distcse import embed, evaluate, train, tune
-from distcse.errors import CorpusNotFoundError
-from distcse.recipe import recipe_yaml
+from distcse.errors import CorpusNotFoundError, EncoderSettingError
+from distcse.experiments.required_models import require_models
+from distcse.models import Encoder
+from distcse.recipe import Recipe, read_recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from tests.endpoints import Reply, open_endpoint
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
 
@@ -172,7 +175,6 @@ def test_what_is_missing_is_found_before_there_is_a_run(override: str, place: Pl
         ("pairs={{task: no_such_task}}", "no_such_task"),
         ("pairs={{mine: {{corpus: {{path: '{p.folder}/text.jsonl'}}}}}}", "corpus.column"),
         ("pairs={{mine: {{corpus: {{path: /nowhere/text.txt}}}}}}", "/nowhere/text.txt"),
-        ("groups.0.layers=[0, 7]", "has 3 layers; allowed: 0 to 2"),
     ],
 )
 def test_what_a_mutual_distillation_lacks_is_found_before_there_is_a_run(
@@ -189,6 +191,45 @@ def test_what_a_mutual_distillation_lacks_is_found_before_there_is_a_run(
     assert train.main([str(recipe), pairs.format(p=place), *places, "--quiet"]) in (1, 2)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: "))
     assert named in line and [*(tmp_path / "runs").glob("*")] == []
+
+
+@pytest.fixture
+def hub(tmp_path: Path, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Returns a function that stores a model's configuration in the hub's cache, in a sub-folder where it is named."""
+
+    def store(name: str, inside: str = "", kind: str = "bert") -> None:
+        snapshot = tmp_path / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / "1"
+        (snapshot / inside).mkdir(parents=True)
+        shutil.copy(tiny(kind) / "config.json", snapshot / inside)
+        if inside:
+            (snapshot / "modules.json").write_text(
+                json.dumps([{"idx": 0, "path": inside, "type": "sentence_transformers.models.Transformer"}])
+            )
+        refs = snapshot.parents[1] / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("1")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return store
+
+
+@pytest.mark.parametrize("inside", ["", "0_Transformer"])
+def test_settings_are_compared_with_the_hubs_configuration(place: Place, hub: Callable[..., None], inside: str) -> None:
+    hub("somebody/model", inside)
+    base = ["student.backbone=somebody/model", "student.pooling=mean"]
+    require_models(read_recipe(str(place.recipe), base))
+    with fails_with(EncoderSettingError, "has 3 layers; allowed: 0 to 2"):
+        require_models(read_recipe(str(place.recipe), [*base, "student.layers=[0, 7]"]))
+
+
+def test_positions_of_roberta_begin_after_that_of_padding(place: Place, tiny: Callable[..., Path]) -> None:
+    positions = json.loads((tiny("roberta") / "config.json").read_text())["max_position_embeddings"]
+    roberta = [f"student.backbone={tiny('roberta')}", f"student.max_length={positions}"]
+    with fails_with(EncoderSettingError, f"allowed: at most {positions - 2}, the backbone's positions"):
+        require_models(read_recipe(str(place.recipe), roberta))
+    encoder = read_recipe(str(place.recipe), [roberta[0], f"student.max_length={positions - 2}"])
+    require_models(encoder)
+    assert isinstance(encoder, Recipe) and Encoder.from_section(encoder.student).max_length == positions - 2
 
 
 def test_a_model_that_the_hub_lacks_is_found_before_there_is_a_sweep(place: Place, tmp_path: Path) -> None:

@@ -267,5 +267,6 @@ def test_a_group_reports_its_steps_and_what_it_cuts(
     notes = [event.note for event in events if isinstance(event, StageProgress)]
     bi, cross = 2 * (len(pairs) // 16), 3 * (2 * len(pairs) // 16)
     assert f"bert: in a cycle {cross} of 16 pairs (cross) and {bi} of 16 (bi)" in notes[0]
-    assert "of the sentences more than 16" in notes[0] and "100% of the sentences more than 4" in notes[1]
+    assert "0% of the pairs have more than 32 tokens, " in notes[0] and "of the sentences more than 16" in notes[0]
+    assert "100% of the sentences more than 4" in notes[1]
     assert warnings[-1].code == "DCSE-W06" and warnings[-1].fix.startswith("raise groups.1.max_length, ")

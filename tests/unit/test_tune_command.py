@@ -53,6 +53,7 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
             2,
             "did you mean 'sweep.search.trials'?",
         ),
+        ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "seed=3", "training.lrr=1"], 2, "did you mean 'lr'?"),
         ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "trials=3"], 2, "did you mean 'sweep.search.trials'?"),
         (["--resume", "/nowhere"], 1, "/nowhere is not a sweep"),
         ([*RECIPE, "--resume", "/nowhere"], 2, "name only the folder"),

@@ -67,7 +67,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
         A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
         """
-        check_recipe(self.recipe, has_pairs=directory is not None)
+        check_recipe(self.recipe, has_pairs=directory is not None and (directory.store / "pairs").has_folder())
         tasks = checked_tasks(self.recipe)
         dropped = PhaseStore(directory.path).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]

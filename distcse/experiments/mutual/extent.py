@@ -10,7 +10,8 @@ from distcse.data import Pairs
 from distcse.data.token_table import count_tokens
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.settings_warnings import SettingsWarning, warn_of_cut_rows
-from distcse.models import TokenizerSpec
+from distcse.models import TokenizerSpec, resolve_model
+from distcse.models.folder import ModelFolder
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.trainer.schedule import total_steps
 
@@ -41,13 +42,15 @@ def report_extents(
             count_tokens(spec.tokenizer, [spec.prompt + text for text in side]) for side in (first, second)
         )
         of_sentences = float((np.concatenate([of_first, of_second]) > spec.max_length).mean())
-        of_pairs = float((of_first + of_second > cross.max_length).mean())
+        start = resolve_model(recipe.cross_start(group), group.trust_remote_code)
+        tokenizer = ModelFolder.read(start, group.trust_remote_code).load_tokenizer()
+        of_pairs = float((count_tokens(tokenizer, list(zip(first, second, strict=True))) > cross.max_length).mean())
         orders = 2 if cross.both_orders else 1
         cross_steps = total_steps(cross, orders * len(pairs) // cross.batch_size)
         bi_steps = total_steps(bi, len(pairs) // bi.batch_size)
         note = (
             f"{group.name}: in a cycle {cross_steps:,} of {cross.batch_size} pairs (cross) and {bi_steps:,} of {bi.batch_size} "
-            f"(bi); about {of_pairs:.0%} of the pairs have more than {cross.max_length} tokens, {of_sentences:.0%} of the "
+            f"(bi); {of_pairs:.0%} of the pairs have more than {cross.max_length} tokens, {of_sentences:.0%} of the "
             f"sentences more than {spec.max_length}, and are cut"
         )
         reporter.emit(StageProgress("steps", 1, 1, "", finished=True, note=note))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from distcse.recipe import MutualSection
 
 PAIRS_PER_PART = 200_000
-"""Pairs whose scores are combined together, which limits the memory: 8 bytes per pair and group, and a copy."""
+"""Pairs whose scores are combined together, which limits the memory: 8 bytes per pair and array, and a copy."""
 
 _LEAST_RHO = 0.01
 """Correlation of a model that is no better than chance, in its weight; and how far one stays from 1."""
@@ -20,12 +20,12 @@ _LEAST_RHO = 0.01
 def combine(
     scores: Sequence[NDArray[np.floating]], weights: Sequence[float], section: MutualSection, cosines: bool
 ) -> NDArray[np.float32]:
-    """Combine the (n,) scores of G groups into (n,) labels.
+    """Combine the (n,) scores of G models into (n,) labels.
 
     Args:
-        scores: One array per group, which may be memory-mapped: raw cosines of bi-encoders or sigmoid outputs of
-            cross-encoders, not logits.
-        weights: Weights of the groups in the mean; their scale does not matter.
+        scores: An array per group, or two with `mutual.learn_from: both`, which may be memory-mapped: raw cosines of bi-encoders
+            or sigmoid outputs of cross-encoders, not logits.
+        weights: Their weights in the mean; their scale does not matter.
         section: How to combine the scores, whether to standardize them before, and whether to clamp cosines to [0, 1].
         cosines: Whether the scores are cosines.
     """

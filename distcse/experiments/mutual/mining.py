@@ -22,9 +22,10 @@ from distcse.events import Listener, Reporter, StageProgress
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pair_sample import sample_pairs
+from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
-from distcse.models.folder import find_local_model, open_model
+from distcse.models.folder import ModelFolder, find_local_model
 from distcse.recipe import MiningSection, MutualRecipe
 from distcse.storage import ArtifactStore, resolve_path
 from distcse.teachers.knn import knn, require_faiss
@@ -36,7 +37,7 @@ _QUERIES_PER_BATCH = 2000
 _TEXT_BYTES, _VECTOR_COPIES = 1000, 3
 """Estimates of a sentence with its entries in dictionaries and BM25's index, and of a vector's copies."""
 _LARGE_WIDTH = 1024
-"""Width of the vectors of a model that this machine does not have yet."""
+"""Width of the vectors of a model that this machine cannot look at."""
 
 PairRows = NDArray[np.int64]
 """(m, 2) row ids of m pairs, the lower one first."""
@@ -73,8 +74,8 @@ def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactSto
 def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
     """Estimate the bytes of a process that mines: its model, the texts, and the vectors with their index."""
     group = recipe.groups[0]
-    folder = find_local_model(group.backbone, group.trust_remote_code)
-    config = None if folder is None else open_model(str(folder), group.trust_remote_code).load_config()
+    folder = None if group.trust_remote_code else find_local_model(group.backbone, wanted=[CONFIG_FILE])
+    config = None if folder is None else ModelFolder.read(folder).load_config()
     width = getattr(config, "hidden_size", _LARGE_WIDTH)
     return model_memory(group.backbone) + len(corpus) * (_TEXT_BYTES + _VECTOR_COPIES * 4 * width)
 

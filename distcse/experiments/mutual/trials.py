@@ -13,6 +13,7 @@ from distcse.experiments.mutual.final_evaluation import checked_tasks, wanted_ta
 from distcse.experiments.mutual.joining import read_by_groups
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.preflight import check_recipe
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.trials import SharedPaths, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
@@ -49,6 +50,7 @@ class MutualTrials(Trials):
         return with_precisions(self._recipe, cluster, reporter, gpus.worker)
 
     def check_labels(self) -> None:
+        check_recipe(self._recipe)
         checked_tasks(self._recipe)
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
