@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from distcse.errors import InvalidValueError, OverrideError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.recipe.base import BaseRecipe, recipe_class, recipe_classes
@@ -172,10 +172,17 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
     try:
         return _validated(Sweep, document, name)
     except RecipeError:
-        if overrides:
-            _validated(Sweep, alone, name)  # what is wrong only with the overrides is one of them
+        if _is_valid(Sweep, alone):  # what is wrong is an override
             return _validated(Sweep, document, name, override_prefix)
         raise
+
+
+def _is_valid(kind: type[BaseModel], document: Document) -> bool:
+    try:
+        kind.model_validate(document)
+    except ValidationError:
+        return False
+    return True
 
 
 def _validated(kind: type[S], document: Document, name: str, prefix: str = "") -> S:
