@@ -27,11 +27,12 @@ def require_models(recipe: BaseRecipe) -> None:
         EncoderError: Another problem of a local model's files.
     """
     inputs = recipe.inputs
-    teachers = [teacher for teacher in inputs.teachers if teacher.endpoint is None and teacher.class_path is None]
+    teachers = [teacher for teacher in inputs.teachers if kind_of(teacher, only_local=True).is_model]
     for section in (*inputs.encoders, *teachers):
         if is_hub_id(section.backbone) and _find_config(section) is None:
             fetch_from_hub(section.backbone, [CONFIG_FILE], only_local=False)
     trained = [section for section in inputs.encoders if isinstance(section, TrainedSection)]
+    # A model on the hub is known as a cross-encoder by its configuration.
     embedding = [teacher for teacher in teachers if kind_of(teacher, only_local=True).has_vectors]
     pooled: list[TrainedSection | TeacherSection] = [*trained, *embedding]
     for section in pooled:

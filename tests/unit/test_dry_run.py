@@ -77,7 +77,8 @@ def test_it_fails_as_the_run_would(file: Path, capsys: pytest.CaptureFixture[str
             ("min_rank", "400", "384"),
         ),
     ):
-        assert train.main([str(file), override, "--dry-run", "--quiet"]) == 1
+        status = 2 if code == EncoderSettingError.code else 1
+        assert train.main([str(file), override, "--dry-run", "--quiet"]) == status
         assert_error(capsys.readouterr().err, code, named)
     assert train.main([str(file), "--dry-run", "--resume", str(file.parent)]) == 2
 
@@ -136,7 +137,8 @@ def test_groups_fail_as_their_run_would(groups: Path, capsys: pytest.CaptureFixt
         (f"pairs.path={groups.parent}/nothing.tsv", EvaluationDataError.code, ("nothing.tsv",)),
         (f"evaluation.dev={groups.parent}/nothing.tsv", EvaluationDataError.code, ("nothing.tsv",)),
     ):
-        assert train.main([str(groups), override, "--dry-run", "--quiet"]) == 1
+        status = 2 if code == EncoderSettingError.code else 1
+        assert train.main([str(groups), override, "--dry-run", "--quiet"]) == status
         assert_error(capsys.readouterr().err, code, named)
 
 
@@ -172,5 +174,5 @@ def test_an_evaluation_names_models_and_sets(
     for words in ("mine", "bi-encoder", "mean", "sts STS-B", "pairs MRPC", " 165 ", "STS13"):
         assert words in output.err
     assert not (tmp_path / "report").exists()
-    assert evaluate.main(arguments) == 1
+    assert evaluate.main(arguments) == 2
     assert_error(capsys.readouterr().err, EncoderSettingError.code, ("pooling",))

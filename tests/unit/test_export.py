@@ -175,7 +175,7 @@ def test_unsupported_models_and_targets_are_errors(
         (str(tmp_path / "nowhere"), ModelNotFoundError, str(tmp_path / "nowhere")),
     )
     for model, error, named in cases:
-        assert main([model, "--onnx"]) == 1
+        assert main([model, "--onnx"]) == (2 if error is EncoderSettingError else 1)
         shown = capsys.readouterr().err
         assert f"[{error.code}]" in shown and named in shown
     assert main([str(tiny("bert")), "--onnx", "--out", str(tmp_path)]) == 1

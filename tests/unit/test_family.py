@@ -185,7 +185,7 @@ def test_mistakes_are_refused_before_anything_is_read(
     assert not list((tmp_path / "runs").glob("*"))
     with pytest.raises(SearchSpaceError):
         _ = Family(read("family=[{layers: 1}]")).trials
-    assert train.main([str(file), "family=[{layers: 9}]", "--dry-run"]) == 1
+    assert train.main([str(file), "family=[{layers: 9}]", "--dry-run"]) == 2
     assert "has 3 layers" in capsys.readouterr().err
     assert train.main([str(file), FAMILY, "--dry-run"]) == 0
 
