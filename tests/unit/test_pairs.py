@@ -22,6 +22,7 @@ from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import StoredScores
+from distcse.experiments.mutual.trials import MutualTrials
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualSection
 from distcse.report import cycles
@@ -270,3 +271,13 @@ def test_a_group_reports_its_steps_and_what_it_cuts(
     assert "0% of the pairs have more than 32 tokens, " in notes[0] and "of the sentences more than 16" in notes[0]
     assert "100% of the sentences more than 4" in notes[1]
     assert warnings[-1].code == "DCSE-W06" and warnings[-1].fix.startswith("raise groups.1.max_length, ")
+
+
+def test_a_sweep_reads_the_pairs_columns_before_its_trials(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences)
+    MutualTrials(recipe).check_labels()
+    other = recipe.model_copy(update={"pairs": recipe.pairs.model_copy(update={"columns": ["left", "right"]})})
+    with fails_with(EvaluationFormatError, "column 'left' is missing"):
+        MutualTrials(other).check_labels()

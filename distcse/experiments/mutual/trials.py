@@ -50,7 +50,7 @@ class MutualTrials(Trials):
         return with_precisions(self._recipe, cluster, reporter, gpus.worker)
 
     def check_labels(self) -> None:
-        check_recipe(self._recipe)
+        check_recipe(self.recipe(0, 0))  # as trials see it: without loggers
         checked_tasks(self._recipe)
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
