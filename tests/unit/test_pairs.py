@@ -15,15 +15,15 @@ from torch.nn import Linear
 from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecordError
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
-from distcse.events import Event, Reporter, StageProgress
+from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.mutual import labels, mining
-from distcse.experiments.mutual.extent import report_extents
+from distcse.experiments.mutual.extent import report_extent
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import StoredScores
 from distcse.experiments.mutual.trials import MutualTrials
-from distcse.models import CrossEncoder, Encoder
+from distcse.models import CrossEncoder, Encoder, TokenizerSpec
 from distcse.recipe import MutualSection
 from distcse.report import cycles
 from distcse.storage import open_store, sha256
@@ -264,13 +264,16 @@ def test_a_group_reports_its_steps_and_what_it_cuts(
     models = {"bert": tiny("bert"), "short": tiny("bert")}
     recipe = make_mutual_recipe(tmp_path, models, sentences, "groups.1.max_length=4", "cross.epochs=3")
     pairs = read_pairs(recipe, tmp_path / "folder")
-    warnings = report_extents(recipe, recipe.groups, pairs, Reporter(events.append))
+    for group in recipe.groups:
+        spec = TokenizerSpec.of(group)
+        report_extent(recipe, group, pairs, spec, spec.tokenizer, Reporter(events.append))
     notes = [event.note for event in events if isinstance(event, StageProgress)]
     bi, cross = 2 * (len(pairs) // 16), 3 * (2 * len(pairs) // 16)
     assert f"bert: in a cycle {cross} of 16 pairs (cross) and {bi} of 16 (bi)" in notes[0]
     assert "0% of the pairs have more than 32 tokens, " in notes[0] and "of the sentences more than 16" in notes[0]
     assert "100% of the sentences more than 4" in notes[1]
-    assert warnings[-1].code == "DCSE-W06" and warnings[-1].fix.startswith("raise groups.1.max_length, ")
+    (*_, warning) = (event.text for event in events if isinstance(event, LogMessage) and event.warning)
+    assert "[DCSE-W06]" in warning and "raise groups.1.max_length, " in warning
 
 
 def test_a_sweep_reads_the_pairs_columns_before_its_trials(

@@ -15,7 +15,6 @@ from distcse.experiments.devices import model_memory
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.extent import report_extents
 from distcse.experiments.mutual.final_evaluation import checked_tasks, final_scores
 from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.mutual.gpus import report_gpus
@@ -103,8 +102,6 @@ class MutualDistillation(Experiment[MutualRecipe]):
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
             store.record_pairs(pairs.fingerprint)
             tokens = prepare_tokens(recipe, groups, pairs, backend, reporter)
-            if not backend.is_for_trials:
-                report_warnings(report_extents(recipe, groups, pairs, reporter), reporter)
             contexts = [
                 GroupContext(recipe, number, directory.store, lease, tables)
                 for number, tables in zip(active, tokens, strict=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.label_sources import label_sources
-from distcse.experiments.mutual.labels import combine, dev_weight
+from distcse.experiments.mutual.labels import combine, score_weight
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
@@ -163,10 +163,8 @@ class LabelExchange:
     def _weight(self, name: str, phase: Phase) -> float:
         """Return the weight of a group's scores of a phase in the labels."""
         group = next(group for group in self._recipe.groups if group.name == name)
-        if self._recipe.mutual.weigh_by == "group":
-            return group.weight
-        dev = self._store.posted(phase)[name]["dev"] if phase.number else self._store.starts[name]
-        return group.weight * dev_weight(dev)
+        dev = self._store.posted(phase)[name]["dev"] if phase.number else self._store.starts.get(name)
+        return score_weight(self._recipe.mutual, group, dev)
 
     def _should_stop(self, phase: Phase, members: Sequence[str]) -> bool:
         """Return whether no formulation of any group had a new best dev score in the last `patience` cycles."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.recipe import MutualSection
+from distcse.recipe import GroupSection, MutualSection
 
 PAIRS_PER_PART = 200_000
 """Pairs whose scores are combined together, which limits the memory: 8 bytes per pair and array, and a copy."""
@@ -38,6 +38,20 @@ def combine(
         table = np.stack([group_scores[rows] for group_scores in scores]).astype(np.float64)
         labels[rows] = _combine(table if bands is None else bands.align(table), weights, section)
     return labels.clip(0, 1) if cosines and section.clamp else labels
+
+
+def score_weight(section: MutualSection, group: GroupSection, dev: float | None) -> float:
+    """Return the weight of a model's scores in the labels (`mutual.weigh_by`).
+
+    Args:
+        section: The cycles' section of the recipe.
+        group: The model's group.
+        dev: The model's dev score; None only where weights do not depend on it.
+    """
+    if section.weigh_by == "group":
+        return group.weight
+    assert dev is not None
+    return group.weight * dev_weight(dev)
 
 
 def dev_weight(score: float) -> float:

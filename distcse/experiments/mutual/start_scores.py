@@ -15,7 +15,7 @@ from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.labels import combine, dev_weight
+from distcse.experiments.mutual.labels import combine, score_weight
 from distcse.experiments.settings_warnings import SettingsWarning, warn_of_weak_label_source
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
@@ -66,10 +66,7 @@ def score_starts(
     if len(groups) == 1:
         _report(reporter, f"{listed} ({dev.name})")
         return StartScores(scores, [])
-    weights = [
-        group.weight * (dev_weight(scores[group.name]) if recipe.mutual.weigh_by == "group_and_dev" else 1)
-        for group in groups
-    ]
+    weights = [score_weight(recipe.mutual, group, scores[group.name]) for group in groups]
     labels = dev.score(_labels(recipe, weights, recorded))
     _report(reporter, f"{listed}, their labels {labels:.2f} ({dev.name})")
     warnings = []

@@ -10,6 +10,7 @@ from distcse.errors import StoppedEarlyError
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
+from distcse.experiments.mutual.extent import report_extent
 from distcse.experiments.mutual.phases import Kind
 from distcse.models import TokenizerSpec, resolve_model
 from distcse.models.folder import ModelFolder
@@ -23,7 +24,9 @@ TokenStores = Mapping[Kind, ArtifactStore]
 def prepare_tokens(
     recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs, backend: Backend, reporter: Reporter
 ) -> list[TokenStores]:
-    """Tokenize the pairs for groups, or reuse the tables in the cache. Groups of different tokenizers are done in parallel.
+    """Tokenize the pairs for groups, or reuse the tables in the cache, and report how much each trains on.
+
+    Groups of different tokenizers are done in parallel.
 
     Args:
         recipe: The recipe.
@@ -47,8 +50,9 @@ def prepare_tokens(
     with storage_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
     stores = open_store(pairs.directory), open_store(cache)
+    prepare = partial(_prepare, recipe, *stores, not backend.is_for_trials)
     calls = [
-        DeviceCall(f"tokenization for {members[0].name}", partial(_prepare, recipe, members, *stores), 2 * GIB)
+        DeviceCall(f"tokenization for {members[0].name}", partial(prepare, members), 2 * GIB)
         for members in sharing.values()
     ]
     written = {"storage.runs": pairs.directory.parent, "storage.cache": cache}
@@ -59,12 +63,16 @@ def prepare_tokens(
 
 def _prepare(
     recipe: MutualRecipe,
-    groups: Sequence[GroupSection],
     stored: ArtifactStore,
     cache: ArtifactStore,
+    reports: bool,
+    groups: Sequence[GroupSection],
     reporter: Reporter,
 ) -> dict[str, TokenStores]:
-    """Prepare the tables of groups with one tokenizer, one after the other: groups of equal settings share them."""
+    """Prepare the tables of groups with one tokenizer, one after the other: groups of equal settings share them.
+
+    With `reports`, report each group's steps and what it cuts.
+    """
     pairs, prepared = Pairs.open(stored.path), dict[str, TokenStores]()
     for group in groups:
         cross = recipe.cross_of(group)
@@ -81,6 +89,8 @@ def _prepare(
         both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache.path, report)
         note = f"{group.name}: {'reused' if sentences.reused and both.reused else 'tokenized'}"
         reporter.emit(StageProgress("tokens", len(pairs), len(pairs), "pairs", finished=True, note=note))
+        if reports:
+            report_extent(recipe, group, pairs, spec, tokenizer, reporter)
         prepared[group.name] = {"bi": open_store(sentences.directory), "cross": open_store(both.directory)}
     return prepared
 
