@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,48 @@ def leave_capture(module: Any) -> None:
     """
     for generator in getattr(module, "default_generators", ()):
         generator.graphsafe_set_state(generator.clone_state())
+
+
+class GraphRandomStates:
+    """States of a GPU's random generator from which a CUDA graph draws. Seeds that they are given change its replays.
+
+    Undocumented: `default_generators` of `torch.cuda`, and `register_generator_state` of its graphs, with which PyTorch's own
+    compiler draws the same dropout again when it recomputes activations. Registered before the capture.
+
+    Args:
+        module: PyTorch's module of the GPU's type.
+        graph: The graph, before its capture.
+        count: Number of states.
+    """
+
+    def __init__(self, module: Any, graph: Any, count: int) -> None:
+        self._generator = module.default_generators[module.current_device()]
+        self._states = [self._generator.clone_state() for _ in range(count)]
+        self._used = 0
+        for state in self._states:
+            graph.register_generator_state(state)
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """Context manager: let the device draw from the next state.
+
+        Raises:
+            RuntimeError: All states have been used.
+        """
+        if self._used == len(self._states):
+            raise RuntimeError(f"a recorded seed is drawn from more than {self._used} times")
+        before, state = self._generator.graphsafe_get_state(), self._states[self._used]
+        self._used += 1
+        self._generator.graphsafe_set_state(state)
+        try:
+            yield
+        finally:
+            self._generator.graphsafe_set_state(before)
+
+    def seed(self, seed: int) -> None:
+        """Seed all states, from the start of their sequence."""
+        for state in self._states:
+            state.manual_seed(seed)
 
 
 def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:

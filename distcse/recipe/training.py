@@ -143,6 +143,10 @@ class LoopSection(Section):
         return [fix for fix, is_needed in fixes.items() if is_needed]
 
 
+_MAX_RECORDED_STREAMS = 16
+"""Most dropout streams of a recorded step: a CUDA graph of BERT-base has about 8,000 kernels per stream."""
+
+
 class TrainingSection(LoopSection):
     """Training loop of a student, and its workers."""
 
@@ -228,12 +232,15 @@ class TrainingSection(LoopSection):
 
     @property
     def changes_to_record(self) -> list[str]:
-        fixes = {
-            "workers: 1": self.workers > 1,
-            "grad_cache_chunk: null": self.grad_cache_chunk is not None,
-            "dropout_rng_streams: null": self.dropout_rng_streams not in (None, 1),
-        }
-        return super().changes_to_record + [fix for fix, is_needed in fixes.items() if is_needed]
+        fixes = super().changes_to_record + (["workers: 1"] if self.workers > 1 else [])
+        return fixes + (self.changes_to_one_stream if self.streams > _MAX_RECORDED_STREAMS else [])
+
+    @property
+    def changes_to_one_stream(self) -> list[str]:
+        """Changes of this section without which a batch has several dropout streams, however many workers there are."""
+        if self._named_streams in (None, 1):
+            return []
+        return ["grad_cache_chunk: null" if self.grad_cache_chunk else "dropout_rng_streams: null"]
 
     @property
     def worker_counts(self) -> list[int]:

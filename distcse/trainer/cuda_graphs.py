@@ -2,7 +2,7 @@
 
 A step of BERT-base launches about 8,000 kernels, which takes the host longer than a fast GPU needs to run them. A graph is one
 launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
-rate is a tensor, and the dropout seed is set before the replay.
+rate is a tensor, and the dropout seeds are set before the replay.
 
 Tests record on a simulated GPU, and compare with the eager step; `benchmarks/gpu.py` does so on a real one.
 """
@@ -18,14 +18,14 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from distcse.compat.torch import leave_capture
+from distcse.compat.torch import GraphRandomStates, leave_capture
 from distcse.device import default_device, gpu_module, has_gpu
 from distcse.device_defaults import defaults_of
 from distcse.distributed import rank, world_size
 from distcse.errors import CUDAGraphError, first_line
 from distcse.events import Listener, LogMessage
 from distcse.models.attention import takes_prepared_mask
-from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
+from distcse.trainer.dropout_rng import recorded_rng
 from distcse.trainer.engines import Engine
 from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 
@@ -34,6 +34,8 @@ GraphMode = Literal["auto", "on", "off"]
 """Values of `cuda_graphs` in a training section."""
 MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
+_PASSES_OF_SEED = 2
+"""Forward passes that draw from one dropout seed, at most: that of the step, and its recomputation by a gradient cache."""
 
 
 class Recorder(Protocol):
@@ -43,8 +45,16 @@ class Recorder(Protocol):
         """Context manager: run calls inside on the recording's stream, without recording them."""
         ...
 
-    def record(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Record a call without running it; return a function that replays it and returns the same result tensors."""
+    def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Callable[[Sequence[int]], T]:
+        """Record a call without running it.
+
+        Args:
+            call: The call.
+            seeds: The dropout seeds that it uses.
+
+        Returns:
+            A function that replays the call with other seeds in their place, and returns the same result tensors.
+        """
         ...
 
 
@@ -64,13 +74,14 @@ class CudaGraphs:
             yield
         current.wait_stream(self._stream)
 
-    def record(self, call: Callable[[], T]) -> Callable[[], T]:
+    def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Callable[[Sequence[int]], T]:
         graph, current = self._module.CUDAGraph(), self._module.current_stream()
+        rng = GraphRNG(self._module, graph, seeds)
         gc.collect()  # no tensor may be freed while calls are recorded
         # thread_local: a teacher's thread may allocate during the recording.
         recording = self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with first_error(recording):
+            with first_error(recording), recorded_rng(rng):
                 result = call()
         except RuntimeError:
             self._module.set_stream(
@@ -79,11 +90,40 @@ class CudaGraphs:
             leave_capture(self._module)
             raise
 
-        def replay() -> T:
+        def replay(seeds: Sequence[int]) -> T:
+            rng.seed(seeds)
             graph.replay()
             return result
 
         return replay
+
+
+class GraphRNG:
+    """Random numbers of a CUDA graph, with a seed per dropout stream that each replay sets (see `RecordedRNG`).
+
+    Args:
+        module: PyTorch's module of the GPU's type.
+        graph: The graph, before its capture.
+        seeds: The seeds of the step that is recorded.
+    """
+
+    def __init__(self, module: Any, graph: Any, seeds: Sequence[int]) -> None:
+        self._states = {seed: GraphRandomStates(module, graph, _PASSES_OF_SEED) for seed in seeds}
+
+    def drawing(self, seed: int) -> AbstractContextManager[None]:
+        """Draw as a replay does.
+
+        Raises:
+            RuntimeError: The seed is not one of the step's, so that no replay could change it.
+        """
+        if seed not in self._states:
+            raise RuntimeError("dropout uses a seed that is not in the step's inputs")
+        return self._states[seed].next()
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Set the seeds of the next replay, in the order of those of the recording."""
+        for states, seed in zip(self._states.values(), seeds, strict=True):
+            states.seed(seed)
 
 
 @contextmanager
@@ -164,8 +204,8 @@ class CudaGraphStep:
     """Training step that is recorded and replayed for the first `MAX_GRAPHS` batch shapes, after one eager step of each.
 
     Args:
-        take_step: The eager step. It must use `TorchEngine` with one worker and no gradient accumulation; the inputs must
-            contain one dropout seed, and the model must not replace its tensors.
+        take_step: The eager step. It must use `TorchEngine` with one worker and no gradient accumulation; all integers of the
+            inputs are dropout seeds, and the model must not replace its tensors.
         recorder: Records the step.
         on_failure: Called with the reason when the step cannot be recorded; all further steps are eager. Default: raise.
         key: Recipe key of the training's section, for messages. Default: training.
@@ -185,7 +225,7 @@ class CudaGraphStep:
         self._has_failed = False
         self._lr: Tensor | None = None
         self._seen: set[Any] = set()
-        self._recorded: dict[Any, tuple[list[Tensor], Callable[[], dict[str, Tensor]]]] = {}
+        self._recorded: dict[Any, tuple[list[Tensor], Callable[[Sequence[int]], dict[str, Tensor]]]] = {}
 
     def __call__(
         self,
@@ -219,9 +259,7 @@ class CudaGraphStep:
         static_tensors, replay = self._recorded[shape]
         for static, new in zip(static_tensors, tensors, strict=True):
             static.copy_(new)
-        (seed,) = _find_parts(inputs, int)
-        with dropout_rng(seed, engine.device):
-            terms = replay()
+        terms = replay(_find_parts(inputs, int))
         return {name: term.clone() for name, term in terms.items()}
 
     def _record(
@@ -230,15 +268,10 @@ class CudaGraphStep:
         task: TrainingTask[ModelInputs, LossInputs, Output],
         inputs: StepInputs[ModelInputs, LossInputs],
         lr: Tensor,
-    ) -> Callable[[], dict[str, Tensor]] | None:
+    ) -> Callable[[Sequence[int]], dict[str, Tensor]] | None:
         """Record the step; None if it cannot be recorded and `on_failure` is there."""
-
-        def take_step() -> dict[str, Tensor]:
-            with rng_is_fixed():
-                return self._take_step(engine, task, inputs, lr)
-
         try:
-            return self._recorder.record(take_step)
+            return self._recorder.record(lambda: self._take_step(engine, task, inputs, lr), _find_parts(inputs, int))
         except RuntimeError as error:
             reason = first_line(error)
             if self._on_failure is None:

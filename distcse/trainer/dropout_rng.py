@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 import torch
 
 from distcse.device import is_gpu
 
 _FIXED: ContextVar[bool] = ContextVar("rng is fixed", default=False)
+
+
+class RecordedRNG(Protocol):
+    """Random numbers of a step that is recorded as a CUDA graph, where no seed can be set."""
+
+    def drawing(self, seed: int) -> AbstractContextManager[None]:
+        """Context manager: draw inside what a replay draws with the seed that takes this one's place."""
+        ...
+
+
+_recorded: RecordedRNG | None = None
+"""A process records one step at a time. No context variable: autograd recomputes activations in threads of its own."""
 
 
 def dropout_seed(seed: int, step: int, stream: int) -> int:
@@ -26,6 +39,10 @@ def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
     if _FIXED.get():
         yield
         return
+    if _recorded is not None:
+        with _recorded.drawing(seed):
+            yield
+        return
     devices, device_type = ([device], device.type) if is_gpu(device) else ([], "cpu")
     with torch.random.fork_rng(devices, device_type=device_type):
         torch.manual_seed(seed)
@@ -33,13 +50,24 @@ def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Return whether the calling code is recorded as a CUDA graph (`rng_is_fixed`)."""
-    return _FIXED.get()
+    """Return whether a step is recorded as a CUDA graph (`recorded_rng`)."""
+    return _recorded is not None
+
+
+@contextmanager
+def recorded_rng(rng: RecordedRNG) -> Iterator[None]:
+    """Context manager: let `dropout_rng` draw from `rng`, in all threads."""
+    global _recorded
+    before, _recorded = _recorded, rng
+    try:
+        yield
+    finally:
+        _recorded = before
 
 
 @contextmanager
 def rng_is_fixed() -> Iterator[None]:
-    """Context manager: make `dropout_rng` do nothing, because no seed can be set while a CUDA graph is recorded."""
+    """Context manager: make `dropout_rng` do nothing: the numbers inside all come from one seed that is set already."""
     token = _FIXED.set(True)
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.gpusim.simulation import active, device_generator
+from tests.gpusim.simulation import GENERATOR, Generator, active, device_generator
 
 _OVERWRITTEN = ("running_mean", "running_var")
 """Arguments that batch norm overwrites, although its schema does not say so."""
@@ -22,6 +22,8 @@ class _Operation(NamedTuple):
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     outputs: list[Tensor]
+    state: torch.Generator | None
+    """The random state that it draws from."""
 
 
 class CUDAGraph:
@@ -37,6 +39,11 @@ class CUDAGraph:
         self._outputs: list[Tensor] = []  # kept, so that no address is used again
         self._created: set[int] = set()
         self._overwritten: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._states: list[torch.Generator] = []
+
+    def register_generator_state(self, generator: Generator) -> None:
+        """Let the recording draw from a generator's state; it may also draw from the state that is set when it begins."""
+        self._states.append(generator.state)
 
     def before(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Save what an operation will overwrite."""
@@ -60,7 +67,19 @@ class CUDAGraph:
         self._created.update(set(addresses) - storages - {0} - self._overwritten.keys())
         is_view = bool(new) and not function._schema.is_mutable and all(address in storages for address in addresses)
         if not is_view:
-            self._tape.append(_Operation(function, args, kwargs, outputs))
+            self._tape.append(_Operation(function, args, kwargs, outputs, self._state_of(function)))
+
+    def _state_of(self, function: Any) -> torch.Generator | None:
+        """Return the random state that an operation draws from.
+
+        Raises:
+            RuntimeError: The graph does not know it.
+        """
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return None
+        if not any(state is GENERATOR.state for state in self._states):
+            active().refuse(RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode."))
+        return GENERATOR.state
 
     def restore(self) -> None:
         """Restore what the recording has overwritten."""
@@ -71,8 +90,8 @@ class CUDAGraph:
     def replay(self) -> None:
         """Run the recorded operations again, on the tensors that they were recorded with."""
         active().count("graph", is_view=False)
-        for function, args, kwargs, outputs in self._tape:
-            for old, new in zip(outputs, _tensors(compute(function, args, kwargs)), strict=True):
+        for function, args, kwargs, outputs, state in self._tape:
+            for old, new in zip(outputs, _tensors(compute(function, args, kwargs, state)), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
@@ -88,6 +107,7 @@ def graph(
     """Record this thread's operations, as `torch.cuda.graph` does."""
     simulation = active()
     cuda_graph.thread = threading.current_thread()
+    cuda_graph.register_generator_state(GENERATOR)
     simulation.recording = cuda_graph
     try:
         yield
@@ -96,10 +116,10 @@ def graph(
         cuda_graph.restore()
 
 
-def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on CPU tensors, with the device's random numbers."""
+def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], state: torch.Generator | None = None) -> Any:
+    """Run an operation on CPU tensors, with random numbers of the device, or from a state of its generator."""
     if torch.Tag.nondeterministic_seeded in function.tags:
-        with device_generator():
+        with device_generator(state):
             return function(*args, **kwargs)
     return function(*args, **kwargs)
 

@@ -32,6 +32,7 @@ class GpuModule:
     """`torch.gpu`: the part of `torch.cuda` that code for any accelerator uses."""
 
     OutOfMemoryError = torch.OutOfMemoryError
+    default_generators = (GENERATOR,)
     Stream = streams.Stream
     Event = streams.Event
     CUDAGraph = CUDAGraph
@@ -121,10 +122,10 @@ class GpuModule:
         GENERATOR.manual_seed(seed)
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        return GENERATOR.get_state()
+        return GENERATOR.state.get_state()
 
     def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        GENERATOR.set_state(state)
+        GENERATOR.state.set_state(state)
 
     def _is_in_bad_fork(self) -> bool:
         return False

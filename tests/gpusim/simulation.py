@@ -22,7 +22,35 @@ ROOT = Path(__file__).parents[2]
 _PRODUCT = f"{ROOT / 'distcse'}/"
 _PROJECT = (_PRODUCT, f"{ROOT / 'tests'}/", f"{ROOT / 'benchmarks'}/")
 _OWN = f"{Path(__file__).parent}/"
-GENERATOR = torch.Generator()
+
+
+class Generator:
+    """A random generator of the device: a pointer to a state, which generators can share.
+
+    Args:
+        state: The state; a new one by default.
+    """
+
+    def __init__(self, state: torch.Generator | None = None) -> None:
+        self.state = state or torch.Generator()
+
+    def manual_seed(self, seed: int) -> None:
+        self.state.manual_seed(seed)
+
+    def clone_state(self) -> Generator:
+        """Return a generator with a copy of the state."""
+        return Generator(self.state.clone_state())
+
+    def graphsafe_get_state(self) -> Generator:
+        """Return a generator that shares the state."""
+        return Generator(self.state)
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        """Share another generator's state."""
+        self.state = other.state
+
+
+GENERATOR = Generator()
 """The device's random generator. `torch.manual_seed` seeds it, also outside of a simulation."""
 
 
@@ -237,12 +265,13 @@ def activated(simulation: Simulation) -> Iterator[None]:
 
 
 @contextmanager
-def device_generator() -> Iterator[None]:
-    """Context manager: draw PyTorch's random numbers from the device's generator."""
+def device_generator(state: torch.Generator | None = None) -> Iterator[None]:
+    """Context manager: draw PyTorch's random numbers from the device's generator, or from a state of it."""
+    state = state or GENERATOR.state
     host = torch.default_generator.get_state()
-    torch.default_generator.set_state(GENERATOR.get_state())
+    torch.default_generator.set_state(state.get_state())
     try:
         yield
     finally:
-        GENERATOR.set_state(torch.default_generator.get_state())
+        state.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(host)

@@ -16,7 +16,8 @@ from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.trainer import trainer
 from distcse.trainer.compiled_step import MIN_STEPS, CompiledStep, CompileMode, open_compiled_step, trained_layers
-from distcse.trainer.dropout_rng import rng_is_fixed
+from distcse.trainer.cuda_graphs import GraphRNG
+from distcse.trainer.dropout_rng import recorded_rng
 from distcse.trainer.task import TakeStep
 from tests.jobs import make_spec, train
 from tests.weights import assert_equal_weights, weights_of
@@ -78,7 +79,7 @@ def test_what_is_not_the_compilers_fault_is_raised(recorded: bool, tiny: Callabl
 
     step = CompiledStep(take_step, pytest.fail)
     if recorded:
-        with rng_is_fixed(), pytest.raises(RuntimeError, match="not permitted"):
+        with recorded_rng(GraphRNG(None, None, [])), pytest.raises(RuntimeError, match="not permitted"):
             step(None, Task(), None, 0.0)  # type: ignore[arg-type]
     else:
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):

@@ -208,11 +208,11 @@ def test_a_failed_recording_continues_with_eager_steps(
 
 
 def test_a_step_that_cannot_be_recorded_says_why(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("training.max_steps=1", "training.grad_cache_chunk=8"))
+    spec, tables = make_spec(recipe_with("training.max_steps=1", "training.gradient_accumulation=2"))
     events: list[Event] = []
     with simulated():
         train(spec, tables, events)
-    assert [text for text in messages(events) if "to record them, write training.grad_cache_chunk: null" in text]
+    assert [text for text in messages(events) if "to record them, write training.gradient_accumulation: 1" in text]
 
 
 def two_layers(seed: int) -> tuple[nn.Sequential, nn.Linear]:

@@ -231,8 +231,15 @@ RECORDED: dict[str, tuple[str, ...]] = {
     "batch norm": ("student.projection=batch_norm_mlp",),
     "negative entropy": ("objective.consistency.form=neg_entropy",),
     "vectors by MSE": (*ONLY, "objective.regression={form: mse}", "student.projection=none"),
+    "gradient cache": ("training.grad_cache_chunk=4",),
     "RoBERTa": (),
     "DistilBERT": (),
+    "streams": ("training.dropout_rng_streams=4",),
+    "gradient cache, bf16, batch norm": (
+        "training.grad_cache_chunk=4",
+        "training.precision=bf16",
+        "student.projection=batch_norm_mlp",
+    ),
     "MiniLM": (),
     **{f"DiffCSE, {edit}": detecting(edit) for edit in DETECTION},
 }
@@ -243,12 +250,14 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry for each replay of a recorded step."""
     entries, record = list[None](), cuda_graphs.CudaGraphs.record
 
-    def counting(recorder: cuda_graphs.CudaGraphs, call: Callable[[], object]) -> Callable[[], object]:
-        replay = record(recorder, call)
+    def counting(
+        recorder: cuda_graphs.CudaGraphs, call: Callable[[], object], seeds: Sequence[int]
+    ) -> Callable[[Sequence[int]], object]:
+        replay = record(recorder, call, seeds)
 
-        def counted() -> object:
+        def counted(new_seeds: Sequence[int]) -> object:
             entries.append(None)
-            return replay()
+            return replay(new_seeds)
 
         return counted
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.trainer import cuda_graphs as graphs
 from distcse.trainer import trainer
 from distcse.trainer.cuda_graphs import CudaGraphStep
+from distcse.trainer.dropout_rng import recorded_rng
 from distcse.trainer.task import TakeStep
 from tests.failures import fails_with
 from tests.jobs import make_spec, train, train_with_and_without_interruption
@@ -26,6 +27,7 @@ from tests.weights import assert_equal_weights, weights_of
 MakeRecipe = Callable[..., Recipe]
 Parts = dict[str, Tensor]
 GRAPHS = "training.cuda_graphs=on"
+DETECTING = ("objective.detection.weight=0.5", "objective.detection.operation=deletion")
 
 
 class CpuRecorder:
@@ -39,17 +41,31 @@ class CpuRecorder:
         self.warmed += 1
         yield
 
-    def record(self, call: Callable[[], Parts]) -> Callable[[], Parts]:
+    def record(self, call: Callable[[], Parts], seeds: Sequence[int]) -> Callable[[Sequence[int]], Parts]:
         self.recorded += 1
         result: Parts = {}
 
-        def replay() -> Parts:
+        def replay(new_seeds: Sequence[int]) -> Parts:
             self.replayed += 1
-            for name, part in call().items():
+            with recorded_rng(ReplacedSeeds(dict(zip(seeds, new_seeds, strict=True)))):
+                terms = call()
+            for name, part in terms.items():
                 result.setdefault(name, torch.empty_like(part)).copy_(part)
             return result
 
         return replay
+
+
+class ReplacedSeeds(NamedTuple):
+    """Seeds of a replay by those of the recording, in whose place they are set."""
+
+    seeds: dict[int, int]
+
+    @contextmanager
+    def drawing(self, seed: int) -> Iterator[None]:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(self.seeds[seed])
+            yield
 
 
 @pytest.fixture
@@ -122,7 +138,7 @@ def test_a_resumed_run_takes_eager_steps_that_were_replayed_before(
 def test_a_step_that_cannot_be_recorded_is_an_error(
     recipe_with: MakeRecipe, recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(call: Callable[[], Parts]) -> Callable[[], Parts]:
+    def refuse(call: Callable[[], Parts], seeds: Sequence[int]) -> Callable[[Sequence[int]], Parts]:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     monkeypatch.setattr(recorder, "record", refuse)
@@ -200,8 +216,9 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
         (("training.engine=auto",), "engine: torch"),
         (("training.workers=2",), "workers: 1"),
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
-        (("training.grad_cache_chunk=4",), "grad_cache_chunk: null"),
-        (("training.dropout_rng_streams=4",), "dropout_rng_streams: null"),
+        (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),
+        (("training.batch_size=64", "training.dropout_rng_streams=32"), "dropout_rng_streams: null"),
+        (("training.grad_cache_chunk=4", *DETECTING), "training.grad_cache_chunk: null"),
         (("objective.rank.queue={num_batches: 2}", "student.projection=none"), "objective.rank.queue: null"),
         (("objective.custom={mine: {class_path: 'a.py:Mine'}}",), "objective.custom: {}"),
         (("student.trust_remote_code=true",), "student.trust_remote_code: false"),

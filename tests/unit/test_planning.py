@@ -291,7 +291,8 @@ def test_a_recorded_step_takes_the_host_one_launch() -> None:
     detecting = ["objective.detection={generator: distilbert/distilbert-base-uncased}"]
     assert run_of(load_recipe(RANKCSE, detecting)).records_steps(h100.machine, 1)
     for several_streams in (["training.grad_cache_chunk=32"], ["training.dropout_rng_streams=2"]):
-        assert not run_of(load_recipe(RANKCSE, several_streams)).records_steps(h100.machine, 1)
+        assert run_of(load_recipe(RANKCSE, several_streams)).records_steps(h100.machine, 1)
+        assert not run_of(load_recipe(RANKCSE, [*detecting, *several_streams])).records_steps(h100.machine, 1)
 
 
 def test_compiled_layers_of_a_long_run_move_fewer_bytes() -> None:

@@ -135,9 +135,10 @@ class BatchLoader:
         global_batch: NDArray[np.int64] = self.sampler.batch(step)
         lengths = self._tokens.lengths(global_batch)
         packs = self._is_fast and worth_packing(lengths.reshape(self._all_streams, -1))
-        # A loss that counts padding up to the longest edited sentence must be able to pad any stream as far. On a GPU, the
-        # host would wait for that length: all streams get the width of the global batch.
-        width = int(lengths.max()) if self._counts_padding and is_gpu(device) else None
+        # On a GPU, all streams get the width of the global batch, so that recorded steps have few shapes. A loss that counts
+        # padding up to the longest edited sentence must pad any stream as far, and the host would wait for that length.
+        has_one_width = is_gpu(device) and (self._counts_padding or self._all_streams > 1)
+        width = int(lengths.max()) if has_one_width else None
         streams = [
             (
                 self._collate(part, device, max_length, packs, width),
@@ -173,8 +174,10 @@ class BatchLoader:
         packs: bool = False,
         width: int | None = None,
     ) -> Tokens:
-        """Pad rows to `width`, or to the device's multiple; a loss that counts padding gets no more of it than needed."""
-        multiple = width or (1 if self._counts_padding else defaults_of(device).width_multiple)
+        """Pad rows to a multiple of the device's, at least to `width`; a loss that counts padding gets no more than that."""
+        multiple = 1 if self._counts_padding else defaults_of(device).width_multiple
+        if width is not None:
+            multiple *= -(-width // multiple)
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length).to(device)
 
 

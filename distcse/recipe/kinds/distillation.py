@@ -220,12 +220,15 @@ class Recipe(BaseRecipe):
     @property
     def changes_to_record(self) -> list[str]:
         """Changes of the recipe without which a step cannot be captured as a CUDA graph."""
-        return [*(f"training.{fix}" for fix in self.training.changes_to_record), *self._terms_to_drop]
+        fixes = [*(f"training.{fix}" for fix in self.training.changes_to_record), *self._terms_to_drop]
+        return list(dict.fromkeys(fixes))
 
     @property
     def _terms_to_drop(self) -> list[str]:
         terms = self.objective
         fixes = [f"{key}: null" for key in terms.keys_that_need("queue", active=True)]
+        if terms.keys_that_need("detector", active=True):  # its edits of each stream have a seed of their own
+            fixes += [f"training.{fix}" for fix in self.training.changes_to_one_stream]
         if terms.custom:
             fixes.append("objective.custom: {}")  # their Python would run once, and never again
         if self.student.trust_remote_code:
