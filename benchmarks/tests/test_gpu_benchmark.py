@@ -66,7 +66,7 @@ def test_an_interrupted_benchmark_keeps_what_it_found(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gpu, "PARTS", {(15,): first, (14,): second})
-    options = Namespace(tiny=False, call_by_call=False, budget=60.0, out=tmp_path)
+    options = Namespace(tiny=False, call_by_call=False, rows=None, budget=60.0, out=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         gpu.measure("cpu", options)
     (file,) = tmp_path.rglob("gpu.json")
