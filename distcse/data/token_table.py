@@ -233,14 +233,8 @@ class TokenTable:
 
 def count_tokens(tokenizer: Any, texts: list[str] | list[tuple[str, str]]) -> NDArray[np.int64]:
     """Return the (n,) numbers of tokens of n texts, or of n pairs of texts, with special tokens, without truncation."""
-    backend = _backend(tokenizer)
-    truncation = backend.truncation
-    backend.no_truncation()
-    try:
+    with truncating(tokenizer, None) as backend:
         return np.array([len(row) for row in encode_batch(backend, texts)], dtype=np.int64)
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -277,11 +271,13 @@ def id_dtype(tokenizer: Any) -> np.dtype[Any]:
 
 
 @contextmanager
-def truncating(tokenizer: Any, max_length: int) -> Iterator[Any]:
-    """Yield the Rust tokenizer with truncation and without padding; restore its settings afterwards."""
+def truncating(tokenizer: Any, max_length: int | None) -> Iterator[Any]:
+    """Yield the Rust tokenizer with truncation, or none, and without padding; restore its settings afterwards."""
     backend = _backend(tokenizer)
     truncation, padding = backend.truncation, backend.padding
-    backend.enable_truncation(max_length, direction=truncation_side(tokenizer))
+    backend.no_truncation()
+    if max_length is not None:
+        backend.enable_truncation(max_length, direction=truncation_side(tokenizer))
     backend.no_padding()
     try:
         yield backend
