@@ -20,7 +20,7 @@ from distcse.trainer.cuda_graphs import GraphRNG
 from distcse.trainer.dropout_rng import recorded_rng
 from distcse.trainer.task import TakeStep
 from tests.jobs import make_spec, train
-from tests.weights import assert_equal_weights, weights_of
+from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
 MakeRecipe = Callable[..., Recipe]
 Forward = Callable[..., Any]
@@ -45,6 +45,19 @@ def test_compiled_layers_give_the_same_weights_and_are_not_used_by_evaluations(
     runs = [_train(recipe_with, monkeypatch, step) for step in (None, partial(_step, compile_forward=compile_forward))]
     assert_equal_weights(*runs)
     assert len(was_training) > 10 and all(was_training)
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_draws_the_same_dropout_when_a_gradient_cache_recomputes_it(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TorchInductor draws other masks than PyTorch; a chunk has the same ones in both of its passes, or weights would differ."""
+    step = partial(_step, compile_forward=compile_layer)
+    chunks, streams = (
+        _train(recipe_with, monkeypatch, step, "training.max_steps=2", "evaluation.dev=none", part)
+        for part in ("training.grad_cache_chunk=8", "training.dropout_rng_streams=2")
+    )
+    assert_same_learning(chunks, streams)
 
 
 def test_a_layer_that_cannot_be_compiled_runs_uncompiled(
@@ -136,7 +149,10 @@ def _step(
 
 
 def _train(
-    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch, make_step: Callable[[TakeStep], TakeStep] | None
+    recipe_with: MakeRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    make_step: Callable[[TakeStep], TakeStep] | None,
+    *overrides: str,
 ) -> dict[str, torch.Tensor]:
     def opened(take_step: TakeStep, mode: CompileMode, steps: int, recorded: bool, emit: Listener) -> TakeStep:
         return take_step if make_step is None else make_step(take_step)
@@ -145,6 +161,7 @@ def _train(
         patch.setattr(trainer, "open_compiled_step", opened)
         # The padded batch on a CPU: packed layers have another forward pass.
         patch.setattr("distcse.models.fast.packing.can_pack", lambda *_: False)
-        spec, tables = make_spec(recipe_with("training.epochs=1", "student.pooling=mean", "training.engine=torch"))
+        fixed = ("training.epochs=1", "student.pooling=mean", "training.engine=torch")
+        spec, tables = make_spec(recipe_with(*fixed, *overrides))
         train(spec, tables, [])
         return weights_of(spec.run.path)
