@@ -24,7 +24,7 @@ class RecordedRNG(Protocol):
 
 
 _recorded: RecordedRNG | None = None
-"""A process records one step at a time. No context variable: autograd recomputes activations in threads of its own."""
+"""The recording in progress. Not a context variable: autograd recomputes activations in other threads."""
 
 
 def dropout_seed(seed: int, step: int, stream: int) -> int:

@@ -48,11 +48,11 @@ TRANS_ENCODER = {*_MODELS, *BINARY, *SICKR, "trans-encoder-mutual-base-large"}
 
 
 def test_all_packaged_recipes_load() -> None:
-    others = {"quickstart", "minilm-3layer", "best-small", "rankcse-in-rank-space", "minilm-mutual"}
+    others = {"quickstart", "minilm-3layer", "best-small", "rankcse-in-rank-space", "minilm-mutual", "three-mutual"}
     others |= {"three-teachers", "three-teachers-family"}
     assert set(packaged_recipes()) == {*TABLE_9, *SIMCSE, *DIFFCSE, *RANK_ENCODER, *TRANS_ENCODER, *others}
     for name in packaged_recipes():
-        wants_data = name in TRANS_ENCODER or name == "minilm-mutual"
+        wants_data = name in TRANS_ENCODER or name in ("minilm-mutual", "three-mutual")
         assert read_recipe(name, ["evaluation.data=x"] if wants_data else []).name == name
 
 

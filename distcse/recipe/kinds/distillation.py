@@ -227,7 +227,7 @@ class Recipe(BaseRecipe):
     def _terms_to_drop(self) -> list[str]:
         terms = self.objective
         fixes = [f"{key}: null" for key in terms.keys_that_need("queue", active=True)]
-        if terms.keys_that_need("detector", active=True):  # its edits of each stream have a seed of their own
+        if terms.keys_that_need("detector", active=True):  # its edits have another seed than the stream's
             fixes += [f"training.{fix}" for fix in self.training.changes_to_one_stream]
         if terms.custom:
             fixes.append("objective.custom: {}")  # their Python would run once, and never again
