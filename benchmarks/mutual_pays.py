@@ -31,13 +31,13 @@ from distcse.evaluation import EvalConfig, Tasks, collect, evaluate, make_candid
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.models import VectorModel
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress
-from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder
+from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import MutualRecipe, decided, read_recipe
 from distcse.storage import write_text_atomic
 

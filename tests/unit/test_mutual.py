@@ -31,6 +31,7 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, PairScores, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.sts import ScoredPairs
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
+from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.labels import combine
@@ -342,6 +343,26 @@ def test_sequential_phases_start_from_the_previous_phases_model(alone: MakeRecip
     assert not torch.equal(bi[name], start.backbone.state_dict()[name])
 
 
+def test_a_phases_initial_weights_are_mixed_into_its_scored_and_saved_bi_encoder(alone: MakeRecipe) -> None:
+    """Its training and the cross-encoders' are as without; the dev score is the saved model's, and the labels are its cosines."""
+    one_score = ("mutual.cycles=1", "evaluation.eval_steps=1000", "bi.epochs=1")
+    plain = run_mutual(alone(*one_score), Reporter())
+    mixed = run_mutual(alone(*one_score, "groups.0.init_weight_mix=0.25"), Reporter())
+    start = Encoder.from_section(mixed.recipe.groups[0]).state_dict()
+    trained, saved = (
+        Encoder.load(result.directory.path / "models" / "bert" / "bi", pooling="mean") for result in (plain, mixed)
+    )
+    for name, parameter in saved.named_parameters():
+        torch.testing.assert_close(parameter.data, 0.75 * trained.state_dict()[name] + 0.25 * start[name])
+    dev = DevPairs.of(mixed.recipe)
+    (best,) = (best for best in mixed.best if best.kind == "bi")
+    assert dev is not None and best.dev == pytest.approx(dev.score(VectorModel.of(saved)), abs=1e-4)
+    _, from_cross, from_bi = labels_of(mixed)
+    np.testing.assert_array_equal(labels_of(plain)[1], from_cross)
+    pairs = [*Pairs.open(mixed.directory.path / "pairs").both()]
+    np.testing.assert_allclose(VectorModel.of(saved).similarities(*zip(*pairs, strict=True)), from_bi, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_sequential_runs_first_cross_encoder_starts_from_the_labelling_bi_encoder(
     alone: MakeRecipe, tmp_path: Path, sentences: list[str]
@@ -434,6 +455,11 @@ def test_a_resumed_run_checks_its_records(alone: MakeRecipe) -> None:
         ("groups.1.workers=3", InvalidValueError, ("roberta", "3", "bi.batch_size", "16")),
         ("mutual.combine=mode", InvalidValueError, ("mutual.combine", "mode")),
         ("groups.0.lr=1", UnknownKeyError, ("groups.0.lr",)),
+        (
+            "groups.0={name: one, backbone: x, init_weight_mix: 0.5, bi: {engine: deepspeed, zero_stage: 3}}",
+            InvalidValueError,
+            ("groups.0.init_weight_mix", "ZeRO 3", "bi.zero_stage: 2"),
+        ),
     ],
 )
 def test_invalid_recipes_are_refused(

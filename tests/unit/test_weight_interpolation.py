@@ -13,8 +13,8 @@ from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import DevMetric
-from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.models import Encoder
+from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving

@@ -17,8 +17,8 @@ from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.experiments.distillation.model import Batch, StudentOutput, build_student
-from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.losses import TeacherOutputs, build_objective, gather_views
+from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
 from distcse.teachers.targets import TargetReader
 from distcse.teachers.teacher_weights import TeacherWeights

@@ -24,13 +24,13 @@ from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
 from distcse.experiments.distillation.warnings import band_warnings, cached_corpus_warnings, model_warnings
-from distcse.experiments.distillation.weight_interpolation import WeightInterpolation
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
 from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_rising_curve
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
+from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import Recipe

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import group_similar_lengths
+from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from distcse.trainer.schedule import total_steps
@@ -235,6 +238,7 @@ class PairTask:
             rounding, and by its dropout masks. Default: 1.
         streams: Parts of the global batch with a dropout random stream each, a multiple of `workers`. With equal streams, any
             number of workers has the same gradient up to the order of its sum. Default: one per worker.
+        init_weight_mix: Weight of a bi-encoder's initial parameters in the model that is scored. Default: 0.
     """
 
     evaluates_initial_model = False
@@ -255,12 +259,16 @@ class PairTask:
         dev_precision: str = "fp32",
         passes: int = 1,
         streams: int | None = None,
+        init_weight_mix: float = 0.0,
     ) -> None:
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
         self.labels = labels
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
         self._dev_precision, self._passes = dev_precision, passes
+        self._mixed: Callable[[], AbstractContextManager[None]] = nullcontext
+        if isinstance(encoder, Encoder):
+            self._mixed = partial(WeightInterpolation(encoder, init_weight_mix).applied_to, encoder)
         self._dev, self._eval_steps, self._seed, self._rank = dev, eval_steps, seed, rank
         self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
@@ -316,7 +324,8 @@ class PairTask:
 
     def evaluate(self) -> float:
         assert self._dev is not None
-        return self._dev.score(pair_model(self.model.encoder, self._dev_precision))
+        with self._mixed():
+            return self._dev.score(pair_model(self.model.encoder, self._dev_precision))
 
     def rank_rows(self, step: int) -> NDArray[np.int64]:
         """Return the rows of this worker's part of a step's batch."""

@@ -18,6 +18,7 @@ from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.experiments.mutual.stored_scores import StoredScores
 from distcse.experiments.mutual.tokens import TokenStores
 from distcse.models import CrossEncoder, Encoder
+from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
@@ -127,6 +128,7 @@ class PhaseTrainer:
             decided(context.recipe.evaluation.precision),
             passes,
             context.group.rng_streams,
+            context.group.init_weight_mix,
         )
         checkpoints, section = CheckpointStore(folder, context.lease), context.section(kind)
         key = context.recipe.loop_path(context.group, kind)
@@ -141,7 +143,7 @@ class PhaseTrainer:
             return None
         if rank() == 0:
             context.lease.check()
-            _save_best(self._initial_model(phase), checkpoints, folder, result.steps)
+            _save_best(self._initial_model(phase), checkpoints, folder, result.steps, context.group.init_weight_mix)
         barrier()
         return _load_result(folder)
 
@@ -189,14 +191,26 @@ class PhaseTrainer:
         return CrossEncoder.fresh(source, length, layers, group.dropout, trusts_code, group.is_fast)
 
 
-def _save_best(encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int) -> None:
-    """Save the best checkpoint as the phase's model, and write `result.json`, before deleting the checkpoints."""
+def _save_best(
+    encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int, init_weight_mix: float
+) -> None:
+    """Save the best checkpoint as the phase's model, and write `result.json`, before deleting the checkpoints.
+
+    Args:
+        encoder: The phase's initial model.
+        checkpoints: The phase's checkpoints.
+        folder: The folder of the phase.
+        steps: Number of steps of the training.
+        init_weight_mix: Weight of the initial parameters in a saved bi-encoder.
+    """
     store, best = open_store(folder), checkpoints.best() or checkpoints.latest()
     if best is None:
         raise CheckpointError(f"{store} has no checkpoint")
     state = load_trainer_state(best)
-    weights = load_weights(best)
-    encoder.load_state_dict({name.removeprefix("encoder."): weight for name, weight in weights.items()})
+    weights = {name.removeprefix("encoder."): weight for name, weight in load_weights(best).items()}
+    if isinstance(encoder, Encoder):
+        weights = WeightInterpolation(encoder, init_weight_mix).interpolate(weights)
+    encoder.load_state_dict(weights)
     encoder.eval().save(folder / "model")
     dev = dict(state.scores).get(state.step)
     result = PhaseResult(str(folder / "model"), state.step, dev, steps)

@@ -33,6 +33,9 @@ class GroupSection(TrainedSection):
     model that the bi-encoder came from."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this group's scores in the labels (with `combine: mean`)."""
+    init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Weight of a phase's initial parameters in its evaluated and saved bi-encoder (WiSE-FT interpolation, Wortsman et al. 2022,
+    Eq. 1). 0, as in the paper, saves the trained parameters unchanged."""
     bi: LoopOverrides = LoopOverrides()
     """Settings of this group's bi-encoders that differ from `bi`; their length is `max_length`."""
     cross: CrossOverrides = CrossOverrides()
@@ -331,6 +334,11 @@ class MutualRecipe(BaseRecipe):
                         f"{path}.cuda_graphs records the step of one worker with one dropout stream; write "
                         f"groups.{number}.workers: 1 and groups.{number}.max_workers: null, or {path}.cuda_graphs: off"
                     )
+            if group.init_weight_mix and loops[self.loop_path(group, "bi")].zero_stage == 3:
+                raise ValueError(
+                    f"groups.{number}.init_weight_mix is mixed into full weights, which no worker holds under ZeRO 3; write "
+                    f"{self.loop_path(group, 'bi')}.zero_stage: 2, or groups.{number}.init_weight_mix: 0"
+                )
             if group.rng_streams % group.workers:
                 raise ValueError(
                     f"group {group.name} has max_workers {group.max_workers}, which is no multiple of its workers {group.workers}"

@@ -1,4 +1,4 @@
-"""Interpolation between a student's initial and trained weights (WiSE-FT, Wortsman et al. 2022, Eq. 1).
+"""Interpolation between an encoder's initial and trained weights (WiSE-FT, Wortsman et al. 2022, Eq. 1).
 
 It keeps most of what training improved, and recovers abilities of the initial model that the training text does not cover.
 """
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from distcse.models import Encoder
+from distcse.models.encoder import Encoder
 
 
 class WeightInterpolation:
     """Mixes an encoder's initial parameters into its trained ones.
 
     Args:
-        encoder: The student before its first step; its parameters are copied.
+        encoder: The encoder before its first step; its parameters are copied unless `weight` is 0.
         weight: Weight of the initial parameters in the evaluated and saved model, in [0, 1). 0 keeps the trained ones.
     """
 
