@@ -94,9 +94,18 @@ class MutualPlan:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether all groups run at the same time on fewer devices than groups."""
-        runs_at_once = self.recipe.ray and self.shared_workers is None and not self.side_by_side
-        return runs_at_once and all(group.workers == 1 for group in self.recipe.groups)
+        """Whether all groups run at the same time on fewer devices than workers; on GPUs, groups of one worker only."""
+        return self._lacks_devices and not self._lacks_gpus
+
+    @property
+    def _lacks_devices(self) -> bool:
+        return self.recipe.ray and self.shared_workers is None and not self.side_by_side
+
+    @property
+    def _lacks_gpus(self) -> bool:
+        """Whether workers that need a separate GPU each, those of groups of several, would have none."""
+        is_gpu = self.cluster.machine.kind != "cpu"
+        return self._lacks_devices and is_gpu and any(group.workers > 1 for group in self.recipe.groups)
 
     @property
     def shared_workers(self) -> int | None:
@@ -170,6 +179,12 @@ class MutualPlan:
                     f"all groups need {gib(need)} together, more than {machine.name} has; lower cross.batch_size and "
                     "bi.batch_size, or write ray=false: one group runs after the other"
                 )
+        if self._lacks_gpus:
+            found.append(
+                f"the groups have {sum(group.workers for group in self.recipe.groups)} workers, and the cluster "
+                f"{self.cluster.devices} GPUs, which groups of several workers cannot share; lower groups.N.workers, or write "
+                "mutual.shared_workers: auto, with which groups take turns"
+            )
         if machine.kind != "cpu" and self.shares_devices and not found:
             needs = [max(totals[group.name].values()) for group in self.recipe.groups]
             need = max(sum(needs[number] for number in device) for device in placed(needs, self.cluster.devices))
@@ -217,8 +232,18 @@ class MutualPlan:
     @cached_property
     def _ends(self) -> list[list[float]]:
         """Seconds after which each group ends each phase, from the phase's beginning."""
-        seconds = [[stage.seconds for stage in stages] for stages in self.stages]
-        return [shared_ends(each, self.cluster.devices) for each in seconds] if self.shares_devices else seconds
+        if not self.shares_devices:
+            return [[stage.seconds for stage in stages] for stages in self.stages]
+        return [self._shared_ends([stage.seconds for stage in stages]) for stages in self.stages]
+
+    def _shared_ends(self, seconds: Sequence[float]) -> list[float]:
+        """Return when the groups end a phase whose workers share devices: a group ends with its last worker."""
+        owners = [number for number, group in enumerate(self.recipe.groups) for _ in range(group.workers)]
+        ends = shared_ends([seconds[owner] for owner in owners], self.cluster.devices)
+        return [
+            max(end for owner, end in zip(owners, ends, strict=True) if owner == number)
+            for number in range(len(seconds))
+        ]
 
     @property
     def _phases(self) -> list[Phase]:

@@ -35,7 +35,7 @@ from distcse.planning.calibration import (
     fit_factors,
     this_machine,
 )
-from distcse.planning.groups import shared_ends
+from distcse.planning.groups import MutualPlan, shared_ends
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import (
     GPU_LAUNCH,
@@ -57,7 +57,7 @@ from distcse.planning.scaling import scaled, scaling
 from distcse.planning.shapes import Blueprint, Shape, masked_lm_head, read_shape
 from distcse.planning.student import StudentRun
 from distcse.precision import decide_precisions
-from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
+from distcse.recipe import EncoderSection, MutualRecipe, Recipe, StudentSection, read_recipe, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
 from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
@@ -868,6 +868,25 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     assert described["driver_memory"] == 1_450_000
     assert main([*arguments, "--cluster", "3xL4-24G", "--corpus-rows", "1_000_000_000"]) == 1
     assert "IMPOSSIBLE the driver needs 135.04 GiB for 1,000,000,000 pairs" in capsys.readouterr().out
+
+
+def test_groups_of_several_workers_share_cpus_and_no_gpus(
+    tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [f"groups.{number}.backbone={tiny('bert')}" for number in range(3)]
+    arguments = ["minilm-mutual", *folders, "evaluation.dev=none", "groups.0.workers=2"]
+    arguments += ["groups.1.layers=[0]", "groups.2.layers=[0]"]
+    recipe = read_recipe(arguments[0], arguments[1:])
+    assert isinstance(recipe, MutualRecipe)
+    plan = MutualPlan.of(recipe, Cluster("one CPU", 1, 1, builtin_cpu(1, 2**40), 1e9), None)
+    assert plan.shares_devices and not plan.problems
+    seconds = [[group.seconds for group in stages] for stages in plan.stages]
+    assert plan.seconds == pytest.approx(sum(2 * two + one + other for two, one, other in seconds))
+    assert main([*arguments, "--cluster", "3xL4-24G"]) == 1
+    printed = capsys.readouterr().out
+    assert "the groups have 4 workers, and the cluster 3 GPUs, which groups of several workers cannot share" in printed
+    assert main([*arguments, "--cluster", "4xL4-24G"]) == 0
+    assert main([*arguments, "--cluster", "3xL4-24G", "mutual.shared_workers=auto"]) == 0
 
 
 def test_groups_that_share_a_device_end_one_after_the_other() -> None:
