@@ -53,7 +53,7 @@ class GraphRandomStates:
             graph.register_generator_state(state)
 
     @contextmanager
-    def next(self) -> Iterator[None]:
+    def drawing(self) -> Iterator[None]:
         """Context manager: let the device draw from the next state.
 
         Raises:

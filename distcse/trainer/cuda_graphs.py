@@ -118,7 +118,7 @@ class GraphRNG:
         """
         if seed not in self._states:
             raise RuntimeError("dropout uses a seed that is not in the step's inputs")
-        return self._states[seed].next()
+        return self._states[seed].drawing()
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Set the seeds of the next replay, in the order of those of the recording."""
