@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from distcse.errors import OutOfMemoryError
 from distcse.events import CheckpointSaved, Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from tests.backends import run_mutual
+from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.pairs import assert_same_labels, bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
 
@@ -89,6 +91,25 @@ def test_a_group_without_memory_continues_from_its_checkpoint_to_the_same_labels
     assert saved and repeated == saved[-1] + 1
     assert (disturbed.directory.path / "memory" / "only.json").exists()
     assert_same_labels(undisturbed.directory.path, disturbed.directory.path, tolerance=1e-4)
+
+
+def test_a_group_in_which_no_pair_fits_ends_with_advice(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    overrides = ("mutual.cycles=1", "cross.cuda_graphs=off")
+    recipe = make_mutual_recipe(tmp_path, {"only": tiny("bert")}, sentences, *overrides)
+    events: list[Event] = []
+    with (
+        simulated() as gpu,
+        gpu.out_of_memory(at="distcse/trainer/engines", times=10_000),
+        fails_with(OutOfMemoryError, "group only", "cycle-1-cross", "1 pair per forward pass", "batch_size=8"),
+    ):
+        run_mutual(recipe, Reporter(events.append))
+    inner = [event.event if isinstance(event, GroupEvent) else event for event in events]
+    halved = [event.text for event in inner if isinstance(event, LogMessage) and "out of memory" in event.text]
+    assert [f"at most {pairs} of 16 pairs" in text for pairs, text in zip((8, 4, 2, 1), halved, strict=True)] == [
+        True
+    ] * 4
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ class PhaseTrainer:
             result = train(task, section, checkpoints, reporter, cuda_graphs=cuda_graphs, key=key)
         except OutOfMemoryError as error:
             pairs = -(-task.rows_per_stream // passes)
-            place = f"group {context.group.name}, {phase.name}, {pairs} pairs per forward pass"
+            place = f"group {context.group.name}, {phase.name}, {pairs} pair{'s' * (pairs != 1)} per forward pass"
             raise OutOfMemoryError(f"{place}: {error}") from None
         if result.interrupted:
             return None
