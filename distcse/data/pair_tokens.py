@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data.pairs import Pairs
-from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
+from distcse.data.ragged import RaggedRows, RaggedWriter, fetch_label, find_cached, write_cache_folder
 from distcse.data.token_table import id_dtype, tokenizer_fingerprint, truncating, truncation_side
 from distcse.storage import text_checksum
 
@@ -96,14 +96,11 @@ class PairTokenTable:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def rows(self, ids: RowIds) -> tuple[list[NDArray[np.integer]], list[NDArray[np.integer]] | None]:
+    def rows(
+        self, ids: Iterable[int] | NDArray[np.int64]
+    ) -> tuple[list[NDArray[np.integer]], list[NDArray[np.integer]] | None]:
         """Return the token ids and the token type ids of rows, as views into the memory map; None without type ids."""
         rows = self._rows.rows(ids)
         if not self.has_kinds:
             return rows, None
         return [row[: len(row) // 2] for row in rows], [row[len(row) // 2 :] for row in rows]
-
-    def lengths(self, ids: RowIds) -> NDArray[np.int64]:
-        """Return the number of tokens in each row, with special tokens."""
-        lengths = self._rows.lengths(ids)
-        return lengths // 2 if self.has_kinds else lengths

@@ -20,7 +20,6 @@ from distcse.planning.passes import Pass, Terms, is_recorded, with_update
 from distcse.planning.plan import gib
 from distcse.planning.shapes import Shape, read_shape
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe
-from distcse.recipe.training import MAX_RECORDED_STREAMS
 from distcse.trainer.schedule import total_steps
 
 _KINDS: tuple[Kind, Kind] = ("cross", "bi")
@@ -273,7 +272,7 @@ class MutualPlan:
         rows = self.pairs * (2 if phase.kind == "cross" and self.recipe.cross_of(group).both_orders else 1)
         steps = total_steps(section, max(1, rows // section.batch_size))
         work = self._pass(number, phase.kind, section.batch_size / workers, True)
-        recorded = group.rng_streams <= MAX_RECORDED_STREAMS and is_recorded(
+        recorded = group.rng_streams == 1 and is_recorded(
             self.cluster.machine, workers, work.shape, section.cuda_graphs, section.changes_to_record
         )
         step = self._step(work, section, workers, recorded)

@@ -143,7 +143,7 @@ class LoopSection(Section):
         return [fix for fix, is_needed in fixes.items() if is_needed]
 
 
-MAX_RECORDED_STREAMS = 16
+_MAX_RECORDED_STREAMS = 16
 """Most dropout streams of a recorded step: a CUDA graph of BERT-base has about 8,000 kernels per stream."""
 
 
@@ -233,7 +233,7 @@ class TrainingSection(LoopSection):
     @property
     def changes_to_record(self) -> list[str]:
         fixes = super().changes_to_record + (["workers: 1"] if self.workers > 1 else [])
-        return fixes + (self.changes_to_one_stream if self.streams > MAX_RECORDED_STREAMS else [])
+        return fixes + (self.changes_to_one_stream if self.streams > _MAX_RECORDED_STREAMS else [])
 
     @property
     def changes_to_one_stream(self) -> list[str]:

@@ -125,8 +125,8 @@ def test_any_number_of_scorers_computes_the_same_scores(
         (["groups.0.max_workers=3"], "max_workers 3, which does not divide bi.batch_size 16"),
         (["groups.0.max_workers=2", "groups.0.workers=4"], "max_workers 2, which is no multiple of its workers 4"),
         (
-            ["groups.0.workers=2", "groups.0.bi.cuda_graphs=on", "bi.engine=torch"],
-            "groups.0.bi.cuda_graphs records the step of one worker, of at most 16; write groups.0.workers: 1",
+            ["groups.0.max_workers=2", "groups.0.bi.cuda_graphs=on", "bi.engine=torch"],
+            "groups.0.bi.cuda_graphs records the step of one worker with one dropout stream; write groups.0.workers: 1",
         ),
     ],
 )

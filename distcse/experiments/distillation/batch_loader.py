@@ -138,7 +138,7 @@ class BatchLoader:
         # On a GPU, all streams get the width of the global batch, so that recorded steps have few shapes. A loss that counts
         # padding up to the longest edited sentence must pad any stream as far, and the host would wait for that length.
         has_one_width = is_gpu(device) and (self._counts_padding or self._all_streams > 1)
-        width = int(lengths.max()) if has_one_width else 0
+        width = int(lengths.max()) if has_one_width else None
         streams = [
             (
                 self._collate(part, device, max_length, packs, width),
@@ -172,11 +172,13 @@ class BatchLoader:
         device: torch.device,
         max_length: int | None,
         packs: bool = False,
-        width: int = 0,
+        width: int | None = None,
     ) -> Tokens:
-        """Pad rows at least to `width`, and to the device's multiple; a loss that counts padding gets no more than needed."""
+        """Pad rows to a multiple of the device's, at least to `width`; a loss that counts padding gets no more than that."""
         multiple = 1 if self._counts_padding else defaults_of(device).width_multiple
-        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length, width).to(device)
+        if width is not None:
+            multiple *= -(-width // multiple)
+        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length).to(device)
 
 
 def split_rows(recipe: Recipe, rows: int) -> tuple[RowSet, NDArray[np.int64], NDArray[np.int64]]:

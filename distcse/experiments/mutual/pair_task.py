@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distcse.data import BatchSampler, Pairs, PairTokenTable, TokenTable
 from distcse.data.collate import collate
-from distcse.device import is_gpu, to_device
+from distcse.device import to_device
 from distcse.device_defaults import defaults_of
 from distcse.evaluation import PairModel, PairScores, VectorModel
 from distcse.evaluation.models import Progress
@@ -141,10 +141,6 @@ class PairTokens(ABC):
     def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
         """Return the token ids of the texts of the pairs at these rows, and their token type ids; None without type ids."""
 
-    @abstractmethod
-    def longest(self, rows: NDArray[np.int64]) -> int:
-        """Return the most tokens of a text of the pairs at these rows."""
-
     def batch(
         self,
         rows: NDArray[np.int64],
@@ -152,7 +148,6 @@ class PairTokens(ABC):
         device: torch.device,
         length_ratio: float = MIN_LENGTH_RATIO,
         passes: int = 1,
-        min_width: int = 0,
     ) -> PairBatch:
         """Collate the pairs at these rows.
 
@@ -162,7 +157,6 @@ class PairTokens(ABC):
             device: Device of the batch.
             length_ratio: Smallest ratio of the shortest to the longest text in a padded tensor; used on CPUs only.
             passes: Number of forward passes into which the texts are split, with recomputed activations. Default: 1, none split.
-            min_width: Pad as if a text had this length. Default: 0.
         """
         texts, kinds = self.texts(rows)
         # On a GPU, one padded pass is faster than several small ones, and than one that skips padding.
@@ -173,7 +167,7 @@ class PairTokens(ABC):
             parts = [part[begin : begin + size] for part in parts for begin in range(0, len(part), size)]
         collated = []
         for part in parts:
-            width = defaults_of(device).width_multiple, self._max_length, min_width
+            width = defaults_of(device).width_multiple, self._max_length
             tokens = collate([texts[index] for index in part], self._pad_id, on_cpu, *width).to(device)
             part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0, False, *width)
             kind_ids = None if part_kinds is None else part_kinds.to(device).ids
@@ -200,13 +194,7 @@ class BiTokens(PairTokens):
 
     def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], None]:
         """Return the token ids of the first sentences of the pairs at these rows, then those of the second ones."""
-        return self._table.rows(self._sentences(rows)), None
-
-    def longest(self, rows: NDArray[np.int64]) -> int:
-        return int(self._table.lengths(self._sentences(rows)).max())
-
-    def _sentences(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._pairs[rows].T.reshape(-1).astype(np.int64)
+        return self._table.rows(self._pairs[rows].T.reshape(-1).astype(np.int64)), None
 
 
 class CrossTokens(PairTokens):
@@ -227,9 +215,6 @@ class CrossTokens(PairTokens):
     def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
         """Return the token ids and token type ids at these rows (see `PairTokenTable.rows`)."""
         return self._table.rows(rows)
-
-    def longest(self, rows: NDArray[np.int64]) -> int:
-        return int(self._table.lengths(rows).max())
 
 
 class PairTask:
@@ -287,7 +272,7 @@ class PairTask:
         self._dev, self._eval_steps, self._seed, self._rank = dev, eval_steps, seed, rank
         self._batch_size, self._accumulation = section.batch_size, section.gradient_accumulation
         self.rows = section.batch_size // workers
-        self._all_streams = streams = streams or workers
+        streams = streams or workers
         own_streams = streams // workers
         self._streams = range(rank * own_streams, (rank + 1) * own_streams)
         self.rows_per_stream = section.batch_size // streams
@@ -300,14 +285,9 @@ class PairTask:
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs[list[PairBatch], Tensor]:
         rows = self.rank_rows(step)
-        # All streams of a recorded step have one width, on any number of workers: recorded steps then have few shapes.
-        has_one_width = is_gpu(device) and self._all_streams > 1
-        width = self._tokens.longest(self._sampler.batch(step)) if has_one_width else 0
         labels = torch.from_numpy(self.labels[rows % len(self.labels)])  # both orders of a pair have one label
         streams = [
-            self._tokens.batch(
-                part, dropout_seed(self._seed, step, stream), device, self._length_ratio, self._passes, width
-            )
+            self._tokens.batch(part, dropout_seed(self._seed, step, stream), device, self._length_ratio, self._passes)
             for stream, part in zip(self._streams, np.split(rows, len(self._streams)), strict=True)
         ]
         return StepInputs(streams, to_device(labels, device))

@@ -20,7 +20,6 @@ from distcse.experiments.mutual.tokens import TokenStores
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
-from distcse.recipe.training import MAX_RECORDED_STREAMS
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoint_files import load_trainer_state, load_weights
@@ -153,10 +152,8 @@ class PhaseTrainer:
         section, group = self._context.section(phase.kind), self._context.group
         key = self._context.recipe.loop_path(group, phase.kind)
         changes = [f"{key}.{change}" for change in section.changes_to_record]
-        if group.workers > 1:
-            changes.append(f"workers: 1 in group {group.name}")
-        elif group.rng_streams > MAX_RECORDED_STREAMS:
-            changes.append(f"max_workers: {MAX_RECORDED_STREAMS} in group {group.name}")
+        if group.rng_streams > 1:
+            changes.append(f"{'workers: 1' if group.workers > 1 else 'max_workers: null'} in group {group.name}")
         backbone = encoder.backbone if isinstance(encoder, Encoder) else encoder.model
         emit = reporter.emit if phase.cycle <= 1 else ignore
         return graph_mode(section.cuda_graphs, changes, backbone, group.backbone, key, emit)

@@ -20,7 +20,7 @@ from distcse.recipe.paths import absolute, absolute_folder, absolute_path, absol
 from distcse.recipe.resources import ResourcesSection, can_share_gpu, check_gpu_keys
 from distcse.recipe.section import Gpus, Labels, Name, Precision, Section
 from distcse.recipe.storage import StorageSection
-from distcse.recipe.training import MAX_RECORDED_STREAMS, LoopSection
+from distcse.recipe.training import LoopSection
 
 
 class GroupSection(TrainedSection):
@@ -329,11 +329,10 @@ class MutualRecipe(BaseRecipe):
                         f"group {group.name} has max_workers {group.max_workers}, which does not divide {path}.batch_size "
                         f"{section.batch_size}"
                     )
-                if section.cuda_graphs == "on" and (group.workers > 1 or group.rng_streams > MAX_RECORDED_STREAMS):
+                if section.cuda_graphs == "on" and group.rng_streams > 1:
                     raise ValueError(
-                        f"{path}.cuda_graphs records the step of one worker, of at most {MAX_RECORDED_STREAMS}; write "
-                        f"groups.{number}.workers: 1 and groups.{number}.max_workers: {MAX_RECORDED_STREAMS}, or "
-                        f"{path}.cuda_graphs: off"
+                        f"{path}.cuda_graphs records the step of one worker with one dropout stream; write "
+                        f"groups.{number}.workers: 1 and groups.{number}.max_workers: null, or {path}.cuda_graphs: off"
                     )
             if group.init_weight_mix and loops[self.loop_path(group, "bi")].zero_stage == 3:
                 raise ValueError(
