@@ -585,7 +585,7 @@ def gradient_cache(bench: Bench) -> Iterator[Figure]:
     few = bench.steps // 8 or 1
     rounds = interleave({name: bench.sampler(way, few) for name, way in ways.items()}, bench.effort, again="plain")
     terms = {f"{name}, ms": rounds.of(lambda s, name=name: 1000 * s[name], "wall").median for name in ways}  # type: ignore[misc]
-    at = f"base, N = {n}, eight chunks"
+    at = f"base, N = {n}, eight chunks, {'recorded' if bench.records else 'call by call'}"
     yield replace(of_ratio(33, "cost", rounds, "chunks", "plain", at, "wall"), terms=terms)
 
 
@@ -941,6 +941,10 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds after which no further rows begin")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if unknown := {*(options.rows or ())} - {row for rows in PARTS for row in rows}:
+        parser.error(
+            f"--rows {min(unknown)} is no row of a GPU; choose from {sorted({row for rows in PARTS for row in rows})}"
+        )
     if options.device != "gpu" and not options.tiny:
         parser.error("a CPU takes hours at these sizes and measures nothing that is asked for; add --tiny")
     if options.device == "sim":
@@ -967,8 +971,7 @@ def measure(device: str, options: argparse.Namespace) -> None:
     problems: dict[str, str] = {}
     begun, failed = time.monotonic(), []
     chosen = {rows: part for rows, part in PARTS.items() if options.rows is None or {*rows} & {*options.rows}}
-    stored = options.out / report.place / f"{report.group}.json"
-    kept = Report.read(stored).figures if options.rows is not None and stored.exists() and not options.tiny else []
+    kept = [] if options.rows is None or options.tiny else kept_figures(report, options.out)
     for rows, part in chosen.items():
         if time.monotonic() - begun > options.budget:
             problems[f"rows {rows}"] = "out of time"
@@ -986,8 +989,8 @@ def measure(device: str, options: argparse.Namespace) -> None:
                 )
                 break
         finally:
-            measured = {(figure.row, figure.part, figure.setting) for figure in report.figures}
-            kept = [figure for figure in kept if (figure.row, figure.part, figure.setting) not in measured]
+            measured = {(figure.row, figure.part) for figure in report.figures}
+            kept = [figure for figure in kept if (figure.row, figure.part) not in measured]
             report = replace(report, not_run=problems | missing([*report.figures, *kept]))
             if not options.tiny:
                 replace(report, figures=[*report.figures, *kept]).write(options.out)
@@ -1002,6 +1005,15 @@ def measure(device: str, options: argparse.Namespace) -> None:
         print(f"written: {replace(report, figures=[*report.figures, *kept]).write(options.out)}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
+
+
+def kept_figures(report: Report, folder: Path) -> list[Figure]:
+    """The stored figures of the same machine and settings, none of others: rows that are measured again replace them."""
+    stored = folder / report.place / f"{report.group}.json"
+    if not stored.exists():
+        return []
+    before = Report.read(stored)
+    return before.figures if (before.machine, before.settings) == (report.machine, report.settings) else []
 
 
 def missing(figures: list[Figure]) -> dict[str, str]:

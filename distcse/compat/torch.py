@@ -52,6 +52,11 @@ class GraphRandomStates:
         for state in self._states:
             graph.register_generator_state(state)
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the device has drawn from a state."""
+        return self._used > 0
+
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Context manager: let the device draw from the next state.

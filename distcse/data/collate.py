@@ -48,6 +48,7 @@ def collate(
     with_token_index: bool = False,
     width_multiple: int = 1,
     max_length: int | None = None,
+    min_width: int = 0,
 ) -> Tokens:
     """Pad B rows of token ids on the right to the longest row.
 
@@ -57,9 +58,10 @@ def collate(
         with_token_index: Compute `Tokens.token_index`, for a packed forward pass.
         width_multiple: Pad further, to a multiple of this length. Default: no further.
         max_length: Length that no padding exceeds: the model may have no positions beyond. Default: none.
+        min_width: Pad as if a row had this length. Default: 0.
     """
     lengths = np.array([len(row) for row in rows])
-    longest = int(lengths.max())
+    longest = max(int(lengths.max()), min_width)
     width = longest + -longest % width_multiple
     width = width if max_length is None else max(longest, min(width, max_length))
     is_token = np.arange(width) < lengths[:, None]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.data.pairs import Pairs
 from distcse.data.ragged import RaggedRows, RaggedWriter, fetch_label, find_cached, write_cache_folder
-from distcse.data.token_table import id_dtype, tokenizer_fingerprint, truncating, truncation_side
+from distcse.data.token_table import id_dtype, tokenizer_fingerprint, tokenizing, truncation_side
 from distcse.storage import text_checksum
 
 FORMAT = 1
@@ -72,7 +72,7 @@ class PairTokenTable:
         with write_cache_folder(directory, _LABEL) as (temporary, label):
             dtype = id_dtype(tokenizer)
             label.update(dtype=dtype.str, pad_id=tokenizer.pad_token_id or 0, has_kinds=has_kinds)
-            with RaggedWriter(temporary) as writer, truncating(tokenizer, max_length) as backend:
+            with RaggedWriter(temporary) as writer, tokenizing(tokenizer, max_length) as backend:
                 for order in range(2 if both_orders else 1):
                     for begin in range(0, len(pairs), _CHUNK):
                         texts = pairs.texts(begin, begin + _CHUNK)

@@ -134,7 +134,7 @@ class Tokenization:
                 label["rows"] = writer.finish()
 
     def _tokenize(self, rows: range, writer: RaggedWriter, on_progress: Callable[[int], None] | None) -> None:
-        with truncating(self.tokenizer, self.max_length) as backend:
+        with tokenizing(self.tokenizer, self.max_length) as backend:
             for first in range(rows.start, rows.stop, _CHUNK):
                 texts = self.corpus.texts(range(first, min(first + _CHUNK, rows.stop)))
                 ids = encode_batch(backend, [self.prompt + text for text in texts] if self.prompt else texts)
@@ -233,7 +233,7 @@ class TokenTable:
 
 def count_tokens(tokenizer: Any, texts: list[str] | list[tuple[str, str]]) -> NDArray[np.int64]:
     """Return the (n,) numbers of tokens of n texts, or of n pairs of texts, with special tokens, without truncation."""
-    with truncating(tokenizer, None) as backend:
+    with tokenizing(tokenizer, None) as backend:
         return np.array([len(row) for row in encode_batch(backend, texts)], dtype=np.int64)
 
 
@@ -271,7 +271,7 @@ def id_dtype(tokenizer: Any) -> np.dtype[Any]:
 
 
 @contextmanager
-def truncating(tokenizer: Any, max_length: int | None) -> Iterator[Any]:
+def tokenizing(tokenizer: Any, max_length: int | None) -> Iterator[Any]:
     """Yield the Rust tokenizer with truncation, or none, and without padding; restore its settings afterwards."""
     backend = _backend(tokenizer)
     truncation, padding = backend.truncation, backend.padding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,10 @@ from distcse.errors import DistcseError
 from distcse.events import Reporter
 from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.resources import gpu_role
 from distcse.experiments.mutual.scheduling import RemainingWork, makespan_bound, worker_counts
+from distcse.placement.gpu_shares import share_gpus
+from distcse.placement.resources import Node
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
 from distcse.planning.machines import Cluster
 from distcse.planning.memory import FITS, WorkerMemory, gathered_bytes, states
@@ -94,18 +97,23 @@ class MutualPlan:
 
     @property
     def shares_devices(self) -> bool:
-        """Whether all groups run at the same time on fewer devices than workers; on GPUs, groups of one worker only."""
-        return self._lacks_devices and not self._lacks_gpus
+        """Whether all groups run at the same time on fewer devices than workers, each on a share of them."""
+        return self._lacks_devices and not self._without_gpu
 
     @property
     def _lacks_devices(self) -> bool:
         return self.recipe.ray and self.shared_workers is None and not self.side_by_side
 
-    @property
-    def _lacks_gpus(self) -> bool:
-        """Whether workers that need a separate GPU each, those of groups of several, would have none."""
-        is_gpu = self.cluster.machine.kind != "cpu"
-        return self._lacks_devices and is_gpu and any(group.workers > 1 for group in self.recipe.groups)
+    @cached_property
+    def _without_gpu(self) -> list[str]:
+        """Groups that get no GPU where there are too few, as a run shares them out."""
+        if not self._lacks_devices or self.cluster.machine.kind == "cpu":
+            return []
+        groups, each = self.recipe.groups, {"GPU": float(self.cluster.per_node)}
+        nodes = [Node(str(number), each, {}) for number in range(self.cluster.nodes)]
+        # Nodes have no labels here: those of the recipe are left out.
+        roles = [replace(gpu_role(self.recipe, number), labels=None) for number in range(len(groups))]
+        return [group.name for group, share in zip(groups, share_gpus(roles, nodes), strict=True) if not share]
 
     @property
     def shared_workers(self) -> int | None:
@@ -179,11 +187,10 @@ class MutualPlan:
                     f"all groups need {gib(need)} together, more than {machine.name} has; lower cross.batch_size and "
                     "bi.batch_size, or write ray=false: one group runs after the other"
                 )
-        if self._lacks_gpus:
+        if self._without_gpu:
             found.append(
-                f"the groups have {sum(group.workers for group in self.recipe.groups)} workers, and the cluster "
-                f"{self.cluster.devices} GPUs, which groups of several workers cannot share; lower groups.N.workers, or write "
-                "mutual.shared_workers: auto, with which groups take turns"
+                f"no GPU is left for {' and '.join(self._without_gpu)}, which would train on CPUs; lower groups.N.workers, or "
+                "write mutual.shared_workers: auto, with which groups take turns"
             )
         if machine.kind != "cpu" and self.shares_devices and not found:
             needs = [max(totals[group.name].values()) for group in self.recipe.groups]

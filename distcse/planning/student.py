@@ -294,7 +294,7 @@ class StudentRun:
 
     def compiles_layers(self, machine: Machine, workers: int) -> bool:
         """Return whether the student's layers are compiled (`training.compile_layers`)."""
-        mode = self.recipe.training.compile_layers
+        mode = self.recipe.training.layer_compilation
         return compiles_layers(mode, self.steps, self.records_steps(machine, workers))
 
     def _all_passes(self, workers: int, batch: int, kind: str, length: float | None = None) -> list[Pass]:

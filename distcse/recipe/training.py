@@ -89,8 +89,9 @@ class LoopSection(Section):
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
     instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
-    accumulation, no gradient cache, no custom term and no queue; where the capture fails, steps run eagerly, and the run says
-    why. `on` refuses recipes whose steps cannot be captured, and fails where the capture fails."""
+    accumulation, at most 16 dropout streams or chunks of a gradient cache (a single stream with DiffCSE's term, and in mutual
+    distillation), no custom term and no queue; where the capture fails, steps run eagerly, and the run says why. `on` refuses
+    recipes whose steps cannot be captured, and fails where the capture fails."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between two reports of loss and learning rate."""
 
@@ -143,7 +144,7 @@ class LoopSection(Section):
         return [fix for fix, is_needed in fixes.items() if is_needed]
 
 
-_MAX_RECORDED_STREAMS = 16
+MAX_RECORDED_STREAMS = 16
 """Most dropout streams of a recorded step: a CUDA graph of BERT-base has about 8,000 kernels per stream."""
 
 
@@ -177,7 +178,8 @@ class TrainingSection(LoopSection):
     processes the batch as one."""
     compile_layers: Literal["auto", "on", "off"] = "auto"
     """Compile the student's layers by `torch.compile` in steps that are recorded as CUDA graphs. `auto` does so in runs of at
-    least 2,000 steps, because compiling takes up to a minute; where it fails, layers run uncompiled, and the run says why."""
+    least 2,000 steps without a gradient cache, because compiling takes up to a minute; where it fails, layers run uncompiled,
+    and the run says why."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts from the last checkpoint after losing a worker or node."""
 
@@ -231,16 +233,21 @@ class TrainingSection(LoopSection):
         return self
 
     @property
+    def layer_compilation(self) -> Literal["auto", "on", "off"]:
+        """`compile_layers`, with `auto` off for a gradient cache, whose compiled and recorded steps no GPU has run."""
+        return "off" if self.compile_layers == "auto" and self.grad_cache_chunk is not None else self.compile_layers
+
+    @property
     def changes_to_record(self) -> list[str]:
         fixes = super().changes_to_record + (["workers: 1"] if self.workers > 1 else [])
-        return fixes + (self.changes_to_one_stream if self.streams > _MAX_RECORDED_STREAMS else [])
+        return fixes + (self.changes_to_one_stream if self.streams > MAX_RECORDED_STREAMS else [])
 
     @property
     def changes_to_one_stream(self) -> list[str]:
-        """Changes of this section without which a batch has several dropout streams, however many workers there are."""
-        if self._named_streams in (None, 1):
-            return []
-        return ["grad_cache_chunk: null" if self.grad_cache_chunk else "dropout_rng_streams: null"]
+        """Changes of this section without which each of a worker's forward passes has a dropout stream of the batch's rows."""
+        if self.grad_cache_chunk is not None:
+            return ["grad_cache_chunk: null"]
+        return ["dropout_rng_streams: null"] if self.dropout_rng_streams not in (None, 1) else []
 
     @property
     def worker_counts(self) -> list[int]:

@@ -34,6 +34,8 @@ GraphMode = Literal["auto", "on", "off"]
 """Values of `cuda_graphs` in a training section."""
 MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
+_MAX_STREAMS_IN_GRAPHS = 32
+"""Maximum number of dropout streams in all recordings together, each with thousands of kernels; the first is always recorded."""
 _PASSES_OF_SEED = 2
 """Forward passes that draw from one dropout seed, at most: that of the step, and its recomputation by a gradient cache."""
 
@@ -83,6 +85,7 @@ class CudaGraphs:
         try:
             with first_error(recording), recorded_rng(rng):
                 result = call()
+                rng.require_all()
         except RuntimeError:
             self._module.set_stream(
                 current
@@ -119,6 +122,15 @@ class GraphRNG:
         if seed not in self._states:
             raise RuntimeError("dropout uses a seed that is not in the step's inputs")
         return self._states[seed].drawing()
+
+    def require_all(self) -> None:
+        """Check that the step has drawn with all of its seeds, or, without dropout, with none.
+
+        Raises:
+            RuntimeError: It has drawn with some: an integer of its inputs is no seed, and would never change in replays.
+        """
+        if len({states.is_used for states in self._states.values()}) > 1:
+            raise RuntimeError("dropout does not use all integers of the step's inputs")
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Set the seeds of the next replay, in the order of those of the recording."""
@@ -247,9 +259,10 @@ class CudaGraphStep:
         self._lr.fill_(lr)  # also a tensor in eager steps: a resumed run must compute the same as replayed ones
         tensors = _find_parts(inputs, Tensor)
         shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        if shape in self._seen - self._recorded.keys() and len(self._recorded) < MAX_GRAPHS and not self._has_failed:
+        seeds = _find_parts(inputs, int)
+        if shape in self._seen - self._recorded.keys() and self._has_room(len(seeds)) and not self._has_failed:
             static_inputs = _map_parts(inputs, torch.clone, Tensor)
-            recorded = self._record(engine, task, static_inputs, self._lr)
+            recorded = self._record(engine, task, static_inputs, seeds, self._lr)
             if recorded is not None:
                 self._recorded[shape] = _find_parts(static_inputs, Tensor), recorded
         if shape not in self._recorded:
@@ -259,19 +272,25 @@ class CudaGraphStep:
         static_tensors, replay = self._recorded[shape]
         for static, new in zip(static_tensors, tensors, strict=True):
             static.copy_(new)
-        terms = replay(_find_parts(inputs, int))
+        terms = replay(seeds)
         return {name: term.clone() for name, term in terms.items()}
+
+    def _has_room(self, streams: int) -> bool:
+        """Return whether another shape can be recorded; all shapes have equally many streams."""
+        number = len(self._recorded)
+        return number < MAX_GRAPHS and (number == 0 or (number + 1) * streams <= _MAX_STREAMS_IN_GRAPHS)
 
     def _record(
         self,
         engine: Engine,
         task: TrainingTask[ModelInputs, LossInputs, Output],
         inputs: StepInputs[ModelInputs, LossInputs],
+        seeds: Sequence[int],
         lr: Tensor,
     ) -> Callable[[Sequence[int]], dict[str, Tensor]] | None:
         """Record the step; None if it cannot be recorded and `on_failure` is there."""
         try:
-            return self._recorder.record(lambda: self._take_step(engine, task, inputs, lr), _find_parts(inputs, int))
+            return self._recorder.record(lambda: self._take_step(engine, task, inputs, lr), seeds)
         except RuntimeError as error:
             reason = first_line(error)
             if self._on_failure is None:

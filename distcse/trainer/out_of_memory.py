@@ -23,13 +23,15 @@ class OutOfMemoryAdvice:
         device: Device of the training.
         section: The recipe's training section.
         key: Its recipe key.
+        is_recorded: Whether steps are recorded as CUDA graphs. Default: False.
 
     Raises:
         OutOfMemoryError: The block exhausted the device's memory. The same values would exhaust it again.
     """
 
-    def __init__(self, device: torch.device | str, section: LoopSection, key: str) -> None:
+    def __init__(self, device: torch.device | str, section: LoopSection, key: str, is_recorded: bool = False) -> None:
         self._device = device
+        self._is_recorded = is_recorded
         self._section = section
         self._key = key
 
@@ -45,7 +47,7 @@ class OutOfMemoryAdvice:
         traceback.clear_frames(trace)  # its frames would keep the step's tensors alive
         raise OutOfMemoryError(
             f"a training step ran out of memory with {rows} of {section.batch_size} rows on this worker in "
-            f"{section.precision}, on {problem}. {_describe_fixes(section, self._key, rows, is_gpu(self._device))}"
+            f"{section.precision}, on {problem}. {_describe_fixes(section, self._key, rows, self._is_recorded)}"
         ) from None
 
 
@@ -71,7 +73,7 @@ def _describe_error(error: torch.OutOfMemoryError) -> str:
     return (requested[0] if requested else text) + limit
 
 
-def _describe_fixes(section: LoopSection, key: str, rows: int, on_gpu: bool) -> str:
+def _describe_fixes(section: LoopSection, key: str, rows: int, is_recorded: bool) -> str:
     """List the ways out: those that a resumed run can take, and those that need a new run."""
     new_run = [f"{key}.batch_size={max(2, section.batch_size // 2)}"]
     if section.precision == "fp32":
@@ -88,7 +90,7 @@ def _describe_fixes(section: LoopSection, key: str, rows: int, on_gpu: bool) -> 
     workers = max(1, section.workers) * 2
     if section.batch_size % workers == 0 and not section.grad_cache_chunk:
         resumed.append(f"training.workers={workers}")
-    if on_gpu and section.cuda_graphs != "off" and not section.changes_to_record:
+    if is_recorded:
         resumed.append("training.cuda_graphs=off (recorded steps keep their memory)")
     if not resumed:
         return f"The last checkpoint is kept; {begin_again}"

@@ -80,8 +80,8 @@ def train(
     if restored is not None:
         reporter.emit(LogMessage(f"resuming after step {state.step:,} of {task.steps:,}"))
         task.model.load_state_dict(restored.weights)
-    memory_advice = OutOfMemoryAdvice(default_device(), section, key)
     records = records_steps(cuda_graphs)
+    memory_advice = OutOfMemoryAdvice(default_device(), section, key, records)
     with memory_advice:
         engine = make_engine(task.model, section, task.rows, restored, records)
     take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from distcse.data import Corpus
+from distcse.data.collate import Tokens
 from distcse.events import DevScore, Event, Reporter
-from distcse.experiments.distillation.batch_loader import TrainSpec
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
@@ -137,6 +138,24 @@ def no_wait(gpu: Simulation) -> Iterator[None]:
         yield
     assert {place: count for place, count in gpu.waits.items() if " in teacher" not in place} == ALLOWED
     assert gpu.launches > 0
+
+
+def test_streams_that_could_be_recorded_have_one_width(recipe_of: MakeRecipe) -> None:
+    """That of the global batch, on any number of workers."""
+    spec, _ = make_spec(recipe_of("training.dropout_rng_streams=4"))
+    with simulated():
+        widths = [
+            [tokens.ids.shape[1] for rank in range(workers) for tokens, _ in streams_of(spec, rank, workers, step)]
+            for step in range(8)
+            for workers in (1, 2, 4)
+        ]
+    assert all(len(each) == 4 and len({*each}) == 1 for each in widths)
+    on_cpu = BatchLoader(spec, 0, 1)
+    assert any(len({t.ids.shape[1] for t, _ in on_cpu.batch(n, torch.device("cpu")).streams}) > 1 for n in range(8))
+
+
+def streams_of(spec: TrainSpec, rank: int, workers: int, step: int) -> Sequence[tuple[Tokens, int]]:
+    return BatchLoader(spec, rank, workers).batch(step, torch.device("gpu")).streams
 
 
 def check_steps(recipe: Recipe) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from distcse.errors import CUDAGraphError, InvalidValueError
 from distcse.events import Event, Listener, LogMessage, StepReport
+from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.trainer import cuda_graphs as graphs
 from distcse.trainer import trainer
 from distcse.trainer.cuda_graphs import CudaGraphStep
 from distcse.trainer.dropout_rng import recorded_rng
-from distcse.trainer.task import TakeStep
+from distcse.trainer.task import StepInputs, TakeStep
 from tests.failures import fails_with
 from tests.jobs import make_spec, train, train_with_and_without_interruption
 from tests.weights import assert_equal_weights, weights_of
@@ -126,6 +128,41 @@ def test_recorded_steps_give_the_same_weights_as_eager_ones(
     assert recorder.replayed > result.steps / 2 or max_graphs == 2
 
 
+@pytest.mark.parametrize(("streams", "recorded"), [(2, 8), (8, 4), (16, 2)])
+def test_shapes_of_many_streams_are_recorded_less_often(
+    streams: int, recorded: int, recipe_with: MakeRecipe, recorder: CpuRecorder
+) -> None:
+    """Twelve shapes, each twice: a step is recorded when its shape comes again."""
+    spec, _ = make_spec(recipe_with(GRAPHS, f"training.dropout_rng_streams={streams}"))
+    batch, engine = BatchLoader(spec, 0, 1).batch(0, torch.device("cpu")), SimpleNamespace(device=torch.device("cpu"))
+    step = CudaGraphStep(lambda *_: {"loss": torch.zeros(())}, recorder)
+    for number in [*range(12), *range(12)]:
+        step(engine, None, StepInputs(batch, torch.zeros(number + 1)), 0.1)  # type: ignore[arg-type]
+    assert recorder.recorded == recorded
+
+
+def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
+    """With no random states: what is not in the step's inputs would never change in replays."""
+    generator: Any = SimpleNamespace(
+        clone_state=lambda: generator, graphsafe_get_state=lambda: generator, graphsafe_set_state=id
+    )
+    module = SimpleNamespace(default_generators=[generator], current_device=lambda: 0)
+    rng = graphs.GraphRNG(module, SimpleNamespace(register_generator_state=id), [3, 5])
+    rng.require_all()
+    with rng.drawing(3), pytest.raises(RuntimeError, match="not in the step's inputs"), rng.drawing(4):
+        pass
+    with pytest.raises(RuntimeError, match="does not use all integers"):
+        rng.require_all()
+    with (
+        rng.drawing(5),
+        rng.drawing(5),
+        pytest.raises(RuntimeError, match="drawn from more than 2 times"),
+        rng.drawing(5),
+    ):
+        pass
+    rng.require_all()
+
+
 def test_a_resumed_run_takes_eager_steps_that_were_replayed_before(
     recipe_with: MakeRecipe, recorder: CpuRecorder
 ) -> None:
@@ -219,6 +256,7 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
         (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),
         (("training.batch_size=64", "training.dropout_rng_streams=32"), "dropout_rng_streams: null"),
         (("training.grad_cache_chunk=4", *DETECTING), "training.grad_cache_chunk: null"),
+        (("training.batch_size=8", "training.grad_cache_chunk=8", *DETECTING), "training.grad_cache_chunk: null"),
         (("objective.rank.queue={num_batches: 2}", "student.projection=none"), "objective.rank.queue: null"),
         (("objective.custom={mine: {class_path: 'a.py:Mine'}}",), "objective.custom: {}"),
         (("student.trust_remote_code=true",), "student.trust_remote_code: false"),

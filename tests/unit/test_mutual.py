@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import warnings
@@ -460,13 +461,18 @@ def test_a_resumed_run_checks_its_records(alone: MakeRecipe) -> None:
             InvalidValueError,
             ("groups.0.init_weight_mix", "ZeRO 3", "bi.zero_stage: 2"),
         ),
+        (
+            "groups.0={name: one, backbone: x, init_weight_mix: 0.5} mutual.initialization=sequential",
+            InvalidValueError,
+            ("groups.0.init_weight_mix", "write refresh"),
+        ),
     ],
 )
 def test_invalid_recipes_are_refused(
     both: MakeRecipe, override: str, error: type[RecipeError], named: tuple[str, ...]
 ) -> None:
     with fails_with(error, *named):
-        both(override)
+        both(*re.split(r" (?=mutual)", override))
 
 
 def test_missing_columns_are_refused(both: MakeRecipe, tmp_path: Path) -> None:

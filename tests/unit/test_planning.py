@@ -870,7 +870,7 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     assert "IMPOSSIBLE the driver needs 135.04 GiB for 1,000,000,000 pairs" in capsys.readouterr().out
 
 
-def test_groups_of_several_workers_share_cpus_and_no_gpus(
+def test_groups_of_several_workers_share_devices_as_a_run_shares_them_out(
     tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [f"groups.{number}.backbone={tiny('bert')}" for number in range(3)]
@@ -882,11 +882,13 @@ def test_groups_of_several_workers_share_cpus_and_no_gpus(
     assert plan.shares_devices and not plan.problems
     seconds = [[group.seconds for group in stages] for stages in plan.stages]
     assert plan.seconds == pytest.approx(sum(2 * two + one + other for two, one, other in seconds))
-    assert main([*arguments, "--cluster", "3xL4-24G"]) == 1
+    assert main([*arguments, "--cluster", "3xL4-24G"]) == 0
+    assert "3 groups in parallel, which share 3 devices" in capsys.readouterr().out
+    two = ["groups.1.workers=2", "--cluster", "3xL4-24G"]
+    assert main([*arguments, *two]) == 1
     printed = capsys.readouterr().out
-    assert "the groups have 4 workers, and the cluster 3 GPUs, which groups of several workers cannot share" in printed
-    assert main([*arguments, "--cluster", "4xL4-24G"]) == 0
-    assert main([*arguments, "--cluster", "3xL4-24G", "mutual.shared_workers=auto"]) == 0
+    assert "no GPU is left for " in printed and "mutual.shared_workers: auto" in printed
+    assert main([*arguments, *two, "mutual.shared_workers=auto"]) == 0
 
 
 def test_groups_that_share_a_device_end_one_after_the_other() -> None:

@@ -20,6 +20,7 @@ from distcse.experiments.distillation.embedding_queue import rank_slice
 from distcse.experiments.distillation.model import Batch
 from distcse.models.fast.packing import worth_packing
 from distcse.recipe import DetectionSection, Recipe
+from distcse.recipe.training import MAX_RECORDED_STREAMS
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
 from distcse.teachers.knn_graph import open_knn_graph
@@ -135,10 +136,11 @@ class BatchLoader:
         global_batch: NDArray[np.int64] = self.sampler.batch(step)
         lengths = self._tokens.lengths(global_batch)
         packs = self._is_fast and worth_packing(lengths.reshape(self._all_streams, -1))
-        # On a GPU, all streams get the width of the global batch, so that recorded steps have few shapes. A loss that counts
-        # padding up to the longest edited sentence must pad any stream as far, and the host would wait for that length.
-        has_one_width = is_gpu(device) and (self._counts_padding or self._all_streams > 1)
-        width = int(lengths.max()) if has_one_width else None
+        # On a GPU, streams that one worker could record get the width of the global batch, so that recorded steps have few
+        # shapes, and any number of workers the same masks. A loss that counts padding up to the longest edited sentence must pad
+        # any stream as far, and the host would wait for that length.
+        has_one_width = self._counts_padding or 1 < self._all_streams <= MAX_RECORDED_STREAMS
+        width = int(lengths.max()) if is_gpu(device) and has_one_width else 0
         streams = [
             (
                 self._collate(part, device, max_length, packs, width),
@@ -172,13 +174,11 @@ class BatchLoader:
         device: torch.device,
         max_length: int | None,
         packs: bool = False,
-        width: int | None = None,
+        width: int = 0,
     ) -> Tokens:
-        """Pad rows to a multiple of the device's, at least to `width`; a loss that counts padding gets no more than that."""
+        """Pad rows at least to `width`, and to the device's multiple; a loss that counts padding gets no more than needed."""
         multiple = 1 if self._counts_padding else defaults_of(device).width_multiple
-        if width is not None:
-            multiple *= -(-width // multiple)
-        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length).to(device)
+        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length, width).to(device)
 
 
 def split_rows(recipe: Recipe, rows: int) -> tuple[RowSet, NDArray[np.int64], NDArray[np.int64]]:

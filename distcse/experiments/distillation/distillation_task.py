@@ -186,5 +186,5 @@ def train_student(
             training.cuda_graphs, spec.recipe.changes_to_record, backbone, name, "training", reporter.emit
         )
         return train(
-            task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs, training.compile_layers
+            task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs, training.layer_compilation
         )

@@ -86,7 +86,7 @@ class StudentModel(nn.Module):
         rows. The projection gets both views of all streams at once, because batch norm needs them together.
 
         On a GPU, if the global batch is one stream, the discriminator draws its edits after the stream's dropout, without a seed:
-        a step that sets one seed can be recorded as a CUDA graph.
+        a recorded step draws from the seeds in its inputs alone.
         """
         with self._one_seed(batch.streams):
             return self._forward(batch)

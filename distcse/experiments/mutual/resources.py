@@ -82,7 +82,7 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
         nodes_with(nodes, group.node_labels, f"groups.{number}.node_labels")
         for number, group in zip(numbers, groups, strict=True)
     ]
-    roles = [_gpu_role(recipe, number) for number in numbers]
+    roles = [gpu_role(recipe, number) for number in numbers]
     plan = plan_gpus(roles, nodes, recipe.gpu_mode)
     per_worker: list[Resources] = []
     requests: list[ResourceRequest] = []
@@ -140,7 +140,8 @@ def _count_shared(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: S
     return max(1, fitting)
 
 
-def _gpu_role(recipe: MutualRecipe, number: int) -> GpuRole:
+def gpu_role(recipe: MutualRecipe, number: int) -> GpuRole:
+    """Return what a group's workers want of the cluster's GPUs, next to those of other groups."""
     group = recipe.groups[number]
     loops = [(recipe.loop_path(group, kind), recipe.loop_of(group, kind)) for kind in KINDS]
     batches = [section.batch_size for _, section in loops]

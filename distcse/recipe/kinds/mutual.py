@@ -35,7 +35,7 @@ class GroupSection(TrainedSection):
     """Weight of this group's scores in the labels (with `combine: mean`)."""
     init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Weight of a phase's initial parameters in its evaluated and saved bi-encoder (WiSE-FT interpolation, Wortsman et al. 2022,
-    Eq. 1). 0, as in the paper, saves the trained parameters unchanged."""
+    Eq. 1). 0, as in the paper, saves the trained parameters unchanged. Others need `mutual.initialization: refresh`."""
     bi: LoopOverrides = LoopOverrides()
     """Settings of this group's bi-encoders that differ from `bi`; their length is `max_length`."""
     cross: CrossOverrides = CrossOverrides()
@@ -338,6 +338,12 @@ class MutualRecipe(BaseRecipe):
                 raise ValueError(
                     f"groups.{number}.init_weight_mix is mixed into full weights, which no worker holds under ZeRO 3; write "
                     f"{self.loop_path(group, 'bi')}.zero_stage: 2, or groups.{number}.init_weight_mix: 0"
+                )
+            if group.init_weight_mix and self.mutual.initialization == "sequential":
+                raise ValueError(
+                    f"groups.{number}.init_weight_mix mixes in the weights with which a phase begins, and with "
+                    "mutual.initialization: sequential these are a cross-encoder's; write refresh, or "
+                    f"groups.{number}.init_weight_mix: 0"
                 )
             if group.rng_streams % group.workers:
                 raise ValueError(
