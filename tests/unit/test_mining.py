@@ -121,4 +121,4 @@ def test_the_number_of_bm25_queries_depends_on_the_number_of_pairs(mine: Mine) -
     pairs, _, events = mine(*only_bm25, "cross.batch_size=4", pairs=12)
     assert len(pairs) == 12
     queries = [event for event in events if isinstance(event, StageProgress) and event.unit == "BM25 queries"]
-    assert queries[-1].total == 120  # ten per pair, of 384 sentences
+    assert queries[-1].total == 12  # one per pair, of 384 sentences
