@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,3 +73,25 @@ def test_an_interrupted_benchmark_keeps_what_it_found(tmp_path: Path, monkeypatc
     report = Report.read(file)
     assert [figure.row for figure in report.figures] == [15, 14]
     assert report.not_run["row 14, N = 1024"] == "not run" and "row 14, N = 128" not in report.not_run
+
+
+def test_chosen_rows_replace_theirs_and_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are kept from a report of the same settings only."""
+    values = iter([1.0, 2.0, 3.0, 4.0])
+
+    def part(row: int, name: str) -> Callable[[gpu.Bench], Iterator[Figure]]:
+        return lambda bench: iter([counted(row, name, next(values), "here")])
+
+    monkeypatch.setattr(gpu, "PARTS", {(15,): part(15, "fused step, BERT-base"), (14,): part(14, "N = 128")})
+
+    def measured(rows: list[int] | None, call_by_call: bool = False) -> dict[int, float]:
+        options = Namespace(tiny=False, call_by_call=call_by_call, rows=rows, budget=60.0, out=tmp_path)
+        gpu.measure("cpu", options)
+        (file,) = tmp_path.rglob("gpu.json")
+        return {figure.row: figure.value for figure in Report.read(file).figures}
+
+    assert measured(None) == {15: 1.0, 14: 2.0}
+    assert measured([14]) == {15: 1.0, 14: 3.0}
+    here = gpu.machine()
+    monkeypatch.setattr(gpu, "machine", lambda: {**here, "torch": "another version"})
+    assert measured([14]) == {14: 4.0}
