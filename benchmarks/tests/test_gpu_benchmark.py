@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import gpu
-from benchmarks.protocol import Figure, Report, counted
+from benchmarks.protocol import Figure, Report, counted, machine
 from distcse.events import StepReport
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +92,6 @@ def test_chosen_rows_replace_theirs_and_keep_the_others(tmp_path: Path, monkeypa
 
     assert measured(None) == {15: 1.0, 14: 2.0}
     assert measured([14]) == {15: 1.0, 14: 3.0}
-    here = gpu.machine()
+    here = machine()
     monkeypatch.setattr(gpu, "machine", lambda: {**here, "torch": "another version"})
     assert measured([14]) == {14: 4.0}
