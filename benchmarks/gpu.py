@@ -971,7 +971,8 @@ def measure(device: str, options: argparse.Namespace) -> None:
     problems: dict[str, str] = {}
     begun, failed = time.monotonic(), []
     chosen = {rows: part for rows, part in PARTS.items() if options.rows is None or {*rows} & {*options.rows}}
-    kept = [] if options.rows is None or options.tiny else kept_figures(report, options.out)
+    stored = [] if options.rows is None or options.tiny else stored_figures(report, options.out)
+    merged = report
     for rows, part in chosen.items():
         if time.monotonic() - begun > options.budget:
             problems[f"rows {rows}"] = "out of time"
@@ -990,10 +991,11 @@ def measure(device: str, options: argparse.Namespace) -> None:
                 break
         finally:
             measured = {(figure.row, figure.part) for figure in report.figures}
-            kept = [figure for figure in kept if (figure.row, figure.part) not in measured]
-            report = replace(report, not_run=problems | missing([*report.figures, *kept]))
+            figures = [*report.figures, *(kept for kept in stored if (kept.row, kept.part) not in measured)]
+            report = replace(report, not_run=problems | missing(figures))
+            merged = replace(report, figures=figures)
             if not options.tiny:
-                replace(report, figures=[*report.figures, *kept]).write(options.out)
+                merged.write(options.out)
         gc.collect()  # a student holds its step, and that one the student
         if bench.module is not None:
             bench.module.empty_cache()
@@ -1002,17 +1004,17 @@ def measure(device: str, options: argparse.Namespace) -> None:
     if options.tiny:
         print("these are no figures: tiny models show that the code works, nothing is stored")
     else:
-        print(f"written: {replace(report, figures=[*report.figures, *kept]).write(options.out)}")
+        print(f"written: {merged.write(options.out)}")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def kept_figures(report: Report, folder: Path) -> list[Figure]:
+def stored_figures(report: Report, folder: Path) -> list[Figure]:
     """The stored figures of the same machine and settings, none of others: rows that are measured again replace them."""
-    stored = folder / report.place / f"{report.group}.json"
-    if not stored.exists():
+    file = folder / report.place / f"{report.group}.json"
+    if not file.exists():
         return []
-    before = Report.read(stored)
+    before = Report.read(file)
     return before.figures if (before.machine, before.settings) == (report.machine, report.settings) else []
 
 

@@ -9,14 +9,13 @@ search, whose vectors have the same width, as long. Pairs, bands and shares are 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.material import MINILM
 from benchmarks.million_pairs import Memory
+from benchmarks.options import settled
 from distcse.events import Event, StageProgress
 from distcse.experiments.mutual.mining import mine_pairs, mining_memory, prepare_mining
 from distcse.recipe import MutualRecipe, read_recipe
@@ -31,8 +30,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10_000)
     parser.add_argument("--layers", type=int, nargs="+", default=[0])
     options = parser.parse_args()
-    if any(name not in os.environ for name in MALLOC_ENV):  # glibc reads them when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **MALLOC_ENV})
+    settled("benchmarks.mining", MALLOC_ENV.items())
     with tempfile.TemporaryDirectory() as folder:
         corpus = f"{{path: '{wiki_file(options.data)}', limit: {options.sentences}}}"
         recipe = read_recipe(

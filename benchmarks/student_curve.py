@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
+from benchmarks.options import settled
 from distcse.data import split_held_out
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import read_corpus
@@ -78,8 +79,7 @@ def main() -> None:
     if options.processes > 1:
         run_processes(options)
     else:
-        if any(name not in os.environ for name in MALLOC_ENV):  # glibc reads them when a process starts
-            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **MALLOC_ENV})
+        settled("benchmarks.student_curve", MALLOC_ENV.items())
         if options.embed is not None:
             embed(options, options.embed)
             return
