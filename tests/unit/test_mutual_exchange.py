@@ -14,7 +14,7 @@ from distcse.errors import InvalidValueError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
 from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
-from distcse.experiments.mutual.labels import dev_weight
+from distcse.experiments.mutual.labels import dev_weight, to_band
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
@@ -159,6 +159,38 @@ def test_weights_by_dev_scores_need_a_correlation(both: MakeRecipe, tmp_path: Pa
     learn = ("mutual.standardize=true", "mutual.weigh_by=group_and_dev", f"evaluation.dev={tmp_path / 'labelled.tsv'}")
     with fails_with(InvalidValueError, "give dev pairs with a column score"):
         check_recipe(both(*learn))
+
+
+@pytest.mark.parametrize("rule", ["all", "quorum(2)", "stale(1)"])
+def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, tmp_path: Path, rule: str) -> None:
+    """Equal scores apart, they are an increasing line of the combined labels; cross-encoders learn the combined ones."""
+    run = Run(both(f"mutual.exchange={rule}", "mutual.label_band=own"), tmp_path)
+    draw = np.random.default_rng(0)
+    bands = {"bert": (0.1, 0.3), "roberta": (0.76, 0.03)}
+    starts = {name: draw.normal(*band, 50).astype(np.float32) for name, band in bands.items()}
+    outputs = {name: draw.uniform(0, 1, 50).astype(np.float32) for name in GROUPS}
+    for number, scores in enumerate((starts, outputs, starts)):
+        for group in GROUPS:
+            assert run.exchange.has_labels(group, Phase(number))
+            trained = PhaseResult("model", 1, 0.5, 1) if number else None
+            run.exchange.post(group, Phase(number), scores[group], trained)
+    for _ in range(2):
+        for group in GROUPS:
+            cross, bi, second = (run.exchange.labels(group, Phase(number)) for number in (1, 2, 3))
+            assert cross is not None and bi is not None and second is not None
+            np.testing.assert_allclose(cross.read(), (starts["bert"] + starts["roberta"]) / 2, atol=1e-6)
+            np.testing.assert_allclose(second.read(), cross.read())
+            labels, common = bi.read(), (outputs["bert"] + outputs["roberta"]) / 2
+            assert labels.mean() == pytest.approx(starts[group].mean(), abs=1e-5)
+            assert labels.std() == pytest.approx(starts[group].std(), abs=1e-5)
+            assert np.corrcoef(labels, common)[0, 1] == pytest.approx(1, abs=1e-6)
+            assert run.exchange.left_out(group, Phase(2)) == []
+        run.resume()
+
+
+def test_a_band_of_equal_labels_is_moved_only() -> None:
+    moved = to_band(np.full(4, 0.3, dtype=np.float32), np.array([0.6, 0.8, 0.6, 0.8], dtype=np.float32))
+    np.testing.assert_allclose(moved, 0.7, atol=1e-6)
 
 
 def test_labels_of_both_formulations_have_one_scale(both: MakeRecipe) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.label_sources import label_sources
-from distcse.experiments.mutual.labels import combine, score_weight
+from distcse.experiments.mutual.labels import combine, score_weight, to_band
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
@@ -70,7 +70,7 @@ class LabelExchange:
         with self._changed:
             if not phase.number or self._stops_before(phase) or self._stored(group, phase) is not None:
                 return True
-            return self._rule.kind != "all" and self._sources(phase) is not None
+            return self._sources(phase) is not None
 
     def labels(self, group: str, phase: Phase) -> StoredScores | None:
         """Wait for the labels on which a group trains a phase; None if the run stops early before it.
@@ -85,8 +85,8 @@ class LabelExchange:
                     raise RunEnded
                 if self._stops_before(phase):
                     return None
-                if self._rule.kind != "all" and self._stored(group, phase) is None and (found := self._sources(phase)):
-                    self._store.store_own_labels(group, phase, found, self._combine(found, Phase(phase.number - 1)))
+                if self._has_own(phase) and self._stored(group, phase) is None and (found := self._sources(phase)):
+                    self._store.store_own_labels(group, phase, found, self._own_labels(group, phase, found))
                 if (labels := self._stored(group, phase)) is not None:
                     return labels
                 self._changed.wait(_POLL_S)
@@ -139,12 +139,29 @@ class LabelExchange:
 
     def _stored(self, group: str, phase: Phase) -> StoredScores | None:
         """Return the stored labels on which a group trains a phase."""
-        if self._rule.kind == "all":
-            return self._store.stored_labels(Phase(phase.number - 1))
-        return self._store.own_labels(group, phase)
+        if self._has_own(phase):
+            return self._store.own_labels(group, phase)
+        return self._store.stored_labels(Phase(phase.number - 1))
+
+    def _has_own(self, phase: Phase) -> bool:
+        """Return whether each group has its own labels of a phase: from other scores than others', or in its own band."""
+        return self._rule.kind != "all" or self._is_in_own_band(phase)
+
+    def _is_in_own_band(self, phase: Phase) -> bool:
+        return self._recipe.mutual.label_band == "own" and phase.kind == "bi"
+
+    def _own_labels(self, group: str, phase: Phase, sources: Mapping[str, Phase]) -> Scores:
+        previous = Phase(phase.number - 1)
+        common = self._store.labels(previous) if self._rule.kind == "all" else None
+        labels = self._combine(sources, previous) if common is None else common
+        return to_band(labels, self._store.scores(group, Phase(0))) if self._is_in_own_band(phase) else labels
 
     def _sources(self, phase: Phase) -> dict[str, Phase] | None:
         """Return the scores that a group which begins a phase now would learn from; None if it has to wait."""
+        if self._rule.kind == "all":
+            previous = Phase(phase.number - 1)
+            is_complete = self._store.stored_labels(previous) is not None
+            return dict.fromkeys(self._members(), previous) if is_complete else None
         phases = [Phase(number) for number in range(2 * self._recipe.mutual.cycles + 1)]
         newest: dict[str, Phase | None] = dict.fromkeys(self._members())
         for posted in phases:

@@ -40,6 +40,14 @@ def combine(
     return labels.clip(0, 1) if cosines and section.clamp else labels
 
 
+def to_band(labels: NDArray[np.float32], scores: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Give (n,) labels the mean and standard deviation of (n,) scores of the same pairs; their order stays."""
+    mean, deviation = (float(measure(labels, dtype=np.float64)) for measure in (np.mean, np.std))
+    wanted_mean, wanted_deviation = (float(measure(scores, dtype=np.float64)) for measure in (np.mean, np.std))
+    scale = wanted_deviation / deviation if deviation > 0 else 1.0
+    return ((labels - mean) * scale + wanted_mean).astype(np.float32)
+
+
 def score_weight(section: MutualSection, group: GroupSection, dev: float | None) -> float:
     """Return the weight of a model's scores in the labels (`mutual.weigh_by`).
 

@@ -115,6 +115,10 @@ class MutualSection(Section):
     """Weight of a model's scores in the mean: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²), where ρ is the
     model's dev score (Spearman's correlation): the best weights if the errors of standardized scores are independent. The
     latter needs `standardize`, `combine: mean` and dev pairs with a `score`."""
+    label_band: Literal["shared", "own"] = "shared"
+    """Mean and standard deviation of bi-encoders' labels: `shared`, those of the combined scores, as in the paper, or `own`,
+    those of the group's start on the pairs. With `own`, a model with a narrow band of cosines, such as e5, learns the order of
+    the pairs and keeps its band."""
     precision: Precision = "auto"
     """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
     groups have fast bf16 units, else fp32."""
