@@ -245,12 +245,13 @@ class Student:
         """Maps rows of the eight batches to the teachers' lists; None for SimCSE."""
         encoder = bench.encoder(shape, seed=1)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
-        self.engine = TorchEngine(self.model, LoopSection(precision=precision), None)
+        records = graphs and bench.records
+        self.engine = TorchEngine(self.model, LoopSection(precision=precision), None, records)
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
         self.batches = [bench.batch(n or bench.n) for _ in range(8)]
         self.step, self.parts = 0, 1
         step = CompiledStep(training_step, fail) if compiled else training_step
-        self._take = CudaGraphStep(step, CudaGraphs(bench.device)) if graphs and bench.records else step
+        self._take = CudaGraphStep(step, CudaGraphs(bench.device)) if records else step
 
     def __call__(self) -> Tensor:
         """One step; its loss, on the device."""

@@ -1,16 +1,42 @@
-"""Collective operations over the training workers. Without a process group, there is one worker and they do nothing."""
+"""Collective operations over the training workers. Without a process group, there is one worker and they do nothing.
+
+The collectives of tensors can be left out of a recorded step, and run between its parts (`collectives_by`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distcse.errors import DistcseError
 
 T = TypeVar("T")
+RunCollective = Callable[[Callable[[], object]], None]
+"""Runs a collective, now or later; its tensors stay the same."""
+
+
+def _at_once(collective: Callable[[], object]) -> None:
+    collective()
+
+
+_run: RunCollective = _at_once
+"""Not a context variable: autograd calls collectives in other threads."""
+
+
+@contextmanager
+def collectives_by(run: RunCollective) -> Iterator[None]:
+    """Context manager: run the collectives of tensors by `run`, in all threads."""
+    global _run
+    before, _run = _run, run
+    try:
+        yield
+    finally:
+        _run = before
 
 
 def world_size() -> int:
@@ -79,22 +105,37 @@ def all_gather_rows(rows: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return rows
-    gathered = rows.new_empty(world_size() * len(rows), *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, rows.contiguous())
+    gathered, sent = rows.new_empty(world_size() * len(rows), *rows.shape[1:]), rows.contiguous()
+    _run(lambda: dist.all_gather_into_tensor(gathered, sent))
     return gathered
+
+
+def all_gather_parts(part: Tensor) -> list[Tensor]:
+    """Gather a tensor of every worker, in the order of their ranks, without gradient.
+
+    `all_gather_rows` copies less; this one also works where two workers share a GPU, whose backend lacks the other's collective.
+
+    Args:
+        part: This worker's tensor; of one shape on every worker.
+    """
+    if world_size() == 1:
+        return [part]
+    parts, sent = [torch.empty_like(part) for _ in range(world_size())], part.contiguous()
+    _run(lambda: dist.all_gather(parts, sent))
+    return parts
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all workers, in place."""
     if world_size() > 1:
-        dist.all_reduce(tensor)
+        _run(lambda: dist.all_reduce(tensor))
     return tensor
 
 
 def all_reduce_max(tensor: Tensor) -> Tensor:
     """Replace a tensor's elements by the largest ones of all workers; return the tensor."""
     if world_size() > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        _run(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
     return tensor
 
 

@@ -44,6 +44,14 @@ def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 23, 31, 33}
 
 
+@pytest.mark.slow
+def test_two_workers_recorded_steps_learn_what_eager_ones_do() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu_workers", "--device", "sim", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("losses apart by 0.0e+00") == 2 and "eager / recorded" in done.stdout
+
+
 def test_a_step_of_train_is_timed_after_all_shapes_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps 1 to 150 take 2 s each, as if they recorded graphs, and the others 1 s."""
     now = [0.0]

@@ -37,18 +37,20 @@ class GraphRandomStates:
     """States of a GPU's random generator from which a CUDA graph draws. Seeds that they are given change its replays.
 
     Undocumented: `default_generators` of `torch.cuda`, and `register_generator_state` of its graphs, with which PyTorch's own
-    compiler draws the same dropout again when it recomputes activations. Registered before the capture.
+    compiler draws the same dropout again when it recomputes activations.
 
     Args:
         module: PyTorch's module of the GPU's type.
-        graph: The graph, before its capture.
         count: Number of states.
     """
 
-    def __init__(self, module: Any, graph: Any, count: int) -> None:
+    def __init__(self, module: Any, count: int) -> None:
         self._generator = module.default_generators[module.current_device()]
         self._states = [self._generator.clone_state() for _ in range(count)]
         self._used = 0
+
+    def register(self, graph: Any) -> None:
+        """Let a graph draw from the states; called before its capture."""
         for state in self._states:
             graph.register_generator_state(state)
 

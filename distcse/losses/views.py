@@ -8,12 +8,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distcse.compat.torch import assert_async
-from distcse.device import to_device
-from distcse.distributed import world_size
+from distcse.distributed import all_gather_parts, all_reduce_max, all_reduce_sum, rank, world_size
 
 if TYPE_CHECKING:
     from distcse.losses.detection import Detection
@@ -144,7 +142,7 @@ def gather_views(
         return Views(z1, z2, z1, z2, 0, queue, duplicate_mask, detection)
     _require_equal_rows(len(z1), z1.device)
     all_z1, all_z2 = gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)
-    return Views(z1, z2, all_z1, all_z2, dist.get_rank() * len(z1), queue, duplicate_mask, detection)
+    return Views(z1, z2, all_z1, all_z2, rank() * len(z1), queue, duplicate_mask, detection)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -153,16 +151,13 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
         ctx.rows = len(rows)
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
+        return torch.cat(all_gather_parts(rows))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         # Cloned, because all_reduce works in place, and autograd owns the incoming gradient.
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
-        first = dist.get_rank() * ctx.rows
+        total = all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format))
+        first = rank() * ctx.rows
         return total[first : first + ctx.rows]
 
 
@@ -170,8 +165,9 @@ gather_rows: Callable[[Tensor], Tensor] = _GatherRows.apply
 
 
 def _require_equal_rows(rows: int, device: torch.device) -> None:
-    extremes = to_device(torch.tensor([rows, -rows]), device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    extremes = torch.full((2,), rows, device=device)  # not a copy of the host's, which a recorded step could not make
+    extremes[1].neg_()
+    all_reduce_max(extremes)
     if device.type != "cpu":  # asserted on the device, so that the host does not wait
         assert_async(
             extremes.sum() == 0, "workers have different numbers of rows; pass equal parts of the global batch"

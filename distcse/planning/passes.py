@@ -180,8 +180,8 @@ def is_recorded(machine: Machine, workers: int, shape: Shape, mode: str, changes
         mode: `cuda_graphs` of its training section.
         changes: Changes of the recipe without which its steps are not recorded.
     """
-    possible = machine.kind == "gpu" and GPU.records_steps and workers == 1 and shape.can_record
-    return possible and (mode == "on" or (mode == "auto" and not changes))
+    possible = machine.kind == "gpu" and GPU.records_steps and shape.can_record
+    return possible and (mode == "on" or (mode == "auto" and workers == 1 and not changes))
 
 
 def with_update(

@@ -91,7 +91,9 @@ class LoopSection(Section):
     instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
     accumulation, at most 16 dropout streams or chunks of a gradient cache (a single stream with DiffCSE's term, and in mutual
     distillation), no custom term and no queue; where the capture fails, steps run eagerly, and the run says why. `on` refuses
-    recipes whose steps cannot be captured, and fails where the capture fails."""
+    recipes whose steps cannot be captured, and fails where the capture fails. It needs `engine: torch`, and, except in
+    mutual distillation, also captures the steps of several workers, in parts between their collectives; that has not been tried
+    on several GPUs."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between two reports of loss and learning rate."""
 
@@ -129,9 +131,7 @@ class LoopSection(Section):
     def _can_be_recorded(self) -> Self:
         fixes = self.changes_to_record + (["engine: torch"] if self.engine == "auto" else [])
         if self.cuda_graphs == "on" and fixes:
-            raise ValueError(
-                f"cuda_graphs records the entire step of one worker; write {', '.join(fixes)}, or cuda_graphs: off"
-            )
+            raise ValueError(f"cuda_graphs records entire steps; write {', '.join(fixes)}, or cuda_graphs: off")
         return self
 
     @property
@@ -239,8 +239,11 @@ class TrainingSection(LoopSection):
 
     @property
     def changes_to_record(self) -> list[str]:
-        fixes = super().changes_to_record + (["workers: 1"] if self.workers > 1 else [])
-        return fixes + (self.changes_to_one_stream if self.streams > MAX_RECORDED_STREAMS else [])
+        fixes = super().changes_to_record
+        if self.workers > 1 and self.cuda_graphs == "auto":
+            fixes += [*(["engine: torch"] if self.engine == "auto" else []), "cuda_graphs: on"]
+        streams = self.streams // min(number or 1 for number in self.worker_counts)
+        return fixes + (self.changes_to_one_stream if streams > MAX_RECORDED_STREAMS else [])
 
     @property
     def changes_to_one_stream(self) -> list[str]:

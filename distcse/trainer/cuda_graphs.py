@@ -4,6 +4,9 @@ A step of BERT-base launches about 8,000 kernels, which takes the host longer th
 launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
 rate is a tensor, and the dropout seeds are set before the replay.
 
+The step of several workers is recorded in parts: a collective that a graph contained would wait for workers whose batches have
+another shape, and that record or run eagerly while this one replays. So every worker runs the same collectives in every step.
+
 Tests record on a simulated GPU, and compare with the eager step; `benchmarks/gpu.py` does so on a real one.
 """
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -21,7 +24,7 @@ from torch import Tensor, nn
 from distcse.compat.torch import GraphRandomStates, leave_capture
 from distcse.device import default_device, gpu_module, has_gpu
 from distcse.device_defaults import defaults_of
-from distcse.distributed import rank, world_size
+from distcse.distributed import collectives_by, rank, world_size
 from distcse.errors import CUDAGraphError, first_line
 from distcse.events import Listener, LogMessage
 from distcse.models.attention import takes_prepared_mask
@@ -77,15 +80,14 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Callable[[Sequence[int]], T]:
-        graph, current = self._module.CUDAGraph(), self._module.current_stream()
-        rng = GraphRNG(self._module, graph, seeds)
+        current, parts = self._module.current_stream(), RecordedParts(self._record_part, GraphRNG(self._module, seeds))
         gc.collect()  # no tensor may be freed while calls are recorded
-        # thread_local: a teacher's thread may allocate during the recording.
-        recording = self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with first_error(recording), recorded_rng(rng):
-                result = call()
-                rng.require_all()
+            with first_error(parts.recording()), recorded_rng(parts.rng), collectives_by(parts.add_collective):
+                # A collective of the backward pass ends a graph, which the thread that began it has to do.
+                with nullcontext() if world_size() == 1 else torch.autograd.set_multithreading_enabled(False):
+                    result = call()
+                parts.rng.require_all()
         except RuntimeError:
             self._module.set_stream(
                 current
@@ -94,24 +96,79 @@ class CudaGraphs:
             raise
 
         def replay(seeds: Sequence[int]) -> T:
-            rng.seed(seeds)
-            graph.replay()
+            parts.replay(seeds)
             return result
 
         return replay
 
+    def _record_part(self, rng: GraphRNG) -> tuple[AbstractContextManager[Any], Callable[[], object]]:
+        """Return a context in which calls are recorded as one graph, and the function that replays it."""
+        graph = self._module.CUDAGraph()
+        rng.register(graph)
+        # thread_local: a teacher's thread may allocate during the recording.
+        recording = self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        return recording, graph.replay
+
+
+class RecordedParts:
+    """A recorded step: graphs, and between them the collectives of several workers, which a replay runs itself.
+
+    Nothing of a recording is run, no collective either: other workers may be recording, replaying or running this step.
+
+    Args:
+        record_part: Returns the context that records a graph, and the function that replays it.
+        rng: The random numbers of all graphs.
+    """
+
+    def __init__(
+        self, record_part: Callable[[GraphRNG], tuple[AbstractContextManager[Any], Callable[[], object]]], rng: GraphRNG
+    ) -> None:
+        self.rng = rng
+        self._record_part = record_part
+        self.parts: list[Callable[[], object]] = []
+        """What a replay calls: the graphs' replays, and the collectives between them."""
+        self._recording = ExitStack()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context manager: record the calls inside."""
+        with self._recording:
+            self._begin()
+            yield
+
+    def add_collective(self, collective: Callable[[], object]) -> None:
+        """End a graph, and begin the next one after a collective; called while recording."""
+        self._recording.close()
+        self.parts.append(collective)
+        self._begin()
+
+    def replay(self, seeds: Sequence[int]) -> None:
+        """Replay the step with other dropout seeds."""
+        self.rng.seed(seeds)
+        for run in self.parts:
+            run()
+
+    def _begin(self) -> None:
+        recording, replay = self._record_part(self.rng)
+        self._recording.enter_context(recording)
+        self.parts.append(replay)
+
 
 class GraphRNG:
-    """Random numbers of a CUDA graph, with a seed per dropout stream that each replay sets (see `RecordedRNG`).
+    """Random numbers of a step's CUDA graphs, with a seed per dropout stream that each replay sets (see `RecordedRNG`).
 
     Args:
         module: PyTorch's module of the GPU's type.
-        graph: The graph, before its capture.
         seeds: The seeds of the step that is recorded.
     """
 
-    def __init__(self, module: Any, graph: Any, seeds: Sequence[int]) -> None:
-        self._states = {seed: GraphRandomStates(module, graph, _PASSES_OF_SEED) for seed in seeds}
+    def __init__(self, module: Any, seeds: Sequence[int]) -> None:
+        self._states = {seed: GraphRandomStates(module, _PASSES_OF_SEED) for seed in seeds}
+
+    def register(self, graph: Any) -> None:
+        """Let a graph draw these numbers; called before its capture."""
+        for states in self._states.values():
+            states.register(graph)
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
         """Draw as a replay does.
@@ -154,8 +211,9 @@ def first_error(recording: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def records_steps(mode: GraphMode) -> bool:
-    """Return whether a training in this process records its steps: on a GPU, with one worker, unless `mode` is off."""
-    return mode != "off" and world_size() == 1 and defaults_of(default_device()).records_steps
+    """Return whether a training in this process records its steps: on a GPU, of several workers only if `mode` is on."""
+    is_wanted = mode == "on" or (mode == "auto" and world_size() == 1)
+    return is_wanted and defaults_of(default_device()).records_steps
 
 
 def graph_mode(
@@ -202,7 +260,7 @@ def open_step(
     """
     if not records_steps(mode):
         if mode == "on":
-            problem = f"{key}.cuda_graphs has no effect without a GPU, or with several workers; steps run eagerly"
+            problem = f"{key}.cuda_graphs has no effect without a GPU; steps run eagerly"
             emit(LogMessage(problem, warning=True))
         return take_step
 
@@ -216,8 +274,8 @@ class CudaGraphStep:
     """Training step that is recorded and replayed for the first `MAX_GRAPHS` batch shapes, after one eager step of each.
 
     Args:
-        take_step: The eager step. It must use `TorchEngine` with one worker and no gradient accumulation; all integers of the
-            inputs are dropout seeds, and the model must not replace its tensors.
+        take_step: The eager step. It must use a `TorchEngine` with `records_steps`, and no gradient accumulation; all
+            integers of the inputs are dropout seeds, and the model must not replace its tensors.
         recorder: Records the step.
         on_failure: Called with the reason when the step cannot be recorded; all further steps are eager. Default: raise.
         key: Recipe key of the training's section, for messages. Default: training.

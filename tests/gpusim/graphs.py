@@ -46,7 +46,13 @@ class CUDAGraph:
         self._states.append(generator.state)
 
     def before(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Save what an operation will overwrite."""
+        """Save what an operation will overwrite.
+
+        Raises:
+            RuntimeError: It is a collective: workers record at different steps, and would wait for each other.
+        """
+        if function.namespace == "c10d":
+            active().refuse(RuntimeError("a collective cannot be recorded"))
         named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | dict(kwargs)
         for argument in function._schema.arguments:
             if argument.is_write or argument.name in _OVERWRITTEN:
@@ -114,6 +120,8 @@ def graph(
     finally:
         simulation.recording = None
         cuda_graph.restore()
+    if threading.current_thread() is not cuda_graph.thread:
+        raise RuntimeError("attempt to terminate a thread-local capture sequence from another thread")
 
 
 def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], state: torch.Generator | None = None) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from distcse.data import Corpus
 from distcse.data.collate import Tokens
+from distcse.distributed import rank as distributed_rank
 from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.mutual.pair_task import PairTask
@@ -34,6 +35,7 @@ from tests.models import KINDS, make_cross_encoder, make_masked_lm
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep
 from tests.weights import assert_equal_weights, weights_of
+from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
 STEPS = 2
@@ -343,6 +345,65 @@ def test_recorded_steps_give_the_same_weights_as_eager_ones(
         runs.append(weights_of(spec.run.path))
     assert len(replays) >= 4
     assert_equal_weights(*runs)
+
+
+OF_SEVERAL_WORKERS: dict[str, tuple[str, ...]] = {
+    "gradient cache, bf16, batch norm": RECORDED["gradient cache, bf16, batch norm"],
+    "RankCSE": (),
+    "hinge": RECORDED["hinge"],
+    "disagreement, rank noise": RECORDED["ListMLE, disagreement, rank noise"],
+    "vectors": RECORDED["vectors"],
+    "false negatives": RECORDED["false negatives"],
+}
+
+
+@pytest.mark.parametrize("recording", [2, pytest.param(1, id="one")])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=pytest.mark.slow if number else ())
+        for number, family in enumerate(OF_SEVERAL_WORKERS)
+    ],
+)
+def test_steps_of_two_workers_recorded_in_parts_give_the_same_weights_as_eager_ones(
+    family: str, recording: int, recipe_of: MakeRecipe
+) -> None:
+    """Bitwise, also where one worker replays while the other runs its steps eagerly, as with batches of other shapes."""
+    runs = []
+    for mode in ("off", "on"):
+        fixed = ("training.max_steps=10", f"training.lr={2**-10}", f"training.cuda_graphs={mode}", "training.workers=2")
+        spec, tables = make_spec(recipe_of(*fixed, *OF_SEVERAL_WORKERS[family]))
+        found = run_workers(train_in_a_group, 2, spec, tables, recording)
+        runs.append(weights_of(spec.run.path))
+    assert_equal_weights(*runs)
+    for rank, (parts, waits) in enumerate(found):
+        graphs = [number // 2 + 1 for number in parts]  # between any two is a collective
+        assert (len(parts) >= 4 and min(graphs) > 3) if rank < recording else parts == []
+        assert not any("views.py" in place or "projection.py" in place or "distributed.py" in place for place in waits)
+
+
+def train_in_a_group(spec: TrainSpec, tables: list[EmbeddingTable], recording: int) -> tuple[list[int], dict[str, int]]:
+    """Train on this worker's simulated GPU; return the numbers of parts of its replays, and its waits.
+
+    Args:
+        spec: The run.
+        tables: Its teachers' tables.
+        recording: Number of workers that record their steps.
+    """
+    replayed, replay = list[int](), cuda_graphs.RecordedParts.replay
+
+    def counting(recorded: cuda_graphs.RecordedParts, seeds: Sequence[int]) -> None:
+        replayed.append(len(recorded.parts))
+        replay(recorded, seeds)
+
+    with pytest.MonkeyPatch.context() as patch, simulated() as gpu:
+        patch.setattr("distcse.trainer.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+        patch.setattr(cuda_graphs.RecordedParts, "replay", counting)
+        if distributed_rank() >= recording:
+            patch.setattr(cuda_graphs, "MAX_GRAPHS", 0)
+        with gpu.counting():
+            train(spec, tables)
+        return replayed, dict(gpu.waits)
 
 
 def test_a_run_waits_only_at_its_start_and_for_reports_scores_and_checkpoints(recipe_of: MakeRecipe) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, log_softmax, scaled_dot_product_attention
 
 from distcse.device import default_device, gpu_count, gpu_module, has_gpu, is_gpu, speed_of, to_device
 from tests.gpusim import Simulation, simulated
+from tests.workers import run_workers
 
 GPU = "gpu"
 
@@ -289,6 +291,37 @@ def test_another_thread_may_wait_during_a_recording(simulated_gpu: Simulation) -
         thread.start()
         thread.join()
     assert found == [[1.0, 1.5]]
+
+
+def test_a_recording_is_ended_by_the_thread_that_began_it(simulated_gpu: Simulation) -> None:
+    module, problems = gpu_module(GPU), list[str]()
+    recording = module.graph(module.CUDAGraph())
+
+    def end() -> None:
+        try:
+            recording.__exit__(None, None, None)
+        except RuntimeError as error:
+            problems.append(str(error))
+
+    recording.__enter__()
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    assert problems == ["attempt to terminate a thread-local capture sequence from another thread"]
+
+
+def test_collectives_send_the_devices_numbers_and_cannot_be_recorded() -> None:
+    assert run_workers(sum_and_record, 2) == [[0.0, 3.0], [0.0, 3.0]]
+
+
+def sum_and_record() -> list[float]:
+    """Return the sum of both workers' numbers."""
+    with simulated():
+        total, module = numbers(2) * (2 * dist.get_rank() + 2), gpu_module(GPU)
+        dist.all_reduce(total)
+        with pytest.raises(RuntimeError, match="a collective cannot be recorded"), module.graph(module.CUDAGraph()):
+            dist.all_reduce(total)
+        return [float(each) for each in total.tolist()]
 
 
 def test_memory_is_counted_and_limited(simulated_gpu: Simulation) -> None:

@@ -146,8 +146,8 @@ def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
     generator: Any = SimpleNamespace(
         clone_state=lambda: generator, graphsafe_get_state=lambda: generator, graphsafe_set_state=id
     )
-    module = SimpleNamespace(default_generators=[generator], current_device=lambda: 0)
-    rng = graphs.GraphRNG(module, SimpleNamespace(register_generator_state=id), [3, 5])
+    rng = graphs.GraphRNG(SimpleNamespace(default_generators=[generator], current_device=lambda: 0), [3, 5])
+    rng.register(SimpleNamespace(register_generator_state=id))
     rng.require_all()
     with rng.drawing(3), pytest.raises(RuntimeError, match="not in the step's inputs"), rng.drawing(4):
         pass
@@ -251,7 +251,8 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
     ("overrides", "fix"),
     [
         (("training.engine=auto",), "engine: torch"),
-        (("training.workers=2",), "workers: 1"),
+        (("training.workers=2", *DETECTING), "training.workers: 1"),
+        (("training.batch_size=64", "training.workers=2", "training.grad_cache_chunk=1"), "grad_cache_chunk: null"),
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
         (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),
         (("training.batch_size=64", "training.dropout_rng_streams=32"), "dropout_rng_streams: null"),

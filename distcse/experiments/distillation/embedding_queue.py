@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.distributed import rank, world_size
+from distcse.distributed import all_gather_parts, rank, world_size
 
 
 class EmbeddingQueue(nn.Module):
@@ -62,11 +61,9 @@ def gather_parts(part: Tensor, rows: int) -> Tensor:
         part: The vectors of this worker's slice.
         rows: Number of rows of all workers together.
     """
-    workers = world_size()
-    if workers == 1:
+    if world_size() == 1:
         return part
-    parts = [torch.empty_like(part) for _ in range(workers)]
-    dist.all_gather(parts, part.contiguous())
+    parts = all_gather_parts(part)
     per_worker = len(part)
     gathered = part.new_empty(rows, part.shape[1])
     for number, vectors in enumerate(parts):

@@ -31,7 +31,7 @@ def make_engine(
         MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
     """
     if records_steps or not uses_deepspeed(training):
-        return TorchEngine(model, training, restored)
+        return TorchEngine(model, training, restored, records_steps)
     from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(model, training, rows, restored)

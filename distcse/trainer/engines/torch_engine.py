@@ -27,16 +27,19 @@ MIN_TABLE_ROWS = 4096
 class TorchEngine:
     """Trains with plain PyTorch: AdamW, clipping, gradient accumulation, and gradients summed over the workers.
 
-    On GPUs they are summed in buckets during the backward pass, on CPUs at its end, in one all-reduce.
+    On GPUs they are summed in buckets during the backward pass; on CPUs, and where steps are recorded as CUDA graphs, at its
+    end, in one all-reduce.
     """
 
-    def __init__(self, model: nn.Module, training: LoopSection, restored: ModelState | None) -> None:
+    def __init__(
+        self, model: nn.Module, training: LoopSection, restored: ModelState | None, records_steps: bool = False
+    ) -> None:
         self.device = torch.device(default_device())
         self.model = model.to(self.device)
         self._training = training
         self.parameters = trained_parameters(model)
         self._embedding_tables: set[Tensor] = large_embeddings(model) if self.device.type == "cpu" else set()
-        overlaps = world_size() > 1 and defaults_of(self.device).overlaps_reduction
+        overlaps = world_size() > 1 and defaults_of(self.device).overlaps_reduction and not records_steps
         self._buckets = GradientBuckets(list(self.parameters.values())) if overlaps else None
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
