@@ -264,7 +264,9 @@ class Student:
         """See `TrainingTask`."""
         ids, mask = self.batches[step % 8]
         streams = zip(ids.chunk(self.parts), mask.chunk(self.parts), strict=True)
-        batch = Batch([(Tokens(*tokens), 8 * step + number) for number, tokens in enumerate(streams)])
+        batch = Batch([(Tokens(*tokens), 16 * step + number) for number, tokens in enumerate(streams)])
+        if self.model.detector is not None:
+            batch = batch._replace(edit_seeds=[16 * step + 8 + number for number in range(self.parts)])
         here = step % 8
         lists = self.teacher_lists(slice(here * len(ids), (here + 1) * len(ids))) if self.teacher_lists else None
         return StepInputs(batch, TeacherOutputs(lists))

@@ -322,9 +322,10 @@ def reference_diffcse(ours: TrainingStep, generator: str, student: str) -> Contr
 
     theirs = ContrastiveLoop(backbone, model.projection, ours.tokens, loss, head=replaced)
     # Ours draws masks of both views, one view after the other, from the stream's seed; theirs alternate by row.
-    (tokens, seed), *_ = ours.task.prepare_batch(0, torch.device("cpu")).model_inputs.streams
+    batch = ours.task.prepare_batch(0, torch.device("cpu")).model_inputs
+    (tokens, _), *_ = batch.streams
     both = tokens.ids.repeat(2, 1), tokens.mask.repeat(2, 1)
-    with dropout_rng(seed + 1, torch.device("cpu")):
+    with dropout_rng(batch.edit_seeds[0], torch.device("cpu")):
         masked = mask_chosen(both[0], choose_positions(*both, ratio, words), words)
     fixed["masked"] = masked.view(2, len(tokens.ids), -1).transpose(0, 1).flatten(0, 1)
     masked_lm.eval()

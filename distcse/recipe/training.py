@@ -89,11 +89,10 @@ class LoopSection(Section):
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
     instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
-    accumulation, at most 16 dropout streams or chunks of a gradient cache (a single stream with DiffCSE's term, and in mutual
-    distillation), no custom term and no queue; where the capture fails, steps run eagerly, and the run says why. `on` refuses
-    recipes whose steps cannot be captured, and fails where the capture fails. It needs `engine: torch`, and, except in
-    mutual distillation, also captures the steps of several workers, in parts between their collectives; that has not been tried
-    on several GPUs."""
+    accumulation, at most 16 dropout streams or chunks of a gradient cache (in mutual distillation a single stream), no custom
+    term and no queue; where the capture fails, steps run eagerly, and the run says why. `on` refuses recipes whose steps cannot
+    be captured, and fails where the capture fails. It needs `engine: torch`, and, except in mutual distillation, also captures
+    the steps of several workers, in parts between their collectives; that has not been tried on several GPUs."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between two reports of loss and learning rate."""
 
@@ -243,14 +242,10 @@ class TrainingSection(LoopSection):
         if self.workers > 1 and self.cuda_graphs == "auto":
             fixes += [*(["engine: torch"] if self.engine == "auto" else []), "cuda_graphs: on"]
         streams = self.streams // min(number or 1 for number in self.worker_counts)
-        return fixes + (self.changes_to_one_stream if streams > MAX_RECORDED_STREAMS else [])
-
-    @property
-    def changes_to_one_stream(self) -> list[str]:
-        """Changes of this section without which each of a worker's forward passes has a dropout stream of the batch's rows."""
-        if self.grad_cache_chunk is not None:
-            return ["grad_cache_chunk: null"]
-        return ["dropout_rng_streams: null"] if self.dropout_rng_streams not in (None, 1) else []
+        if streams > MAX_RECORDED_STREAMS:
+            named = ("grad_cache_chunk", "dropout_rng_streams", "min_workers")
+            fixes.append(f"{next(key for key in named if getattr(self, key) is not None)}: null")
+        return fixes
 
     @property
     def worker_counts(self) -> list[int]:

@@ -39,8 +39,8 @@ MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
 _MAX_STREAMS_IN_GRAPHS = 32
 """Maximum number of dropout streams in all recordings together, each with thousands of kernels; the first is always recorded."""
-_PASSES_OF_SEED = 2
-"""Forward passes that draw from one dropout seed, at most: that of the step, and its recomputation by a gradient cache."""
+_PASSES_OF_SEED = 3
+"""Times that a step draws from one seed, at most: DiffCSE's edits for their length, for the pass, and for its repetition."""
 
 
 class Recorder(Protocol):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 
 from distcse.device import is_gpu
-
-_FIXED: ContextVar[bool] = ContextVar("rng is fixed", default=False)
 
 
 class RecordedRNG(Protocol):
@@ -36,9 +33,6 @@ def dropout_seed(seed: int, step: int, stream: int) -> int:
 @contextmanager
 def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
     """Context manager: seed PyTorch's generator, and restore its state afterwards."""
-    if _FIXED.get():
-        yield
-        return
     if _recorded is not None:
         with _recorded.drawing(seed):
             yield
@@ -63,13 +57,3 @@ def recorded_rng(rng: RecordedRNG) -> Iterator[None]:
         yield
     finally:
         _recorded = before
-
-
-@contextmanager
-def rng_is_fixed() -> Iterator[None]:
-    """Context manager: make `dropout_rng` do nothing: the numbers inside all come from one seed that is set already."""
-    token = _FIXED.set(True)
-    try:
-        yield
-    finally:
-        _FIXED.reset(token)

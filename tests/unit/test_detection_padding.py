@@ -120,7 +120,7 @@ def test_without_the_batchs_length_the_loss_differs(
 ) -> None:
     """What the tests here hold is visible at this batch."""
     expected = first_step(make_spec(recipe_of("one"))[0])
-    monkeypatch.setattr(StudentModel, "edited_length", lambda model, streams: None)
+    monkeypatch.setattr(StudentModel, "edited_length", lambda model, batch: None)
     streams = make_spec(recipe_of("four", "training.dropout_rng_streams=4"))[0]
     assert abs(first_step(streams)[0] - expected[0]) > 1e-3
 

@@ -263,6 +263,9 @@ RECORDED: dict[str, tuple[str, ...]] = {
     ),
     "MiniLM": (),
     **{f"DiffCSE, {edit}": detecting(edit) for edit in DETECTION},
+    "DiffCSE, no dropout": (*detecting("deletion"), "student.dropout=0.0"),
+    "DiffCSE, streams": (*detecting("insertion"), "training.dropout_rng_streams=4"),
+    "DiffCSE, gradient cache": (*detecting("replacement"), "training.grad_cache_chunk=4"),
 }
 
 
@@ -354,6 +357,8 @@ OF_SEVERAL_WORKERS: dict[str, tuple[str, ...]] = {
     "disagreement, rank noise": RECORDED["ListMLE, disagreement, rank noise"],
     "vectors": RECORDED["vectors"],
     "false negatives": RECORDED["false negatives"],
+    "DiffCSE": detecting("replacement"),
+    "DiffCSE, gradient cache": RECORDED["DiffCSE, gradient cache"],
 }
 
 

@@ -29,7 +29,6 @@ from tests.weights import assert_equal_weights, weights_of
 MakeRecipe = Callable[..., Recipe]
 Parts = dict[str, Tensor]
 GRAPHS = "training.cuda_graphs=on"
-DETECTING = ("objective.detection.weight=0.5", "objective.detection.operation=deletion")
 
 
 class CpuRecorder:
@@ -156,7 +155,8 @@ def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
     with (
         rng.drawing(5),
         rng.drawing(5),
-        pytest.raises(RuntimeError, match="drawn from more than 2 times"),
+        rng.drawing(5),
+        pytest.raises(RuntimeError, match="drawn from more than 3 times"),
         rng.drawing(5),
     ):
         pass
@@ -251,13 +251,10 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
     ("overrides", "fix"),
     [
         (("training.engine=auto",), "engine: torch"),
-        (("training.workers=2", *DETECTING), "training.workers: 1"),
         (("training.batch_size=64", "training.workers=2", "training.grad_cache_chunk=1"), "grad_cache_chunk: null"),
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
         (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),
         (("training.batch_size=64", "training.dropout_rng_streams=32"), "dropout_rng_streams: null"),
-        (("training.grad_cache_chunk=4", *DETECTING), "training.grad_cache_chunk: null"),
-        (("training.batch_size=8", "training.grad_cache_chunk=8", *DETECTING), "training.grad_cache_chunk: null"),
         (("objective.rank.queue={num_batches: 2}", "student.projection=none"), "objective.rank.queue: null"),
         (("objective.custom={mine: {class_path: 'a.py:Mine'}}",), "objective.custom: {}"),
         (("student.trust_remote_code=true",), "student.trust_remote_code: false"),

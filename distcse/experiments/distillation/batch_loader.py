@@ -77,6 +77,7 @@ class BatchLoader:
         train_rows, self.held_out, self.anchors = split_rows(spec.recipe, len(self.corpus))
         self._queue = spec.recipe.objective.queue
         detection = spec.recipe.objective.active(DetectionSection)
+        self._detects = detection is not None
         self._counts_padding = detection is not None and detection.reduction == "all"
         self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed, _make_grouping(spec))
         self.steps = total_steps(training, self.sampler.steps_per_epoch)
@@ -148,11 +149,12 @@ class BatchLoader:
             )
             for number, part in enumerate(np.split(global_batch[self.batch_slice], self._streams))
         ]
+        edit_seeds = [seed + 1 for _, seed in streams] if self._detects else []
         if self._queue is None:
-            return Batch(streams)
+            return Batch(streams, edit_seeds)
         anchors = self._chunks(self.anchors, device, max_length) if step % self._queue.refresh_steps == 0 else []
         queue = self._chunks(self._first_queue_rows, device, max_length) if step == 0 else []
-        return Batch(streams, anchors, queue)
+        return Batch(streams, edit_seeds, anchors, queue)
 
     @property
     def _first_queue_rows(self) -> NDArray[np.int64]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +20,7 @@ from distcse.models import Encoder, build_projection
 from distcse.models.detection import EditDetector, build_detector
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
 from distcse.trainer.allocator import trim
-from distcse.trainer.dropout_rng import dropout_rng, rng_is_fixed
+from distcse.trainer.dropout_rng import dropout_rng
 
 T = TypeVar("T")
 
@@ -31,6 +30,8 @@ class Batch(NamedTuple):
 
     streams: Sequence[tuple[Tokens, int]]
     """The worker's R rows, split into streams with a dropout seed each."""
+    edit_seeds: Sequence[int] = ()
+    """The seed of each stream's edits, if there is a discriminator."""
     anchors: Sequence[Tokens] = ()
     """This worker's part of the anchors, in steps that re-encode them."""
     queue: Sequence[Tokens] = ()
@@ -84,14 +85,7 @@ class StudentModel(nn.Module):
         The dropout masks of a stream depend only on its seed. A run that resumes with another number of workers assigns
         them the same streams, and thus the same masks. One forward pass computes both views of a stream, over twice its
         rows. The projection gets both views of all streams at once, because batch norm needs them together.
-
-        On a GPU, if the global batch is one stream, the discriminator draws its edits after the stream's dropout, without a seed:
-        a recorded step draws from the seeds in its inputs alone.
         """
-        with self._one_seed(batch.streams):
-            return self._forward(batch)
-
-    def _forward(self, batch: Batch) -> StudentOutput:
         if self.queue is not None and batch.anchors:
             self.queue.refresh(gather_parts(self._encode_no_grad(batch.anchors), len(self.queue.anchors)))
         if self.queue is not None and batch.queue:
@@ -107,59 +101,48 @@ class StudentModel(nn.Module):
         projected = self.projection(pooled)
         z1, z2 = projected.float().chunk(2)
         condition = projected if self.condition == "projected" else pooled
-        return StudentOutput(z1, z2, None if self.detector is None else self._detect(batch.streams, condition))
+        return StudentOutput(z1, z2, None if self.detector is None else self._detect(batch, condition))
 
-    @contextmanager
-    def _one_seed(self, streams: Sequence[tuple[Tokens, int]]) -> Iterator[None]:
-        """Context manager: on a GPU, seed the only stream of the global batch once, for its dropout and its edits."""
-        (tokens, seed), *others = streams
-        is_alone = not others and world_size() == 1 and not self.grad_cache
-        if self.detector is None or not is_alone or not is_gpu(tokens.ids.device):
-            yield
-            return
-        with dropout_rng(seed, tokens.ids.device), rng_is_fixed():
-            yield
-
-    def _detect(self, streams: Sequence[tuple[Tokens, int]], condition: Tensor) -> Detection:
-        """Run the discriminator over all streams. Each view of a stream gets different edits, drawn from the stream's seed.
+    def _detect(self, batch: Batch, condition: Tensor) -> Detection:
+        """Run the discriminator over all streams. Each view of a stream gets different edits, drawn from the stream's edit seed.
 
         Args:
-            streams: The worker's R rows, as in `Batch`.
+            batch: The worker's R rows.
             condition: (2R, d) vectors of the first views, then of the second.
         """
         assert self.detector is not None
-        length = self.edited_length(streams)
+        length = self.edited_length(batch)
         first, second = condition.chunk(2)
         detections, done = [], 0
-        for number, (tokens, seed) in enumerate(streams, start=1):
+        for number, ((tokens, _), seed) in enumerate(zip(batch.streams, batch.edit_seeds, strict=True), start=1):
             rows = slice(done, done + len(tokens.ids))
             done = rows.stop
             vectors = torch.cat([first[rows], second[rows]])
-            is_last = number == len(streams)
+            is_last = number == len(batch.streams)
             detections.append(
                 self._run_stream(self._detect_stream, tokens, seed, vectors, length, keep_activations=is_last)
             )
         total: Detection = reduce(operator.add, detections)
         return total
 
-    def edited_length(self, streams: Sequence[tuple[Tokens, int]]) -> int | Tensor | None:
+    def edited_length(self, batch: Batch) -> int | Tensor | None:
         """Return the length of the longest edited sentence of the global batch, on a GPU as a scalar.
 
         None if the loss ignores padding, or if a single pass contains the entire global batch.
         """
         assert self.detector is not None
-        if not self.detector.counts_padding or (len(streams) == 1 and world_size() == 1):
+        if not self.detector.counts_padding or (len(batch.streams) == 1 and world_size() == 1):
             return None
         lengths = []
-        for tokens, seed in streams:
-            with dropout_rng(seed + 1, tokens.ids.device):
+        for (tokens, _), seed in zip(batch.streams, batch.edit_seeds, strict=True):
+            with dropout_rng(seed, tokens.ids.device):
                 lengths.append(self.detector.edited_length(tokens.twice()))
         longest = all_reduce_max(torch.stack(lengths).max())
         return longest if is_gpu(longest.device) else int(longest)
 
     def _detect_stream(self, tokens: Tokens, seed: int, condition: Tensor, length: int | Tensor | None) -> Detection:
         assert self.detector is not None
-        with dropout_rng(seed + 1, tokens.ids.device):
+        with dropout_rng(seed, tokens.ids.device):
             detection: Detection = self.detector(tokens.twice(), condition, length)
         return detection
 
@@ -198,11 +181,10 @@ class StudentModel(nn.Module):
 
     def _encode_views(self, tokens: Tokens, seed: int) -> Tensor:
         """Encode r rows into (2r, d) pooled vectors: the first views, then the second."""
-        device = tokens.ids.device
-        if not self.encoder.has_dropout:
-            pooled = self.encoder(tokens.ids, tokens.mask, tokens.token_index)
-            return torch.cat([pooled, pooled])  # both views are equal without dropout: half the work, same gradient
-        with dropout_rng(seed, device):
+        with dropout_rng(seed, tokens.ids.device):
+            if not self.encoder.has_dropout:
+                pooled = self.encoder(tokens.ids, tokens.mask, tokens.token_index)
+                return torch.cat([pooled, pooled])  # both views are equal without dropout: half the work, same gradient
             both = tokens.twice()
             views: Tensor = self.encoder(both.ids, both.mask, both.token_index)
         return views

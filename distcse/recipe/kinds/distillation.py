@@ -227,9 +227,6 @@ class Recipe(BaseRecipe):
     def _terms_to_drop(self) -> list[str]:
         terms = self.objective
         fixes = [f"{key}: null" for key in terms.keys_that_need("queue", active=True)]
-        if terms.keys_that_need("detector", active=True):  # its edits have another seed than the stream's
-            fixes += [f"training.{fix}" for fix in self.training.changes_to_one_stream]
-            fixes += ["training.workers: 1"] if self.training.workers > 1 else []
         if terms.custom:
             fixes.append("objective.custom: {}")  # their Python would run once, and never again
         if self.student.trust_remote_code:
