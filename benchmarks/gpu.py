@@ -245,13 +245,13 @@ class Student:
         """Maps rows of the eight batches to the teachers' lists; None for SimCSE."""
         encoder = bench.encoder(shape, seed=1)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
-        records = graphs and bench.records
-        self.engine = TorchEngine(self.model, LoopSection(precision=precision), None, records)
+        self.records = graphs and bench.records
+        self.engine = TorchEngine(self.model, LoopSection(precision=precision), None, self.records)
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
         self.batches = [bench.batch(n or bench.n) for _ in range(8)]
         self.step, self.parts = 0, 1
         step = CompiledStep(training_step, fail) if compiled else training_step
-        self._take = CudaGraphStep(step, CudaGraphs(bench.device)) if records else step
+        self._take = CudaGraphStep(step, CudaGraphs(bench.device)) if self.records else step
 
     def __call__(self) -> Tensor:
         """One step; its loss, on the device."""
@@ -278,7 +278,7 @@ class Student:
     def attach(self, detector: EditDetector) -> None:
         """Give the student a discriminator, and train it too."""
         self.model.detector = detector.to(self.engine.device)
-        self.engine = TorchEngine(self.model, LoopSection(precision="bf16"), None)
+        self.engine = TorchEngine(self.model, LoopSection(precision="bf16"), None, self.records)
 
     def loss_of_next(self) -> Tensor:
         """The next step's loss, without an update."""

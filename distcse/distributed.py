@@ -1,6 +1,7 @@
 """Collective operations over the training workers. Without a process group, there is one worker and they do nothing.
 
-The collectives of tensors can be left out of a recorded step, and run between its parts (`collectives_by`).
+A training step calls these functions and none of `torch.distributed`: those of tensors run between the parts of a step that is
+recorded (`collectives_by`), and are in no recording.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def all_gather_rows(rows: Tensor) -> Tensor:
 def all_gather_parts(part: Tensor) -> list[Tensor]:
     """Gather a tensor of every worker, in the order of their ranks, without gradient.
 
-    `all_gather_rows` copies less; this one also works where two workers share a GPU, whose backend lacks the other's collective.
+    `all_gather_rows` copies less. This one also works where two workers share a GPU: gloo's documentation lists no
+    `all_gather_into_tensor` for a GPU's tensors.
 
     Args:
         part: This worker's tensor; of one shape on every worker.

@@ -56,7 +56,7 @@ class GraphRandomStates:
 
     @property
     def is_used(self) -> bool:
-        """Whether the device has drawn from a state."""
+        """Whether `drawing` was called."""
         return self._used > 0
 
     @contextmanager

@@ -65,18 +65,23 @@ def transfer_seconds(traffic: Traffic, workers: int, cluster: Cluster) -> float:
     return (traffic.total - traffic.lists) / _slowest(workers, cluster) + served + hops
 
 
-def hidden_seconds(traffic: Traffic, workers: int, cluster: Cluster, backward: float) -> float:
+def hidden_seconds(
+    traffic: Traffic, workers: int, cluster: Cluster, backward: float, is_recorded: bool = False
+) -> float:
     """Return the seconds of `transfer_seconds` during which the backward pass, of `backward` seconds, still computes.
 
-    On GPUs, gradients are sent in buckets as the backward pass completes them. The last bucket is sent after it.
+    On GPUs, gradients are sent in buckets as the backward pass completes them. The last bucket is sent after it; so are all
+    gradients of recorded steps.
     """
-    if workers == 1 or cluster.machine.kind != "gpu" or not GPU.overlaps_reduction:
+    if workers == 1 or cluster.machine.kind != "gpu" or not GPU.overlaps_reduction or is_recorded:
         return 0.0
     early = traffic.gradients - 2 * (workers - 1) / workers * BUCKET_BYTES
     return min(backward, max(0.0, early) / _slowest(workers, cluster))
 
 
-def waited_seconds(traffic: Traffic, workers: int, cluster: Cluster, computed: float, accumulation: int) -> float:
+def waited_seconds(
+    traffic: Traffic, workers: int, cluster: Cluster, computed: float, accumulation: int, is_recorded: bool = False
+) -> float:
     """Return the seconds for which a step waits for transfers, after those that the backward pass hides.
 
     Args:
@@ -85,9 +90,12 @@ def waited_seconds(traffic: Traffic, workers: int, cluster: Cluster, computed: f
         cluster: Where they run.
         computed: Seconds of the step without transfers.
         accumulation: Batches per update, of which the last one's backward pass hides the transfer.
+        is_recorded: Whether steps are recorded as CUDA graphs. Default: False.
     """
     backward = _BACKWARD_SHARE * computed / accumulation
-    return transfer_seconds(traffic, workers, cluster) - hidden_seconds(traffic, workers, cluster, backward)
+    return transfer_seconds(traffic, workers, cluster) - hidden_seconds(
+        traffic, workers, cluster, backward, is_recorded
+    )
 
 
 def _slowest(workers: int, cluster: Cluster) -> float:

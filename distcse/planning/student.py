@@ -285,7 +285,8 @@ class StudentRun:
 
     def _with_network(self, computed: Terms, traffic: Traffic, workers: int, cluster: Cluster) -> Terms:
         seconds, accumulation = computed.seconds(cluster.machine.kind), self.recipe.training.gradient_accumulation
-        return computed + Terms(network=waited_seconds(traffic, workers, cluster, seconds, accumulation))
+        recorded = self.records_steps(cluster.machine, workers)
+        return computed + Terms(network=waited_seconds(traffic, workers, cluster, seconds, accumulation, recorded))
 
     def records_steps(self, machine: Machine, workers: int) -> bool:
         """Return whether a step is recorded as a CUDA graph (`training.cuda_graphs`)."""
@@ -295,7 +296,7 @@ class StudentRun:
     def compiles_layers(self, machine: Machine, workers: int) -> bool:
         """Return whether the student's layers are compiled (`training.compile_layers`)."""
         mode = self.recipe.training.layer_compilation
-        return compiles_layers(mode, self.steps, self.records_steps(machine, workers))
+        return compiles_layers(mode, self.steps, workers == 1 and self.records_steps(machine, workers))
 
     def _all_passes(self, workers: int, batch: int, kind: str, length: float | None = None) -> list[Pass]:
         """Return a step's passes, and on average those of the queue's anchors, which run every refresh_steps steps."""

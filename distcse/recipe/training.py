@@ -138,6 +138,7 @@ class LoopSection(Section):
         """Changes of this section without which a step cannot be captured as a CUDA graph; `engine: auto` needs none."""
         fixes = {
             "engine: torch": self.engine == "deepspeed" or self.zero_stage > 0,
+            "zero_stage: 0": self.zero_stage > 0,
             "gradient_accumulation: 1": self.gradient_accumulation > 1,
         }
         return [fix for fix, is_needed in fixes.items() if is_needed]
@@ -240,12 +241,18 @@ class TrainingSection(LoopSection):
     def changes_to_record(self) -> list[str]:
         fixes = super().changes_to_record
         if self.workers > 1 and self.cuda_graphs == "auto":
-            fixes += [*(["engine: torch"] if self.engine == "auto" else []), "cuda_graphs: on"]
-        streams = self.streams // min(number or 1 for number in self.worker_counts)
-        if streams > MAX_RECORDED_STREAMS:
+            fixes += [fix for fix in ("engine: torch",) if self.engine == "auto" and fix not in fixes]
+            fixes.append("cuda_graphs: on (of several workers, which no cluster has tried)")
+        if not self.can_record_streams:
             named = ("grad_cache_chunk", "dropout_rng_streams", "min_workers")
             fixes.append(f"{next(key for key in named if getattr(self, key) is not None)}: null")
         return fixes
+
+    @property
+    def can_record_streams(self) -> bool:
+        """Whether a worker has at most `MAX_RECORDED_STREAMS` dropout streams, with the fewest workers that the run may use."""
+        fewest = min((number or 1 for number in self.worker_counts), default=1)
+        return self.streams <= MAX_RECORDED_STREAMS * fewest
 
     @property
     def worker_counts(self) -> list[int]:

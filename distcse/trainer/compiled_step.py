@@ -38,11 +38,14 @@ def open_compiled_step(
         take_step: The step without compiled layers.
         mode: `auto` compiles recorded steps of runs of at least `MIN_STEPS` steps, `on` all recorded steps.
         steps: Steps of the run.
-        is_recorded: Whether steps are recorded as CUDA graphs.
+        is_recorded: Whether steps of one worker are recorded as CUDA graphs. A step of several workers could not be repeated
+            where compiling fails: its collectives have run.
         emit: Receives what was chosen.
     """
     if mode == "on" and not is_recorded:
-        problem = "training.compile_layers has no effect where steps are not recorded as CUDA graphs"
+        problem = (
+            "training.compile_layers has no effect with several workers, or where steps are not recorded as CUDA graphs"
+        )
         emit(LogMessage(problem, warning=True))
     if not compiles_layers(mode, steps, is_recorded):
         return take_step

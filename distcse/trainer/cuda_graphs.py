@@ -2,7 +2,7 @@
 
 A step of BERT-base launches about 8,000 kernels, which takes the host longer than a fast GPU needs to run them. A graph is one
 launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
-rate is a tensor, and the dropout seeds are set before the replay.
+rate is a tensor, and the seeds of its random numbers are set before the replay.
 
 The step of several workers is recorded in parts: a collective that a graph contained would wait for workers whose batches have
 another shape, and that record or run eagerly while this one replays. So every worker runs the same collectives in every step.
@@ -37,8 +37,8 @@ GraphMode = Literal["auto", "on", "off"]
 """Values of `cuda_graphs` in a training section."""
 MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
-_MAX_STREAMS_IN_GRAPHS = 32
-"""Maximum number of dropout streams in all recordings together, each with thousands of kernels; the first is always recorded."""
+_MAX_SEEDS_IN_GRAPHS = 32
+"""Maximum number of seeds in all recordings together, each of a pass with thousands of kernels; the first is always recorded."""
 _PASSES_OF_SEED = 3
 """Times that a step draws from one seed, at most: DiffCSE's edits for their length, for the pass, and for its repetition."""
 
@@ -55,7 +55,7 @@ class Recorder(Protocol):
 
         Args:
             call: The call.
-            seeds: The dropout seeds that it uses.
+            seeds: The seeds that it uses, of dropout and of edits.
 
         Returns:
             A function that replays the call with other seeds in their place, and returns the same result tensors.
@@ -143,7 +143,7 @@ class RecordedParts:
         self._begin()
 
     def replay(self, seeds: Sequence[int]) -> None:
-        """Replay the step with other dropout seeds."""
+        """Replay the step with other seeds."""
         self.rng.seed(seeds)
         for run in self.parts:
             run()
@@ -155,7 +155,7 @@ class RecordedParts:
 
 
 class GraphRNG:
-    """Random numbers of a step's CUDA graphs, with a seed per dropout stream that each replay sets (see `RecordedRNG`).
+    """Random numbers of a step's CUDA graphs, with seeds that each replay sets (see `RecordedRNG`).
 
     Args:
         module: PyTorch's module of the GPU's type.
@@ -177,17 +177,17 @@ class GraphRNG:
             RuntimeError: The seed is not one of the step's, so that no replay could change it.
         """
         if seed not in self._states:
-            raise RuntimeError("dropout uses a seed that is not in the step's inputs")
+            raise RuntimeError("random numbers have a seed that is not in the step's inputs")
         return self._states[seed].drawing()
 
     def require_all(self) -> None:
-        """Check that the step has drawn with all of its seeds, or, without dropout, with none.
+        """Check that the step has drawn with all of its seeds, or with none.
 
         Raises:
             RuntimeError: It has drawn with some: an integer of its inputs is no seed, and would never change in replays.
         """
         if len({states.is_used for states in self._states.values()}) > 1:
-            raise RuntimeError("dropout does not use all integers of the step's inputs")
+            raise RuntimeError("not all integers of the step's inputs are seeds of random numbers")
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Set the seeds of the next replay, in the order of those of the recording."""
@@ -241,7 +241,7 @@ def graph_mode(
         if has_gpu() and rank() == 0:
             emit(LogMessage(f"steps are not recorded as CUDA graphs ({reason})"))
         return "off"
-    if records_steps(mode):
+    if records_steps(mode) and rank() == 0:
         emit(LogMessage(f"steps are recorded as CUDA graphs; {key}.cuda_graphs=off runs them eagerly"))
     return mode
 
@@ -275,7 +275,7 @@ class CudaGraphStep:
 
     Args:
         take_step: The eager step. It must use a `TorchEngine` with `records_steps`, and no gradient accumulation; all
-            integers of the inputs are dropout seeds, and the model must not replace its tensors.
+            integers of the inputs are seeds, and the model must not replace its tensors.
         recorder: Records the step.
         on_failure: Called with the reason when the step cannot be recorded; all further steps are eager. Default: raise.
         key: Recipe key of the training's section, for messages. Default: training.
@@ -333,10 +333,10 @@ class CudaGraphStep:
         terms = replay(seeds)
         return {name: term.clone() for name, term in terms.items()}
 
-    def _has_room(self, streams: int) -> bool:
-        """Return whether another shape can be recorded; all shapes have equally many streams."""
+    def _has_room(self, seeds: int) -> bool:
+        """Return whether another shape can be recorded; all shapes have equally many seeds."""
         number = len(self._recorded)
-        return number < MAX_GRAPHS and (number == 0 or (number + 1) * streams <= _MAX_STREAMS_IN_GRAPHS)
+        return number < MAX_GRAPHS and (number == 0 or (number + 1) * seeds <= _MAX_SEEDS_IN_GRAPHS)
 
     def _record(
         self,
@@ -366,7 +366,7 @@ class CudaGraphStep:
 
 
 def _find_parts(inputs: Any, kind: type[T]) -> list[T]:
-    """Return all tensors of a step's inputs, or all integers, which are dropout seeds."""
+    """Return all tensors of a step's inputs, or all integers, which are seeds."""
     found: list[T] = []
 
     def collect(part: T) -> T:

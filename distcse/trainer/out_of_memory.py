@@ -12,6 +12,7 @@ from distcse.device import gpu_module, is_gpu
 from distcse.distributed import world_size
 from distcse.errors import OutOfMemoryError
 from distcse.recipe import LoopSection, TrainingSection
+from distcse.recipe.training import MAX_RECORDED_STREAMS
 
 _GIB = 2.0**30
 
@@ -83,7 +84,7 @@ def _describe_fixes(section: LoopSection, key: str, rows: int, is_recorded: bool
         return f"Write more workers for the group, and start a new run; or {begin_again}"
     chunk = _largest_divisor(rows, below=min(rows, section.grad_cache_chunk or rows))
     resumed = [f"training.grad_cache_chunk={chunk} (the same gradient, one more forward pass)"] if chunk else []
-    if chunk and section.cuda_graphs == "on":
+    if chunk and section.cuda_graphs == "on" and rows > chunk * MAX_RECORDED_STREAMS:
         resumed[0] = f"training.cuda_graphs=off {resumed[0]}"
     if chunk and section.dropout_rng_streams is not None:
         resumed[0] = f"training.dropout_rng_streams=null {resumed[0]}"

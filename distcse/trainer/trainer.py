@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from distcse.device import default_device
-from distcse.distributed import on_all_ranks, rank
+from distcse.distributed import on_all_ranks, rank, world_size
 from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
@@ -84,7 +84,9 @@ def train(
     memory_advice = OutOfMemoryAdvice(default_device(), section, key, records)
     with memory_advice:
         engine = make_engine(task.model, section, task.rows, restored, records)
-    take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)
+    take_step = open_compiled_step(
+        training_step, compile_layers, task.steps, records and world_size() == 1, reporter.emit
+    )
     take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit, key)
     log, stop_check = StepLog(task), StopCheck(reporter, section.log_every, engine.device)
     task.on_start(state.step)

@@ -120,8 +120,8 @@ def graph(
     finally:
         simulation.recording = None
         cuda_graph.restore()
-    if threading.current_thread() is not cuda_graph.thread:
-        raise RuntimeError("attempt to terminate a thread-local capture sequence from another thread")
+    if threading.current_thread() is not cuda_graph.thread or simulation.is_in_backward_thread:
+        simulation.refuse(RuntimeError("attempt to terminate a thread-local capture sequence from another thread"))
 
 
 def compute(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], state: torch.Generator | None = None) -> Any:

@@ -184,7 +184,8 @@ _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined
 
 def _backward_pass(*args: Any, **kwargs: Any) -> Any:
     # Without a thread per device: PyTorch fixes these in a process's first backward pass, and processes forked later hang.
-    with active().backward_pass(), torch.autograd.set_multithreading_enabled(False):
+    has_thread: bool = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
+    with active().backward_pass(has_thread), torch.autograd.set_multithreading_enabled(False):
         return _run_backward(*args, **kwargs)
 
 

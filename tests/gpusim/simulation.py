@@ -75,6 +75,7 @@ class Simulation:
         allocated_bytes: Memory of all tensors on the device.
         peak_bytes: Largest `allocated_bytes` so far.
         recording: The graph that is being recorded.
+        is_in_backward_thread: Whether a GPU would now run a backward pass in a separate thread.
     """
 
     total_bytes: int = 80 * 2**30
@@ -85,6 +86,7 @@ class Simulation:
     allocated_bytes: int = 0
     peak_bytes: int = 0
     recording: CUDAGraph | None = None
+    is_in_backward_thread: bool = False
     _counts: bool = False
     _backward_error: Exception | None = None
     _storages: set[int] = field(default_factory=set)
@@ -163,12 +165,18 @@ class Simulation:
         self._backward_error = self._backward_error or error
 
     @contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """Context manager: raise at its end what was refused inside."""
+    def backward_pass(self, has_thread: bool) -> Iterator[None]:
+        """Context manager: raise at its end what was refused inside.
+
+        Args:
+            has_thread: Whether a GPU's backward pass would run in a separate thread.
+        """
         _local.backward_passes = getattr(_local, "backward_passes", 0) + 1
+        before, self.is_in_backward_thread = self.is_in_backward_thread, has_thread
         try:
             yield
         finally:
+            self.is_in_backward_thread = before
             _local.backward_passes -= 1
         error, self._backward_error = self._backward_error, None
         if error is not None:

@@ -14,8 +14,9 @@ import torch
 
 from distcse.data import Corpus
 from distcse.data.collate import Tokens
+from distcse.device import gpu_module
 from distcse.distributed import rank as distributed_rank
-from distcse.events import DevScore, Event, Reporter
+from distcse.events import DevScore, Event, LogMessage, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import CrossEncoder, Encoder
@@ -381,14 +382,20 @@ def test_steps_of_two_workers_recorded_in_parts_give_the_same_weights_as_eager_o
         found = run_workers(train_in_a_group, 2, spec, tables, recording)
         runs.append(weights_of(spec.run.path))
     assert_equal_weights(*runs)
-    for rank, (parts, waits) in enumerate(found):
+    for rank, (parts, waits, said) in enumerate(found):
+        assert said == (rank == 0)
         graphs = [number // 2 + 1 for number in parts]  # between any two is a collective
         assert (len(parts) >= 4 and min(graphs) > 3) if rank < recording else parts == []
         assert not any("views.py" in place or "projection.py" in place or "distributed.py" in place for place in waits)
 
 
-def train_in_a_group(spec: TrainSpec, tables: list[EmbeddingTable], recording: int) -> tuple[list[int], dict[str, int]]:
-    """Train on this worker's simulated GPU; return the numbers of parts of its replays, and its waits.
+def train_in_a_group(
+    spec: TrainSpec, tables: list[EmbeddingTable], recording: int
+) -> tuple[list[int], dict[str, int], int]:
+    """Train on this worker's simulated GPU.
+
+    Returns:
+        Numbers of parts of its replays, its waits, and how often it says that steps are recorded.
 
     Args:
         spec: The run.
@@ -406,9 +413,38 @@ def train_in_a_group(spec: TrainSpec, tables: list[EmbeddingTable], recording: i
         patch.setattr(cuda_graphs.RecordedParts, "replay", counting)
         if distributed_rank() >= recording:
             patch.setattr(cuda_graphs, "MAX_GRAPHS", 0)
+        events: list[Event] = []
         with gpu.counting():
-            train(spec, tables)
-        return replayed, dict(gpu.waits)
+            train(spec, tables, events)
+        said = sum(isinstance(event, LogMessage) and "steps are recorded" in event.text for event in events)
+        return replayed, dict(gpu.waits), said
+
+
+def test_graphs_of_two_workers_cannot_end_in_a_threads_backward_pass() -> None:
+    """The rule that needs a backward pass in the thread that records."""
+    with simulated():
+        device, (ended,) = torch.device("gpu"), [list[str]()]
+
+        class Ending(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+                return rows.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                parts.add_collective(lambda: ended.append("run"))
+                return gradient
+
+        module = gpu_module(device)
+        parts = cuda_graphs.RecordedParts(
+            lambda rng: (module.graph(graph := module.CUDAGraph()), graph.replay), cuda_graphs.GraphRNG(module, [])
+        )
+        rows = torch.ones(2, device=device, requires_grad=True)
+        with parts.recording(), torch.autograd.set_multithreading_enabled(False):
+            Ending.apply(rows).sum().backward()
+        assert len(parts.parts) == 3 and not ended
+        with pytest.raises(RuntimeError, match="from another thread"), parts.recording():
+            Ending.apply(rows).sum().backward()
 
 
 def test_a_run_waits_only_at_its_start_and_for_reports_scores_and_checkpoints(recipe_of: MakeRecipe) -> None:

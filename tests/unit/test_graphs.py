@@ -150,7 +150,7 @@ def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
     rng.require_all()
     with rng.drawing(3), pytest.raises(RuntimeError, match="not in the step's inputs"), rng.drawing(4):
         pass
-    with pytest.raises(RuntimeError, match="does not use all integers"):
+    with pytest.raises(RuntimeError, match="not all integers of the step's inputs are seeds"):
         rng.require_all()
     with (
         rng.drawing(5),
@@ -253,6 +253,7 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
         (("training.engine=auto",), "engine: torch"),
         (("training.batch_size=64", "training.workers=2", "training.grad_cache_chunk=1"), "grad_cache_chunk: null"),
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
+        (("training.engine=deepspeed", "training.zero_stage=1"), "write engine: torch, zero_stage: 0, or"),
         (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),
         (("training.batch_size=64", "training.dropout_rng_streams=32"), "dropout_rng_streams: null"),
         (("objective.rank.queue={num_batches: 2}", "student.projection=none"), "objective.rank.queue: null"),

@@ -188,6 +188,24 @@ def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, 
         run.resume()
 
 
+def test_own_labels_of_a_run_that_lost_a_group_name_those_whose_scores_they_combine(
+    both: MakeRecipe, tmp_path: Path
+) -> None:
+    run = Run(both("mutual.label_band=own"), tmp_path)
+    for number in range(2):
+        for group in GROUPS:
+            run.post(group, number, 0.4)
+    assert run.exchange.drop("roberta", "lost")
+    assert run.exchange.labels("bert", Phase(2)) is not None
+    assert run.store.sources("bert", Phase(2)) == dict.fromkeys(GROUPS, Phase(1))
+
+
+def test_labels_stay_cosines_in_a_band_that_reaches_farther() -> None:
+    labels = np.array([0.0] * 999 + [1.0], dtype=np.float32)
+    moved = to_band(labels, np.linspace(0.8, 1.0, 1000, dtype=np.float32))
+    assert moved.max() == 1 and (np.diff(moved) >= 0).all() and moved[0] == pytest.approx(0.898, abs=1e-3)
+
+
 def test_a_band_of_equal_labels_is_moved_only() -> None:
     moved = to_band(np.full(4, 0.3, dtype=np.float32), np.array([0.6, 0.8, 0.6, 0.8], dtype=np.float32))
     np.testing.assert_allclose(moved, 0.7, atol=1e-6)

@@ -286,13 +286,15 @@ def test_a_recorded_step_takes_the_host_one_launch() -> None:
     eager = run_of(load_recipe(RANKCSE, ["training.precision=bf16", "training.cuda_graphs=off"]))
     assert recorded.host == STEP_HOST
     assert 1000 * GPU_LAUNCH < eager.step_terms(h100, 1, 128).host - STEP_HOST < 2000 * GPU_LAUNCH
-    assert not run.records_steps(h100.machine, 2)  # collectives are not recorded
+    assert not run.records_steps(h100.machine, 2)  # not by default
+    on = run_of(load_recipe(RANKCSE, ["training.engine=torch", "training.cuda_graphs=on", "training.workers=2"]))
+    assert on.records_steps(h100.machine, 2) and not on.compiles_layers(h100.machine, 2)
     assert not run.records_steps(builtin_cpu(1, 2**34), 1)
     detecting = ["objective.detection={generator: distilbert/distilbert-base-uncased}"]
     assert run_of(load_recipe(RANKCSE, detecting)).records_steps(h100.machine, 1)
     for several_streams in (["training.grad_cache_chunk=32"], ["training.dropout_rng_streams=2"]):
         assert run_of(load_recipe(RANKCSE, several_streams)).records_steps(h100.machine, 1)
-        assert not run_of(load_recipe(RANKCSE, [*detecting, *several_streams])).records_steps(h100.machine, 1)
+        assert run_of(load_recipe(RANKCSE, [*detecting, *several_streams])).records_steps(h100.machine, 1)
 
 
 def test_compiled_layers_of_a_long_run_move_fewer_bytes() -> None:

@@ -179,6 +179,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("objective.rank.form=listnet", "did you mean 'list_net'?"),
         ("training=5", "training is 5; expected "),
         ("training.workers=3", "workers is 3, which does not divide batch_size 128; allowed: 1, 2, 4"),
+        ("training.min_workers=2", "min_workers is 2, and workers 1"),
         ("training.dropout_rng_streams=3", "dropout_rng_streams is 3, which does not divide batch_size 128"),
         ("training.gradient_accumulation=7", "evaluation.eval_steps is 50, which is no multiple"),
         (

@@ -20,7 +20,6 @@ from distcse.experiments.distillation.embedding_queue import rank_slice
 from distcse.experiments.distillation.model import Batch
 from distcse.models.fast.packing import worth_packing
 from distcse.recipe import DetectionSection, Recipe
-from distcse.recipe.training import MAX_RECORDED_STREAMS
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
 from distcse.teachers.knn_graph import open_knn_graph
@@ -87,6 +86,7 @@ class BatchLoader:
         self._streams = max(1, training.streams // workers)
         self._first_stream = rank * self._streams
         self._all_streams = workers * self._streams
+        self._can_record_streams = training.can_record_streams
 
     @property
     def shuffle(self) -> tuple[int, Callable[[int], int]] | None:
@@ -137,10 +137,10 @@ class BatchLoader:
         global_batch: NDArray[np.int64] = self.sampler.batch(step)
         lengths = self._tokens.lengths(global_batch)
         packs = self._is_fast and worth_packing(lengths.reshape(self._all_streams, -1))
-        # On a GPU, streams that one worker could record get the width of the global batch, so that recorded steps have few
-        # shapes, and any number of workers the same masks. A loss that counts padding up to the longest edited sentence must pad
-        # any stream as far, and the host would wait for that length.
-        has_one_width = self._counts_padding or 1 < self._all_streams <= MAX_RECORDED_STREAMS
+        # On a GPU, streams that could be recorded get the width of the global batch, so that recorded steps have few shapes, and
+        # any number of workers the same masks. A loss that counts padding up to the longest edited sentence must pad any stream
+        # as far, and the host would wait for that length.
+        has_one_width = self._counts_padding or (self._all_streams > 1 and self._can_record_streams)
         width = int(lengths.max()) if is_gpu(device) and has_one_width else 0
         streams = [
             (

@@ -181,7 +181,7 @@ class StudentModel(nn.Module):
 
     def _encode_views(self, tokens: Tokens, seed: int) -> Tensor:
         """Encode r rows into (2r, d) pooled vectors: the first views, then the second."""
-        with dropout_rng(seed, tokens.ids.device):
+        with dropout_rng(seed, tokens.ids.device):  # also without dropout: a recorded step uses all of its seeds
             if not self.encoder.has_dropout:
                 pooled = self.encoder(tokens.ids, tokens.mask, tokens.token_index)
                 return torch.cat([pooled, pooled])  # both views are equal without dropout: half the work, same gradient

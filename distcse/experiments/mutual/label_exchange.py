@@ -85,7 +85,11 @@ class LabelExchange:
                     raise RunEnded
                 if self._stops_before(phase):
                     return None
-                if self._has_own(phase) and self._stored(group, phase) is None and (found := self._sources(phase)):
+                if (
+                    self._has_own_labels(phase)
+                    and self._stored(group, phase) is None
+                    and (found := self._sources(phase))
+                ):
                     self._store.store_own_labels(group, phase, found, self._own_labels(group, phase, found))
                 if (labels := self._stored(group, phase)) is not None:
                     return labels
@@ -139,12 +143,12 @@ class LabelExchange:
 
     def _stored(self, group: str, phase: Phase) -> StoredScores | None:
         """Return the stored labels on which a group trains a phase."""
-        if self._has_own(phase):
+        if self._has_own_labels(phase):
             return self._store.own_labels(group, phase)
         return self._store.stored_labels(Phase(phase.number - 1))
 
-    def _has_own(self, phase: Phase) -> bool:
-        """Return whether each group has its own labels of a phase: from other scores than others', or in its own band."""
+    def _has_own_labels(self, phase: Phase) -> bool:
+        """Return whether labels of a phase differ by group: with `quorum` or `stale`, or in the groups' own bands."""
         return self._rule.kind != "all" or self._is_in_own_band(phase)
 
     def _is_in_own_band(self, phase: Phase) -> bool:
@@ -152,16 +156,16 @@ class LabelExchange:
 
     def _own_labels(self, group: str, phase: Phase, sources: Mapping[str, Phase]) -> Scores:
         previous = Phase(phase.number - 1)
-        common = self._store.labels(previous) if self._rule.kind == "all" else None
-        labels = self._combine(sources, previous) if common is None else common
+        common = self._store.labels(previous)
+        labels = common if self._rule.kind == "all" and common is not None else self._combine(sources, previous)
         return to_band(labels, self._store.scores(group, Phase(0))) if self._is_in_own_band(phase) else labels
 
     def _sources(self, phase: Phase) -> dict[str, Phase] | None:
         """Return the scores that a group which begins a phase now would learn from; None if it has to wait."""
         if self._rule.kind == "all":
             previous = Phase(phase.number - 1)
-            is_complete = self._store.stored_labels(previous) is not None
-            return dict.fromkeys(self._members(), previous) if is_complete else None
+            groups = self._store.labelled_by(previous)
+            return None if groups is None else dict.fromkeys(groups, previous)
         phases = [Phase(number) for number in range(2 * self._recipe.mutual.cycles + 1)]
         newest: dict[str, Phase | None] = dict.fromkeys(self._members())
         for posted in phases:

@@ -40,12 +40,13 @@ def combine(
     return labels.clip(0, 1) if cosines and section.clamp else labels
 
 
-def to_band(labels: NDArray[np.float32], scores: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Give (n,) labels the mean and standard deviation of (n,) scores of the same pairs; their order stays."""
-    mean, deviation = (float(measure(labels, dtype=np.float64)) for measure in (np.mean, np.std))
-    wanted_mean, wanted_deviation = (float(measure(scores, dtype=np.float64)) for measure in (np.mean, np.std))
+def to_band(labels: NDArray[np.float32], cosines: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Give (n,) labels the mean and standard deviation of (n,) cosines of the same pairs, and clip them to [-1, 1]."""
+    (mean, deviation), (wanted_mean, wanted_deviation) = (
+        (float(np.mean(each, dtype=np.float64)), float(np.std(each, dtype=np.float64))) for each in (labels, cosines)
+    )
     scale = wanted_deviation / deviation if deviation > 0 else 1.0
-    return ((labels - mean) * scale + wanted_mean).astype(np.float32)
+    return ((labels - mean) * scale + wanted_mean).clip(-1, 1).astype(np.float32)
 
 
 def score_weight(section: MutualSection, group: GroupSection, dev: float | None) -> float:

@@ -129,6 +129,11 @@ class PhaseStore:
         entry = self._state["labels"].get(str(phase.number))
         return None if entry is None else self._stored(phase.name, entry["sha256"])
 
+    def labelled_by(self, phase: Phase) -> list[str] | None:
+        """Return the groups whose scores the labels of a phase combine; None if not all groups have posted."""
+        entry = self._state["labels"].get(str(phase.number))
+        return None if entry is None else [*entry["groups"]]
+
     def store_own_labels(self, group: str, phase: Phase, sources: Mapping[str, Phase], labels: Scores) -> None:
         """Store the labels on which one group trains a phase, and whose scores they combine.
 

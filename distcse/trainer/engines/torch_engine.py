@@ -41,6 +41,11 @@ class TorchEngine:
         self._embedding_tables: set[Tensor] = large_embeddings(model) if self.device.type == "cpu" else set()
         overlaps = world_size() > 1 and defaults_of(self.device).overlaps_reduction and not records_steps
         self._buckets = GradientBuckets(list(self.parameters.values())) if overlaps else None
+        numbers = sum(parameter.numel() for parameter in self.parameters.values())
+        sends_recorded = (
+            world_size() > 1 and records_steps
+        )  # one tensor for all recordings, which would each keep their own
+        self._sent = torch.empty(numbers, device=self.device) if sends_recorded else None
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
         self.optimizer = FusedAdamW(self.parameters, training, updates, moments)
@@ -63,7 +68,7 @@ class TorchEngine:
         if self._buckets is not None:
             self._buckets.finish()
         else:
-            all_reduce_gradients(self.parameters.values(), self._embedding_tables)
+            all_reduce_gradients(self.parameters.values(), self._embedding_tables, self._sent)
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
 
@@ -85,7 +90,9 @@ def large_embeddings(model: nn.Module) -> set[Tensor]:
     }
 
 
-def all_reduce_gradients(parameters: Iterable[nn.Parameter], tables: Set[Tensor] = frozenset()) -> None:
+def all_reduce_gradients(
+    parameters: Iterable[nn.Parameter], tables: Set[Tensor] = frozenset(), buffer: Tensor | None = None
+) -> None:
     """Sum gradients over all workers in place, with one all-reduce.
 
     Of an embedding table's gradient, only rows that are nonzero on a worker are sent, about 5 % of the rows. These tables are
@@ -94,6 +101,7 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], tables: Set[Tensor]
     Args:
         parameters: Parameters whose gradients are summed.
         tables: Those of them that are embedding tables to send by rows. Default: none.
+        buffer: (n,) tensor of the gradients' type that they are sent in, with room for all. Default: a new one.
     """
     if world_size() == 1:
         return
@@ -102,7 +110,9 @@ def all_reduce_gradients(parameters: Iterable[nn.Parameter], tables: Set[Tensor]
     by_rows = [gradient for is_table, gradient in gradients if is_table]
     row_ids = _union_over_workers([(table.amax(dim=1) != 0) | (table.amin(dim=1) != 0) for table in by_rows])
     sent = [*dense, *(table[ids] for table, ids in zip(by_rows, row_ids, strict=True))]
-    summed = all_reduce_sum(torch.cat([part.flatten() for part in sent])).split([part.numel() for part in sent])
+    sizes = [part.numel() for part in sent]
+    joined = torch.cat([part.flatten() for part in sent], out=None if buffer is None else buffer[: sum(sizes)])
+    summed = all_reduce_sum(joined).split(sizes)
     totals = [total.view_as(part) for part, total in zip(sent, summed, strict=True)]
     for gradient, total in zip(dense, totals, strict=False):
         gradient.copy_(total)
