@@ -51,7 +51,8 @@ START = "start"
 STANDARDIZED = ("mutual.standardize=true",)
 BOTH = (*STANDARDIZED, "mutual.learn_from=both")
 BY_DEV = (*BOTH, "mutual.weigh_by=group_and_dev")
-OWN_BAND = (*BY_DEV, "mutual.label_band=own")
+OWN_BANDS = tuple(f"groups.{number}.label_band=own" for number in range(3))
+OWN_BAND = (*BY_DEV, *OWN_BANDS)
 ROWS: dict[str, tuple[str, ...]] = {
     "raw labels": (),
     "standardized": STANDARDIZED,
@@ -74,11 +75,17 @@ ROWS: dict[str, tuple[str, ...]] = {
     "standardized, both formulations by dev, lr 2e-5": (*BY_DEV, "bi.lr=2e-5"),
     "standardized, both formulations by dev, lr 1e-5": (*BY_DEV, "bi.lr=1e-5"),
     "standardized, both formulations by dev, lr 2e-5, batch 32": (*BY_DEV, "bi.lr=2e-5", "bi.batch_size=32"),
+    "e5 in its own band, both formulations by dev, lr 2e-5, batch 32": (
+        *BY_DEV,
+        "groups.2.label_band=own",
+        "bi.lr=2e-5",
+        "bi.batch_size=32",
+    ),
     "own band, both formulations by dev, lr 2e-5, batch 32": (*OWN_BAND, "bi.lr=2e-5", "bi.batch_size=32"),
     "own band, both formulations by dev, lr 1e-5, batch 32": (*OWN_BAND, "bi.lr=1e-5", "bi.batch_size=32"),
     "own band, both formulations by dev, lr 2e-5": (*OWN_BAND, "bi.lr=2e-5"),
     "own band, both formulations by dev, lr 5e-5": OWN_BAND,
-    "own band, lr 2e-5, batch 32": (*STANDARDIZED, "mutual.label_band=own", "bi.lr=2e-5", "bi.batch_size=32"),
+    "own band, lr 2e-5, batch 32": (*STANDARDIZED, *OWN_BANDS, "bi.lr=2e-5", "bi.batch_size=32"),
     "own band, both formulations by dev, lr 2e-5, batch 32, cross-encoders of three epochs": (
         *OWN_BAND,
         "bi.lr=2e-5",

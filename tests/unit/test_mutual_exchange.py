@@ -164,7 +164,7 @@ def test_weights_by_dev_scores_need_a_correlation(both: MakeRecipe, tmp_path: Pa
 @pytest.mark.parametrize("rule", ["all", "quorum(2)", "stale(1)"])
 def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, tmp_path: Path, rule: str) -> None:
     """Equal scores apart, they are an increasing line of the combined labels; cross-encoders learn the combined ones."""
-    run = Run(both(f"mutual.exchange={rule}", "mutual.label_band=own"), tmp_path)
+    run = Run(both(f"mutual.exchange={rule}", "groups.0.label_band=own", "groups.1.label_band=own"), tmp_path)
     draw = np.random.default_rng(0)
     bands = {"bert": (0.1, 0.3), "roberta": (0.76, 0.03)}
     starts = {name: draw.normal(*band, 50).astype(np.float32) for name, band in bands.items()}
@@ -191,7 +191,7 @@ def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, 
 def test_own_labels_of_a_run_that_lost_a_group_name_those_whose_scores_they_combine(
     both: MakeRecipe, tmp_path: Path
 ) -> None:
-    run = Run(both("mutual.label_band=own"), tmp_path)
+    run = Run(both("groups.0.label_band=own", "groups.1.label_band=own"), tmp_path)
     for number in range(2):
         for group in GROUPS:
             run.post(group, number, 0.4)

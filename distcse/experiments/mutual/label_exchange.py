@@ -16,7 +16,7 @@ from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
-from distcse.recipe import KINDS, MutualRecipe
+from distcse.recipe import KINDS, GroupSection, MutualRecipe
 from distcse.recipe.exchange import Exchange
 
 _POLL_S = 0.5
@@ -86,7 +86,7 @@ class LabelExchange:
                 if self._stops_before(phase):
                     return None
                 if (
-                    self._has_own_labels(phase)
+                    self._has_own_labels(group, phase)
                     and self._stored(group, phase) is None
                     and (found := self._sources(phase))
                 ):
@@ -143,22 +143,22 @@ class LabelExchange:
 
     def _stored(self, group: str, phase: Phase) -> StoredScores | None:
         """Return the stored labels on which a group trains a phase."""
-        if self._has_own_labels(phase):
+        if self._has_own_labels(group, phase):
             return self._store.own_labels(group, phase)
         return self._store.stored_labels(Phase(phase.number - 1))
 
-    def _has_own_labels(self, phase: Phase) -> bool:
-        """Return whether labels of a phase differ by group: with `quorum` or `stale`, or in the groups' own bands."""
-        return self._rule.kind != "all" or self._is_in_own_band(phase)
+    def _has_own_labels(self, group: str, phase: Phase) -> bool:
+        """Return whether a group has separate labels of a phase: with `quorum` or `stale`, or in its own band."""
+        return self._rule.kind != "all" or self._is_in_own_band(group, phase)
 
-    def _is_in_own_band(self, phase: Phase) -> bool:
-        return self._recipe.mutual.label_band == "own" and phase.kind == "bi"
+    def _is_in_own_band(self, group: str, phase: Phase) -> bool:
+        return phase.kind == "bi" and self._group(group).label_band == "own"
 
     def _own_labels(self, group: str, phase: Phase, sources: Mapping[str, Phase]) -> Scores:
         previous = Phase(phase.number - 1)
         common = self._store.labels(previous)
         labels = common if self._rule.kind == "all" and common is not None else self._combine(sources, previous)
-        return to_band(labels, self._store.scores(group, Phase(0))) if self._is_in_own_band(phase) else labels
+        return to_band(labels, self._store.scores(group, Phase(0))) if self._is_in_own_band(group, phase) else labels
 
     def _sources(self, phase: Phase) -> dict[str, Phase] | None:
         """Return the scores that a group which begins a phase now would learn from; None if it has to wait."""
@@ -183,9 +183,11 @@ class LabelExchange:
 
     def _weight(self, name: str, phase: Phase) -> float:
         """Return the weight of a group's scores of a phase in the labels."""
-        group = next(group for group in self._recipe.groups if group.name == name)
         dev = self._store.posted(phase)[name]["dev"] if phase.number else self._store.starts.get(name)
-        return score_weight(self._recipe.mutual, group, dev)
+        return score_weight(self._recipe.mutual, self._group(name), dev)
+
+    def _group(self, name: str) -> GroupSection:
+        return next(group for group in self._recipe.groups if group.name == name)
 
     def _should_stop(self, phase: Phase, members: Sequence[str]) -> bool:
         """Return whether no formulation of any group had a new best dev score in the last `patience` cycles."""

@@ -33,6 +33,10 @@ class GroupSection(TrainedSection):
     model that the bi-encoder came from."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this group's scores in the labels (with `combine: mean`)."""
+    label_band: Literal["shared", "own"] = "shared"
+    """Mean and standard deviation of the bi-encoder's labels: `shared`, those of the combined scores, as in the paper, or `own`,
+    those of the group's start on the pairs. With `own`, a model with a narrow band of cosines, such as e5, learns the order of
+    the pairs and keeps its band."""
     init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Weight of a phase's initial parameters in its evaluated and saved bi-encoder (WiSE-FT interpolation, Wortsman et al. 2022,
     Eq. 1). 0, as in the paper, saves the trained parameters unchanged. Others need `mutual.initialization: refresh`."""
@@ -115,10 +119,6 @@ class MutualSection(Section):
     """Weight of a model's scores in the mean: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²), where ρ is the
     model's dev score (Spearman's correlation): the best weights if the errors of standardized scores are independent. The
     latter needs `standardize`, `combine: mean` and dev pairs with a `score`."""
-    label_band: Literal["shared", "own"] = "shared"
-    """Mean and standard deviation of bi-encoders' labels: `shared`, those of the combined scores, as in the paper, or `own`,
-    those of the group's start on the pairs. With `own`, a model with a narrow band of cosines, such as e5, learns the order of
-    the pairs and keeps its band."""
     precision: Precision = "auto"
     """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
     groups have fast bf16 units, else fp32."""
