@@ -948,18 +948,27 @@ def main() -> None:
         parser.error(
             f"--rows {min(unknown)} is no row of a GPU; choose from {sorted({row for rows in PARTS for row in rows})}"
         )
-    if options.device != "gpu" and not options.tiny:
-        parser.error("a CPU takes hours at these sizes and measures nothing that is asked for; add --tiny")
-    if options.device == "sim":
-        from tests.gpusim import simulated
+    require_device(parser, options.device, options.tiny)
+    with entered(options.device):
+        measure("cpu" if options.device == "cpu" else default_device(), options)
 
-        with simulated():
-            measure(default_device(), options)
-        return
-    if options.device == "gpu" and default_device() == "cpu":
+
+def require_device(parser: argparse.ArgumentParser, device: str, tiny: bool) -> None:
+    """Exit with status 2 where the benchmark cannot run on a device, `gpu`, `sim` or `cpu`."""
+    if device != "gpu" and not tiny:
+        parser.error("a CPU takes hours at these sizes and measures nothing that is asked for; add --tiny")
+    if device == "gpu" and default_device() == "cpu":
         print("no GPU here: nothing is run. `--device sim --tiny` shows whether the script works")
         sys.exit(2)
-    measure("cpu" if options.device == "cpu" else default_device(), options)
+
+
+def entered(device: str) -> contextlib.AbstractContextManager[object]:
+    """Return the context in which a device is there: a simulated one only inside."""
+    if device != "sim":
+        return contextlib.nullcontext()
+    from tests.gpusim import simulated
+
+    return simulated()
 
 
 def measure(device: str, options: argparse.Namespace) -> None:

@@ -11,9 +11,7 @@ and nothing of NCCL or of GPUs that are connected. Needs what `benchmarks.gpu` n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import RANKCSE, Bench, Student, equal_steps
+from benchmarks.gpu import RANKCSE, Bench, Student, entered, equal_steps, require_device
 from distcse.device import default_device
 
 WORKERS = 2
@@ -33,11 +31,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("gpu", "sim"), default="gpu")
     parser.add_argument("--tiny", action="store_true", help="two layers, two rounds: shows that the code works")
     options = parser.parse_args()
-    if options.device == "sim" and not options.tiny:
-        parser.error("a CPU takes hours at these sizes and measures nothing that is asked for; add --tiny")
-    if options.device == "gpu" and default_device() == "cpu":
-        print("no GPU here: nothing is run. `--device sim --tiny` shows whether the script works")
-        sys.exit(2)
+    require_device(parser, options.device, options.tiny)
     with TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # type: ignore[attr-defined]
             work, args=(folder, options.device, options.tiny), nprocs=WORKERS, start_method="spawn"
@@ -47,15 +41,9 @@ def main() -> None:
 def work(rank: int, folder: str, device: str, tiny: bool) -> None:
     """Be a worker; the first one prints what was found."""
     dist.init_process_group("gloo", init_method=f"file://{Path(folder)}/group", rank=rank, world_size=WORKERS)
-    with simulated_device() if device == "sim" else contextlib.nullcontext():
+    with entered(device):
         compare(Bench(torch.device(default_device()), tiny), rank)
     dist.destroy_process_group()
-
-
-def simulated_device() -> contextlib.AbstractContextManager[object]:
-    from tests.gpusim import simulated
-
-    return simulated()
 
 
 def compare(bench: Bench, rank: int) -> None:

@@ -51,8 +51,7 @@ START = "start"
 STANDARDIZED = ("mutual.standardize=true",)
 BOTH = (*STANDARDIZED, "mutual.learn_from=both")
 BY_DEV = (*BOTH, "mutual.weigh_by=group_and_dev")
-OWN_BANDS = tuple(f"groups.{number}.label_band=own" for number in range(3))
-OWN_BAND = (*BY_DEV, *OWN_BANDS)
+OWN_BAND = (*BY_DEV, *(f"groups.{number}.label_band=own" for number in range(3)))
 ROWS: dict[str, tuple[str, ...]] = {
     "raw labels": (),
     "standardized": STANDARDIZED,
@@ -84,14 +83,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "own band, both formulations by dev, lr 2e-5, batch 32": (*OWN_BAND, "bi.lr=2e-5", "bi.batch_size=32"),
     "own band, both formulations by dev, lr 1e-5, batch 32": (*OWN_BAND, "bi.lr=1e-5", "bi.batch_size=32"),
     "own band, both formulations by dev, lr 2e-5": (*OWN_BAND, "bi.lr=2e-5"),
-    "own band, both formulations by dev, lr 5e-5": OWN_BAND,
-    "own band, lr 2e-5, batch 32": (*STANDARDIZED, *OWN_BANDS, "bi.lr=2e-5", "bi.batch_size=32"),
-    "own band, both formulations by dev, lr 2e-5, batch 32, cross-encoders of three epochs": (
-        *OWN_BAND,
-        "bi.lr=2e-5",
-        "bi.batch_size=32",
-        "cross.epochs=3",
-    ),
     "standardized, sequential": (*STANDARDIZED, "mutual.initialization=sequential"),
 }
 """Changes of `minilm-mutual`."""

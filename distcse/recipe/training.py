@@ -241,7 +241,8 @@ class TrainingSection(LoopSection):
     def changes_to_record(self) -> list[str]:
         fixes = super().changes_to_record
         if self.workers > 1 and self.cuda_graphs == "auto":
-            fixes += [fix for fix in ("engine: torch",) if self.engine == "auto" and fix not in fixes]
+            if self.engine == "auto" and not self.zero_stage:
+                fixes.append("engine: torch")
             fixes.append("cuda_graphs: on (of several workers, which no cluster has tried)")
         if not self.can_record_streams:
             named = ("grad_cache_chunk", "dropout_rng_streams", "min_workers")

@@ -42,9 +42,7 @@ def combine(
 
 def to_band(labels: NDArray[np.float32], cosines: NDArray[np.floating]) -> NDArray[np.float32]:
     """Give (n,) labels the mean and standard deviation of (n,) cosines of the same pairs, and clip them to [-1, 1]."""
-    (mean, deviation), (wanted_mean, wanted_deviation) = (
-        (float(np.mean(each, dtype=np.float64)), float(np.std(each, dtype=np.float64))) for each in (labels, cosines)
-    )
+    (mean, deviation), (wanted_mean, wanted_deviation) = map(_mean_and_deviation, (labels, cosines))
     scale = wanted_deviation / deviation if deviation > 0 else 1.0
     return ((labels - mean) * scale + wanted_mean).clip(-1, 1).astype(np.float32)
 
@@ -88,11 +86,14 @@ class _Bands:
 
 
 def _bands(scores: Sequence[NDArray[np.floating]], weights: Sequence[float]) -> _Bands:
-    means = np.array([group_scores.mean(dtype=np.float64) for group_scores in scores])
-    deviations = np.array([group_scores.std(dtype=np.float64) for group_scores in scores])
+    means, deviations = np.array([_mean_and_deviation(group_scores) for group_scores in scores]).T.copy()
     mean, deviation = (float(np.average(values, weights=weights)) for values in (means, deviations))
     deviations[deviations == 0] = 1.0  # equal scores stay equal
     return _Bands(means[:, None], deviations[:, None], mean, deviation)
+
+
+def _mean_and_deviation(scores: NDArray[np.floating]) -> tuple[float, float]:
+    return float(scores.mean(dtype=np.float64)), float(scores.std(dtype=np.float64))
 
 
 def _combine(table: NDArray[np.float64], weights: Sequence[float], section: MutualSection) -> NDArray[np.float64]:

@@ -41,11 +41,10 @@ class TorchEngine:
         self._embedding_tables: set[Tensor] = large_embeddings(model) if self.device.type == "cpu" else set()
         overlaps = world_size() > 1 and defaults_of(self.device).overlaps_reduction and not records_steps
         self._buckets = GradientBuckets(list(self.parameters.values())) if overlaps else None
-        numbers = sum(parameter.numel() for parameter in self.parameters.values())
-        sends_recorded = (
-            world_size() > 1 and records_steps
-        )  # one tensor for all recordings, which would each keep their own
-        self._sent = torch.empty(numbers, device=self.device) if sends_recorded else None
+        self._sent: Tensor | None = None
+        if world_size() > 1 and records_steps:  # one tensor for all recordings, which would each keep their own
+            numbers = sum(parameter.numel() for parameter in self.parameters.values())
+            self._sent = torch.empty(numbers, device=self.device)
         self._batches = 0
         updates, moments = (0, None) if restored is None else (restored.updates, restored.moments)
         self.optimizer = FusedAdamW(self.parameters, training, updates, moments)
