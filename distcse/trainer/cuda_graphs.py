@@ -40,7 +40,10 @@ MAX_GRAPHS = 8
 _MAX_SEEDS_IN_GRAPHS = 32
 """Maximum number of seeds in all recordings together, each of a pass with thousands of kernels; the first is always recorded."""
 _PASSES_OF_SEED = 3
-"""Times that a step draws from one seed, at most: DiffCSE's edits for their length, for the pass, and for its repetition."""
+"""Random states that a recording prepares per seed: the most that a step uses, with DiffCSE's edits, which it draws for their
+length, for the pass, and for its repetition by a gradient cache. Dropout uses one, or two with a gradient cache. States must be
+registered before the recording, which alone knows how many it uses. An unused one costs a replay nothing: PyTorch skips states
+from which a graph did not draw (`CUDAGeneratorState::replay_prologue`)."""
 
 
 class Recorder(Protocol):
