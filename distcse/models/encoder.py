@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ from distcse.models.st_settings import find_prompt
 from distcse.models.texts import as_texts
 from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
+
+T = TypeVar("T")
 
 
 class Encoder(nn.Module):
@@ -258,8 +261,27 @@ class Encoder(nn.Module):
         """
         prompt = None if prompt_name is None else self._prompt_named(prompt_name)
         found = as_texts([texts] if isinstance(texts, str) else texts)
-        vectors = self._encode(found, prompt, batch_tokens, normalize, precision, on_progress)
+        tokenize_part = partial(self.token_ids, prompt=prompt)
+        vectors = self._encode(found, tokenize_part, batch_tokens, normalize, precision, on_progress)
         return np.asarray(vectors[0]) if isinstance(texts, str) else vectors
+
+    def encode_tokens(
+        self, rows: Sequence[Sequence[int]], *, normalize: bool | None = None, precision: str = "fp32"
+    ) -> NDArray[np.float32]:
+        """Encode n texts as `encode` does, whose tokens are known.
+
+        Args:
+            rows: Token ids of each text, from `token_ids`.
+            normalize: See `encode`.
+            precision: See `encode`.
+
+        Returns:
+            The (n, d) float32 vectors, bitwise those of `encode`.
+
+        Raises:
+            DeviceMemoryError: A text does not fit in the GPU's memory.
+        """
+        return self._encode(rows, list, None, normalize, precision)
 
     def _prompt_named(self, name: str) -> str:
         prompt = find_prompt(self.prompts, name) if isinstance(name, str) else None
@@ -276,12 +298,12 @@ class Encoder(nn.Module):
 
     def _encode(
         self,
-        texts: Sequence[str],
-        prompt: str | None,
+        texts: Sequence[T],
+        tokens_of: Callable[[Sequence[T]], Iterable[Sequence[int]]],
         batch_tokens: int | None,
         normalize: bool | None,
         precision: str,
-        on_progress: Callable[[int], None] | None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
         index_of: dict[tuple[int, ...], int] = {}
         indices: list[int] = []
@@ -290,7 +312,7 @@ class Encoder(nn.Module):
         def chunks() -> Iterator[Chunk]:
             for part in split_chunks(texts, self.device):
                 known = len(index_of)
-                new, part_indices = _distinct(self.token_ids(part, prompt), index_of)
+                new, part_indices = _distinct(tokens_of(part), index_of)
                 indices.extend(part_indices)
                 yield Chunk([new], vectors[known : len(index_of)])
 

@@ -14,6 +14,7 @@ from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, VectorModel, ag
 from distcse.experiments.distillation.sharded_encoding import make_dev_encode
 from distcse.losses import mix_lists
 from distcse.models import Encoder
+from distcse.models.kept_tokens import KeptTokens
 from distcse.recipe import Recipe, decided
 from distcse.teachers.ensemble import TeacherClient
 from distcse.teachers.teacher_weights import TeacherWeights
@@ -26,7 +27,7 @@ class DevMetric:
     name: str
     """Name of the score in events and reports."""
     score: Callable[[Encoder], float]
-    """Computes the score; higher is better."""
+    """Computes the score of the recipe's student with its weights of the moment; higher is better."""
 
     @classmethod
     def of(
@@ -46,15 +47,18 @@ class DevMetric:
         if recipe.dev_score == "none":
             return None
         precision, is_sharded = decided(recipe.evaluation.precision), recipe.training.zero_stage == 3
+        tokens = KeptTokens()
         if (dev := read_labelled_dev(recipe)) is not None:
             return cls(
                 dev.name,
-                lambda encoder: dev.score(VectorModel(make_dev_encode(encoder, precision, None, is_sharded))),
+                lambda encoder: dev.score(VectorModel(make_dev_encode(encoder, tokens, precision, None, is_sharded))),
             )
         texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
         return cls(
             "agreement",
-            lambda encoder: agreement(make_dev_encode(encoder, precision, True, is_sharded)(texts), similarities),
+            lambda encoder: agreement(
+                make_dev_encode(encoder, tokens, precision, True, is_sharded)(texts), similarities
+            ),
         )
 
 

@@ -13,11 +13,14 @@ from distcse.device_defaults import defaults_of
 from distcse.distributed import on_all_ranks, world_size
 from distcse.experiments.distillation.embedding_queue import gather_parts, rank_slice
 from distcse.models import Encoder
+from distcse.models.kept_tokens import KeptTokens
 
 Encode = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
-def make_dev_encode(encoder: Encoder, precision: str, normalize: bool | None, is_sharded_model: bool) -> Encode:
+def make_dev_encode(
+    encoder: Encoder, tokens: KeptTokens, precision: str, normalize: bool | None, is_sharded_model: bool
+) -> Encode:
     """Return a function that encodes texts, the same ones on every worker.
 
     On GPUs, the workers share the texts. On CPUs, each worker encodes all of them: other batches would round differently, and
@@ -26,13 +29,14 @@ def make_dev_encode(encoder: Encoder, precision: str, normalize: bool | None, is
 
     Args:
         encoder: The student.
+        tokens: Token ids of the texts, from earlier scores.
         precision: Precision of the forward passes.
         normalize: See `Encoder.encode`.
         is_sharded_model: Whether the weights are partitioned over the workers (ZeRO 3).
     """
 
     def encode(texts: Sequence[str]) -> NDArray[np.float32]:
-        return encoder.encode(texts, normalize=normalize, precision=precision)
+        return tokens.encode(encoder, texts, normalize, precision)
 
     shares = defaults_of(encoder.device).shards_dev_scores and world_size() > 1 and not is_sharded_model
     return (lambda texts: encode_shares(encode, texts, encoder.device)) if shares else encode

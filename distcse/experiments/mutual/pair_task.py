@@ -24,6 +24,7 @@ from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import group_similar_lengths
+from distcse.models.kept_tokens import KeptTokens
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
@@ -265,7 +266,7 @@ class PairTask:
         self._tokens = tokens
         self.labels = labels
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
-        self._dev_precision, self._passes = dev_precision, passes
+        self._dev_precision, self._dev_tokens, self._passes = dev_precision, KeptTokens(), passes
         self._mixed: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(encoder, Encoder):
             self._mixed = partial(WeightInterpolation(encoder, init_weight_mix).applied_to, encoder)
@@ -325,7 +326,13 @@ class PairTask:
     def evaluate(self) -> float:
         assert self._dev is not None
         with self._mixed():
-            return self._dev.score(pair_model(self.model.encoder, self._dev_precision))
+            return self._dev.score(self._dev_model())
+
+    def _dev_model(self) -> PairModel:
+        encoder, precision = self.model.encoder, self._dev_precision
+        if isinstance(encoder, Encoder):
+            return VectorModel(partial(self._dev_tokens.encode, encoder, precision=precision))
+        return PairScores(encoder, precision=precision)
 
     def rank_rows(self, step: int) -> NDArray[np.int64]:
         """Return the rows of this worker's part of a step's batch."""
