@@ -1,7 +1,7 @@
 """The rows with a GPU column, on one GPU: one command, under eight minutes, no Ray, no data, no downloads.
 
     python -m benchmarks.gpu                        a report in benchmarks/results/
-    python -m benchmarks.gpu --device sim --tiny    whether it works, on a simulated GPU (tests/gpusim.py); no figure counts
+    python -m benchmarks.gpu --device sim --tiny    whether it works, on a simulated GPU (tests/gpusim); no figure counts
     python -m benchmarks.gpu --device cpu --tiny    the same on a CPU
 
 Random weights of BERT-base's and -large's shape, and sentences of random words with real lengths (lengths.json: 20,000 sentences
@@ -71,6 +71,7 @@ from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen
 from distcse.losses import list_mle as our_list_mle
 from distcse.models import CrossEncoder, Encoder, build_projection
 from distcse.models.detection import EditDetector, Vocabulary
+from distcse.models.kept_tokens import KeptTokens
 from distcse.models.loading import load_backbone
 from distcse.models.precision import frozen_weight_dtype, halve_matrices
 from distcse.rank_space import DeviceRankSpace, pair_similarities
@@ -446,7 +447,7 @@ class TrainedStudent(Student):
         super().__init__(bench, "base", RANKCSE, "bf16")
         self.steps, self.rows = steps, bench.n
         self._host = [(ids.cpu(), mask.cpu()) for ids, mask in self.batches]
-        self._dev = bench.texts(32 if bench.tiny else DEV_SENTENCES)
+        self._dev, self._dev_tokens = bench.texts(32 if bench.tiny else DEV_SENTENCES), KeptTokens()
 
     def on_start(self, first_step: int) -> None:
         """See `TrainingTask`."""
@@ -467,7 +468,7 @@ class TrainedStudent(Student):
 
     def evaluate(self) -> float:
         """See `EvaluatedTask`."""
-        vectors = self.model.encoder.encode(self._dev, normalize=True, precision="bf16")
+        vectors = self._dev_tokens.encode(self.model.encoder, self._dev, normalize=True, precision="bf16")
         half = len(vectors) // 2
         return float((vectors[:half] * vectors[half : 2 * half]).sum(axis=1).mean())
 
