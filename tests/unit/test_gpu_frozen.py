@@ -218,6 +218,50 @@ def test_out_of_memory_halves_the_passes_for_good(
     assert again.calls == len(by_length(ids, lowered, 1.0))
 
 
+@pytest.mark.parametrize("process", ["embedding actor", "live teacher", "cross-encoder teacher", "scorer"])
+def test_out_of_memory_ends_no_frozen_process(
+    process: str,
+    gpu: Simulation,
+    tmp_path: Path,
+    tiny: Callable[..., Path],
+    corpus: Corpus,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It computes the same in smaller passes, with one warning."""
+    columns, rows, texts = np.arange(24).reshape(3, 8), slice(2, 6), list(corpus.texts(range(100)))
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny("bert")))
+    teacher = TeacherSection(backbone=str(tiny("bert")), pooling="mean", precision="fp32")
+    table = table_of(teacher, corpus, tmp_path, shard_rows=40)
+
+    def embed() -> np.ndarray:
+        embedder = kind_of(teacher).open_embedder()
+        assert list(embed_shards(embedder, corpus, table, table.missing_shards(), None)) == [40, 40, 20]
+        return table.vectors(range(100))
+
+    calls: dict[str, tuple[Any, Callable[[], np.ndarray], float]] = {
+        "embedding actor": (encoder, embed, 1e-3),  # the table is in fp16
+        "live teacher": (
+            encoder,
+            lambda: LiveTeacher(encoder, corpus, "fp32", None).similarities(columns, rows),
+            2e-6,
+        ),
+        "cross-encoder teacher": (
+            scorer,
+            lambda: PairTeacher(scorer, corpus, "fp32", None).similarities(columns, rows),
+            2e-6,
+        ),
+        "scorer": (scorer, lambda: scorer.score(list(zip(texts[:50], texts[50:], strict=True))), 1e-6),
+    }
+    model, call, tolerance = calls[process]
+    expected = encoder.encode(texts, normalize=True) if process == "embedding actor" else call()
+    model.to("gpu")
+    with gpu.out_of_memory("distcse/models/frozen_pass.py", after=30):
+        found = call()
+    np.testing.assert_allclose(found, expected, atol=tolerance)
+    assert len(caplog.records) == 1 and "out of memory" in caplog.text
+
+
 def test_a_memory_that_holds_few_tokens_computes_the_same(
     tiny: Callable[..., Path], sentences: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
