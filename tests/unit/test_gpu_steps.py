@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import make_engine
 from distcse.trainer.trainer import train as train_task
 from distcse.trainer.trainer import training_step
+from tests.backends import run
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_recipe, make_spec, train
 from tests.models import KINDS, make_cross_encoder, make_masked_lm
@@ -470,3 +471,39 @@ def test_a_run_waits_only_at_its_start_and_for_reports_scores_and_checkpoints(re
         waits.pop("distcse/trainer/step_log.py") == 5
     )  # reports after 4, 8, 12 and 13 steps, and a check before a score
     assert set(waits) == {"distcse/device.py"}  # vectors of the dev set, and snapshots for checkpoints
+
+
+def test_a_whole_run_has_the_layers_and_scores_of_one_on_a_cpu(
+    recipe_with: MakeRecipe, labelled: Path, tmp_path: Path
+) -> None:
+    """With `layers: auto`, a rank-space teacher and the final evaluation. The host waits to load models, and for results."""
+    overrides = (
+        "student.layers=auto",
+        "student.num_layers=2",
+        "student.dropout=0.0",
+        "teachers.encoders.0.similarity=rank",
+        "teachers.encoders.0.num_references=50",
+        "training.max_steps=12",
+        f"evaluation.data={labelled}",
+        "evaluation.final_suites=[sts]",
+    )
+    results, scores = [], []
+    for device in ("cpu", "gpu"):
+        recipe, events = recipe_with(*overrides, f"storage.cache={tmp_path / device}"), list[Event]()
+        with (
+            simulated() if device == "gpu" else nullcontext() as gpu,
+            gpu.counting() if gpu is not None else nullcontext(),
+        ):
+            results.append(run(recipe, Reporter(events.append)))
+        scores.append([event.score for event in events if isinstance(event, DevScore)])
+    assert gpu is not None
+    assert {place.partition(" @ ")[2].partition(":")[0].rpartition("/")[2] for place in gpu.waits} == {
+        *("layer_selection.py", "bi_encoder.py", "torch_engine.py", "fused_adamw.py", "final_evaluation.py"),
+        *("step_log.py", "device.py"),
+    }
+    assert results[0].recipe.student.layers == results[1].recipe.student.layers
+    assert len(scores[0]) == 3 and scores[1] == pytest.approx(scores[0], abs=0.5)
+    first, second = (result.evaluation for result in results)
+    assert first is not None and second is not None and len(first.scores) == len(second.scores) > 0
+    for expected, found in zip(first.scores, second.scores, strict=True):
+        assert found.values == pytest.approx(expected.values, abs=0.5)
