@@ -63,6 +63,9 @@ class DeviceCall(Generic[T]):
     """Picklable; receives a reporter whose events reach the run's. It may be repeated when its process is lost."""
     memory_bytes: float = 2 * GIB
     """Estimated memory of the process during the call."""
+    if_not_begun: Callable[[], T] | None = None
+    """Of a function that returns soon after a stop was requested, and is waited for then: what is returned in place of its
+    result if it has not begun. None: a stop request ends the function, and all others."""
 
 
 class Backend(Protocol):
@@ -133,7 +136,7 @@ class Backend(Protocol):
             What they return, in their order.
 
         Raises:
-            StoppedEarlyError: A stop was requested.
+            StoppedEarlyError: A stop was requested, and a function does not return by itself.
             ProcessLostError: A process crashed repeatedly.
             WorkFailedError: A function failed with an unexpected error in another process.
             DistcseError: A function raised it.

@@ -87,7 +87,10 @@ class LocalBackend:
         results: list[T] = []
         for call in calls:
             if results and reporter.stop_requested():
-                raise StoppedEarlyError(f"stopped before the {call.name}; continue with --resume")
+                if call.if_not_begun is None:
+                    raise StoppedEarlyError(f"stopped before the {call.name}; continue with --resume")
+                results.append(call.if_not_begun())
+                continue
             results.append(call.function(reporter))
             allocator.release_memory()  # training workers may use the same GPU
         return results

@@ -85,6 +85,18 @@ def select_nodes(options: DeviceOptions, nodes: Sequence[Node]) -> SelectedNodes
     return SelectedNodes(usable[0], False)
 
 
+def count_gpus(options: DeviceOptions, nodes: Sequence[Node]) -> int:
+    """Return the number of full GPUs on which functions with these options can run.
+
+    Raises:
+        NodeLabelError: No node has the labels of any key.
+    """
+    selected = select_nodes(options, nodes)
+    if not selected.has_gpus:
+        return 0
+    return sum(int(node.resources.get("GPU", 0.0)) for node in nodes if node.has(selected.labels))
+
+
 def plan_devices(
     options: DeviceOptions, nodes: Sequence[Node], own: OwnNode, calls: int, memory_bytes: float
 ) -> DevicePlan | None:

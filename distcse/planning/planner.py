@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -128,7 +129,7 @@ class MutualPlanner(Planner[MutualRecipe]):
 
 
 class FamilyPlanner(Planner[FamilyRecipe]):
-    """Plans the training of a family's students, one after the other (see `Planner`)."""
+    """Plans the training of a family's students, one after the other or side by side on GPUs (see `Planner`)."""
 
     def threads(self, form: Form) -> int:
         return next(iter(self._students.values())).threads(form)
@@ -144,16 +145,22 @@ class FamilyPlanner(Planner[FamilyRecipe]):
         if device_counts:
             raise CommandLineError("--gpus is for a student's recipe; leave out family to see how one student scales")
         lengths = read_lengths(self.recipe.corpus, self.recipe.student, rows)
+        runs = {name: StudentRun.of(planner.recipe, lengths) for name, planner in self._students.items()}
+        is_live = any(teacher.serving == "live" for run in runs.values() for teacher in run.teachers)
+        has_gpus = cluster.machine.kind == "gpu" and self.recipe.gives_a_student_one_gpu and not is_live
+        side_by_side = min(len(runs), cluster.devices) if has_gpus else 1
         plans = {
-            name: StudentPlan.of(StudentRun.of(planner.recipe, lengths), cluster)
-            for name, planner in self._students.items()
+            name: StudentPlan.of(run, cluster) if side_by_side == 1 else StudentPlan(run, cluster, workers=1)
+            for name, run in runs.items()
         }
         described = {
             name: {**plan.described, "training_seconds": plan.training_seconds} for name, plan in plans.items()
         }
         problems = [f"{name}: {problem}" for name, plan in plans.items() for problem in plan.problems]
         static = [member.label for member in self.recipe.static_members]
-        return Estimate(family_lines(plans, static), {"students": described, "static": static}, problems)
+        seconds = _seconds_side_by_side(list(plans.values()), side_by_side)
+        found = {"students": described, "static": static, "side_by_side": side_by_side, "seconds": seconds}
+        return Estimate(family_lines(plans, static, side_by_side, seconds), found, problems)
 
     @cached_property
     def _students(self) -> dict[str, StudentPlanner]:
@@ -164,6 +171,14 @@ class FamilyPlanner(Planner[FamilyRecipe]):
             )
             for member in self.recipe.largest_first
         }
+
+
+def _seconds_side_by_side(plans: Sequence[StudentPlan], number: int) -> float:
+    """Return the seconds of a family's run: all but the training once, then the students, each where one has ended first."""
+    ends = [0.0] * number
+    for plan in plans:
+        heapq.heapreplace(ends, ends[0] + plan.training_seconds)
+    return plans[0].seconds - plans[0].training_seconds + max(ends)
 
 
 PLANNERS: dict[type[BaseRecipe], type[Planner[Any]]] = {

@@ -65,17 +65,20 @@ def student_lines(plan: StudentPlan) -> list[str]:
     ]
 
 
-def family_lines(plans: Mapping[str, StudentPlan], static: Sequence[str]) -> list[str]:
+def family_lines(
+    plans: Mapping[str, StudentPlan], static: Sequence[str], side_by_side: int, seconds: float
+) -> list[str]:
     """Format the plans of a family's students as lines of text: the first one's, then what each of the others adds.
 
     Args:
         plans: The students' plans by name, in the order in which they are trained.
         static: Names of the static students, which are trained after them.
+        side_by_side: Number of students that train at the same time, one on each GPU.
+        seconds: Duration of all that is counted.
     """
-    (_, first), *others = plans.items()
-    total = first.seconds + sum(plan.training_seconds for _, plan in others)
+    how = "one after the other" if side_by_side == 1 else f"side by side on {side_by_side} GPUs"
     lines = [
-        f"family     {len(plans)} students one after the other, {span(total)} in all; the text is read and embedded once",
+        f"family     {len(plans)} students {how}, {span(seconds)} in all; the text is read and embedded once",
         f"{'student':<20}{'training':>12}{'step':>12}   parameters",
     ]
     for name, plan in plans.items():
@@ -83,7 +86,7 @@ def family_lines(plans: Mapping[str, StudentPlan], static: Sequence[str]) -> lis
         lines.append(f"{name:<20}{span(plan.training_seconds):>12}{_ms(plan.step_seconds):>12}   {parameters}")
     for name in static:
         lines.append(f"{name:<20}{'not counted':>12}{'':>12}   one vector per token; trained last, on the same targets")
-    return [*lines, "", *student_lines(first)]
+    return [*lines, "", *student_lines(next(iter(plans.values())))]
 
 
 def _in_short(plan: StudentPlan) -> str:

@@ -124,9 +124,8 @@ class _DeviceCalls:
     def run(self) -> list[Any]:
         """Return the results in the functions' order."""
         while unfinished := self._unfinished():
-            if self._reporter.stop_requested():
-                names = ", ".join(call.name for call in unfinished)
-                raise StoppedEarlyError(f"stopped before the end of the {names}; continue with --resume")
+            if self._reporter.stop_requested() and self._stop(unfinished):
+                break
             if not self._running:
                 needed, name = format_resources(self._plan.each), unfinished[0].name
                 self._wait_warning.check(f"waiting for a node with {needed} free for the {name}")
@@ -137,6 +136,21 @@ class _DeviceCalls:
                 self._take(answer)
         self._channel.relay(self._reporter)
         return [self._results[number] for number in range(len(self._calls))]
+
+    def _stop(self, unfinished: Sequence[DeviceCall[Any]]) -> bool:
+        """Begin no more functions. Returns whether none is left to wait for.
+
+        Raises:
+            StoppedEarlyError: A function does not return by itself.
+        """
+        if any(call.if_not_begun is None for call in unfinished):
+            names = ", ".join(call.name for call in unfinished)
+            raise StoppedEarlyError(f"stopped before the end of the {names}; continue with --resume")
+        while self._waiting:
+            number = self._waiting.popleft()
+            if (if_not_begun := self._calls[number].if_not_begun) is not None:
+                self._results[number] = if_not_begun()
+        return not self._running
 
     def _take(self, answer: Any) -> None:
         """Take what an actor answers, a result or that it has started, and give it its next function."""

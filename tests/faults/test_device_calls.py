@@ -80,6 +80,7 @@ def disturb(folder: Path) -> None:
             "hung": _call_and_signal(folder / "hung", signal.SIGSTOP),
             "errors": [_error_of(fail_with_a_fix), _error_of(fail_unexpectedly)],
             "stopped": _stop_at_the_first_event(folder / "stopped"),
+            "waited for": _stop_and_wait(folder / "waited"),
         }
     (folder / "found.json").write_text(json.dumps(found))
 
@@ -205,6 +206,19 @@ def _stop_at_the_first_event(folder: Path) -> list[str]:
     raise AssertionError("not stopped")
 
 
+def _stop_and_wait(folder: Path) -> list[int]:
+    """Request a stop once one of three functions runs, which return by themselves; the second may have begun too."""
+    folder.mkdir()
+    seen: list[Event] = []
+    calls = [
+        DeviceCall(
+            f"call {index}", partial(wait_or_return, folder / str(index), {1: 5.0}, index), if_not_begun=lambda: -1
+        )
+        for index in range(3)
+    ]
+    return RayBackend().run_on_devices(calls, OPTIONS, Reporter(seen.append, lambda: bool(seen)))
+
+
 def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_class(
     nodes: Nodes, tmp_path: Path
 ) -> None:
@@ -218,6 +232,7 @@ def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_c
     assert found["errors"][0] == [ModelOutputError.__name__, "the model's output is NaN"]
     assert found["errors"][1][0] == WorkFailedError.__name__ and "evaluation of x" in found["errors"][1][1]
     assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
+    assert found["waited for"] in ([0, 1, -1], [0, -1, -1])
 
 
 def test_nodes_tokenize_a_corpus_in_parts_and_a_stopped_run_keeps_those_it_has(

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +19,21 @@ from distcse.errors import (
     InvalidValueError,
     MissingDependencyError,
     SearchSpaceError,
+    StoppedEarlyError,
 )
 from distcse.evaluation import LoadOptions, VectorModel, open_candidate
-from distcse.events import Event, GroupEvent, LogMessage, StepReport
+from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
+from distcse.experiments.backend import DeviceCall
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.family.layers import evenly_spaced
+from distcse.experiments.family.students import report_side_by_side
+from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, StaticEncoder, static
+from distcse.placement.devices import DeviceOptions
+from distcse.placement.resources import Node
 from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
+from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.weights import assert_equal_weights, weights_of
 
@@ -154,6 +162,49 @@ def test_a_family_of_one_teacher_has_its_space(file: Path, tiny: Callable[..., P
     assert not list(done.directory.rglob("projection.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        ([1, 2], [], 2),  # as many as students
+        ([1], [], 0),
+        ([0, 0.5, 0.5], [], 0),
+        ([], [], 0),
+        ([8], ["training.workers=2"], 0),
+        ([8], ["training.workers=0"], 0),
+        ([8], ["training.gpus_per_worker=0.5"], 0),
+        ([8], ["training.gpus_per_worker=1"], 2),
+        ([8], ["training.engine=deepspeed"], 0),
+        ([8], ["evaluation.dev=agreement", "evaluation.async_eval={}"], 0),
+        ([8], ["resources.gpu=none"], 0),
+        ([8], ["teachers.encoders.1.similarity=rank", "teachers.encoders.1.num_references=50"], 2),
+        ([8], ["training.node_labels={role: students}"], 0),
+        ([8], ["family=[{layers: 1}, {static: true}]"], 0),
+        ([8], ["teachers.mode=live"], 0),
+    ],
+)
+def test_students_train_side_by_side_on_several_gpus(
+    file: Path, gpus: list[float], overrides: list[str], expected: int
+) -> None:
+    """With a GPU each, and only where no key of the recipe asks for something else. Nodes for teachers alone do not count."""
+    recipe = distcse.read_recipe(str(file), [FAMILY, "training.workers=1", *overrides])
+    assert isinstance(recipe, FamilyRecipe)
+    nodes = [Node(f"node {n}", {"CPU": 8.0, "GPU": count}, {}) for n, count in enumerate(gpus)]
+    cluster = FixedCluster([Node("head", {"CPU": 8.0}, {"role": "students"}), *nodes])
+    events: list[Event] = []
+    assert report_side_by_side(recipe, cluster, Reporter(events.append)) == bool(expected)
+    lines = [f"2 students train side by side, each with one of {expected} GPUs"] if expected else []
+    assert [event.text for event in events if isinstance(event, LogMessage)] == lines
+    assert not report_side_by_side(recipe, None, Reporter())
+
+
+def test_a_function_that_returns_after_a_stop_request_is_not_lost() -> None:
+    calls = [DeviceCall("training", lambda reporter: "trained", if_not_begun=lambda: "not begun") for _ in range(2)]
+    stopped = Reporter(stop_requested=lambda: True)
+    assert LocalBackend().run_on_devices(calls, DeviceOptions(), stopped) == ["trained", "not begun"]
+    with fails_with(StoppedEarlyError, "before the training"):
+        LocalBackend().run_on_devices([DeviceCall("training", lambda reporter: None)] * 2, DeviceOptions(), stopped)
+
+
 def test_evenly_spaced_layers_end_with_the_last() -> None:
     found = {count: evenly_spaced(6, count, with_first=False) for count in (1, 2, 3, 4, 6)}
     assert found == {1: [5], 2: [2, 5], 3: [1, 3, 5], 4: [0, 2, 3, 5], 6: [0, 1, 2, 3, 4, 5]}
@@ -200,6 +251,30 @@ def test_a_plan_counts_the_embedding_passes_once(file: Path, capsys: pytest.Capt
     total, _, *rows = capsys.readouterr().out.splitlines()
     assert "2 students" in total and rows[0].startswith("wide") and rows[1].startswith("1-layer")
     assert plan.main([*arguments, "--gpus", "8"]) == 2
+
+
+def test_a_plan_lets_students_train_side_by_side(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three students on two GPUs, the smallest follows the middle one."""
+
+    def planned(cluster: str, workers: int = 1) -> tuple[dict[str, Any], str]:
+        family = "family=[{layers: 3}, {layers: 2}, {layers: 1}]"
+        arguments = [str(file), family, f"training.workers={workers}", "--cluster", cluster, "--corpus-rows", "1000000"]
+        assert plan.main([*arguments, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert plan.main(arguments) == 0
+        return found, capsys.readouterr().out.splitlines()[0]
+
+    two, line = planned("2xH100-80G")
+    assert two["side_by_side"] == 2 and "3 students side by side on 2 GPUs" in line
+    first, *others = two["students"].values()
+    longest = max(first["training_seconds"], sum(student["training_seconds"] for student in others))
+    assert two["seconds"] == pytest.approx(first["seconds"] - first["training_seconds"] + longest)
+    eight, line = planned("8xH100-80G")
+    assert eight["side_by_side"] == 3 and "side by side on 3 GPUs" in line
+    assert [student["workers"] for student in eight["students"].values()] == [1, 1, 1]
+    for cluster, workers in (("1xH100-80G", 1), ("8xH100-80G", 2)):
+        found, line = planned(cluster, workers)
+        assert found["side_by_side"] == 1 and "one after the other" in line
 
 
 def test_a_plan_names_static_students(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

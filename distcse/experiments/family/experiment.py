@@ -8,28 +8,35 @@ from functools import partial
 from pathlib import Path
 
 from distcse.device import DeviceSpeed
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter
 from distcse.experiments.backend import Backend
-from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.experiment import Distillation, load_trained
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
+from distcse.experiments.distillation.gpus import report_embedding_gpus
 from distcse.experiments.distillation.preflight import check_recipe
-from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.distillation.preparation import PreparedCorpus
+from distcse.experiments.distillation.resources import least_requests
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.family.layers import with_member_layers
-from distcse.experiments.family.result import FamilyResult, is_start
+from distcse.experiments.family.result import FamilyResult
 from distcse.experiments.family.static import train_static
+from distcse.experiments.family.students import (
+    member_recipe,
+    prepare_targets,
+    report_side_by_side,
+    train_in_turn,
+    train_side_by_side,
+)
 from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.run_scope import joined_for_devices, open_run
+from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
 from distcse.models import EncoderHandle
 from distcse.models.static import require_model2vec
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
-from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
+from distcse.recipe import FamilyRecipe
 from distcse.runs.directory import RunDirectory
-from distcse.storage import to_uri
 
 
 @register_experiment(FamilyRecipe)
@@ -44,6 +51,7 @@ class Family(Experiment[FamilyRecipe]):
         for member in recipe.largest_first:
             student = Distillation(recipe.student_recipe(member))
             student.check(backend, reporter.of_group(member.label), plans_of_trials)
+        report_side_by_side(recipe, backend.cluster, reporter)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -71,23 +79,30 @@ class Family(Experiment[FamilyRecipe]):
             recipe = with_precisions(recipe, backend.cluster, logged)
             if recipe != self.recipe:
                 directory.decide(recipe)
-            corpus = read_corpus(recipe, logged)
-            directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
-            students: dict[str, DistillationResult] = {}
-            for member in recipe.largest_first:
-                student = _train(recipe, member, students, directory, backend, logged.of_group(member.label))
-                students[member.label] = student
-                if student.interrupted:
-                    directory.store_events()
-                    return FamilyResult(recipe, directory, students, {}, None, interrupted=True)
-            largest = next(iter(students.values()))
+            largest, cluster = recipe.student_recipe(recipe.largest_first[0]), backend.cluster
+            with waited_for_nodes(cluster, largest, least_requests(largest), logged):
+                report_embedding_gpus(largest, cluster, logged)
+                prepared = PreparedCorpus.prepare(largest, backend, logged)
+                directory.record(recipe.seed, data_fingerprints(recipe, prepared.corpus, labelled))
+                is_projected = prepare_targets(prepared, directory, backend, logged)
+            recipes = [member_recipe(recipe, member, directory, is_projected) for member in recipe.largest_first]
+            if report_side_by_side(recipe, backend.cluster, logged):
+                results = train_side_by_side(recipe, recipes, directory, backend, logged)
+            else:
+                results = train_in_turn(recipes, backend, logged)
+            students = {result.recipe.name: result for result in results}
+            if len(students) < len(recipes) or any(student.interrupted for student in results):
+                directory.store_events()
+                return FamilyResult(recipe, directory, students, {}, None, interrupted=True)
             static: dict[str, Path] = {}
             for member in recipe.static_members:
                 if logged.stop_requested():
                     directory.store_events()
                     return FamilyResult(recipe, directory, students, static, None, interrupted=True)
                 reports = logged.of_group(member.label)
-                static[member.label] = train_static(recipe, member, largest, corpus, directory, backend, reports)
+                static[member.label] = train_static(
+                    recipe, member, results[0], prepared.corpus, directory, backend, reports
+                )
             scored = [
                 ScoredStudent(
                     name,
@@ -98,7 +113,7 @@ class Family(Experiment[FamilyRecipe]):
                 for name, student in students.items()
             ]
             scored += [ScoredStudent(name, str(folder), None, trained=folder) for name, folder in static.items()]
-            final = final_scores(recipe, corpus, labelled, scored, directory, backend, logged)
+            final = final_scores(recipe, prepared.corpus, labelled, scored, directory, backend, logged)
             final.write(directory.evaluation, directory.store)
             directory.store_events()
             return FamilyResult(recipe, directory, students, static, final.evaluation, final.stopped)
@@ -107,34 +122,3 @@ class Family(Experiment[FamilyRecipe]):
 def _require_packages(recipe: FamilyRecipe) -> None:
     if recipe.static_members:
         require_model2vec("static: true")
-
-
-def _train(
-    recipe: FamilyRecipe,
-    member: MemberSection,
-    earlier: dict[str, DistillationResult],
-    directory: RunDirectory,
-    backend: Backend,
-    reporter: Reporter,
-) -> DistillationResult:
-    """Train a student in its folder, or continue there. The others take the projection that the first one has fitted."""
-    changes = {
-        "storage.runs": to_uri(directory.path / "members"),
-        "storage.run_id": member.label,
-        "evaluation.final_suites": [],
-    }
-    first = next(iter(earlier.values()), None)
-    if first is not None and first.directory.store.fetch(first.directory.projection.name):
-        changes["objective.regression.projection"] = to_uri(first.directory.path)
-    begun, student = RunDirectory.reopen_by_id(with_values(recipe.student_recipe(member), changes))
-    assert isinstance(student, Recipe)
-    result = Distillation(student).run(backend, reporter, begun)
-    if is_start(result) and not result.interrupted:
-        reporter.emit(
-            LogMessage(
-                f"{member.label} has its best dev score before training, and is saved so: its vectors are not in the family's "
-                "space; train longer, or write evaluation.dev: none, which saves the last weights",
-                warning=True,
-            )
-        )
-    return result

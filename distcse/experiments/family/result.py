@@ -30,7 +30,7 @@ class FamilyResult:
     """The recipe, with the settings that it left to the run decided."""
     directory: RunDirectory
     students: Mapping[str, DistillationResult]
-    """Results of the students that were trained, by name, the largest first; the last one's training may be interrupted."""
+    """Results of the students that were trained, by name, the largest first. A stop request interrupts them."""
     static: Mapping[str, Path]
     """Folders of the static students that were trained, by name."""
     evaluation: Evaluation | None

@@ -49,8 +49,9 @@ class MemberSection(Section):
 
 @register_recipe
 class FamilyRecipe(Recipe):
-    """Students of several sizes, trained one after the other on the same targets and batches.
+    """Students of several sizes, trained on the same targets and batches.
 
+    With `training.workers: 1` on a cluster with several GPUs they train side by side, each with a GPU, else one after the other.
     All other keys are those of a student's recipe, and are the same for each.
     """
 
@@ -78,6 +79,18 @@ class FamilyRecipe(Recipe):
     def static_members(self) -> list[MemberSection]:
         """The static students, which are trained after the others."""
         return [member for member in self.family if member.static]
+
+    @property
+    def gives_a_student_one_gpu(self) -> bool:
+        """Whether a process with one GPU can train a student: no key asks for more workers, DeepSpeed or an evaluator."""
+        training = self.training
+        return (
+            training.workers == 1
+            and training.gpus_per_worker in (None, 1)
+            and training.engine != "deepspeed"
+            and not training.zero_stage
+            and self.evaluation.async_eval is None
+        )
 
     def student_recipe(self, member: MemberSection) -> Recipe:
         """Return the recipe of one student, whose layers are decided."""

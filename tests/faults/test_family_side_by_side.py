@@ -1,0 +1,121 @@
+"""Three students of a family on two nodes' GPUs: a killed process, a stop request, and the weights of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distcse
+from distcse.events import Event, GroupEvent, LogMessage, StepReport
+from distcse.models import Encoder
+from distcse.recipe import recipe_yaml
+from tests.commands import run_command
+from tests.jobs import make_recipe
+from tests.kills import Nodes
+from tests.weights import assert_equal_weights, weights_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+NAMES = ["3-layers", "2-layers", "1-layer"]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A head without CPUs, on which the driver runs, and two nodes with a GPU each."""
+    with Nodes(tmp_path_factory.mktemp("nodes"), cpus=0) as running:
+        for _ in range(2):
+            running.start(1, "--num-gpus=1")  # one thread each, as in the local run
+        yield running
+
+
+def drive(folder: Path) -> None:
+    """The driver: one run whose largest student's process is killed, and one that is stopped and resumed."""
+    recipe, found = str(folder / "recipe.yaml"), {}
+    found["killed"] = _trained(lambda listen: distcse.run(recipe, listen=listen), kill="3-layers")
+    stopped = _trained(lambda listen: distcse.run(recipe, listen=listen, stop_requested=lambda: bool(listen.steps)))
+    found["stopped"] = stopped
+    found["resumed"] = _trained(lambda listen: distcse.resume(Path(stopped["run"]), listen=listen))
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+class _Listener:
+    """Notes what a run reports, and kills a student's process once it has written a checkpoint."""
+
+    def __init__(self, kill: str | None) -> None:
+        self.messages: list[str] = []
+        self.steps: dict[str, int] = {}
+        self.killed: list[int] = []
+        self._kill = kill
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, LogMessage):
+            self.messages.append(event.text)
+        if not isinstance(event, GroupEvent) or not isinstance(event.event, StepReport):
+            return
+        self.steps[event.group] = event.event.step
+        if event.group == self._kill and event.event.step > 25 and not self.killed:
+            lease = json.loads((self._run / "members" / event.group / "lease").read_text())
+            self.killed.append(lease["owner"]["pid"])
+            os.kill(self.killed[0], signal.SIGKILL)
+
+    @property
+    def _run(self) -> Path:
+        return Path(
+            next(text for text in self.messages if text.startswith("run directory")).removeprefix("run directory ")
+        )
+
+
+def _trained(start: Callable[[_Listener], Any], kill: str | None = None) -> dict[str, Any]:
+    listener = _Listener(kill)
+    done = start(listener)
+    return {
+        "run": str(done.directory),
+        "interrupted": done.interrupted,
+        "models": list(done.models),
+        "steps": listener.steps,
+        "messages": listener.messages,
+        "killed": listener.killed,
+    }
+
+
+def test_students_side_by_side_learn_what_they_learn_in_turn(
+    nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    overrides = (
+        "objective={info_nce: null, consistency: null, rank: null, regression: {}}",
+        "student.projection=none",
+        "student.dropout=0.1",
+        "student.layers=null",
+        "training.workers=1",
+        "training.max_steps=120",
+        "training.epochs=100",
+        "training.log_every=5",
+        "evaluation.dev=agreement",
+        "evaluation.eval_steps=20",
+        "evaluation.final_suites=[agreement]",
+    )
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides)
+    family = f"family:\n{''.join(f'  - {{layers: {layers}}}{chr(10)}' for layers in (1, 3, 2))}"
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe) + family)
+    script = f"from pathlib import Path; from tests.faults.test_family_side_by_side import drive; drive(Path({str(tmp_path)!r}))"
+    done = run_command([sys.executable, "-c", script], **nodes.environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    local = distcse.run(str(tmp_path / "recipe.yaml"), "training.workers=0", listen=lambda event: None)
+    line = "3 students train side by side, each with one of 2 GPUs"
+    for case in ("killed", "resumed"):
+        run = found[case]
+        assert line in run["messages"] and not run["interrupted"] and run["models"] == NAMES
+        for name in NAMES:
+            assert_equal_weights(*(weights_of(Path(each) / "members" / name) for each in (local.directory, run["run"])))
+    assert found["killed"]["killed"]
+    stopped = found["stopped"]
+    assert stopped["interrupted"] and stopped["models"] == NAMES[: len(stopped["models"])]
+    assert Encoder.load(found["killed"]["run"] + "/members/1-layer/model").encode(["a cat"]).shape[0] == 1
