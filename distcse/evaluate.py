@@ -33,7 +33,7 @@ def _main(options: argparse.Namespace) -> int:
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
             from distcse.measuring import check_measurement, measure
-            from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
+            from distcse.report.terminal import choice_as_json, print_evaluation, print_remarks, results_as_json
 
         inputs = _inputs(options)
         if options.dry_run:
@@ -52,10 +52,13 @@ def _main(options: argparse.Namespace) -> int:
     if options.dry_run:
         return _print_checked(options)
     if options.json:
-        print_json(results_as_json(measured.evaluation))
+        choice = [] if measured.choice is None else [choice_as_json(measured.choice)]
+        print_json([*results_as_json(measured.evaluation), *choice])
     else:
         print_remarks(measured.evaluation)
         print_evaluation(measured.evaluation)
+        if measured.choice is not None:
+            print_lines(["", measured.choice.describe(measured.evaluation)])
     written = [options.mteb / "results"] if options.mteb is not None else []
     written += measured.write(options.out) if options.out is not None else []
     if options.json:
@@ -79,7 +82,7 @@ def _print_checked(options: argparse.Namespace) -> int:
 def _inputs(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that `measure` and `check_measurement` share."""
     from distcse.device import default_device
-    from distcse.evaluation import LoadOptions, parse_models, parse_prompts
+    from distcse.evaluation import Limits, LoadOptions, parse_models, parse_prompts
 
     documents = [] if options.documents is None else [options.documents]
     prompt, prompts = parse_prompts(options.prompt, [*parse_models(options.models), *parse_models(documents)])
@@ -91,6 +94,7 @@ def _inputs(options: argparse.Namespace) -> dict[str, Any]:
         "documents": options.documents,
         "mteb": options.mteb,
         "ensembles": options.ensemble,
+        "limits": Limits(options.max_ms, options.max_mb),
         "load_options": LoadOptions(
             pooling=options.pooling,
             max_length=options.max_length,
@@ -175,6 +179,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--transfer", choices=["strict", "fast"], default="strict", help="SentEval to the letter, or scikit-learn"
+    )
+    parser.add_argument(
+        "--max-ms",
+        type=float,
+        metavar="MS",
+        help="name the best model that needs at most this long for one sentence on this device",
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        metavar="MB",
+        help="name the best model whose weights take at most this much memory; with --max-ms, within both",
     )
     parser.add_argument("--pooling", help="for folders that do not say how they pool")
     parser.add_argument(

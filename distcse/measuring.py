@@ -14,10 +14,12 @@ from distcse.device import default_device, speed_of, use_available_cpus
 from distcse.errors import EvaluationOptionError, StoppedEarlyError
 from distcse.evaluation import (
     Candidate,
+    Choice,
     Contamination,
     CustomSet,
     EvalConfig,
     Evaluation,
+    Limits,
     LoadOptions,
     RetrievalTask,
     Tasks,
@@ -57,6 +59,8 @@ class Measurement:
     """Scores of several models; notebooks show them as tables."""
 
     evaluation: Evaluation
+    choice: Choice | None = None
+    """The best model under the given limits; None without limits."""
 
     def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
         """Return one of the scores, such as `score("sts", "STS-B", "all", "student")`.
@@ -95,6 +99,7 @@ def measure(
     ensembles: Iterable[str] = (),
     aggregate: Any = "all",
     transfer: Any = "strict",
+    limits: Limits | None = None,
     load_options: LoadOptions | None = None,
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -113,6 +118,7 @@ def measure(
         ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
         aggregate: STS score over a year's subsets: all, mean or wmean.
         transfer: Protocol of the transfer tasks: strict or fast.
+        limits: What the model that is chosen at the end may need. Default: no choice.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
         listen: Receives every event. Default: shows progress on standard error.
         stop_requested: Polled while texts are encoded and before each set. True ends the evaluation with the models measured so
@@ -143,6 +149,10 @@ def measure(
         )
         own = None if texts is None else (Path(texts), column)
         candidates, tasks = _load(models, folder, suites, add, own, documents, config, load_options, reporter)
+        limits = limits or Limits()
+        limits.check([task.suite for task in tasks.tasks])
+        if limits and not tasks.timed_texts:
+            tasks.timed_texts = [*tasks.tasks[0].sentences()]
         combined = make_ensembles(ensembles, candidates)
         settings = {
             "STS": aggregate,
@@ -156,7 +166,7 @@ def measure(
             write_results(candidates, folder, Path(mteb))
         measured = [*candidates, *combined]
         evaluation = evaluate(measured, tasks, settings=settings, emit=emit, stop_requested=stop_requested)
-    return Measurement(evaluation)
+    return Measurement(evaluation, Choice.of(evaluation, limits))
 
 
 def check_measurement(
@@ -170,6 +180,7 @@ def check_measurement(
     documents: str | None = None,
     mteb: str | Path | None = None,
     ensembles: Iterable[str] = (),
+    limits: Limits | None = None,
     load_options: LoadOptions | None = None,
     listen: Listener | None = None,
 ) -> None:
@@ -185,6 +196,7 @@ def check_measurement(
         documents: Model to encode the documents.
         mteb: Folder for MTEB's results; checked, not written.
         ensembles: Ensembles of the models.
+        limits: What the model that is chosen may need.
         load_options: How to load the models.
         listen: Receives an event per model and set, and a warning per missing set.
 
@@ -201,6 +213,7 @@ def check_measurement(
         candidates, tasks = _load(
             models, folder, suites, add, own, documents, EvalConfig(), load_options, Reporter(emit)
         )
+        (limits or Limits()).check([task.suite for task in tasks.tasks])
         combined = make_ensembles(ensembles, candidates)
         for candidate in candidates:
             info = candidate.info

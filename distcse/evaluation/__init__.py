@@ -3,6 +3,7 @@
 from distcse.evaluation.agreement import HeldOutVectors, agreement, agreement_result
 from distcse.evaluation.candidates import LoadOptions, make_candidate, open_candidate, parse_models, parse_prompts
 from distcse.evaluation.catalogue import DEV_SETS, SUITES, DatasetFolder, parse_suites
+from distcse.evaluation.choice import Choice, Limits
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.custom_dev import CustomDev
 from distcse.evaluation.dev import LabelledDev, labelled_dev
@@ -31,6 +32,7 @@ __all__ = [
     "MIN_TEXTS",
     "SUITES",
     "Candidate",
+    "Choice",
     "Contamination",
     "CustomDev",
     "CustomSet",
@@ -40,6 +42,7 @@ __all__ = [
     "Evaluation",
     "HeldOutVectors",
     "LabelledDev",
+    "Limits",
     "LoadOptions",
     "Model",
     "ModelInfo",

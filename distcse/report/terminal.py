@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distcse.evaluation import Evaluation
+from distcse.evaluation import Choice, Evaluation
 from distcse.experiments.distillation.dev_ensemble import EnsembleScores
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
 from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
@@ -188,3 +188,16 @@ def results_as_json(evaluation: Evaluation) -> list[dict[str, Any]]:
         for about in evaluation.models
         if about.sentences_per_s is not None
     ]
+
+
+def choice_as_json(choice: Choice) -> dict[str, Any]:
+    """Return the best model under limits as a `Choice` event; its name is null if no model keeps them."""
+    return {
+        "event": "Choice",
+        "max_ms": choice.limits.ms,
+        "max_mb": choice.limits.mb,
+        "suite": choice.score.suite,
+        "set": choice.score.set,
+        "measure": choice.score.measure,
+        "name": None if choice.model is None else choice.model.name,
+    }

@@ -6,7 +6,9 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +29,11 @@ from distcse.errors import (
 from distcse.evaluate import main
 from distcse.evaluation import (
     Candidate,
+    Choice,
     Contamination,
     Ensemble,
+    Evaluation,
+    Limits,
     ModelInfo,
     VectorModel,
     make_ensembles,
@@ -241,6 +246,13 @@ def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callabl
         (["{tiny}", "--data", "{labelled}", "--out", "/proc/no"], EvaluationResultError, "/proc/no"),
         (["{tiny}", "--mteb", "{labelled}", "--add", "sts=x.tsv"], EvaluationOptionError, "--data DIR"),
         (["{tiny}", "--mteb", "{labelled}", "--data", "{tiny}"], EvaluationDataError, "MTEB"),
+        (["{tiny}", "--data", "{labelled}", "--pooling", "mean", "--max-mb", "0"], EvaluationOptionError, "above 0"),
+        (["{tiny}", "--data", "{labelled}", "--pooling", "mean", "--max-ms", "nan"], EvaluationOptionError, "above 0"),
+        (
+            ["{tiny}", "--data", "{labelled}", "--pooling", "mean", "--suite", "geometry", "--max-ms", "9"],
+            EvaluationOptionError,
+            "--suite sts,geometry",
+        ),
     ],
 )
 def test_errors_are_one_line_with_a_code(
@@ -255,6 +267,50 @@ def test_errors_are_one_line_with_a_code(
     assert main([argument.format(labelled=labelled, tiny=tiny()) for argument in arguments]) == status
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
     assert len(lines) == 1 and f"[{error.code}]" in lines[0] and named.format(labelled=labelled) in lines[0]
+
+
+def test_the_best_model_within_limits_is_named(
+    labelled: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model is timed on the sets' own sentences, and one row of several models, which has no size, is not chosen."""
+    models = [f"wide={tiny('bert', width=64)}", f"thin={tiny('bert')}", "--ensemble", "both=wide,thin"]
+    arguments = [*models, "--data", str(labelled), "--pooling", "mean", "--suite", "geometry,sts"]
+
+    def choice(*limits: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        assert main([*arguments, *limits, "--json"]) == 0
+        events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        (found,) = (event for event in events if event["event"] == "Choice")
+        return found, {event["name"]: event for event in events if event["event"] == "Model"}
+
+    best, timed = choice("--max-ms", "1e6")
+    assert timed["wide"]["latency_ms"] > 0 and (best["suite"], best["set"]) == ("sts", "average of 2 of 7")
+    sizes = {name: model["size_bytes"] / 1e6 for name, model in timed.items()}
+    assert sizes["thin"] < sizes["wide"]
+    assert choice("--max-mb", str(sizes["thin"]))[0]["name"] == "thin"
+    assert choice("--max-mb", str(sizes["wide"]))[0]["name"] == best["name"]
+    assert choice("--max-mb", str(sizes["thin"] / 2))[0]["name"] is None
+    assert main([*arguments, "--max-ms", "1e-6", "--max-mb", "1000"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("no model is within 1e-06 ms and 1000 MB: the fastest takes") and "the smallest has" in line
+
+
+def test_the_choice_has_the_best_score_among_the_models_that_keep_the_limits(evaluation: Evaluation) -> None:
+    needs = {"wide": (2.0, 9_000_000), "thin": (1.0, 3_000_000), "cross": (8.0, 4_000_000)}
+    models = [
+        replace(model, latency_ms=needs[model.name][0], size_bytes=needs[model.name][1]) for model in evaluation.models
+    ]
+    average = next(score for score in evaluation.scores if score.suite == "sts" and score.average)
+    values = {"wide": 70.0, "thin": 50.0, "cross": 90.0}
+    scores = [replace(score, values=values) if score == average else score for score in evaluation.scores]
+    found = replace(evaluation, models=models, scores=scores)
+    expected = {(None, 9.0): "cross", (8.0, None): "cross", (2.0, None): "wide", (2.0, 9.0): "wide", (9.0, 3.5): "thin"}
+    for (ms, mb), name in expected.items():
+        choice = Choice.of(found, Limits(ms, mb))
+        assert choice is not None and choice.model is not None and choice.model.name == name
+        assert choice.describe(found).startswith(f"best within {Limits(ms, mb)}: {name}, sts average")
+    assert Choice.of(found, Limits()) is None
+    nothing = Choice.of(found, Limits(0.5))
+    assert nothing is not None and nothing.model is None
 
 
 def test_documents_by_another_model(
