@@ -184,7 +184,9 @@ class Book:
 
     def table(self) -> str:
         """Mean and standard deviation over seeds, as Markdown, by the STS average."""
-        columns = ("dev", *STS, "STS", "transfer", "retrieval")
+        columns = ["dev", *STS, "STS", "transfer", "retrieval"]
+        if any("agreement" in figures for runs in self._rows().values() for figures in runs.values()):
+            columns.append("agreement")
         lines = ["| | " + " | ".join(columns) + " | seeds |", "|---" + "|---:" * (len(columns) + 1) + "|"]
         for name, runs in sorted(
             self._rows().items(), key=lambda row: statistics.mean(f["STS"] for f in row[1].values())

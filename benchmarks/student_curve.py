@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
 from benchmarks.options import settled
 from distcse.data import split_held_out
+from distcse.evaluation import Tasks, agreement
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.experiment import Distillation
@@ -38,6 +39,7 @@ from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
+from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.allocator import MALLOC_ENV
 
 L3, E5 = "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"
@@ -136,7 +138,7 @@ def run_rows(options: argparse.Namespace) -> None:
             for row in options.rows:
                 name = f"{row}, {sentences:,}"
                 try:
-                    book.once(name, seed, lambda: measured(tasks, *trained(options, row, seed)))  # noqa: B023
+                    book.once(name, seed, lambda: figures(tasks, options, row, seed))  # noqa: B023
                 except Exception:
                     failed = True
                     traceback.print_exc()
@@ -150,6 +152,22 @@ def embed(options: argparse.Namespace, number: int) -> None:
     one = recipe.teachers.model_copy(update={"encoders": recipe.teachers.encoders[number : number + 1]})
     read_corpus(recipe, Reporter())
     embed_corpus(recipe.model_copy(update={"teachers": one}), LocalBackend(), Reporter())
+
+
+def figures(tasks: Tasks, options: argparse.Namespace, row: str, seed: int) -> dict[str, float]:
+    """Train a student, and measure it."""
+    student, dev, seconds = trained(options, row, seed)
+    found = measured(tasks, student, dev, seconds)
+    return {**found, "agreement": agreement_with_teachers(student, options, seed)}
+
+
+def agreement_with_teachers(student: Encoder, options: argparse.Namespace, seed: int) -> float:
+    """Return a student's agreement with the mean of all three teachers' cosines on the rows that this seed holds out."""
+    recipe, prepared, tables = tables_of_three(options, seed)
+    rows = split_held_out(len(prepared.corpus), recipe.evaluation.num_heldout, recipe.seed)[1]
+    vectors = [table.vectors(rows) for table in tables if table is not None]
+    similarities = np.mean([each @ each.T for each in vectors], axis=0)
+    return agreement(student.encode(prepared.corpus.texts(rows), normalize=True), similarities)
 
 
 def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, float, float]:
@@ -197,13 +215,21 @@ def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
     return recipe
 
 
+def tables_of_three(
+    options: argparse.Namespace, seed: int
+) -> tuple[Recipe, PreparedCorpus, list[EmbeddingTable | None]]:
+    """Return the recipe of three teachers, its corpus, and the teachers' tables, which are made if they are missing."""
+    backend, reporter = LocalBackend(), Reporter()
+    recipe = with_precisions(recipe_of(options, THREE, seed), None, reporter)
+    prepared = PreparedCorpus.prepare(recipe, backend, reporter)
+    return recipe, prepared, prepared.tables(backend, reporter)
+
+
 def joined_targets(options: argparse.Namespace) -> tuple[list[str], NDArray[np.float32]]:
     """The sentences that the rows of three teachers learn from, and their targets."""
-    backend, reporter = LocalBackend(), Reporter()
-    recipe = with_precisions(recipe_of(options, THREE, 0), None, reporter)
-    prepared = PreparedCorpus.prepare(recipe, backend, reporter)
+    recipe, prepared, tables = tables_of_three(options, 0)
     with TemporaryDirectory() as run:
-        spec = prepared.spec(Path(run), prepared.tables(backend, reporter), backend, reporter)
+        spec = prepared.spec(Path(run), tables, LocalBackend(), Reporter())
         assert spec.targets is not None
         rows = split_held_out(len(prepared.corpus), recipe.evaluation.num_heldout, recipe.seed)[0].ids()
         return prepared.corpus.texts(rows), np.asarray(spec.targets.open().vectors(rows), dtype=np.float32)
