@@ -26,6 +26,8 @@ class DeviceOptions:
     """Files and folders that the functions only read, by recipe key."""
     uses_gpu: bool = True
     """Whether the functions are faster on a GPU."""
+    gpus: float = 1.0
+    """GPUs of one process, or the part of one that it shares with others."""
     heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S
     """Seconds without an answer after which a process counts as hung."""
     owner: str = "distcse"
@@ -48,7 +50,7 @@ class DevicePlan:
     number: int
     """Processes at the same time."""
     each: Resources
-    """What one process reserves: a full GPU where there is one, else a CPU, and `memory` in bytes."""
+    """What one process reserves: a GPU (`DeviceOptions.gpus`) where there is one, else a CPU, and `memory` in bytes."""
     labels: Labels
     """Required labels of their nodes; None is any node."""
 
@@ -85,8 +87,8 @@ def select_nodes(options: DeviceOptions, nodes: Sequence[Node]) -> SelectedNodes
     return SelectedNodes(usable[0], False)
 
 
-def count_gpus(options: DeviceOptions, nodes: Sequence[Node]) -> int:
-    """Return the number of full GPUs on which functions with these options can run.
+def places_on_gpus(options: DeviceOptions, nodes: Sequence[Node]) -> int:
+    """Return the number of processes with these options that have room on GPUs at the same time; 0 without GPUs.
 
     Raises:
         NodeLabelError: No node has the labels of any key.
@@ -94,7 +96,7 @@ def count_gpus(options: DeviceOptions, nodes: Sequence[Node]) -> int:
     selected = select_nodes(options, nodes)
     if not selected.has_gpus:
         return 0
-    return sum(int(node.resources.get("GPU", 0.0)) for node in nodes if node.has(selected.labels))
+    return count_fitting([node.resources for node in nodes if node.has(selected.labels)], {"GPU": options.gpus})
 
 
 def plan_devices(
@@ -102,8 +104,8 @@ def plan_devices(
 ) -> DevicePlan | None:
     """Decide where functions run.
 
-    With GPUs, there is one process per GPU. Without, there is one per node, or no process at all: the run's process calls the
-    functions itself if it is the only node, or if one node suffices and its own one has CPUs and the memory.
+    With GPUs, there is one process per GPU, or per part of one. Without, there is one per node, or no process at all: the run's
+    process calls the functions itself if it is the only node, or if one node suffices and its own one has CPUs and the memory.
 
     A process reserves little, because other jobs may hold CPUs of every node for as long as they run: its GPU, or without GPUs
     one CPU, and its memory. It computes with the threads of `DevicePlan.threads_on`.
@@ -125,7 +127,7 @@ def plan_devices(
     resources = [node.resources for node in nodes if node.has(selected.labels)]
     if selected.has_gpus:
         resources = [node for node in resources if node.get("GPU")]
-        each = {"GPU": min(1.0, max(node["GPU"] for node in resources))}
+        each = {"GPU": min(options.gpus, max(node["GPU"] for node in resources))}
     else:
         each = {"CPU": 1.0 if any(node.get("CPU", 0.0) >= 1 for node in resources) else 0.0}
     largest = max(node.get("memory", 0.0) for node in resources)

@@ -147,8 +147,12 @@ class FamilyPlanner(Planner[FamilyRecipe]):
         lengths = read_lengths(self.recipe.corpus, self.recipe.student, rows)
         runs = {name: StudentRun.of(planner.recipe, lengths) for name, planner in self._students.items()}
         is_live = any(teacher.serving == "live" for run in runs.values() for teacher in run.teachers)
-        has_gpus = cluster.machine.kind == "gpu" and self.recipe.gives_a_student_one_gpu and not is_live
-        side_by_side = min(len(runs), cluster.devices) if has_gpus else 1
+        has_gpus = cluster.machine.kind == "gpu" and self.recipe.is_for_one_process and not is_live
+        has_full_ones = self.recipe.training.gpus_per_worker in (
+            None,
+            1,
+        )  # what students on one GPU cost each other is not known
+        side_by_side = min(len(runs), cluster.devices) if has_gpus and has_full_ones else 1
         plans = {
             name: StudentPlan.of(run, cluster) if side_by_side == 1 else StudentPlan(run, cluster, workers=1)
             for name, run in runs.items()

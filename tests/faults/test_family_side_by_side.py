@@ -109,7 +109,7 @@ def test_students_side_by_side_learn_what_they_learn_in_turn(
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
     local = distcse.run(str(tmp_path / "recipe.yaml"), "training.workers=0", listen=lambda event: None)
-    line = "3 students train side by side, each with one of 2 GPUs"
+    line = "3 students train side by side, each with a GPU, 2 at the same time"
     for case in ("killed", "resumed"):
         run = found[case]
         assert line in run["messages"] and not run["interrupted"] and run["models"] == NAMES

@@ -51,6 +51,13 @@ PLANS: list[tuple[str, DeviceOptions, list[Node], int, DevicePlan | None]] = [
         DevicePlan(1, {"GPU": 0.5, "memory": 4 * GIB}, None),
     ),
     (
+        "parts of a GPU",
+        DeviceOptions(gpus=0.4),
+        [HEAD, node(8, 1), node(8, 0.5)],
+        4,
+        DevicePlan(3, {"GPU": 0.4, "memory": 4 * GIB}, None),
+    ),
+    (
         "resources.gpu: none",
         DeviceOptions(uses_gpu=False),
         [HEAD, node(8, 8)],

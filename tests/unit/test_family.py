@@ -165,35 +165,41 @@ def test_a_family_of_one_teacher_has_its_space(file: Path, tiny: Callable[..., P
 @pytest.mark.parametrize(
     ("gpus", "overrides", "expected"),
     [
-        ([1, 2], [], 2),  # as many as students
-        ([1], [], 0),
-        ([0, 0.5, 0.5], [], 0),
-        ([], [], 0),
-        ([8], ["training.workers=2"], 0),
-        ([8], ["training.workers=0"], 0),
-        ([8], ["training.gpus_per_worker=0.5"], 0),
-        ([8], ["training.gpus_per_worker=1"], 2),
-        ([8], ["training.engine=deepspeed"], 0),
-        ([8], ["evaluation.dev=agreement", "evaluation.async_eval={}"], 0),
-        ([8], ["resources.gpu=none"], 0),
-        ([8], ["teachers.encoders.1.similarity=rank", "teachers.encoders.1.num_references=50"], 2),
-        ([8], ["training.node_labels={role: students}"], 0),
-        ([8], ["family=[{layers: 1}, {static: true}]"], 0),
-        ([8], ["teachers.mode=live"], 0),
+        ([1, 2], [], "a GPU"),
+        ([1], [], None),
+        ([0, 0.5, 0.5], [], None),
+        ([], [], None),
+        ([1], ["training.gpus_per_worker=0.5"], "0.5 of a GPU"),
+        ([1], ["training.gpus_per_worker=0.4", "family=[{layers: 3}, {layers: 2}, {layers: 1}]"], "0.4 of a GPU"),
+        ([8], ["training.gpus_per_worker=1"], "a GPU"),
+        ([8], ["training.gpus_per_worker=2"], None),
+        ([8], ["training.gpus_per_worker=0"], None),
+        ([8], ["training.workers=2"], None),
+        ([8], ["training.workers=0"], None),
+        ([8], ["training.engine=deepspeed"], None),
+        ([8], ["evaluation.dev=agreement", "evaluation.async_eval={}"], None),
+        ([8], ["resources.gpu=none"], None),
+        ([8], ["teachers.encoders.1.similarity=rank", "teachers.encoders.1.num_references=50"], "a GPU"),
+        ([8], ["training.node_labels={role: students}"], None),
+        ([8], ["family=[{layers: 1}, {static: true}]"], None),
+        ([8], ["teachers.mode=live"], None),
     ],
 )
-def test_students_train_side_by_side_on_several_gpus(
-    file: Path, gpus: list[float], overrides: list[str], expected: int
+def test_students_train_side_by_side_on_several_gpus_or_parts_of_one(
+    file: Path, gpus: list[float], overrides: list[str], expected: str | None
 ) -> None:
-    """With a GPU each, and only where no key of the recipe asks for something else. Nodes for teachers alone do not count."""
+    """And only where no key of the recipe asks for something else. Nodes for teachers alone do not count."""
     recipe = distcse.read_recipe(str(file), [FAMILY, "training.workers=1", *overrides])
     assert isinstance(recipe, FamilyRecipe)
     nodes = [Node(f"node {n}", {"CPU": 8.0, "GPU": count}, {}) for n, count in enumerate(gpus)]
     cluster = FixedCluster([Node("head", {"CPU": 8.0}, {"role": "students"}), *nodes])
     events: list[Event] = []
-    assert report_side_by_side(recipe, cluster, Reporter(events.append)) == bool(expected)
-    lines = [f"2 students train side by side, each with one of {expected} GPUs"] if expected else []
-    assert [event.text for event in events if isinstance(event, LogMessage)] == lines
+    assert report_side_by_side(recipe, cluster, Reporter(events.append)) == (expected is not None)
+    students = len(recipe.largest_first)
+    line = (
+        f"{students} students train side by side, each with {expected}{', 2 at the same time' if students > 2 else ''}"
+    )
+    assert [event.text for event in events if isinstance(event, LogMessage)] == ([line] if expected else [])
     assert not report_side_by_side(recipe, None, Reporter())
 
 

@@ -18,7 +18,7 @@ from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.family.result import is_start
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.cluster import Cluster
-from distcse.placement.devices import DeviceOptions, count_gpus
+from distcse.placement.devices import DeviceOptions, places_on_gpus
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -91,20 +91,22 @@ def report_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter:
         cluster: The backend's cluster.
         reporter: Receives the message.
     """
-    students, teachers = len(recipe.largest_first), recipe.teachers
+    students, teachers, options = len(recipe.largest_first), recipe.teachers, _options(recipe)
     has_tables = all(kind_of(teacher).uses_table(teachers.mode) for teacher in teachers.encoders)
-    if cluster is None or students == 1 or not (recipe.gives_a_student_one_gpu and has_tables) or cluster.is_one_cpu():
+    if cluster is None or students == 1 or not (recipe.is_for_one_process and has_tables) or cluster.is_one_cpu():
         return False
-    gpus = min(students, count_gpus(_options(recipe), cluster.nodes()))
-    if gpus > 1:
-        reporter.emit(LogMessage(f"{students} students train side by side, each with one of {gpus} GPUs"))
-    return gpus > 1
+    places = min(students, places_on_gpus(options, cluster.nodes()))
+    if places > 1:
+        at_once = "" if places == students else f", {places} at the same time"
+        share = "a GPU" if options.gpus == 1 else f"{options.gpus:g} of a GPU"
+        reporter.emit(LogMessage(f"{students} students train side by side, each with {share}{at_once}"))
+    return places > 1
 
 
 def train_side_by_side(
     recipe: FamilyRecipe, students: Sequence[Recipe], directory: RunDirectory, backend: Backend, reporter: Reporter
 ) -> list[DistillationResult]:
-    """Train students at the same time, one on each GPU, or continue what a stop or a loss has interrupted.
+    """Train students at the same time, each with a GPU or its part of one, or continue what a stop or a loss has interrupted.
 
     Args:
         recipe: The family's recipe.
@@ -135,7 +137,9 @@ def train_side_by_side(
 
 def _options(recipe: FamilyRecipe, run: Path | None = None) -> DeviceOptions:
     """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
-    return replace(device_options(recipe, run), labels={"training.node_labels": recipe.training.node_labels})
+    training = recipe.training
+    labels = {"training.node_labels": training.node_labels}
+    return replace(device_options(recipe, run), labels=labels, gpus=training.gpus_per_worker or 1.0)
 
 
 def _train_alone(recipe: Recipe, reporter: Reporter) -> DistillationResult:

@@ -51,7 +51,8 @@ class MemberSection(Section):
 class FamilyRecipe(Recipe):
     """Students of several sizes, trained on the same targets and batches.
 
-    With `training.workers: 1` on a cluster with several GPUs they train side by side, each with a GPU, else one after the other.
+    With `training.workers: 1` on a cluster with several GPUs they train side by side, each with a GPU, or on parts of one with
+    `training.gpus_per_worker: 0.25`; else one after the other.
     All other keys are those of a student's recipe, and are the same for each.
     """
 
@@ -81,12 +82,13 @@ class FamilyRecipe(Recipe):
         return [member for member in self.family if member.static]
 
     @property
-    def gives_a_student_one_gpu(self) -> bool:
-        """Whether a process with one GPU can train a student: no key asks for more workers, DeepSpeed or an evaluator."""
+    def is_for_one_process(self) -> bool:
+        """Whether one process can train a student: no key asks for more workers or GPUs, DeepSpeed or an evaluator."""
         training = self.training
         return (
             training.workers == 1
-            and training.gpus_per_worker in (None, 1)
+            and training.gpus_per_worker != 0
+            and (training.gpus_per_worker or 1) <= 1
             and training.engine != "deepspeed"
             and not training.zero_stage
             and self.evaluation.async_eval is None
