@@ -22,8 +22,8 @@ COMPILED_TRAFFIC = 0.65
 GPU_LAUNCH = 43e-6
 """Seconds for the host to launch one operation on a GPU from Python, autograd and autocast included: eager steps of BERT-base
 took the virtual machine of an H100 41 to 53 ms."""
-STEP_HOST = 1.9e-3
-"""Seconds of a step for which the host is busy besides its launches: collation, noise, mixing of lists; measured on a CPU.
+STEP_HOST = 0.5e-3
+"""Seconds of a step for which the host is busy besides its launches: collation, mixing of lists, dropout's seeds; on a CPU.
 A step that is recorded as a graph takes the host only this long."""
 _FORWARD_HOST_SHARE = 0.3
 """Operator calls of a forward pass without gradient, as a fraction of a training step's."""

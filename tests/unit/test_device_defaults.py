@@ -29,6 +29,7 @@ from distcse.recipe import Recipe, TrainingSection
 from distcse.runs.directory import RunDirectory
 from distcse.trainer import trainer
 from distcse.trainer.engines import TorchEngine
+from distcse.trainer.engines.deepspeed_engine import deepspeed_config
 from distcse.trainer.engines.gradient_buckets import GradientBuckets
 from distcse.trainer.engines.torch_engine import all_reduce_gradients
 from distcse.trainer.out_of_memory import OutOfMemoryAdvice
@@ -336,6 +337,21 @@ def test_the_ways_out_fit_the_recipe(section: dict[str, Any], named: str) -> Non
     with fails_with(OutOfMemoryError, named, "Tried to allocate 2.00 GiB") as failure, advice:
         fail()
     assert failure.value.__suppress_context__ and kept[0]() is None, "the error keeps the step's tensors alive"
+
+
+@pytest.mark.parametrize(
+    ("stage", "own", "expected"),
+    [(0, {}, {}), (1, {}, {"overlap_comm": True}), (2, {"overlap_comm": False}, {"overlap_comm": False})],
+)
+def test_deepspeed_sums_gradients_of_a_gpu_during_the_backward_pass_from_stage_1(
+    stage: int, own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    section = TrainingSection(
+        zero_stage=stage, engine="deepspeed", precision="bf16", deepspeed={"zero_optimization": own} if own else None
+    )
+    with simulated():
+        assert deepspeed_config(section, 16)["zero_optimization"] == {**expected, "stage": stage}
+    assert deepspeed_config(section, 16)["zero_optimization"] == {**own, "stage": stage}
 
 
 def test_a_cpu_has_none_of_it(simulated_gpu: Simulation) -> None:
