@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -101,15 +101,9 @@ def detecting(edit: str) -> tuple[str, ...]:
     return objective, "teachers.encoders=[]", "student.pooling=cls", "student.projection=batch_norm_mlp"
 
 
-def in_all_modes(kinds: Mapping[str, tuple[str, ...]]) -> list[Any]:
-    """Return each kind, precision and mode; of the modes other than the plain one, all kinds but the first are slow."""
-    first, *_ = kinds
-    return [
-        pytest.param(kind, precision, mode, marks=() if mode == "plain" or kind == first else pytest.mark.slow)
-        for mode in MODES
-        for precision in ("fp32", "bf16")
-        for kind in kinds
-    ]
+def in_all_modes(kinds: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Return each kind, precision and mode."""
+    return [(kind, precision, mode) for mode in MODES for precision in ("fp32", "bf16") for kind in kinds]
 
 
 @pytest.fixture(scope="module")
