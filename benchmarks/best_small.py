@@ -310,7 +310,7 @@ def regress(
     backbone: Any = model[0].auto_model
     backbone.encoder.layer = nn.ModuleList(layer for n, layer in enumerate(backbone.encoder.layer) if n in layers)
     backbone.config.num_hidden_layers = len(layers)
-    texts, vectors = labelled or teacher_vectors(options)
+    texts, vectors = labelled or teacher_vectors(options, seed)
     dev = labelled_dev(options.data)
     batch = 64
     every = -(-len(texts) // batch // LOOKS)
@@ -348,13 +348,13 @@ def regress(
         return Encoder.load(f"{folder}/best", max_length=options.max_length), best, seconds
 
 
-def teacher_vectors(options: argparse.Namespace) -> tuple[list[str], NDArray[np.float32]]:
-    """The sentences that distcse's rows learn from, and all-MiniLM-L6-v2's vectors of them, from the table of those rows."""
+def teacher_vectors(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
+    """The sentences that distcse's rows with this seed learn from, and all-MiniLM-L6-v2's vectors of them, from a table."""
     from distcse.data import split_held_out
     from distcse.experiments.distillation.corpus import read_corpus
     from distcse.experiments.distillation.tables import embed_corpus
 
-    overrides = [*corpus(options), f"student.backbone={MINILM}", "training.workers=0"]
+    overrides = [*corpus(options), f"seed={seed}", f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"
     recipe = load_recipe("minilm-3layer", [*overrides, teacher])
     (table,) = embed_corpus(recipe, LocalBackend(), Reporter())

@@ -175,7 +175,7 @@ def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, 
     if row == MSE:
         return regress(options, seed, (1, 3, 5), 0.0)
     if row == MSE_THREE:
-        return regress(options, seed, (1, 3, 5), 0.0, joined_targets(options))
+        return regress(options, seed, (1, 3, 5), 0.0, joined_targets(options, seed))
     done = Distillation(recipe_of(options, row, seed)).run(LocalBackend(), Reporter())
     best = done.train_result.state.best
     assert best is not None
@@ -225,9 +225,9 @@ def tables_of_three(
     return recipe, prepared, prepared.tables(backend, reporter)
 
 
-def joined_targets(options: argparse.Namespace) -> tuple[list[str], NDArray[np.float32]]:
-    """The sentences that the rows of three teachers learn from, and their targets."""
-    recipe, prepared, tables = tables_of_three(options, 0)
+def joined_targets(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
+    """The sentences that the rows of three teachers with this seed learn from, and their targets."""
+    recipe, prepared, tables = tables_of_three(options, seed)
     with TemporaryDirectory() as run:
         spec = prepared.spec(Path(run), tables, LocalBackend(), Reporter())
         assert spec.targets is not None

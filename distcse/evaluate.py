@@ -58,7 +58,9 @@ def _main(options: argparse.Namespace) -> int:
         print_remarks(measured.evaluation)
         print_evaluation(measured.evaluation)
         if measured.choice is not None:
-            print_lines(["", measured.choice.describe(measured.evaluation)])
+            print_lines(["", str(measured.choice)])
+        elif inputs["limits"]:
+            print_lines(["", "no score says which model is best within the limits; add a suite, such as --suite sts"])
     written = [options.mteb / "results"] if options.mteb is not None else []
     written += measured.write(options.out) if options.out is not None else []
     if options.json:
@@ -184,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-ms",
         type=float,
         metavar="MS",
-        help="name the best model that needs at most this long for one sentence on this device",
+        help="name the best model that needs at most this long for one sentence on this device, with all threads",
     )
     parser.add_argument(
         "--max-mb",

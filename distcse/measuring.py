@@ -13,6 +13,7 @@ from typing import Any, get_args
 from distcse.device import default_device, speed_of, use_available_cpus
 from distcse.errors import EvaluationOptionError, StoppedEarlyError
 from distcse.evaluation import (
+    NO_LIMITS,
     Candidate,
     Choice,
     Contamination,
@@ -99,7 +100,7 @@ def measure(
     ensembles: Iterable[str] = (),
     aggregate: Any = "all",
     transfer: Any = "strict",
-    limits: Limits | None = None,
+    limits: Limits = NO_LIMITS,
     load_options: LoadOptions | None = None,
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
@@ -135,6 +136,7 @@ def measure(
             raise EvaluationOptionError(f"{name} is {value!r}; set it to one of {', '.join(choices)}")
     if mteb is not None:
         _check_mteb(data)
+    limits.check()
     use_available_cpus()
     folder = None if data is None else Path(data)
     load_options = load_options or LoadOptions(device=default_device())
@@ -149,9 +151,8 @@ def measure(
         )
         own = None if texts is None else (Path(texts), column)
         candidates, tasks = _load(models, folder, suites, add, own, documents, config, load_options, reporter)
-        limits = limits or Limits()
-        limits.check([task.suite for task in tasks.tasks])
-        if limits and not tasks.timed_texts:
+        limits.check_suites([task.suite for task in tasks.tasks])
+        if limits.ms is not None and not tasks.timed_texts:
             tasks.timed_texts = [*tasks.tasks[0].sentences()]
         combined = make_ensembles(ensembles, candidates)
         settings = {
@@ -180,7 +181,7 @@ def check_measurement(
     documents: str | None = None,
     mteb: str | Path | None = None,
     ensembles: Iterable[str] = (),
-    limits: Limits | None = None,
+    limits: Limits = NO_LIMITS,
     load_options: LoadOptions | None = None,
     listen: Listener | None = None,
 ) -> None:
@@ -205,6 +206,7 @@ def check_measurement(
     """
     if mteb is not None:
         _check_mteb(data)
+    limits.check()
     folder = None if data is None else Path(data)
     with open_listener(listen) as emit:
         load_options = load_options or LoadOptions(device=default_device())
@@ -213,7 +215,7 @@ def check_measurement(
         candidates, tasks = _load(
             models, folder, suites, add, own, documents, EvalConfig(), load_options, Reporter(emit)
         )
-        (limits or Limits()).check([task.suite for task in tasks.tasks])
+        limits.check_suites([task.suite for task in tasks.tasks])
         combined = make_ensembles(ensembles, candidates)
         for candidate in candidates:
             info = candidate.info

@@ -53,6 +53,23 @@ def wait_or_return(file: Path, seconds: Mapping[int, float], answer: int, report
     return answer
 
 
+def write_once_stopped(folder: Path, reporter: Reporter) -> None:
+    """Run until a stop is requested, and say so in a file, as training writes a checkpoint."""
+    (folder / "running").touch()
+    deadline = time.monotonic() + 120
+    while not reporter.stop_requested() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (folder / "stopped").touch()
+
+
+def fail_once_another_runs(folder: Path, reporter: Reporter) -> None:
+    """Raise an error once `write_once_stopped` runs."""
+    deadline = time.monotonic() + 120
+    while not (folder / "running").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    fail_with_a_fix(reporter)
+
+
 def describe_process(folder: Path, processes: int, reporter: Reporter) -> tuple[str, str]:
     """Return the GPUs that this process sees, and its node, once this many processes are in the call.
 

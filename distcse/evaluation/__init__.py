@@ -3,7 +3,7 @@
 from distcse.evaluation.agreement import HeldOutVectors, agreement, agreement_result
 from distcse.evaluation.candidates import LoadOptions, make_candidate, open_candidate, parse_models, parse_prompts
 from distcse.evaluation.catalogue import DEV_SETS, SUITES, DatasetFolder, parse_suites
-from distcse.evaluation.choice import Choice, Limits
+from distcse.evaluation.choice import NO_LIMITS, Choice, Limits
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.custom_dev import CustomDev
 from distcse.evaluation.dev import LabelledDev, labelled_dev
@@ -30,6 +30,7 @@ from distcse.evaluation.text_agreement import MIN_TEXTS, TextsTask
 __all__ = [
     "DEV_SETS",
     "MIN_TEXTS",
+    "NO_LIMITS",
     "SUITES",
     "Candidate",
     "Choice",

@@ -63,9 +63,9 @@ class DeviceCall(Generic[T]):
     """Picklable; receives a reporter whose events reach the run's. It may be repeated when its process is lost."""
     memory_bytes: float = 2 * GIB
     """Estimated memory of the process during the call."""
-    if_not_begun: Callable[[], T] | None = None
-    """Of a function that returns soon after a stop was requested, and is waited for then: what is returned in place of its
-    result if it has not begun. None: a stop request ends the function, and all others."""
+    returns_on_stop: bool = False
+    """Whether the function returns soon after a stop was requested. It is waited for then, and also when another one fails.
+    Otherwise it is ended."""
 
 
 class Backend(Protocol):
@@ -133,10 +133,10 @@ class Backend(Protocol):
             reporter: Receives the functions' events. A requested stop ends them.
 
         Returns:
-            What they return, in their order.
+            What they return, in their order. None for one that returns on stop, if the request came before it began.
 
         Raises:
-            StoppedEarlyError: A stop was requested, and a function does not return by itself.
+            StoppedEarlyError: A stop was requested, and a function does not return by itself then.
             ProcessLostError: A process crashed repeatedly.
             WorkFailedError: A function failed with an unexpected error in another process.
             DistcseError: A function raised it.

@@ -86,11 +86,8 @@ class LocalBackend:
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
         results: list[T] = []
         for call in calls:
-            if results and reporter.stop_requested():
-                if call.if_not_begun is None:
-                    raise StoppedEarlyError(f"stopped before the {call.name}; continue with --resume")
-                results.append(call.if_not_begun())
-                continue
+            if results and not call.returns_on_stop and reporter.stop_requested():
+                raise StoppedEarlyError(f"stopped before the {call.name}; continue with --resume")
             results.append(call.function(reporter))
             allocator.release_memory()  # training workers may use the same GPU
         return results

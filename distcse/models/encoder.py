@@ -298,7 +298,7 @@ class Encoder(nn.Module):
 
     def _encode(
         self,
-        texts: Sequence[T],
+        items: Sequence[T],
         tokens_of: Callable[[Sequence[T]], Iterable[Sequence[int]]],
         batch_tokens: int | None,
         normalize: bool | None,
@@ -307,10 +307,10 @@ class Encoder(nn.Module):
     ) -> NDArray[np.float32]:
         index_of: dict[tuple[int, ...], int] = {}
         indices: list[int] = []
-        vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
+        vectors = np.empty((len(items), self.dimension), dtype=np.float32)
 
         def chunks() -> Iterator[Chunk]:
-            for part in split_chunks(texts, self.device):
+            for part in split_chunks(items, self.device):
                 known = len(index_of)
                 new, part_indices = _distinct(tokens_of(part), index_of)
                 indices.extend(part_indices)
@@ -318,7 +318,7 @@ class Encoder(nn.Module):
 
         for _ in self._run(chunks(), batch_tokens, normalize, precision, on_progress):
             pass
-        return vectors if len(index_of) == len(texts) else vectors[indices]
+        return vectors if len(index_of) == len(items) else vectors[indices]
 
     def encode_each(
         self,

@@ -1,4 +1,7 @@
-"""Token ids of texts that a model in training encodes at every dev score: a GPU waits longer for them than it computes."""
+"""Token ids of texts that a model in training encodes at every dev score: a GPU waits long for them.
+
+The first score tokenizes all texts before it computes, where `Encoder.encode` tokenizes the next chunk meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,9 @@ class KeptTokens:
             TextInputError: `texts` are not texts.
             DeviceMemoryError: A text does not fit in the GPU's memory.
         """
-        key = tuple(texts)
+        found = as_texts(texts)
+        key = tuple(found)
         if key not in self._rows:
-            found = as_texts(texts)
             if (characters := sum(map(len, found))) > self._room:
                 return encoder.encode(found, normalize=normalize, precision=precision)
             self._rows[key] = [*map(tuple, encoder.token_ids(found))]

@@ -28,6 +28,8 @@ class DeviceOptions:
     """Whether the functions are faster on a GPU."""
     gpus: float = 1.0
     """GPUs of one process, or the part of one that it shares with others."""
+    trains: bool = False
+    """Whether the functions train, for which their processes get the environment of training workers."""
     heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S
     """Seconds without an answer after which a process counts as hung."""
     owner: str = "distcse"
@@ -85,18 +87,6 @@ def select_nodes(options: DeviceOptions, nodes: Sequence[Node]) -> SelectedNodes
         if options.uses_gpu and any(node.has(labels) and node.resources.get("GPU") for node in nodes):
             return SelectedNodes(labels, True)
     return SelectedNodes(usable[0], False)
-
-
-def places_on_gpus(options: DeviceOptions, nodes: Sequence[Node]) -> int:
-    """Return the number of processes with these options that have room on GPUs at the same time; 0 without GPUs.
-
-    Raises:
-        NodeLabelError: No node has the labels of any key.
-    """
-    selected = select_nodes(options, nodes)
-    if not selected.has_gpus:
-        return 0
-    return count_fitting([node.resources for node in nodes if node.has(selected.labels)], {"GPU": options.gpus})
 
 
 def plan_devices(

@@ -40,6 +40,8 @@ class StudentPlan:
     cluster: Cluster
     workers: int
     """Number of training workers; 1 also for a run without Ray."""
+    others: int = 0
+    """Number of other students, which train at the same time on a device each."""
 
     @classmethod
     def of(cls, run: StudentRun, cluster: Cluster) -> StudentPlan:
@@ -255,8 +257,7 @@ class StudentPlan:
             found.append("resources.gpu or teachers.gpus_per_actor selects CPUs; this plan assumes GPUs")
         if on_gpu and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
             found.append("training.precision is fp32, but this GPU is faster in bf16; write training.precision=bf16")
-        if self.workers < self.cluster.devices:
-            idle = self.cluster.devices - self.workers
+        if idle := max(0, self.cluster.devices - self.workers - self.others):
             found.append(
                 f"{idle:,} of {self.cluster.devices:,} devices do not train (batch {self.batch}): "
                 "use them with a larger batch, or with parallel trials or seeds"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -146,15 +146,11 @@ class FamilyPlanner(Planner[FamilyRecipe]):
             raise CommandLineError("--gpus is for a student's recipe; leave out family to see how one student scales")
         lengths = read_lengths(self.recipe.corpus, self.recipe.student, rows)
         runs = {name: StudentRun.of(planner.recipe, lengths) for name, planner in self._students.items()}
-        is_live = any(teacher.serving == "live" for run in runs.values() for teacher in run.teachers)
-        has_gpus = cluster.machine.kind == "gpu" and self.recipe.is_for_one_process and not is_live
-        has_full_ones = self.recipe.training.gpus_per_worker in (
-            None,
-            1,
-        )  # what students on one GPU cost each other is not known
-        side_by_side = min(len(runs), cluster.devices) if has_gpus and has_full_ones else 1
+        side_by_side = self._side_by_side(runs.values(), cluster)
         plans = {
-            name: StudentPlan.of(run, cluster) if side_by_side == 1 else StudentPlan(run, cluster, workers=1)
+            name: StudentPlan.of(run, cluster)
+            if side_by_side == 1
+            else StudentPlan(run, cluster, workers=1, others=side_by_side - 1)
             for name, run in runs.items()
         }
         described = {
@@ -165,6 +161,15 @@ class FamilyPlanner(Planner[FamilyRecipe]):
         seconds = _seconds_side_by_side(list(plans.values()), side_by_side)
         found = {"students": described, "static": static, "side_by_side": side_by_side, "seconds": seconds}
         return Estimate(family_lines(plans, static, side_by_side, seconds), found, problems)
+
+    def _side_by_side(self, runs: Iterable[StudentRun], cluster: Cluster) -> int:
+        """Return the number of students that train at the same time. What several on one GPU cost each other is not known."""
+        recipe = self.recipe
+        is_live = any(teacher.serving == "live" for run in runs for teacher in run.teachers)
+        has_gpus = cluster.machine.kind == "gpu" and recipe.gpu_mode != "none" and not is_live
+        if not (has_gpus and recipe.is_for_one_process and recipe.training.gpus_per_worker in (None, 1)):
+            return 1
+        return min(len(recipe.largest_first), cluster.devices)
 
     @cached_property
     def _students(self) -> dict[str, StudentPlanner]:

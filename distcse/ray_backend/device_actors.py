@@ -1,4 +1,4 @@
-"""Ray actors that call functions on one device each: evaluation, layer selection, mining, neighbor graphs."""
+"""Ray actors that call functions on one device each: evaluation, layer selection, mining, neighbor graphs, training."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_d
 from distcse.placement.resources import ResourceRequest, format_resources
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_threads
+from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, unique_name
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import ResourceWatchdog, alive, live_nodes
@@ -73,7 +74,7 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     channel = EventChannel(f"devices-{options.owner}")
     actors: list[Any] = []
     try:
-        actors += _start_actors(plan, options.owner)
+        actors += _start_actors(plan, options)
         with HeartbeatMonitor(
             options.heartbeat_timeout_s, lambda text: reporter.emit(LogMessage(text, warning=True))
         ) as monitor:
@@ -86,8 +87,9 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
         channel.close()
 
 
-def _start_actors(plan: DevicePlan, owner: str) -> list[Any]:
-    actor_class, name = ray.remote(**RESTARTABLE)(DeviceActor), unique_name(f"device-{owner}")
+def _start_actors(plan: DevicePlan, options: DeviceOptions) -> list[Any]:
+    actor_class, name = ray.remote(**RESTARTABLE)(DeviceActor), unique_name(f"device-{options.owner}")
+    environment = {"env_vars": worker_environment(plan.each.get("GPU", 0.0))} if options.trains else None
     return [
         actor_class.options(
             name=f"{name}-{number}",
@@ -96,6 +98,7 @@ def _start_actors(plan: DevicePlan, owner: str) -> list[Any]:
             memory=plan.each["memory"],
             label_selector=plan.labels,
             scheduling_strategy="SPREAD",
+            runtime_env=environment,
         ).remote(plan)
         for number in range(plan.number)
     ]
@@ -117,6 +120,7 @@ class _DeviceCalls:
         self._starting = {actor.beat.remote(): actor for actor in actors}
         self._running: dict[Any, tuple[int, Any]] = {}
         self._results: dict[int, Any] = {}
+        self._failure: DistcseError | None = None
         self._wait_warning = WaitWarning(reporter)
         request = ResourceRequest(f"the {calls[0].name}", 1, plan.each, plan.labels, "", {})
         self._watchdog = ResourceWatchdog([request], self._warn)
@@ -124,7 +128,7 @@ class _DeviceCalls:
     def run(self) -> list[Any]:
         """Return the results in the functions' order."""
         while unfinished := self._unfinished():
-            if self._reporter.stop_requested() and self._stop(unfinished):
+            if (self._failure is not None or self._reporter.stop_requested()) and self._stop(unfinished):
                 break
             if not self._running:
                 needed, name = format_resources(self._plan.each), unfinished[0].name
@@ -135,21 +139,21 @@ class _DeviceCalls:
             for answer in ready:
                 self._take(answer)
         self._channel.relay(self._reporter)
+        if self._failure is not None:
+            raise self._failure
         return [self._results[number] for number in range(len(self._calls))]
 
     def _stop(self, unfinished: Sequence[DeviceCall[Any]]) -> bool:
-        """Begin no more functions. Returns whether none is left to wait for.
+        """Begin no more functions. Returns whether none is left that is waited for.
 
         Raises:
             StoppedEarlyError: A function does not return by itself.
         """
-        if any(call.if_not_begun is None for call in unfinished):
+        if not all(call.returns_on_stop for call in unfinished):
             names = ", ".join(call.name for call in unfinished)
             raise StoppedEarlyError(f"stopped before the end of the {names}; continue with --resume")
-        while self._waiting:
-            number = self._waiting.popleft()
-            if (if_not_begun := self._calls[number].if_not_begun) is not None:
-                self._results[number] = if_not_begun()
+        self._results |= dict.fromkeys(self._waiting)
+        self._waiting.clear()
         return not self._running
 
     def _take(self, answer: Any) -> None:
@@ -163,13 +167,21 @@ class _DeviceCalls:
             if number is not None:
                 self._waiting.appendleft(number)
             return
+        except DistcseError as failure:
+            if not all(call.returns_on_stop for call in self._calls):
+                raise
+            self._failure = self._failure or failure
+            if number is not None:
+                self._results[number] = None
+            self._channel.pause()
+            return
         if number is not None:
             self._results[number] = result
         self._assign(actor)
 
     def _assign(self, actor: Any) -> None:
         """Give an idle actor its next function; without one, end it, because a restarting actor may need its device."""
-        if not self._waiting:
+        if not self._waiting or self._failure is not None or self._reporter.stop_requested():
             ray.kill(actor)
             return
         number = self._waiting.popleft()

@@ -37,7 +37,6 @@ from distcse.recipe import BaseRecipe, StorageSection, Sweep, read_recipe, recip
 from distcse.runs.changes import differences, is_location, refuse_changes
 from distcse.runs.lease import LEASE_FILES, Lease, has_local_changes
 from distcse.storage import (
-    ArtifactStore,
     add_checksum_line,
     open_store,
     refuse_job_copy,
@@ -72,10 +71,6 @@ class RunDirectory:
         self.evaluation = path / "evaluation.json"
         self.projection = path / "projection.safetensors"
         self._events = path / _EVENTS
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the folder's address, because its mirror has another path on another machine."""
-        return _open_directory, (self.store, self._is_exclusive)
 
     @classmethod
     def create(cls, recipe: BaseRecipe) -> RunDirectory:
@@ -284,10 +279,6 @@ def check_storage(storage: StorageSection, keys: Sequence[str] = ("runs", "cache
             raise RunDirectoryError(
                 f"cannot write in {folder}: {error.strerror}; set storage.{key} to a folder that you can write"
             ) from None
-
-
-def _open_directory(store: ArtifactStore, is_exclusive: bool) -> RunDirectory:
-    return RunDirectory(store.path, is_exclusive)
 
 
 def _make_folder(path: Path) -> None:

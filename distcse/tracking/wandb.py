@@ -47,7 +47,7 @@ class Wandb:
                 silent=True,
                 save_code=False,
                 disable_git=True,
-                reinit="create_new" if run.sweep else "default",  # one process logs several trials at once
+                reinit="create_new",  # one process logs several trials, or a family's students, at once
             ),
         )
         # Groups count their steps separately, but W&B's built-in step must not decrease.

@@ -30,10 +30,12 @@ from tests.devices import (
     comparable,
     count_threads,
     describe_process,
+    fail_once_another_runs,
     fail_unexpectedly,
     fail_with_a_fix,
     recorded_loads,
     wait_or_return,
+    write_once_stopped,
 )
 from tests.jobs import make_recipe
 from tests.kills import CpuHolder, Nodes
@@ -81,6 +83,7 @@ def disturb(folder: Path) -> None:
             "errors": [_error_of(fail_with_a_fix), _error_of(fail_unexpectedly)],
             "stopped": _stop_at_the_first_event(folder / "stopped"),
             "waited for": _stop_and_wait(folder / "waited"),
+            "failed next to another": _fail_next_to_another(folder / "failed"),
         }
     (folder / "found.json").write_text(json.dumps(found))
 
@@ -206,17 +209,29 @@ def _stop_at_the_first_event(folder: Path) -> list[str]:
     raise AssertionError("not stopped")
 
 
-def _stop_and_wait(folder: Path) -> list[int]:
+def _stop_and_wait(folder: Path) -> list[int | None]:
     """Request a stop once one of three functions runs, which return by themselves; the second may have begun too."""
     folder.mkdir()
     seen: list[Event] = []
-    calls = [
-        DeviceCall(
-            f"call {index}", partial(wait_or_return, folder / str(index), {1: 5.0}, index), if_not_begun=lambda: -1
-        )
+    calls: list[DeviceCall[int | None]] = [
+        DeviceCall("call", partial(wait_or_return, folder / str(index), {1: 5.0}, index), returns_on_stop=True)
         for index in range(3)
     ]
     return RayBackend().run_on_devices(calls, OPTIONS, Reporter(seen.append, lambda: bool(seen)))
+
+
+def _fail_next_to_another(folder: Path) -> list[str]:
+    """Let one of two functions fail. The other one, which runs until it is notified, must end by itself."""
+    folder.mkdir()
+    calls = [
+        DeviceCall("call", partial(write_once_stopped, folder), returns_on_stop=True),
+        DeviceCall("call", partial(fail_once_another_runs, folder), returns_on_stop=True),
+    ]
+    try:
+        RayBackend().run_on_devices(calls, OPTIONS, Reporter())
+    except DistcseError as error:
+        return [type(error).__name__, *sorted(file.name for file in folder.iterdir())]
+    raise AssertionError("no error")
 
 
 def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_class(
@@ -232,7 +247,8 @@ def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_c
     assert found["errors"][0] == [ModelOutputError.__name__, "the model's output is NaN"]
     assert found["errors"][1][0] == WorkFailedError.__name__ and "evaluation of x" in found["errors"][1][1]
     assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
-    assert found["waited for"] in ([0, 1, -1], [0, -1, -1])
+    assert found["waited for"] in ([0, 1, None], [0, None, None])
+    assert found["failed next to another"] == [ModelOutputError.__name__, "running", "stopped"]
 
 
 def test_nodes_tokenize_a_corpus_in_parts_and_a_stopped_run_keeps_those_it_has(

@@ -7,9 +7,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import distcse
@@ -38,50 +40,56 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 def drive(folder: Path) -> None:
     """The driver: one run whose largest student's process is killed, and one that is stopped and resumed."""
     recipe, found = str(folder / "recipe.yaml"), {}
-    found["killed"] = _trained(lambda listen: distcse.run(recipe, listen=listen), kill="3-layers")
-    stopped = _trained(lambda listen: distcse.run(recipe, listen=listen, stop_requested=lambda: bool(listen.steps)))
+    found["killed"] = _trained(lambda listen: distcse.run(recipe, listen=listen), kills=True)
+    stopped = _trained(lambda listen: distcse.run(recipe, listen=listen, stop_requested=lambda: listen.has_steps))
     found["stopped"] = stopped
     found["resumed"] = _trained(lambda listen: distcse.resume(Path(stopped["run"]), listen=listen))
     (folder / "found.json").write_text(json.dumps(found))
 
 
 class _Listener:
-    """Notes what a run reports, and kills a student's process once it has written a checkpoint."""
+    """Notes what a run reports, and kills the process of a student once that has written checkpoints."""
 
-    def __init__(self, kill: str | None) -> None:
+    def __init__(self, kills: bool) -> None:
         self.messages: list[str] = []
-        self.steps: dict[str, int] = {}
-        self.killed: list[int] = []
-        self._kill = kill
+        self.continued: list[str] = []
+        self.has_steps = False
+        self._kills = kills
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, LogMessage):
             self.messages.append(event.text)
-        if not isinstance(event, GroupEvent) or not isinstance(event.event, StepReport):
+        if not isinstance(event, GroupEvent):
             return
-        self.steps[event.group] = event.event.step
-        if event.group == self._kill and event.event.step > 25 and not self.killed:
-            lease = json.loads((self._run / "members" / event.group / "lease").read_text())
-            self.killed.append(lease["owner"]["pid"])
-            os.kill(self.killed[0], signal.SIGKILL)
-
-    @property
-    def _run(self) -> Path:
-        return Path(
-            next(text for text in self.messages if text.startswith("run directory")).removeprefix("run directory ")
-        )
+        if isinstance(event.event, LogMessage) and event.event.text.startswith("resuming after step"):
+            self.continued.append(event.event.text)
+        if isinstance(event.event, StepReport):
+            self.has_steps = True
+            if self._kills and event.event.step > 25:
+                self._kills = False
+                os.kill(_training_processes()[0], signal.SIGKILL)
 
 
-def _trained(start: Callable[[_Listener], Any], kill: str | None = None) -> dict[str, Any]:
-    listener = _Listener(kill)
+def _training_processes() -> list[int]:
+    """Return the processes of this driver's cluster that train a student."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            parent = process.parent()
+            is_ours = parent is not None and os.environ["RAY_ADDRESS"] in " ".join(parent.cmdline())
+            found += [process.pid] if is_ours and "training of a student" in " ".join(process.cmdline()) else []
+    return found
+
+
+def _trained(start: Callable[[_Listener], Any], kills: bool = False) -> dict[str, Any]:
+    listener = _Listener(kills)
     done = start(listener)
     return {
         "run": str(done.directory),
         "interrupted": done.interrupted,
         "models": list(done.models),
-        "steps": listener.steps,
+        "continued": listener.continued,
         "messages": listener.messages,
-        "killed": listener.killed,
     }
 
 
@@ -115,7 +123,9 @@ def test_students_side_by_side_learn_what_they_learn_in_turn(
         assert line in run["messages"] and not run["interrupted"] and run["models"] == NAMES
         for name in NAMES:
             assert_equal_weights(*(weights_of(Path(each) / "members" / name) for each in (local.directory, run["run"])))
-    assert found["killed"]["killed"]
+    (continued,) = found["killed"]["continued"]
+    assert continued in (f"resuming after step {step} of 120" for step in (20, 40, 60, 80, 100))
     stopped = found["stopped"]
     assert stopped["interrupted"] and stopped["models"] == NAMES[: len(stopped["models"])]
+    assert found["resumed"]["continued"]
     assert Encoder.load(found["killed"]["run"] + "/members/1-layer/model").encode(["a cat"]).shape[0] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 from collections.abc import Callable
@@ -248,6 +249,7 @@ def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callabl
         (["{tiny}", "--mteb", "{labelled}", "--data", "{tiny}"], EvaluationDataError, "MTEB"),
         (["{tiny}", "--data", "{labelled}", "--pooling", "mean", "--max-mb", "0"], EvaluationOptionError, "above 0"),
         (["{tiny}", "--data", "{labelled}", "--pooling", "mean", "--max-ms", "nan"], EvaluationOptionError, "above 0"),
+        (["{tiny}", "--data", "{labelled}", "--pooling", "mean", "--max-ms", "inf"], EvaluationOptionError, "above 0"),
         (
             ["{tiny}", "--data", "{labelled}", "--pooling", "mean", "--suite", "geometry", "--max-ms", "9"],
             EvaluationOptionError,
@@ -291,7 +293,8 @@ def test_the_best_model_within_limits_is_named(
     assert choice("--max-mb", str(sizes["thin"] / 2))[0]["name"] is None
     assert main([*arguments, "--max-ms", "1e-6", "--max-mb", "1000"]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("no model is within 1e-06 ms and 1000 MB: the fastest takes") and "the smallest has" in line
+    named = "no model with a score in sts average of 2 of 7 is within 1e-06 ms and 1000 MB: the fastest takes"
+    assert line.startswith(named) and "the smallest has" in line
 
 
 def test_the_choice_has_the_best_score_among_the_models_that_keep_the_limits(evaluation: Evaluation) -> None:
@@ -307,10 +310,14 @@ def test_the_choice_has_the_best_score_among_the_models_that_keep_the_limits(eva
     for (ms, mb), name in expected.items():
         choice = Choice.of(found, Limits(ms, mb))
         assert choice is not None and choice.model is not None and choice.model.name == name
-        assert choice.describe(found).startswith(f"best within {Limits(ms, mb)}: {name}, sts average")
+        assert str(choice).startswith(f"best within {Limits(ms, mb)}: {name}, sts average")
     assert Choice.of(found, Limits()) is None
-    nothing = Choice.of(found, Limits(0.5))
+    unscored = [
+        replace(score, values={"wide": 70.0, "cross": math.nan}) if score.average else score for score in scores
+    ]
+    nothing = Choice.of(replace(found, scores=unscored), Limits(1.5))
     assert nothing is not None and nothing.model is None
+    assert str(nothing).endswith("the fastest takes 2.0 ms, the smallest has 9.0 MB"), "of the models with a score"
 
 
 def test_documents_by_another_model(

@@ -26,7 +26,7 @@ from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.experiments.backend import DeviceCall
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.family.layers import evenly_spaced
-from distcse.experiments.family.students import report_side_by_side
+from distcse.experiments.family.students import plan_side_by_side
 from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, StaticEncoder, static
 from distcse.placement.devices import DeviceOptions
@@ -167,7 +167,7 @@ def test_a_family_of_one_teacher_has_its_space(file: Path, tiny: Callable[..., P
     [
         ([1, 2], [], "a GPU"),
         ([1], [], None),
-        ([0, 0.5, 0.5], [], None),
+        ([0, 0.5, 0.5], [], "0.5 of a GPU"),
         ([], [], None),
         ([1], ["training.gpus_per_worker=0.5"], "0.5 of a GPU"),
         ([1], ["training.gpus_per_worker=0.4", "family=[{layers: 3}, {layers: 2}, {layers: 1}]"], "0.4 of a GPU"),
@@ -175,6 +175,10 @@ def test_a_family_of_one_teacher_has_its_space(file: Path, tiny: Callable[..., P
         ([8], ["training.gpus_per_worker=2"], None),
         ([8], ["training.gpus_per_worker=0"], None),
         ([8], ["training.workers=2"], None),
+        ([8], ["training.cpus_per_worker=2"], None),
+        ([8], ["training.max_failures=0"], None),
+        ([8], ["teachers.num_servers=2"], None),
+        ([8], ["teachers.serve=actor"], None),
         ([8], ["training.workers=0"], None),
         ([8], ["training.engine=deepspeed"], None),
         ([8], ["evaluation.dev=agreement", "evaluation.async_eval={}"], None),
@@ -194,19 +198,30 @@ def test_students_train_side_by_side_on_several_gpus_or_parts_of_one(
     nodes = [Node(f"node {n}", {"CPU": 8.0, "GPU": count}, {}) for n, count in enumerate(gpus)]
     cluster = FixedCluster([Node("head", {"CPU": 8.0}, {"role": "students"}), *nodes])
     events: list[Event] = []
-    assert report_side_by_side(recipe, cluster, Reporter(events.append)) == (expected is not None)
+    assert plan_side_by_side(recipe, cluster, Reporter(events.append)) == (expected is not None)
     students = len(recipe.largest_first)
     line = (
         f"{students} students train side by side, each with {expected}{', 2 at the same time' if students > 2 else ''}"
     )
     assert [event.text for event in events if isinstance(event, LogMessage)] == ([line] if expected else [])
-    assert not report_side_by_side(recipe, None, Reporter())
+    assert not plan_side_by_side(recipe, None, Reporter())
 
 
-def test_a_function_that_returns_after_a_stop_request_is_not_lost() -> None:
-    calls = [DeviceCall("training", lambda reporter: "trained", if_not_begun=lambda: "not begun") for _ in range(2)]
+def test_memory_limits_the_students_of_a_node(file: Path) -> None:
+    recipe = distcse.read_recipe(str(file), ["family=[{layers: 3}, {layers: 2}, {layers: 1}]", "training.workers=1"])
+    assert isinstance(recipe, FamilyRecipe)
+    events: list[Event] = []
+    cluster = FixedCluster([Node("one", {"CPU": 8.0, "GPU": 8, "memory": 12e9}, {})])
+    assert plan_side_by_side(recipe, cluster, Reporter(events.append))
+    assert [event.text for event in events if isinstance(event, LogMessage)] == [
+        "3 students train side by side, each with a GPU, 2 at the same time"
+    ]
+
+
+def test_a_function_that_returns_on_stop_is_not_ended() -> None:
+    calls = [DeviceCall("training", lambda reporter: "trained", returns_on_stop=True)] * 2
     stopped = Reporter(stop_requested=lambda: True)
-    assert LocalBackend().run_on_devices(calls, DeviceOptions(), stopped) == ["trained", "not begun"]
+    assert LocalBackend().run_on_devices(calls, DeviceOptions(), stopped) == ["trained", "trained"]
     with fails_with(StoppedEarlyError, "before the training"):
         LocalBackend().run_on_devices([DeviceCall("training", lambda reporter: None)] * 2, DeviceOptions(), stopped)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
+from distcse.data import Corpus
 from distcse.device import DeviceSpeed
 from distcse.errors import CheckpointError
+from distcse.evaluation import Tasks
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
+from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
@@ -37,9 +42,11 @@ from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.kinds import kind_of
-from distcse.tracking import track_run
+from distcse.teachers.table import EmbeddingTable
+from distcse.tracking import Tracking, track_run
 from distcse.trainer.checkpoint_files import load_weights
 from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.trainer import TrainResult
 
 
 @register_experiment(Recipe)
@@ -72,6 +79,17 @@ class Distillation(Experiment[Recipe]):
         return {**super().unread_keys(), **of_kinds}
 
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> DistillationResult:
+        with self.opened(backend, reporter, directory) as run:
+            return run.end(backend.train(run.spec, run.corpus, run.tables, run.reporter))
+
+    @contextmanager
+    def opened(
+        self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None
+    ) -> Iterator[OpenDistillation]:
+        """Context manager: open a run, prepare all that the student is trained on, and close it at the end.
+
+        Args: see `Experiment.run`, also for the errors.
+        """
         check_recipe(self.recipe)
         labelled = labelled_tasks(self.recipe)
         run = open_run(self, backend, reporter, directory)
@@ -94,33 +112,16 @@ class Distillation(Experiment[Recipe]):
             if recipe != self.recipe:
                 directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))
-            with track_run(recipe, directory.path, reporter.emit) as tracked:
+            with track_run(recipe, directory.path, reporter.emit) as tracked, ExitStack() as joined:
                 reporter = tracked.relay(reporter)
-                with joined_for_run(recipe, backend.cluster, directory.path):
-                    reporter = backend.metered(reporter, directory.path.name)
-                    tables = prepared.tables(backend, reporter)
-                    if not backend.is_for_trials:
-                        report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
-                    spec = prepared.spec(directory.path, tables, backend, reporter, lease)
-                    train_result = backend.train(spec, corpus, tables, reporter)
-                if not train_result.interrupted and not backend.is_for_trials:
-                    scores, steps = train_result.state.scores, train_result.steps
-                    report_warnings(warn_of_rising_curve(scores, steps, recipe.training), reporter)
-                student = EncoderHandle(partial(load_trained, recipe, directory.store))
-                final = FinalScores(None, stopped=train_result.interrupted)
-                _export(recipe, student, directory, backend, reporter)
-                if not train_result.interrupted:
-                    students = [
-                        ScoredStudent("start", recipe.student.backbone, prepared.initial_encoder),
-                        ScoredStudent("student", str(directory.model), student, trained=directory.model),
-                    ]
-                    final = final_scores(recipe, corpus, labelled, students, directory, backend, reporter)
-                tracked.end(final.stopped, final.evaluation)
-            final.write(directory.evaluation, directory.store)
-            if not train_result.interrupted:
-                CheckpointStore(directory.path, lease).keep_weights(reporter.emit)
+                joined.enter_context(joined_for_run(recipe, backend.cluster, directory.path))
+                reporter = backend.metered(reporter, directory.path.name)
+                tables = prepared.tables(backend, reporter)
+                if not backend.is_for_trials:
+                    report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
+                spec = prepared.spec(directory.path, tables, backend, reporter, lease)
+                yield OpenDistillation(prepared, tables, spec, directory, reporter, backend, labelled, tracked, joined)
             directory.store_events()
-            return DistillationResult(recipe, directory, train_result, final.evaluation, len(corpus), final.stopped)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, list(devices))
@@ -128,6 +129,60 @@ class Distillation(Experiment[Recipe]):
     @property
     def trials(self) -> DistillationTrials:
         return DistillationTrials(self.recipe)
+
+
+@dataclass(frozen=True)
+class OpenDistillation:
+    """An open run, whose student can be trained."""
+
+    prepared: PreparedCorpus
+    tables: Sequence[EmbeddingTable | None]
+    """One per teacher; None for a live teacher."""
+    spec: TrainSpec
+    """The spec of the training workers."""
+    directory: RunDirectory
+    reporter: Reporter
+    """Also logs events, counts metrics and feeds the trackers."""
+    backend: Backend
+    labelled: Tasks
+    """The labelled sets of the final evaluation."""
+    tracked: Tracking
+    joined: ExitStack
+    """Closed after the training, which needs the cluster longer than the final evaluation does."""
+
+    @property
+    def corpus(self) -> Corpus:
+        """The sentences."""
+        return self.prepared.corpus
+
+    def end(self, train_result: TrainResult) -> DistillationResult:
+        """Export and evaluate the trained student, also one whose training was interrupted.
+
+        Args:
+            train_result: What the training returned.
+
+        Returns:
+            The run's result.
+        """
+        self.joined.close()
+        recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
+        if not train_result.interrupted and not backend.is_for_trials:
+            scores, steps = train_result.state.scores, train_result.steps
+            report_warnings(warn_of_rising_curve(scores, steps, recipe.training), reporter)
+        student = EncoderHandle(partial(load_trained, recipe, directory.store))
+        final = FinalScores(None, stopped=train_result.interrupted)
+        _export(recipe, student, directory, backend, reporter)
+        if not train_result.interrupted:
+            students = [
+                ScoredStudent("start", recipe.student.backbone, self.prepared.initial_encoder),
+                ScoredStudent("student", str(directory.model), student, trained=directory.model),
+            ]
+            final = final_scores(recipe, self.corpus, self.labelled, students, directory, backend, reporter)
+        self.tracked.end(final.stopped, final.evaluation)
+        final.write(directory.evaluation, directory.store)
+        if not train_result.interrupted:
+            CheckpointStore(directory.path, self.spec.lease).keep_weights(reporter.emit)
+        return DistillationResult(recipe, directory, train_result, final.evaluation, len(self.corpus), final.stopped)
 
 
 def _export(

@@ -24,8 +24,8 @@ from distcse.experiments.family.result import FamilyResult
 from distcse.experiments.family.static import train_static
 from distcse.experiments.family.students import (
     member_recipe,
+    plan_side_by_side,
     prepare_targets,
-    report_side_by_side,
     train_in_turn,
     train_side_by_side,
 )
@@ -51,7 +51,8 @@ class Family(Experiment[FamilyRecipe]):
         for member in recipe.largest_first:
             student = Distillation(recipe.student_recipe(member))
             student.check(backend, reporter.of_group(member.label), plans_of_trials)
-        report_side_by_side(recipe, backend.cluster, reporter)
+        with joined_for_devices(backend.cluster):
+            plan_side_by_side(recipe, backend.cluster, reporter)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
@@ -86,7 +87,7 @@ class Family(Experiment[FamilyRecipe]):
                 directory.record(recipe.seed, data_fingerprints(recipe, prepared.corpus, labelled))
                 is_projected = prepare_targets(prepared, directory, backend, logged)
             recipes = [member_recipe(recipe, member, directory, is_projected) for member in recipe.largest_first]
-            if report_side_by_side(recipe, backend.cluster, logged):
+            if plan_side_by_side(recipe, backend.cluster, logged):
                 results = train_side_by_side(recipe, recipes, directory, backend, logged)
             else:
                 results = train_in_turn(recipes, backend, logged)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from distcse.events import LogMessage, Reporter
+from distcse.data import Corpus
+from distcse.events import Event, GroupEvent, LogMessage, Reporter
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.devices import model_memory
+from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.devices import device_options
-from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.distillation.experiment import Distillation, OpenDistillation
 from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.family.result import is_start
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.cluster import Cluster
-from distcse.placement.devices import DeviceOptions, places_on_gpus
+from distcse.placement.devices import DeviceOptions, OwnNode, plan_devices
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.runs.lease import Lease
-from distcse.storage import open_store, to_uri
+from distcse.storage import to_uri
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.table import EmbeddingTable
+from distcse.trainer.trainer import TrainResult
 
 _TRAINING_MEMORY = 2 * GIB
 """Memory of a process that trains a student, in addition to that of one that encodes with it."""
@@ -45,6 +49,7 @@ def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: 
     """
     require_shared_projection(prepared.recipe, prepared.corpus, directory.path)
     with joined_for_run(prepared.recipe, backend.cluster, directory.path):
+        reporter = backend.metered(reporter, directory.path.name)
         tables = prepared.tables(backend, reporter)
         targets = prepared.spec(directory.path, tables, backend, reporter).targets
     return targets is not None and targets.projection is not None
@@ -72,99 +77,131 @@ def member_recipe(recipe: FamilyRecipe, member: MemberSection, directory: RunDir
 def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporter) -> list[DistillationResult]:
     """Train students one after the other, each with all workers of its recipe, or continue what a stop has interrupted.
 
+    Args:
+        recipes: The students' recipes.
+        backend: Where they are trained.
+        reporter: Receives each student's events, as those of a group.
+
     Returns:
         Their results, in their order. After a stop request, the last one is interrupted, and later students have none.
     """
     results: list[DistillationResult] = []
     for recipe in recipes:
-        results.append(_train(recipe, backend, reporter.of_group(recipe.name)))
+        reports = reporter.of_group(recipe.name)
+        begun, student = _reopened(recipe)
+        results.append(student.run(backend, reports, begun))
+        _warn_of_start(results[-1], reports)
         if results[-1].interrupted:
             break
     return results
 
 
-def report_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: Reporter) -> bool:
-    """Return whether students train side by side on the GPUs of a cluster, and say so. Live teachers' servers prevent it.
+def plan_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: Reporter) -> bool:
+    """Return whether students train side by side on the GPUs of a joined cluster, and say so.
 
     Args:
         recipe: The family's recipe.
         cluster: The backend's cluster.
         reporter: Receives the message.
     """
-    students, teachers, options = len(recipe.largest_first), recipe.teachers, _options(recipe)
+    students, teachers = len(recipe.largest_first), recipe.teachers
     has_tables = all(kind_of(teacher).uses_table(teachers.mode) for teacher in teachers.encoders)
     if cluster is None or students == 1 or not (recipe.is_for_one_process and has_tables) or cluster.is_one_cpu():
         return False
-    places = min(students, places_on_gpus(options, cluster.nodes()))
-    if places > 1:
-        at_once = "" if places == students else f", {places} at the same time"
-        share = "a GPU" if options.gpus == 1 else f"{options.gpus:g} of a GPU"
-        reporter.emit(LogMessage(f"{students} students train side by side, each with {share}{at_once}"))
-    return places > 1
+    plan = plan_devices(_options(recipe), cluster.nodes(), OwnNode("", 0.0), students, _memory(recipe))
+    gpus = 0.0 if plan is None else plan.each.get("GPU", 0.0)
+    if plan is None or not gpus or plan.number == 1:
+        return False
+    at_once = "" if plan.number == students else f", {plan.number} at the same time"
+    share = "a GPU" if gpus == 1 else f"{gpus:g} of a GPU"
+    reporter.emit(LogMessage(f"{students} students train side by side, each with {share}{at_once}"))
+    return True
 
 
 def train_side_by_side(
-    recipe: FamilyRecipe, students: Sequence[Recipe], directory: RunDirectory, backend: Backend, reporter: Reporter
+    recipe: FamilyRecipe, recipes: Sequence[Recipe], directory: RunDirectory, backend: Backend, reporter: Reporter
 ) -> list[DistillationResult]:
-    """Train students at the same time, each with a GPU or its part of one, or continue what a stop or a loss has interrupted.
+    """Train students at the same time, each on a GPU or its part of one, or continue what a stop or a loss has interrupted.
+
+    Their runs are open in this process, which holds their leases, logs their events and exports them. Only the steps are taken
+    by other processes, one for each student.
 
     Args:
         recipe: The family's recipe.
-        students: The students' recipes, the one that takes longest first.
+        recipes: The students' recipes, the one that takes longest first.
         directory: The family's run.
-        backend: Starts their processes.
+        backend: Starts the processes.
         reporter: Receives each student's events, as those of a group.
 
     Returns:
         Results of the students that were begun, in their order. After a stop request, they may be interrupted.
     """
-    calls: list[DeviceCall[DistillationResult | None]] = [
-        DeviceCall(
-            f"training of {student.name}",
-            partial(_train_alone, student),
-            model_memory(student.student.backbone) + _TRAINING_MEMORY,
-            if_not_begun=_not_begun,
-        )
-        for student in students
-    ]
-    metered = backend.metered(reporter, directory.path.name)
-    trained = backend.run_on_devices(calls, _options(recipe, directory.path), metered)
-    results = [result for result in trained if result is not None]
-    for result in results:  # trained on other machines, perhaps
-        open_store(result.directory.model).fetch_folder()
+    with ExitStack() as scope:
+        runs: dict[str, OpenDistillation] = {}
+        for each in recipes:
+            begun, student = _reopened(each)
+            runs[each.name] = scope.enter_context(student.opened(backend, reporter.of_group(each.name), begun))
+
+        def report(event: Event) -> None:
+            if isinstance(event, GroupEvent):
+                runs[event.group].reporter.emit(event.event)
+            else:
+                reporter.emit(event)
+
+        calls: list[DeviceCall[TrainResult | None]] = [
+            DeviceCall(
+                "training of a student",
+                partial(_train, name, run.spec, run.tables),
+                _memory(recipe),
+                returns_on_stop=True,
+            )
+            for name, run in runs.items()
+        ]
+        options = _options(recipe, directory.path)
+        trained = backend.run_on_devices(calls, options, Reporter(report, reporter.stop_requested))
+        results = [run.end(result) for run, result in zip(runs.values(), trained, strict=True) if result is not None]
+        for result in results:
+            _warn_of_start(result, reporter.of_group(result.recipe.name))
     return results
+
+
+def _train(
+    name: str, spec: TrainSpec, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+) -> TrainResult | None:
+    """Train a student in this process, from its latest checkpoint if there is one."""
+    return LocalBackend().train(spec, Corpus.open(spec.corpus.path), tables, reporter.of_group(name))
+
+
+def _memory(recipe: FamilyRecipe) -> float:
+    """Estimate the bytes of a process that trains a student."""
+    return model_memory(recipe.student.backbone) + _TRAINING_MEMORY
 
 
 def _options(recipe: FamilyRecipe, run: Path | None = None) -> DeviceOptions:
     """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
     training = recipe.training
-    labels = {"training.node_labels": training.node_labels}
-    return replace(device_options(recipe, run), labels=labels, gpus=training.gpus_per_worker or 1.0)
+    return replace(
+        device_options(recipe, run),
+        labels={"training.node_labels": training.node_labels},
+        gpus=training.gpus_per_worker or 1.0,
+        trains=True,
+    )
 
 
-def _train_alone(recipe: Recipe, reporter: Reporter) -> DistillationResult:
-    """Train a student in this process, or continue where a lost process ended, whose lease may be valid for some time."""
-    begun, _ = RunDirectory.reopen_by_id(recipe)
-    if begun is not None:
-        with Lease.held(begun.path, reporter, "trains the same student"):
-            pass
-    return _train(recipe, LocalBackend(), reporter.of_group(recipe.name))
-
-
-def _not_begun() -> None:
-    return None
-
-
-def _train(recipe: Recipe, backend: Backend, reporter: Reporter) -> DistillationResult:
+def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:
+    """Return a student's run and its experiment; no run if it has not begun."""
     begun, student = RunDirectory.reopen_by_id(recipe)
     assert isinstance(student, Recipe)
-    result = Distillation(student).run(backend, reporter, begun)
-    if is_start(result) and not result.interrupted:
+    return begun, Distillation(student)
+
+
+def _warn_of_start(student: DistillationResult, reporter: Reporter) -> None:
+    """Warn of a student that is saved as it began, because its vectors are not the targets'."""
+    if is_start(student) and not student.interrupted:
         reporter.emit(
             LogMessage(
-                f"{recipe.name} has its best dev score before training, and is saved so: its vectors are not in the family's "
-                "space; train longer, or write evaluation.dev: none, which saves the last weights",
+                f"{student.recipe.name} has its best dev score before training, and is saved so: its vectors are not in the "
+                "family's space; train longer, or write evaluation.dev: none, which saves the last weights",
                 warning=True,
             )
         )
-    return result

@@ -326,13 +326,7 @@ class PairTask:
     def evaluate(self) -> float:
         assert self._dev is not None
         with self._mixed():
-            return self._dev.score(self._dev_model())
-
-    def _dev_model(self) -> PairModel:
-        encoder, precision = self.model.encoder, self._dev_precision
-        if isinstance(encoder, Encoder):
-            return VectorModel(partial(self._dev_tokens.encode, encoder, precision=precision))
-        return PairScores(encoder, precision=precision)
+            return self._dev.score(pair_model(self.model.encoder, self._dev_precision, tokens=self._dev_tokens))
 
     def rank_rows(self, step: int) -> NDArray[np.int64]:
         """Return the rows of this worker's part of a step's batch."""
@@ -340,7 +334,10 @@ class PairTask:
 
 
 def pair_model(
-    encoder: Encoder | CrossEncoder, precision: str = "fp32", on_progress: Progress | None = None
+    encoder: Encoder | CrossEncoder,
+    precision: str = "fp32",
+    on_progress: Progress | None = None,
+    tokens: KeptTokens | None = None,
 ) -> PairModel:
     """Wrap an encoder as a model of pairs.
 
@@ -348,7 +345,10 @@ def pair_model(
         encoder: A bi-encoder, which scores by raw cosines, or a cross-encoder, which scores by sigmoid outputs.
         precision: Precision of the forward passes.
         on_progress: Called after each forward pass.
+        tokens: Token ids from earlier calls with a bi-encoder's sentences. Default: they are tokenized.
     """
+    if isinstance(encoder, Encoder) and tokens is not None:
+        return VectorModel(partial(tokens.encode, encoder, precision=precision))
     if isinstance(encoder, Encoder):
         return VectorModel.of(encoder, precision, on_progress)
     return PairScores(encoder, on_progress, precision)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from distcse.recipe.base import register_recipe
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.section import Name, Section
+from distcse.recipe.training import TrainingSection
 
 
 class MemberSection(Section):
@@ -65,7 +66,7 @@ class FamilyRecipe(Recipe):
     identifying_key: ClassVar[str] = "family"
 
     family: Annotated[list[MemberSection], Field(min_length=1)]
-    """The students, at least one of them with layers. The largest is trained first; `student.layers` is not read."""
+    """The students, at least one of them with layers, of which the largest comes first; `student.layers` is not read."""
 
     @property
     def model_folders(self) -> list[str]:
@@ -83,14 +84,18 @@ class FamilyRecipe(Recipe):
 
     @property
     def is_for_one_process(self) -> bool:
-        """Whether one process can train a student: no key asks for more workers or GPUs, DeepSpeed or an evaluator."""
-        training = self.training
+        """Whether one process with a GPU can train a student: no key sets more workers, or what only they and servers read."""
+        training, teachers = self.training, self.teachers
         return (
             training.workers == 1
             and training.gpus_per_worker != 0
             and (training.gpus_per_worker or 1) <= 1
+            and training.cpus_per_worker is None
+            and training.max_failures == TrainingSection.model_fields["max_failures"].default
             and training.engine != "deepspeed"
             and not training.zero_stage
+            and teachers.serve != "actor"
+            and teachers.num_servers == 1
             and self.evaluation.async_eval is None
         )
 
