@@ -72,12 +72,12 @@ class _Listener:
 
 def _training_processes() -> list[int]:
     """Return the processes of this driver's cluster that train a student."""
-    found = []
+    found, (_, _, port) = [], os.environ["RAY_ADDRESS"].rpartition(":")
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             parent = process.parent()
-            is_ours = parent is not None and os.environ["RAY_ADDRESS"] in " ".join(parent.cmdline())
-            found += [process.pid] if is_ours and "training of a student" in " ".join(process.cmdline()) else []
+            if parent is not None and process.cmdline()[:1] and process.cmdline()[0].startswith("ray::DeviceActor"):
+                found += [process.pid] if any(f":{port}" in part for part in parent.cmdline()) else []
     return found
 
 
