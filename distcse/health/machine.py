@@ -145,7 +145,7 @@ def check_open_files() -> list[Check]:
 def check_deepspeed(recipe: BaseRecipe | None) -> list[Check]:
     """Check that DeepSpeed can be imported, if the recipe needs it."""
     sections = [] if recipe is None else recipe.loop_sections
-    is_required = any(section.engine == "deepspeed" or section.zero_stage for section in sections)
+    is_required = any(section.needs_deepspeed for section in sections)
     if sections and all(section.engine == "torch" for section in sections):
         return [ok("deepspeed", "not required: training.engine is torch")]
     if find_spec("deepspeed") is None:

@@ -167,7 +167,7 @@ class FamilyPlanner(Planner[FamilyRecipe]):
         recipe = self.recipe
         is_live = any(teacher.serving == "live" for run in runs for teacher in run.teachers)
         has_gpus = cluster.machine.kind == "gpu" and recipe.gpu_mode != "none" and not is_live
-        if not (has_gpus and recipe.is_for_one_process and recipe.training.gpus_per_worker in (None, 1)):
+        if not (has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1):
             return 1
         return min(len(recipe.largest_first), cluster.devices)
 

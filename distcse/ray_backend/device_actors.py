@@ -128,7 +128,7 @@ class _DeviceCalls:
     def run(self) -> list[Any]:
         """Return the results in the functions' order."""
         while unfinished := self._unfinished():
-            if (self._failure is not None or self._reporter.stop_requested()) and self._stop(unfinished):
+            if self._is_stopping() and self._stop(unfinished):
                 break
             if not self._running:
                 needed, name = format_resources(self._plan.each), unfinished[0].name
@@ -142,6 +142,9 @@ class _DeviceCalls:
         if self._failure is not None:
             raise self._failure
         return [self._results[number] for number in range(len(self._calls))]
+
+    def _is_stopping(self) -> bool:
+        return self._failure is not None or self._reporter.stop_requested()
 
     def _stop(self, unfinished: Sequence[DeviceCall[Any]]) -> bool:
         """Begin no more functions. Returns whether none is left that is waited for.
@@ -181,7 +184,7 @@ class _DeviceCalls:
 
     def _assign(self, actor: Any) -> None:
         """Give an idle actor its next function; without one, end it, because a restarting actor may need its device."""
-        if not self._waiting or self._failure is not None or self._reporter.stop_requested():
+        if not self._waiting or self._is_stopping():
             ray.kill(actor)
             return
         number = self._waiting.popleft()

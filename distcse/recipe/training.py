@@ -134,10 +134,15 @@ class LoopSection(Section):
         return self
 
     @property
+    def needs_deepspeed(self) -> bool:
+        """Whether only DeepSpeed can train with this section; `engine: auto` may take it too."""
+        return self.engine == "deepspeed" or self.zero_stage > 0
+
+    @property
     def changes_to_record(self) -> list[str]:
         """Changes of this section without which a step cannot be captured as a CUDA graph; `engine: auto` needs none."""
         fixes = {
-            "engine: torch": self.engine == "deepspeed" or self.zero_stage > 0,
+            "engine: torch": self.needs_deepspeed,
             "zero_stage: 0": self.zero_stage > 0,
             "gradient_accumulation: 1": self.gradient_accumulation > 1,
         }

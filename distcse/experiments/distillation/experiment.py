@@ -88,7 +88,7 @@ class Distillation(Experiment[Recipe]):
     ) -> Iterator[OpenDistillation]:
         """Context manager: open a run, prepare all that the student is trained on, and close it at the end.
 
-        Args: see `Experiment.run`, also for the errors.
+        Arguments and errors are those of `Experiment.run`.
         """
         check_recipe(self.recipe)
         labelled = labelled_tasks(self.recipe)

@@ -165,9 +165,7 @@ def train_side_by_side(
     return results
 
 
-def _train(
-    name: str, spec: TrainSpec, tables: Sequence[EmbeddingTable | None], reporter: Reporter
-) -> TrainResult | None:
+def _train(name: str, spec: TrainSpec, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> TrainResult:
     """Train a student in this process, from its latest checkpoint if there is one."""
     return LocalBackend().train(spec, Corpus.open(spec.corpus.path), tables, reporter.of_group(name))
 
@@ -179,13 +177,8 @@ def _memory(recipe: FamilyRecipe) -> float:
 
 def _options(recipe: FamilyRecipe, run: Path | None = None) -> DeviceOptions:
     """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
-    training = recipe.training
-    return replace(
-        device_options(recipe, run),
-        labels={"training.node_labels": training.node_labels},
-        gpus=training.gpus_per_worker or 1.0,
-        trains=True,
-    )
+    labels = {"training.node_labels": recipe.training.node_labels}
+    return replace(device_options(recipe, run), labels=labels, gpus=recipe.gpus_of_a_student, trains=True)
 
 
 def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:

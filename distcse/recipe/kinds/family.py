@@ -83,17 +83,20 @@ class FamilyRecipe(Recipe):
         return [member for member in self.family if member.static]
 
     @property
+    def gpus_of_a_student(self) -> float:
+        """GPUs of the process of a student that trains next to others: one, or what the recipe sets."""
+        return 1.0 if self.training.gpus_per_worker is None else self.training.gpus_per_worker
+
+    @property
     def is_for_one_process(self) -> bool:
         """Whether one process with a GPU can train a student: no key sets more workers, or what only they and servers read."""
         training, teachers = self.training, self.teachers
         return (
             training.workers == 1
-            and training.gpus_per_worker != 0
-            and (training.gpus_per_worker or 1) <= 1
+            and 0 < self.gpus_of_a_student <= 1
             and training.cpus_per_worker is None
             and training.max_failures == TrainingSection.model_fields["max_failures"].default
-            and training.engine != "deepspeed"
-            and not training.zero_stage
+            and not training.needs_deepspeed
             and teachers.serve != "actor"
             and teachers.num_servers == 1
             and self.evaluation.async_eval is None
