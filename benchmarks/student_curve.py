@@ -56,6 +56,8 @@ MSE = "MSELoss, all-MiniLM-L6-v2"
 MSE_THREE = "MSELoss, targets of all three"
 ALONE = "all-MiniLM-L6-v2 alone"
 THREE = "all three"
+SAME_TARGETS = {MSE: ALONE, MSE_THREE: THREE}
+"""Rows of MSELoss, and the row of distcse whose targets each takes."""
 ROWS: dict[str, tuple[str, ...]] = {
     MSE: (),
     MSE_THREE: (),
@@ -64,6 +66,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     f"{L3} alone": ("ALONE=1",),
     f"{E5} alone": ("ALONE=2",),
     f"{THREE}, lists": (*LISTS, "objective.regression=null"),
+    f"{THREE}, lists, weights 1/spread": (*LISTS, "objective.regression=null", *weights(12.05, 10.42, 38.46)),
     f"{THREE}, vectors and lists": LISTS,
     f"{THREE}, from {L3}": ("student.layers=null", f"student.backbone={L3}"),
     f"{THREE}, a fifth of the start": ("student.init_weight_mix=0.2",),
@@ -163,7 +166,7 @@ def figures(tasks: Tasks, options: argparse.Namespace, row: str, seed: int) -> d
 
 def agreement_with_teachers(student: Encoder, options: argparse.Namespace, seed: int) -> float:
     """Return a student's agreement with the mean of all three teachers' cosines on the rows that this seed holds out."""
-    recipe, prepared, tables = tables_of_three(options, seed)
+    recipe, prepared, tables = tables_of(options, THREE, seed)
     rows = split_held_out(len(prepared.corpus), recipe.evaluation.num_heldout, recipe.seed)[1]
     vectors = [table.vectors(rows) for table in tables if table is not None]
     similarities = np.mean([each @ each.T for each in vectors], axis=0)
@@ -172,10 +175,8 @@ def agreement_with_teachers(student: Encoder, options: argparse.Namespace, seed:
 
 def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, float, float]:
     """Train one student. Returns it, its dev score and the seconds of training."""
-    if row == MSE:
-        return regress(options, seed, (1, 3, 5), 0.0)
-    if row == MSE_THREE:
-        return regress(options, seed, (1, 3, 5), 0.0, joined_targets(options, seed))
+    if row in SAME_TARGETS:
+        return regress(options, seed, (1, 3, 5), 0.0, targets(options, SAME_TARGETS[row], seed))
     done = Distillation(recipe_of(options, row, seed)).run(LocalBackend(), Reporter())
     best = done.train_result.state.best
     assert best is not None
@@ -215,19 +216,19 @@ def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
     return recipe
 
 
-def tables_of_three(
-    options: argparse.Namespace, seed: int
+def tables_of(
+    options: argparse.Namespace, row: str, seed: int
 ) -> tuple[Recipe, PreparedCorpus, list[EmbeddingTable | None]]:
-    """Return the recipe of three teachers, its corpus, and the teachers' tables, which are made if they are missing."""
+    """Return a row's recipe, its corpus, and its teachers' tables, which are made if they are missing."""
     backend, reporter = LocalBackend(), Reporter()
-    recipe = with_precisions(recipe_of(options, THREE, seed), None, reporter)
+    recipe = with_precisions(recipe_of(options, row, seed), None, reporter)
     prepared = PreparedCorpus.prepare(recipe, backend, reporter)
     return recipe, prepared, prepared.tables(backend, reporter)
 
 
-def joined_targets(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
-    """The sentences that the rows of three teachers with this seed learn from, and their targets."""
-    recipe, prepared, tables = tables_of_three(options, seed)
+def targets(options: argparse.Namespace, row: str, seed: int) -> tuple[list[str], NDArray[np.float32]]:
+    """The sentences that a row of distcse with this seed learns from, and their targets."""
+    recipe, prepared, tables = tables_of(options, row, seed)
     with TemporaryDirectory() as run:
         spec = prepared.spec(Path(run), tables, LocalBackend(), Reporter())
         assert spec.targets is not None

@@ -126,8 +126,7 @@ def autoscaled_machine(folder: Path, node_type: Mapping[str, Any], most: int) ->
         node_type: Resources and labels of a started node.
         most: Number of nodes that it can start.
     """
-    # Named by its class, because Ray's wheel lacks the defaults of the type fake_multinode.
-    module = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+    module = "tests.fake_nodes.NodesWithMemory"
     provider = {"type": "external", "module": module, "gcs_address": f"{_NET}.1:{_PORT}", "head_node_id": _FAKE_HEAD}
     types = {
         "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
@@ -158,6 +157,7 @@ def autoscaled_machine(folder: Path, node_type: Mapping[str, Any], most: int) ->
         "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": _FAKE_HEAD,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _FAKE_HEAD,
+        "PYTHONPATH": str(ROOT),
     }
     with machines(folder, [head], **variables) as (machine,):
         yield machine

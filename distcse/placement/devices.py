@@ -28,6 +28,8 @@ class DeviceOptions:
     """Whether the functions are faster on a GPU."""
     gpus: float = 1.0
     """GPUs of one process, or the part of one that it shares with others."""
+    can_wait: bool = False
+    """Whether functions for which no GPU is free may wait for further nodes, as an autoscaler starts them."""
     trains: bool = False
     """Whether the functions train, for which their processes get the environment of training workers."""
     heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S
@@ -55,6 +57,8 @@ class DevicePlan:
     """What one process reserves: a GPU (`DeviceOptions.gpus`) where there is one, else a CPU, and `memory` in bytes."""
     labels: Labels
     """Required labels of their nodes; None is any node."""
+    waiting: int = 0
+    """Processes of `number` that wait for further nodes."""
 
     def threads_on(self, node: Resources) -> int:
         """Return the threads of one process on a node: its share of the node's CPUs, which it does not reserve.
@@ -94,7 +98,7 @@ def plan_devices(
 ) -> DevicePlan | None:
     """Decide where functions run.
 
-    With GPUs, there is one process per GPU, or per part of one. Without, there is one per node, or no process at all: the run's
+    With GPUs, there is one process per GPU, or per part of one; with `DeviceOptions.can_wait` one per function. Without, there is one per node, or no process at all: the run's
     process calls the functions itself if it is the only node, or if one node suffices and its own one has CPUs and the memory.
 
     A process reserves little, because other jobs may hold CPUs of every node for as long as they run: its GPU, or without GPUs
@@ -124,11 +128,12 @@ def plan_devices(
     each["memory"] = float(int(memory_bytes if memory_bytes <= largest else _MOST_OF_A_NODE * largest))
     fitting = [count_fitting([node], each) for node in resources]
     number = max(1, min(calls, sum(fitting) if selected.has_gpus else sum(map(bool, fitting))))
+    waiting = calls - number if selected.has_gpus and options.can_wait else 0
     if not selected.has_gpus and (
         len(nodes) == 1 or (number == 1 and _has_room(own, nodes, selected.labels, memory_bytes))
     ):
         return None
-    return DevicePlan(number, each, selected.labels)
+    return DevicePlan(number + waiting, each, selected.labels, waiting)
 
 
 def _has_room(own: OwnNode, nodes: Sequence[Node], labels: Labels, memory_bytes: float) -> bool:

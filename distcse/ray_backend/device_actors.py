@@ -183,13 +183,20 @@ class _DeviceCalls:
         self._assign(actor)
 
     def _assign(self, actor: Any) -> None:
-        """Give an idle actor its next function; without one, end it, because a restarting actor may need its device."""
+        """Give an idle actor its next function; without one, end it, because a restarting actor may need its device.
+
+        Actors that have not started by then end too: an autoscaler would start nodes for them.
+        """
         if not self._waiting or self._is_stopping():
             ray.kill(actor)
             return
         number = self._waiting.popleft()
         call = self._calls[number]
         self._running[actor.call.options(name=call.name).remote(call.function, self._channel.actor)] = (number, actor)
+        if not self._waiting:
+            for unused in self._starting.values():
+                ray.kill(unused)
+            self._starting.clear()
 
     def _unfinished(self) -> list[DeviceCall[Any]]:
         return [call for number, call in enumerate(self._calls) if number not in self._results]

@@ -78,6 +78,32 @@ def test_a_cluster_scales_from_zero_to_four_nodes_for_a_run(recipe_file: Path, t
         assert_equal_weights(*map(weights_of, runs))
 
 
+def test_an_autoscaler_starts_nodes_for_the_students_of_a_family(recipe_file: Path, tmp_path: Path) -> None:
+    """The first node is there for the embedding pass. Of three students, one waits for the end of another."""
+    vectors = "{info_nce: null, consistency: null, rank: null, regression: {}}"
+    student = ("student.projection=none", "student.layers=null", f"objective={vectors}", "teachers.encoders.0.alpha=1")
+    one_each = (
+        "training.workers=1",
+        "training.gpus_per_worker=1",
+        "training.cpus_per_worker=null",
+        "training.epochs=20",
+    )
+    family = "family=[{layers: 1}, {layers: 2}, {layers: 3}]"
+    recipe = (*TRAIN, recipe_file, family, *student, *one_each, "evaluation.dev=none", "resources.wait_s=400")
+    node = {"resources": {"CPU": 1, "GPU": 1, "memory": 6 * 2**30}, "labels": {}}
+    with autoscaled_machine(tmp_path, node, 2) as head:
+        done = head.run(*recipe, "--run-id=side-by-side", RAY_ADDRESS=f"{head.address}:6379")
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert "3 students train side by side, each with a GPU; 2 wait for nodes, or for another's end" in done.stderr
+        count = "import ray; ray.init(address='auto', log_to_driver=False); print(ray.cluster_resources()['GPU'])"
+        assert head.run(sys.executable, "-c", count, RAY_ADDRESS=f"{head.address}:6379").stdout.strip() == "2.0"
+    run = recipe_file.parent / "runs" / "side-by-side"
+    steps = [event["group"] for event in events_of(run) if event["event"] == "StepReport"]
+    assert {"3-layers", "2-layers", "1-layer"} == set(steps)
+    first, last = steps.index("2-layers"), len(steps) - steps[::-1].index("3-layers")
+    assert first < last, "the second student began after the end of the first"
+
+
 def test_a_drained_node_makes_a_checkpoint_and_the_run_continues_on_others(recipe_file: Path, tmp_path: Path) -> None:
     """Two of three nodes with workers are drained, one after the other: the first has a replacement, the second none."""
     nodes = [["--num-cpus=0"], *[["--num-cpus=1", "--labels=role=students"]] * 3]

@@ -58,6 +58,20 @@ PLANS: list[tuple[str, DeviceOptions, list[Node], int, DevicePlan | None]] = [
         DevicePlan(3, {"GPU": 0.4, "memory": 4 * GIB}, None),
     ),
     (
+        "an autoscaler starts nodes for the others",
+        DeviceOptions(can_wait=True),
+        [HEAD, node(8, 1)],
+        4,
+        DevicePlan(4, {"GPU": 1, "memory": 4 * GIB}, None, waiting=3),
+    ),
+    (
+        "without GPUs, none waits for nodes",
+        DeviceOptions(can_wait=True),
+        [HEAD, node(8), node(8)],
+        4,
+        DevicePlan(2, {"CPU": 1, "memory": 4 * GIB}, None),
+    ),
+    (
         "resources.gpu: none",
         DeviceOptions(uses_gpu=False),
         [HEAD, node(8, 8)],

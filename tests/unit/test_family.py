@@ -207,6 +207,17 @@ def test_students_train_side_by_side_on_several_gpus_or_parts_of_one(
     assert not plan_side_by_side(recipe, None, Reporter())
 
 
+def test_students_wait_for_the_nodes_of_an_autoscaler(file: Path) -> None:
+    recipe = distcse.read_recipe(str(file), [FAMILY, "training.workers=1", "resources.wait_s=60"])
+    assert isinstance(recipe, FamilyRecipe)
+    events: list[Event] = []
+    assert plan_side_by_side(recipe, FixedCluster([Node("one", {"CPU": 8.0, "GPU": 1}, {})]), Reporter(events.append))
+    assert [event.text for event in events if isinstance(event, LogMessage)] == [
+        "2 students train side by side, each with a GPU; 1 waits for nodes, or for another's end"
+    ]
+    assert not plan_side_by_side(recipe, FixedCluster([Node("one", {"CPU": 8.0}, {})]), Reporter())
+
+
 def test_memory_limits_the_students_of_a_node(file: Path) -> None:
     recipe = distcse.read_recipe(str(file), ["family=[{layers: 3}, {layers: 2}, {layers: 1}]", "training.workers=1"])
     assert isinstance(recipe, FamilyRecipe)

@@ -113,6 +113,9 @@ def plan_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: R
     if plan is None or not gpus or plan.number == 1:
         return False
     at_once = "" if plan.number == students else f", {plan.number} at the same time"
+    if plan.waiting:
+        waits = "1 waits" if plan.waiting == 1 else f"{plan.waiting} wait"
+        at_once = f"; {waits} for nodes, or for another's end"
     share = "a GPU" if gpus == 1 else f"{gpus:g} of a GPU"
     reporter.emit(LogMessage(f"{students} students train side by side, each with {share}{at_once}"))
     return True
@@ -178,7 +181,9 @@ def _memory(recipe: FamilyRecipe) -> float:
 def _options(recipe: FamilyRecipe, run: Path | None = None) -> DeviceOptions:
     """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
     labels = {"training.node_labels": recipe.training.node_labels}
-    return replace(device_options(recipe, run), labels=labels, gpus=recipe.gpus_of_a_student, trains=True)
+    can_wait = recipe.resources.wait_s > 0
+    options = device_options(recipe, run)
+    return replace(options, labels=labels, gpus=recipe.gpus_of_a_student, can_wait=can_wait, trains=True)
 
 
 def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:
