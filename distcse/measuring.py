@@ -153,7 +153,7 @@ def measure(
         candidates, tasks = _load(models, folder, suites, add, own, documents, config, load_options, reporter)
         limits.check_suites([task.suite for task in tasks.tasks])
         if limits.ms is not None and not tasks.timed_texts:
-            tasks.timed_texts = [*tasks.tasks[0].sentences()]
+            tasks.timed_texts = tasks.first_sentences()
         combined = make_ensembles(ensembles, candidates)
         settings = {
             "STS": aggregate,

@@ -58,6 +58,10 @@ class Tasks:
     timed_texts: list[str] = field(default_factory=list)
     """Texts on which the speed of each model is measured; empty measures none."""
 
+    def first_sentences(self) -> list[str]:
+        """Return the sentences of the first task, on which speed can be measured; none without a task."""
+        return [*self.tasks[0].sentences()] if self.tasks else []
+
     def fingerprints(self) -> dict[str, str]:
         """Compute a hash of each set's sentences, by suite and name."""
         return {f"test set {task.suite}/{task.name}": text_checksum("\n".join(task.sentences())) for task in self.tasks}

@@ -98,8 +98,9 @@ def plan_devices(
 ) -> DevicePlan | None:
     """Decide where functions run.
 
-    With GPUs, there is one process per GPU, or per part of one; with `DeviceOptions.can_wait` one per function. Without, there is one per node, or no process at all: the run's
-    process calls the functions itself if it is the only node, or if one node suffices and its own one has CPUs and the memory.
+    With GPUs, there is one process per GPU, or per part of one; with `DeviceOptions.can_wait` one per function. Without, there
+    is one per node, or no process at all: the run's process calls the functions itself if it is the only node, or if one node
+    suffices and its own one has CPUs and the memory.
 
     A process reserves little, because other jobs may hold CPUs of every node for as long as they run: its GPU, or without GPUs
     one CPU, and its memory. It computes with the threads of `DevicePlan.threads_on`.

@@ -147,7 +147,7 @@ def final_scores(
     texts = [] if held_out is None else corpus.texts(held_out)
     if texts:
         tasks.tasks.append(HeldOutVectors(texts))
-    tasks.timed_texts = texts or [*tasks.tasks[0].sentences()] if tasks.tasks else []
+    tasks.timed_texts = texts or tasks.first_sentences()
     precision = decided(recipe.evaluation.precision)
     shared = backend.share((tasks, texts))
     memory = model_memory(recipe.student.backbone)

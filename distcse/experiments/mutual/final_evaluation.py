@@ -146,7 +146,7 @@ def final_scores(
         note = f"compared with {number}: {contamination.describe(key)}"
         reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     precision = decided(recipe.evaluation.precision)
-    tasks = replace(tasks, timed_texts=[*tasks.tasks[0].sentences()])
+    tasks = replace(tasks, timed_texts=tasks.first_sentences())
     shared = backend.share((tasks, contamination))
     rows = [_start_rows(groups, precision, shared)]
     for kind in KINDS:
