@@ -159,18 +159,18 @@ def embed(options: argparse.Namespace, number: int) -> None:
 
 def figures(tasks: Tasks, options: argparse.Namespace, row: str, seed: int) -> dict[str, float]:
     """Train a student, and measure it."""
+    texts, similarities = held_out(options, seed)
     student, dev, seconds = trained(options, row, seed)
     found = measured(tasks, student, dev, seconds)
-    return {**found, "agreement": agreement_with_teachers(student, options, seed)}
+    return {**found, "agreement": agreement(student.encode(texts, normalize=True), similarities)}
 
 
-def agreement_with_teachers(student: Encoder, options: argparse.Namespace, seed: int) -> float:
-    """Return a student's agreement with the mean of all three teachers' cosines on the rows that this seed holds out."""
+def held_out(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
+    """Return the sentences that this seed holds out, and the mean of all three teachers' cosines between them."""
     recipe, prepared, tables = tables_of(options, THREE, seed)
     rows = split_held_out(len(prepared.corpus), recipe.evaluation.num_heldout, recipe.seed)[1]
     vectors = [table.vectors(rows) for table in tables if table is not None]
-    similarities = np.mean([each @ each.T for each in vectors], axis=0)
-    return agreement(student.encode(prepared.corpus.texts(rows), normalize=True), similarities)
+    return prepared.corpus.texts(rows), np.mean([each @ each.T for each in vectors], axis=0)
 
 
 def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, float, float]:
