@@ -58,6 +58,8 @@ ALONE = "all-MiniLM-L6-v2 alone"
 THREE = "all three"
 SAME_TARGETS = {MSE: ALONE, MSE_THREE: THREE}
 """Rows of MSELoss, and the row of distcse whose targets each takes."""
+BATCH = 64
+"""Rows of a batch of `three-teachers`."""
 ROWS: dict[str, tuple[str, ...]] = {
     MSE: (),
     MSE_THREE: (),
@@ -67,6 +69,11 @@ ROWS: dict[str, tuple[str, ...]] = {
     f"{E5} alone": ("ALONE=2",),
     f"{THREE}, lists": (*LISTS, "objective.regression=null"),
     f"{THREE}, lists, weights 1/spread": (*LISTS, "objective.regression=null", *weights(12.05, 10.42, 38.46)),
+    f"{THREE}, lists weighted by agreement": (
+        *LISTS,
+        "objective.regression=null",
+        "teachers.disagreement_scale=0.5",
+    ),
     f"{THREE}, vectors and lists": LISTS,
     f"{THREE}, from {L3}": ("student.layers=null", f"student.backbone={L3}"),
     f"{THREE}, a fifth of the start": ("student.init_weight_mix=0.2",),
@@ -74,7 +81,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     f"{THREE}, weights 1/spread": weights(12.05, 10.42, 38.46),
     f"{THREE}, lr 2.4e-3": ("training.lr=2.4e-3",),
     f"{THREE}, lr 6e-4": ("training.lr=6e-4",),
-    f"{THREE}, batch 128": ("training.batch_size=128",),
+    f"{THREE}, fitted weights": weights(0.334, 0.354, 2.31),
 }
 """Overrides of `three-teachers`; ALONE=N leaves teacher N only."""
 
@@ -186,7 +193,6 @@ def trained(options: argparse.Namespace, row: str, seed: int) -> tuple[Encoder, 
 def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
     changes = [str(options.models / L3).join(change.split(L3)) for change in ROWS[row]]
     backbones = [MINILM, str(options.models / L3), str(options.models / E5)]
-    batch = next((int(change.partition("=")[2]) for change in changes if "batch_size" in change), 64)
     recipe = load_recipe(
         "three-teachers",
         [
@@ -202,7 +208,7 @@ def recipe_of(options: argparse.Namespace, row: str, seed: int) -> Recipe:
             "training.engine=torch",
             "training.log_every=200",
             f"evaluation.data={options.data}",
-            f"evaluation.eval_steps={-(-options.sentences // batch // LOOKS)}",
+            f"evaluation.eval_steps={-(-options.sentences // BATCH // LOOKS)}",
             "evaluation.final_suites=[]",
             f"storage.runs={options.runs}",
             f"storage.cache={options.runs / 'cache'}",
