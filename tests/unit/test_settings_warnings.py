@@ -17,6 +17,7 @@ from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.extent import Extent
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
@@ -287,6 +288,14 @@ def test_statistics_are_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
     for shard in range(identity.shards):
         table.write_shard(shard, -random.standard_normal((100, 64)).astype(np.float32))
     assert table_statistics(EmbeddingTable.locate(tmp_path, identity)) == found  # not measured again
+
+
+def test_an_embedding_pass_keeps_the_statistics_of_each_teacher(recipe_with: Callable[..., Recipe]) -> None:
+    """Also of a teacher whose cosines are not averaged with those of others, and without a training."""
+    for teacher in embed_corpus(recipe_with("objective.rank=null"), LocalBackend(), Reporter()):
+        assert teacher is not None
+        stored = json.loads((teacher.directory / "statistics.json").read_text())
+        assert -1 < stored["mean"] < 1 and stored["spread"] > 0 and stored["effective_rank"] > 1
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.resources import least_embedding
 from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.vector_statistics import table_statistics
 
 
 def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
@@ -103,6 +104,7 @@ def prepare_tables(
                         recipe.name,
                     )
                     backend.embed(request)
+                    table_statistics(table, keep=True)
                     if reuse is not None:
                         reuse.rows.delete_folder()
         reused_rows = len(corpus) - embedded
