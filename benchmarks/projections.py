@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.unlike_teachers import Vectors, parse, three_teachers, unit
+from benchmarks.unlike_teachers import Vectors, options_of_teachers, three_teachers, unit
 from distcse.data import Corpus
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import read_corpus
@@ -29,7 +29,7 @@ WIDER = (768, 1024)
 
 
 def main() -> None:
-    options = parse(__doc__, "projections.json")
+    options = options_of_teachers(__doc__, "projections.json").parse_args()
     recipe = three_teachers(options)
     corpus: Corpus = read_corpus(recipe, Reporter())
     tables = [table for table in embed_corpus(recipe, LocalBackend(), Reporter()) if table is not None]

@@ -96,7 +96,10 @@ STUDENTS = (
 
 
 def main() -> None:
-    options = parse(__doc__, "unlike_teachers.json")
+    parser = options_of_teachers(__doc__, "unlike_teachers.json")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
     recipe = three_teachers(options)
     labelled = Labelled.read(options.data)
@@ -129,8 +132,8 @@ def main() -> None:
         print(f"{name:70}", *(f"{key} {value:.2f}" for key, value in scores.items()))
 
 
-def parse(description: str | None, out: str) -> argparse.Namespace:
-    """Parse the options of a benchmark of these teachers.
+def options_of_teachers(description: str | None, out: str) -> argparse.ArgumentParser:
+    """Return the parser of the options of a benchmark of these teachers.
 
     Args:
         description: What it does.
@@ -140,11 +143,9 @@ def parse(description: str | None, out: str) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--sentences", type=int, default=20_000)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", type=Path, default=Path("runs/unlike_teachers"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks") / out)
-    return parser.parse_args()
+    return parser
 
 
 def three_teachers(options: argparse.Namespace) -> Recipe:

@@ -18,6 +18,7 @@ class FixedCluster:
 
     live: Sequence[Node]
     device_speeds: ClusterSpeeds = field(default_factory=lambda: ClusterSpeeds([]))
+    autoscales: bool = False
     required: list[tuple[Mapping[str, Path], set[str], list[Labels]]] = field(default_factory=list)
     """Written folders, keys of read paths and labels of each call of `require_shared`."""
 
@@ -29,6 +30,9 @@ class FixedCluster:
 
     def nodes(self) -> list[Node]:
         return list(self.live)
+
+    def can_grow(self) -> bool:
+        return self.autoscales
 
     def scaled_up(
         self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter

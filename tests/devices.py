@@ -85,6 +85,27 @@ def describe_process(folder: Path, processes: int, reporter: Reporter) -> tuple[
     return os.environ.get("CUDA_VISIBLE_DEVICES", ""), str(ray.get_runtime_context().get_node_id())
 
 
+def wait_for_file(file: Path, reporter: Reporter) -> None:
+    """Return once a file is there."""
+    deadline = time.monotonic() + 120
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def count_actors(most: int, file: Path, reporter: Reporter) -> int:
+    """Return the number of actors of this cluster's devices, also of those that have not started, once it is at most this."""
+    import ray
+
+    deadline = time.monotonic() + 60
+    while True:
+        named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        number = sum(name.startswith("device-") for name in named)
+        if number <= most or time.monotonic() > deadline:
+            file.touch()
+            return number
+        time.sleep(0.05)
+
+
 def count_threads(reporter: Reporter) -> int:
     """Return the threads with which PyTorch computes in this process."""
     import torch

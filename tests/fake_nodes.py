@@ -8,7 +8,10 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 
 
 class NodesWithMemory(FakeMultiNodeProvider):  # type: ignore[misc]
-    """Starts nodes that take their memory from the machine: Ray's provider fails to start those whose type has any."""
+    """Starts nodes that take their memory from the machine: Ray's provider fails to start those whose type has any.
+
+    Named by its class in the autoscaler's settings, because Ray's wheel lacks the defaults of the type fake_multinode.
+    """
 
     def _create_node_with_resources_and_labels(
         self, node_config: Any, tags: Any, count: int, resources: dict[str, Any], labels: Any

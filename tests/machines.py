@@ -157,7 +157,7 @@ def autoscaled_machine(folder: Path, node_type: Mapping[str, Any], most: int) ->
         "RAY_enable_autoscaler_v2": "1",
         "RAY_CLOUD_INSTANCE_ID": _FAKE_HEAD,
         "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _FAKE_HEAD,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     with machines(folder, [head], **variables) as (machine,):
         yield machine

@@ -61,12 +61,16 @@ class Cluster(Protocol):
         """
         ...
 
+    def can_grow(self) -> bool:
+        """Return whether an autoscaler may start nodes: not for a cluster that is, or will be, of this machine alone."""
+        ...
+
     def scaled_up(
         self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
     ) -> AbstractContextManager[None]:
         """Join the cluster for the block, ask its autoscaler for nodes meanwhile, and wait for them before the block.
 
-        With 0 seconds, or on a cluster of this machine, which has no autoscaler, it does nothing.
+        With 0 seconds, or on a cluster that cannot grow, it does nothing.
 
         It returns after `wait_s` seconds although nodes are missing, because fewer may be enough: what plans on the nodes
         refuses a run for which they are too few.

@@ -59,9 +59,12 @@ class RayCluster:
         wait_for_ray()
         return alive()
 
+    def can_grow(self) -> bool:
+        return not (is_on_this_machine() or was_started_here())
+
     @contextmanager
     def scaled_up(self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> Iterator[None]:
-        if not wait_s or is_on_this_machine() or was_started_here():  # a local cluster has no autoscaler
+        if not wait_s or not self.can_grow():
             yield
             return
         with self.joined():

@@ -157,6 +157,7 @@ class _DeviceCalls:
             raise StoppedEarlyError(f"stopped before the end of the {names}; continue with --resume")
         self._results |= dict.fromkeys(self._waiting)
         self._waiting.clear()
+        self._end_unstarted()
         return not self._running
 
     def _take(self, answer: Any) -> None:
@@ -183,10 +184,7 @@ class _DeviceCalls:
         self._assign(actor)
 
     def _assign(self, actor: Any) -> None:
-        """Give an idle actor its next function; without one, end it, because a restarting actor may need its device.
-
-        Actors that have not started by then end too: an autoscaler would start nodes for them.
-        """
+        """Give an idle actor its next function; without one, end it, because a restarting actor may need its device."""
         if not self._waiting or self._is_stopping():
             ray.kill(actor)
             return
@@ -194,9 +192,13 @@ class _DeviceCalls:
         call = self._calls[number]
         self._running[actor.call.options(name=call.name).remote(call.function, self._channel.actor)] = (number, actor)
         if not self._waiting:
-            for unused in self._starting.values():
-                ray.kill(unused)
-            self._starting.clear()
+            self._end_unstarted()
+
+    def _end_unstarted(self) -> None:
+        """End the actors that have not started, once no function waits for one: an autoscaler would start nodes for them."""
+        for unused in self._starting.values():
+            ray.kill(unused)
+        self._starting.clear()
 
     def _unfinished(self) -> list[DeviceCall[Any]]:
         return [call for number, call in enumerate(self._calls) if number not in self._results]

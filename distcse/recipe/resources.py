@@ -22,7 +22,8 @@ class ResourcesSection(Section):
     hides all GPUs from the run."""
     wait_s: Annotated[float, Field(ge=0)] = 0
     """Seconds that a run waits at its start for a cluster's autoscaler to start the nodes that it needs. 0 refuses a run for
-    which the cluster has too few nodes. Nodes that are not there have no CPUs or GPUs to share out: set
+    which the cluster has too few nodes. A sweep's further trials and a family's further students wait longer, next to those
+    that train. Nodes that are not there have no CPUs or GPUs to share out: set
     `training.cpus_per_worker` and `training.gpus_per_worker`, else a worker waits for one CPU, and with `gpu: required` for
     one GPU."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -63,8 +64,9 @@ def table_statistics(table: EmbeddingTable, keep: bool = False) -> VectorStatist
         EmbeddingTableError: A shard is damaged.
         ObjectStorageError: A shard cannot be downloaded.
     """
-    if (stored := table.store.read_json(_FILE)) is not None:
-        return VectorStatistics(**stored)
+    with suppress(ValueError):  # a damaged file is measured again
+        if (stored := table.store.read_json(_FILE)) is not None:
+            return VectorStatistics(**stored)
     shards = np.unique(np.linspace(0, table.identity.shards - 1, _SHARDS).astype(int)).tolist()
     if not all(table.is_intact(shard) for shard in shards):
         return None

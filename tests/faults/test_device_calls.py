@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from distcse.storage import checksum
 from tests.backends import run
 from tests.devices import (
     comparable,
+    count_actors,
     count_threads,
     describe_process,
     fail_once_another_runs,
     fail_unexpectedly,
     fail_with_a_fix,
     recorded_loads,
+    wait_for_file,
     wait_or_return,
     write_once_stopped,
 )
@@ -84,6 +87,7 @@ def disturb(folder: Path) -> None:
             "stopped": _stop_at_the_first_event(folder / "stopped"),
             "waited for": _stop_and_wait(folder / "waited"),
             "failed next to another": _fail_next_to_another(folder / "failed"),
+            "actors": _count_actors(folder / "counted"),
         }
     (folder / "found.json").write_text(json.dumps(found))
 
@@ -108,6 +112,14 @@ def _call_and_signal(folder: Path, number: signal.Signals) -> dict[str, Any]:
     returned = RayBackend().run_on_devices(calls, OPTIONS, Reporter(listen))
     attempts = [len((folder / str(index)).read_text().splitlines()) for index in range(3)]
     return {"returned": returned, "attempts": attempts, "messages": messages}
+
+
+def _count_actors(file: Path) -> int:
+    """Call three functions, for which a third actor waits for a node, and count actors while the last two run."""
+    functions = [partial(wait_or_return, file.with_name("returns"), {}, 0), partial(wait_for_file, file)]
+    calls = [DeviceCall[Any]("count", function) for function in (*functions, partial(count_actors, 2, file))]
+    found = RayBackend().run_on_devices(calls, replace(OPTIONS, can_wait=True), Reporter())
+    return int(found[2])
 
 
 def lose_a_node(folder: Path) -> None:
@@ -249,6 +261,7 @@ def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_c
     assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
     assert found["waited for"] in ([0, 1, None], [0, None, None])
     assert found["failed next to another"] == [ModelOutputError.__name__, "running", "stopped"]
+    assert found["actors"] == 2  # the one that had not started has ended
 
 
 def test_nodes_tokenize_a_corpus_in_parts_and_a_stopped_run_keeps_those_it_has(

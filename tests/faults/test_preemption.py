@@ -86,7 +86,7 @@ def test_an_autoscaler_starts_nodes_for_the_students_of_a_family(recipe_file: Pa
         "training.workers=1",
         "training.gpus_per_worker=1",
         "training.cpus_per_worker=null",
-        "training.epochs=20",
+        "training.epochs=40",
     )
     family = "family=[{layers: 1}, {layers: 2}, {layers: 3}]"
     recipe = (*TRAIN, recipe_file, family, *student, *one_each, "evaluation.dev=none", "resources.wait_s=400")

@@ -211,11 +211,14 @@ def test_students_wait_for_the_nodes_of_an_autoscaler(file: Path) -> None:
     recipe = distcse.read_recipe(str(file), [FAMILY, "training.workers=1", "resources.wait_s=60"])
     assert isinstance(recipe, FamilyRecipe)
     events: list[Event] = []
-    assert plan_side_by_side(recipe, FixedCluster([Node("one", {"CPU": 8.0, "GPU": 1}, {})]), Reporter(events.append))
+    one_gpu = [Node("one", {"CPU": 8.0, "GPU": 1}, {})]
+    assert plan_side_by_side(recipe, FixedCluster(one_gpu, autoscales=True), Reporter(events.append))
     assert [event.text for event in events if isinstance(event, LogMessage)] == [
         "2 students train side by side, each with a GPU; 1 waits for nodes, or for another's end"
     ]
-    assert not plan_side_by_side(recipe, FixedCluster([Node("one", {"CPU": 8.0}, {})]), Reporter())
+    assert not plan_side_by_side(recipe, FixedCluster(one_gpu), Reporter())
+    no_gpu = FixedCluster([Node("one", {"CPU": 8.0}, {})], autoscales=True)
+    assert not plan_side_by_side(recipe, no_gpu, Reporter())
 
 
 def test_memory_limits_the_students_of_a_node(file: Path) -> None:

@@ -288,6 +288,10 @@ def test_statistics_are_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
     for shard in range(identity.shards):
         table.write_shard(shard, -random.standard_normal((100, 64)).astype(np.float32))
     assert table_statistics(EmbeddingTable.locate(tmp_path, identity)) == found  # not measured again
+    stored = table.directory / "statistics.json"
+    stored.write_text(stored.read_text().replace("mean", "moan"))
+    again = table_statistics(EmbeddingTable.locate(tmp_path, identity))
+    assert again is not None and again != found
 
 
 def test_an_embedding_pass_keeps_the_statistics_of_each_teacher(recipe_with: Callable[..., Recipe]) -> None:

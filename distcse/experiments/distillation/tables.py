@@ -76,6 +76,8 @@ def prepare_tables(
 
     Raises:
         GpuRequiredError: `resources.gpu` is `required`, and embedding actors that must start get no GPU.
+        EmbeddingTableError: A shard is damaged.
+        ObjectStorageError: The storage refuses a shard.
     """
     section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
     missing_shards = _missing_shards(recipe, corpus, cache, verify=not backend.is_for_trials)
@@ -104,9 +106,9 @@ def prepare_tables(
                         recipe.name,
                     )
                     backend.embed(request)
-                    table_statistics(table, keep=True)
                     if reuse is not None:
                         reuse.rows.delete_folder()
+                    table_statistics(table, keep=True)
         reused_rows = len(corpus) - embedded
         report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
         tables[number] = table

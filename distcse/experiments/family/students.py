@@ -108,7 +108,7 @@ def plan_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: R
     has_tables = all(kind_of(teacher).uses_table(teachers.mode) for teacher in teachers.encoders)
     if cluster is None or students == 1 or not (recipe.is_for_one_process and has_tables) or cluster.is_one_cpu():
         return False
-    plan = plan_devices(_options(recipe), cluster.nodes(), OwnNode("", 0.0), students, _memory(recipe))
+    plan = plan_devices(_options(recipe, cluster), cluster.nodes(), OwnNode("", 0.0), students, _memory(recipe))
     gpus = 0.0 if plan is None else plan.each.get("GPU", 0.0)
     if plan is None or not gpus or plan.number == 1:
         return False
@@ -160,7 +160,7 @@ def train_side_by_side(
             )
             for name, run in runs.items()
         ]
-        options = _options(recipe, directory.path)
+        options = _options(recipe, backend.cluster, directory.path)
         trained = backend.run_on_devices(calls, options, Reporter(report, reporter.stop_requested))
         results = [run.end(result) for run, result in zip(runs.values(), trained, strict=True) if result is not None]
         for result in results:
@@ -178,10 +178,10 @@ def _memory(recipe: FamilyRecipe) -> float:
     return model_memory(recipe.student.backbone) + _TRAINING_MEMORY
 
 
-def _options(recipe: FamilyRecipe, run: Path | None = None) -> DeviceOptions:
+def _options(recipe: FamilyRecipe, cluster: Cluster | None, run: Path | None = None) -> DeviceOptions:
     """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
     labels = {"training.node_labels": recipe.training.node_labels}
-    can_wait = recipe.resources.wait_s > 0
+    can_wait = recipe.resources.wait_s > 0 and cluster is not None and cluster.can_grow()
     options = device_options(recipe, run)
     return replace(options, labels=labels, gpus=recipe.gpus_of_a_student, can_wait=can_wait, trains=True)
 
