@@ -53,12 +53,13 @@ def effective_weights(alphas: Mapping[int, float], statistics: Mapping[int, Vect
     return {number: scale / total for number, scale in scales.items()}
 
 
-def table_statistics(table: EmbeddingTable, keep: bool = False) -> VectorStatistics | None:
+def table_statistics(table: EmbeddingTable, keep: bool = False, is_complete: bool = False) -> VectorStatistics | None:
     """Return the statistics of a table's vectors; None if the table has no two vectors yet.
 
     Args:
         table: The table; shards may be missing.
         keep: Store the statistics with the table, so that they are measured once. Default: False.
+        is_complete: Whether its shards have been checked or were just written. Default: False.
 
     Raises:
         EmbeddingTableError: A shard is damaged.
@@ -68,7 +69,7 @@ def table_statistics(table: EmbeddingTable, keep: bool = False) -> VectorStatist
         if (stored := table.store.read_json(_FILE)) is not None:
             return VectorStatistics(**stored)
     shards = np.unique(np.linspace(0, table.identity.shards - 1, _SHARDS).astype(int)).tolist()
-    if not all(table.is_intact(shard) for shard in shards):
+    if not is_complete and not all(table.is_intact(shard) for shard in shards):
         return None
     rows = np.concatenate([np.asarray(table.rows_of(shard)) for shard in shards])
     sample = rows[np.unique(np.linspace(0, len(rows) - 1, SAMPLE).astype(int))]

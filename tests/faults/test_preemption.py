@@ -81,7 +81,7 @@ def test_a_cluster_scales_from_zero_to_four_nodes_for_a_run(recipe_file: Path, t
 def test_an_autoscaler_starts_nodes_for_the_students_of_a_family(recipe_file: Path, tmp_path: Path) -> None:
     """The first node is there for the embedding pass. Of three students, one waits for the end of another."""
     vectors = "{info_nce: null, consistency: null, rank: null, regression: {}}"
-    student = ("student.projection=none", "student.layers=null", f"objective={vectors}", "teachers.encoders.0.alpha=1")
+    student = ("student.projection=none", "student.layers=null", f"objective={vectors}")
     one_each = (
         "training.workers=1",
         "training.gpus_per_worker=1",

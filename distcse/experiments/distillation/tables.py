@@ -108,7 +108,7 @@ def prepare_tables(
                     backend.embed(request)
                     if reuse is not None:
                         reuse.rows.delete_folder()
-                    table_statistics(table, keep=True)
+                    table_statistics(table, keep=True, is_complete=True)
         reused_rows = len(corpus) - embedded
         report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
         tables[number] = table
