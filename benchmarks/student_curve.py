@@ -52,6 +52,7 @@ def weights(*alphas: float) -> tuple[str, ...]:
 
 LISTS = ("objective.rank={form: list_net, gamma: 0.01, tau2: 0.0125, tau3: 0.0125}",)
 """The list term of benchmarks/best_small.py."""
+LISTS_ALONE = (*LISTS, "objective.regression=null")
 MSE = "MSELoss, all-MiniLM-L6-v2"
 MSE_THREE = "MSELoss, targets of all three"
 ALONE = "all-MiniLM-L6-v2 alone"
@@ -67,13 +68,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     ALONE: ("ALONE=0",),
     f"{L3} alone": ("ALONE=1",),
     f"{E5} alone": ("ALONE=2",),
-    f"{THREE}, lists": (*LISTS, "objective.regression=null"),
-    f"{THREE}, lists, weights 1/spread": (*LISTS, "objective.regression=null", *weights(12.05, 10.42, 38.46)),
-    f"{THREE}, lists weighted by agreement": (
-        *LISTS,
-        "objective.regression=null",
-        "teachers.disagreement_scale=0.5",
-    ),
+    f"{THREE}, lists": LISTS_ALONE,
+    f"{THREE}, lists, weights 1/spread": (*LISTS_ALONE, *weights(12.05, 10.42, 38.46)),
+    f"{THREE}, lists weighted by agreement": (*LISTS_ALONE, "teachers.disagreement_scale=0.5"),
     f"{THREE}, vectors and lists": LISTS,
     f"{THREE}, from {L3}": ("student.layers=null", f"student.backbone={L3}"),
     f"{THREE}, a fifth of the start": ("student.init_weight_mix=0.2",),
