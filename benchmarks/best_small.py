@@ -350,7 +350,6 @@ def regress(
 
 def teacher_vectors(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
     """The sentences that distcse's rows with this seed learn from, and all-MiniLM-L6-v2's vectors of them, from a table."""
-    from distcse.data import split_held_out
     from distcse.experiments.distillation.corpus import read_corpus
     from distcse.experiments.distillation.tables import embed_corpus
 
@@ -360,7 +359,7 @@ def teacher_vectors(options: argparse.Namespace, seed: int) -> tuple[list[str], 
     (table,) = embed_corpus(recipe, LocalBackend(), Reporter())
     assert table is not None
     read = read_corpus(recipe, Reporter())
-    train, _ = split_held_out(len(read), recipe.evaluation.num_heldout, recipe.seed)
+    train, _ = read.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     rows = train.ids()
     return read.texts(rows), np.asarray(table.vectors(rows), dtype=np.float32)
 

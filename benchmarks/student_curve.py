@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
 from benchmarks.options import settled
-from distcse.data import split_held_out
 from distcse.evaluation import Tasks, agreement
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import read_corpus
@@ -172,7 +171,7 @@ def figures(tasks: Tasks, options: argparse.Namespace, row: str, seed: int) -> d
 def held_out(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
     """Return the sentences that this seed holds out, and the mean of all three teachers' cosines between them."""
     recipe, prepared, tables = tables_of(options, THREE, seed)
-    rows = split_held_out(len(prepared.corpus), recipe.evaluation.num_heldout, recipe.seed)[1]
+    rows = prepared.corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[1]
     vectors = [table.vectors(rows) for table in tables if table is not None]
     return prepared.corpus.texts(rows), np.mean([each @ each.T for each in vectors], axis=0)
 
@@ -235,7 +234,7 @@ def targets(options: argparse.Namespace, row: str, seed: int) -> tuple[list[str]
     with TemporaryDirectory() as run:
         spec = prepared.spec(Path(run), tables, LocalBackend(), Reporter())
         assert spec.targets is not None
-        rows = split_held_out(len(prepared.corpus), recipe.evaluation.num_heldout, recipe.seed)[0].ids()
+        rows = prepared.corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[0].ids()
         return prepared.corpus.texts(rows), np.asarray(spec.targets.open().vectors(rows), dtype=np.float32)
 
 

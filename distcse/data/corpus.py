@@ -21,6 +21,8 @@ from distcse.data.normalized_key import Excluded
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
 from distcse.data.readers import Row, file_kind, find_files, has_columns, read_sentences
 from distcse.data.row_keys import RowKeys
+from distcse.data.row_set import RowSet
+from distcse.data.sampler import split_held_out
 from distcse.errors import CorpusCacheError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
 from distcse.recipe import CorpusSection
 from distcse.storage import Digest, bytes_checksum, checksum, text_checksum, to_uri
@@ -177,6 +179,21 @@ class Corpus:
             CorpusCacheError: The cache cannot be written.
         """
         return DistinctRows.prepare(self.keys(cache), self.fingerprint, cache)
+
+    def split_held_out(self, held_out: int, seed: int) -> tuple[RowSet, NDArray[np.int64]]:
+        """Split the row ids into (training rows, held-out rows), as the function of that name does.
+
+        Rows with a held-out row's sentence are in neither.
+
+        Raises:
+            CorpusTooSmallError: No row would remain for training.
+            CorpusCacheError: The sentences' keys cannot be read or written.
+        """
+        train, chosen = split_held_out(len(self), held_out, seed)
+        if held_out and self.doubled_rows:
+            cache = self.directory.parent.parent
+            train = RowSet(len(self), self.keys(cache).rows_of(self.texts(chosen)))
+        return train, chosen
 
     def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:
         """Return the (n,) domains of (n,) row ids, as indices into `domains`.

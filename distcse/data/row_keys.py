@@ -10,7 +10,7 @@ holds about the same share of every corpus.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,16 @@ class RowKeys:
             rows = self._rows[begin:end]
             starts, groups = _groups(self._keys[:, begin:end])
             yield rows, rows[starts][groups]
+
+    def rows_of(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        """Return the row ids of all sentences that equal one of these texts, ascending."""
+        upper, lower = np.frombuffer(text_hashes(texts), dtype="<u8").reshape(-1, 2).T
+        begins, ends = (np.searchsorted(self._keys[0], upper, side=side) for side in ("left", "right"))
+        found = [
+            self._rows[begin:end][self._keys[1, begin:end] == half]
+            for begin, end, half in zip(begins, ends, lower, strict=True)
+        ]
+        return np.unique(np.concatenate([np.empty(0, dtype=np.int64), *found]))
 
     def match(self, other: RowKeys) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Find the sentences of this corpus in another one.

@@ -51,7 +51,7 @@ _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed
 
 _RECORD, _EVENTS, _REQUESTED = "run.json", "events.jsonl", "requested.yaml"
 ORDER = "order of rows"
-"""Name of the fingerprint of an order by position. Earlier versions, which recorded none, shuffled at any number of rows."""
+"""Name of the fingerprint of an order that earlier versions, which recorded none, did not have: they shuffled all rows."""
 _FILES_OF_0_1 = ("claim", "ledger.json")
 
 

@@ -243,6 +243,16 @@ def test_held_out_rows_are_not_trained_on() -> None:
         split_held_out(5, 5, seed=1)
 
 
+@pytest.mark.parametrize("lines", [[f"s{n % 40}" for n in range(60)], [f"s{n}" for n in range(60)]])
+def test_rows_with_the_text_of_held_out_ones_are_not_trained_on(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("\n".join(lines))
+    corpus = Corpus.prepare(CorpusSection(path=str(tmp_path / "c.txt")), tmp_path / "cache")
+    train, held_out = Corpus.open(corpus.directory).split_held_out(9, seed=3)
+    assert held_out.tolist() == split_held_out(60, 9, seed=3)[1].tolist()
+    texts = set(corpus.texts(held_out))
+    assert train.ids().tolist() == [row for row, line in enumerate(lines) if line not in texts]
+
+
 def test_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "documented_package"
     (package / "tests").mkdir(parents=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.data import BatchSampler, Corpus, Grouping, TokenTable, duplicate_mask, split_held_out
+from distcse.data import BatchSampler, Corpus, Grouping, TokenTable, duplicate_mask
 from distcse.data.collate import Tokens, collate
 from distcse.data.row_set import RowSet
 from distcse.data.sampler import draw
@@ -73,7 +73,7 @@ class BatchLoader:
         self._shuffle_group = spec.recipe.teachers.rank_noise_group
         self._tokens = TokenTable.open(spec.tokens.path)
         self.corpus = Corpus.open(spec.corpus.path)
-        train_rows, self.held_out, self.anchors = split_rows(spec.recipe, len(self.corpus))
+        train_rows, self.held_out, self.anchors = split_rows(spec.recipe, self.corpus)
         self._queue = spec.recipe.objective.queue
         detection = spec.recipe.objective.active(DetectionSection)
         self._detects = detection is not None
@@ -183,13 +183,13 @@ class BatchLoader:
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length, width).to(device)
 
 
-def split_rows(recipe: Recipe, rows: int) -> tuple[RowSet, NDArray[np.int64], NDArray[np.int64]]:
-    """Split the row ids of a corpus of `rows` rows into training rows, held-out rows and anchors, each ascending.
+def split_rows(recipe: Recipe, corpus: Corpus) -> tuple[RowSet, NDArray[np.int64], NDArray[np.int64]]:
+    """Split the row ids of a corpus into training rows, held-out rows and anchors, each ascending.
 
     Raises:
         CorpusTooSmallError: Too few rows for evaluation.num_heldout or objective.rank.queue.num_anchors.
     """
-    train, held_out = split_held_out(rows, recipe.evaluation.num_heldout, recipe.seed)
+    train, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     queue = recipe.objective.queue
     count = queue.num_anchors if queue else 0
     if count >= len(train):

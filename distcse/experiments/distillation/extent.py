@@ -31,6 +31,8 @@ class Extent:
     """`training.max_steps`."""
     cut_share: float
     """Share of the rows with more than `max_length` tokens, of a sample."""
+    num_held_out_twins: int
+    """Rows that are not trained on because they equal a held-out row."""
 
     @classmethod
     def of(cls, recipe: Recipe, corpus: Corpus) -> Extent:
@@ -41,7 +43,7 @@ class Extent:
             EncoderError: The student's tokenizer cannot be loaded.
         """
         training, spec = recipe.training, TokenizerSpec.of(recipe.student)
-        rows, _, _ = split_rows(recipe, len(corpus))
+        rows, held_out, anchors = split_rows(recipe, corpus)
         steps_per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
         sample = np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False))
         lengths = count_tokens(spec.tokenizer, [spec.prompt + text for text in corpus.texts(sample)])
@@ -52,13 +54,16 @@ class Extent:
             spec.max_length,
             training.max_steps,
             float((lengths > spec.max_length).mean()),
+            len(corpus) - len(rows) - len(held_out) - len(anchors),
         )
 
     def report(self, reporter: Reporter) -> None:
         """Report the steps and the share of cut rows in a line."""
         steps = f"{self.steps:,} steps of {self.batch_size}, {self.steps_per_epoch:,} per epoch"
         cut = f"{self.cut_share:.0%} of the rows have more than {self.max_length} tokens and are cut"
-        reporter.emit(StageProgress("steps", 1, 1, "", finished=True, note=f"{steps}; {cut}"))
+        twins = f"; {self.num_held_out_twins:,} rows equal a held-out one and are left out"
+        note = f"{steps}; {cut}{twins if self.num_held_out_twins else ''}"
+        reporter.emit(StageProgress("steps", 1, 1, "", finished=True, note=note))
 
     @property
     def warnings(self) -> list[SettingsWarning]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.data import Corpus, split_held_out
+from distcse.data import Corpus
 from distcse.data.docstrings import held_out_documentation
 from distcse.device import default_device
 from distcse.evaluation import (
@@ -238,7 +238,7 @@ def _measure_teacher(
 
 
 def _held_out_rows(recipe: Recipe, corpus: Corpus) -> NDArray[np.int64]:
-    return split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)[1]
+    return corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[1]
 
 
 def _with_agreement(model: ModelResults, similarities: NDArray[np.floating]) -> ModelResults:
@@ -295,7 +295,7 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: List
     """Find the test sentences on which a student of this corpus was trained."""
     if not labelled.tasks:
         return Contamination({})
-    rows, _ = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
+    rows, _ = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     chunks = map(corpus.texts, rows.blocks(_CHUNK_ROWS))
     contamination = Contamination.measure(
         (text for chunk in chunks for text in chunk), [task.sentences() for task in labelled.tasks]

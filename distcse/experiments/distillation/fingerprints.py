@@ -28,8 +28,11 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
         "corpus": corpus.content,
         "student": model_fingerprint(resolve_model(student.backbone, student.trust_remote_code)),
     }
-    if len(corpus) > MAX_ARRAY_ROWS:
-        fingerprints[ORDER] = "by position"
+    if order := [
+        *(["by position"] if len(corpus) > MAX_ARRAY_ROWS else []),
+        *(["without held-out texts"] if corpus.doubled_rows and recipe.evaluation.num_heldout else []),
+    ]:
+        fingerprints[ORDER] = ", ".join(order)
     for number, teacher in enumerate(recipe.teachers.encoders):
         fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
     for loss in recipe.objective.active_terms.values():

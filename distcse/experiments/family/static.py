@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data import Corpus, split_held_out
+from distcse.data import Corpus
 from distcse.device import default_device
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
@@ -106,7 +106,7 @@ def _train(
     require_model2vec("static: true")
     largest.fetch_folder()
     corpus, targets, device = Corpus.open(prepared.path), spec.open(), default_device()
-    train, held_out = split_held_out(len(corpus), recipe.evaluation.num_heldout, recipe.seed)
+    train, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     rows = _evenly_spaced(train.ids(), MAX_ROWS)
     checked = held_out if len(held_out) else rows[:_CHECKED_ROWS]
     reporter.emit(StageProgress("static", 0, len(rows), "sentences"))
