@@ -74,8 +74,6 @@ class CheckpointManager:
         self._score_request = CheckpointWriter[None](self._in_background, "score-request", is_write=False)
         self._waiting: tuple[Snapshot, TrainerState] | None = None
         """Rank 0's checkpoint that waits for the writer: the best, or one whose score is pending."""
-        self._unmarked_best: int | None = None
-        """Step whose score arrived while its checkpoint was written, and is the best."""
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -228,7 +226,7 @@ class CheckpointManager:
             on_rank_zero(lambda: evaluator.begin(model_state()))
 
     def _collect_pending(self, state: TrainerState) -> TrainerState:
-        """Wait for the pending score, and mark its checkpoint as the best if it is."""
+        """Wait for the pending score; its checkpoint need not be written if it is not the best."""
         step = self._pending
         if self._evaluator is None or step is None:
             return state
@@ -238,12 +236,9 @@ class CheckpointManager:
         return state
 
     def _keep_best(self, state: TrainerState) -> None:
-        """Mark a state's checkpoint as the best if it is; drop it if it is not, and waits to be written."""
+        """Drop a state's checkpoint if it is not the best, and waits to be written."""
         if self._waiting is not None:
             self._waiting = (self._waiting[0], state) if _is_best(state) else None
-        elif _is_best(state):
-            self._unmarked_best = state.step
-            self._advance()
 
     def _take_pending(self, evaluator: AsyncEvaluator, state: TrainerState) -> TrainerState:
         step, self._pending = self._pending, None
@@ -309,11 +304,7 @@ class CheckpointManager:
 
     def _take_written(self) -> None:
         """Wait for the writer, and emit the events of its checkpoint, on this thread: listeners may end the run."""
-        events = self.writer.take() or []
-        if self._unmarked_best is not None:
-            self._checkpoints.mark_best(self._unmarked_best)
-            self._unmarked_best = None
-        for event in events:
+        for event in self.writer.take() or []:
             self._emit(event)
 
 

@@ -4,8 +4,10 @@
                                   exp_avg.safetensors      AdamW's moments, by parameter name; deleted from the best
                                   exp_avg_sq.safetensors   checkpoint once two newer ones exist, and when the run ends
                                   trainer_state.json       step, updates, dev scores, checksums of the other files
-                      latest, best                         name of a step folder, replaced atomically
+                      latest                               name of a step folder, replaced atomically
                       ended                                once the run has ended, and the moments are deleted
+
+No pointer names the best checkpoint: it follows from the dev scores in the latest one's state, and cannot contradict them.
 
 DeepSpeed's checkpoints are pickles tied to the ZeRO stage and world size. Here, every engine gathers full tensors by parameter
 name. Any engine, ZeRO stage and number of workers can resume any checkpoint, and nothing is unpickled.
@@ -40,8 +42,8 @@ class CheckpointStore:
     """Checkpoints of one training.
 
     The store keeps the latest two checkpoints, so that training can resume from one if a file of the other is damaged on disk.
-    Of the best checkpoint, if it is none of them, it keeps the weights. Of an ended run, it keeps the weights of the latest and
-    of the best (see `keep_weights`).
+    Of the best checkpoint by the scores in either of them, if it is another one, it keeps the weights. Of an ended run, it keeps
+    the weights of the latest and of the best (see `keep_weights`).
 
     Args:
         run: The training's folder.
@@ -53,11 +55,11 @@ class CheckpointStore:
         self._lease = lease
 
     def save(self, state: ModelState, trainer_state: TrainerState, emit: Callable[[Event], None] = ignore) -> Path:
-        """Write a checkpoint atomically, update `latest` and `best`, and delete checkpoints that are no longer needed.
+        """Write a checkpoint atomically, update `latest`, and delete checkpoints that are no longer needed.
 
         Args:
             state: Weights and moments.
-            trainer_state: Step and dev scores. The checkpoint becomes the best if its step has the best score.
+            trainer_state: Step and dev scores.
             emit: Receives a warning if earlier checkpoints cannot be deleted: this one is complete. Default: discards it.
 
         Returns:
@@ -70,19 +72,15 @@ class CheckpointStore:
         """
         if self._lease is not None:
             self._lease.check_here()
-        target = self._store / f"step-{trainer_state.step:06d}"
+        target = self._store / _folder_name(trainer_state.step)
         with storage_errors(target.path):
             write_checkpoint(state, trainer_state, target)
             previous = self._previous(target.path)
             self._publish(target)
-            # Update `best` first: a run killed in between resumes from the previous checkpoint and repeats this save. In the
-            # opposite order, it would resume after a best checkpoint that nothing points to.
-            if trainer_state.best is not None and trainer_state.best[0] == trainer_state.step:
-                self._point("best", target.name)
-            self._point("latest", target.name)
+            self._point_to(target)
         try:
             self._remove_unneeded({target.path, previous})
-        except (StorageError, RunRecordError) as error:
+        except (StorageError, RunRecordError, CheckpointError) as error:
             text = f"checkpoint {target.name} is complete, but earlier ones cannot be deleted: {error}. The next one tries again"
             emit(LogMessage(text, warning=True))
         return target.path
@@ -95,29 +93,21 @@ class CheckpointStore:
         if self._lease is not None:
             self._lease.check()
 
-    def mark_best(self, step: int) -> None:
-        """Point `best` to the stored checkpoint of a step, whose score arrived after it was written."""
-        if self._lease is not None:
-            self._lease.check_here()
-        with storage_errors(self._store.path):
-            self._point("best", f"step-{step:06d}")
-
     def keep_weights(self, emit: Callable[[Event], None] = ignore) -> None:
         """Delete what only further training would need: all moments, and checkpoints that are neither the latest nor the best.
 
         Args:
             emit: Receives a warning if storage refuses it: the run has ended all the same. Default: discards it.
         """
-        latest, best = self._read_pointer("latest"), self._read_pointer("best")
+        latest = self._newest()
         try:
             if self._lease is not None:
                 self._lease.check_here()
             self._store.write_text(_ENDED, "")
+            if latest is not None:
+                (self._store / latest.name).keep_only(WITHOUT_MOMENTS)
             self._remove_unneeded({latest})
-            for folder in {latest, best}:
-                if folder is not None:
-                    (self._store / folder.name).keep_only(WITHOUT_MOMENTS)
-        except StorageError as error:
+        except (StorageError, CheckpointError) as error:
             emit(
                 LogMessage(f"the run has ended, but moments of its optimizer cannot be deleted: {error}", warning=True)
             )
@@ -126,12 +116,12 @@ class CheckpointStore:
         """Replace all checkpoints by a copy of another training's checkpoint, from which training will continue."""
         step = load_trainer_state(folder).step
         self._store.delete_all()
-        target = self._store / f"step-{step:06d}"
+        target = self._store / _folder_name(step)
         with storage_errors(target.path):
             with target.write_folder() as temporary:
                 shutil.copytree(folder, temporary, dirs_exist_ok=True)
             target.publish()
-            self._point("latest", target.name)
+            self._point_to(target)
 
     def rescue(self, emit: Callable[[Event], None] = ignore) -> None:
         """Upload the newest checkpoint that exists only on this machine, because storage was unreachable.
@@ -144,49 +134,61 @@ class CheckpointStore:
         root = self._store.path
         if not self._store.is_remote or not root.is_dir():
             return
-        latest = self._read_pointer("latest")
+        latest = self._pointed()
         local = sorted(
             (folder for folder in root.iterdir() if _STEP_FOLDER.fullmatch(folder.name)), key=_step, reverse=True
         )
         for folder in local if latest is None else [folder for folder in local if _step(folder) > _step(latest)]:
             try:
                 load_model_state(folder)
-                best = load_trainer_state(folder).best
             except RunError as error:
                 emit(LogMessage(f"{error}; it was never uploaded", warning=True))
                 continue
             (self._store / folder.name).publish()
-            if best is not None and best[0] == _step(folder):
-                self._point("best", folder.name)
-            self._point("latest", folder.name)
+            self._point_to(self._store / folder.name)
             emit(LogMessage(f"{to_uri(folder)} was only on this machine, and is uploaded now"))
             return
 
     def latest(self) -> Path | None:
         """Return the folder of the newest checkpoint, or None."""
-        return self._fetch_pointed("latest")
+        return self._fetched(self._newest())
 
     def best(self) -> Path | None:
-        """Return the folder of the checkpoint with the best dev score, or None."""
-        return self._fetch_pointed("best")
+        """Return the folder of the checkpoint with the best dev score in the newest one's state, or None.
 
-    def _point(self, pointer: str, name: str) -> None:
-        self._store.write_text(pointer, name)
+        Raises:
+            CheckpointError: The newest checkpoint's state cannot be read.
+        """
+        return self._fetched(self._best_of(self._newest()))
 
-    def _read_pointer(self, pointer: str) -> Path | None:
-        """Return the step folder that a pointer names, whether it exists or not; None if there is no valid pointer."""
-        if not self._store.fetch(pointer):
+    def _point_to(self, step: ArtifactStore) -> None:
+        self._store.write_text("latest", step.name)
+
+    def _pointed(self) -> Path | None:
+        """Return the step folder that `latest` names, whether it exists or not; None if there is no valid pointer."""
+        if not self._store.fetch("latest"):
             return None
         try:
-            name = (self._store.path / pointer).read_text(encoding="utf-8").strip()
+            name = (self._store.path / "latest").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return None
         return self._store.path / name if _STEP_FOLDER.fullmatch(name) else None
 
-    def _fetch_pointed(self, pointer: str) -> Path | None:
-        """Fetch and return the step folder that a pointer names; None if the folder does not exist."""
-        folder = self._read_pointer(pointer)
+    def _newest(self) -> Path | None:
+        """Return the step folder that `latest` names, or the last one if it names none that exists; None if there is none."""
+        pointed = self._pointed()
+        exists = pointed is not None and (self._store / pointed.name).has_folder()
+        return pointed if exists else next(iter(self._steps()), None)
+
+    def _fetched(self, folder: Path | None) -> Path | None:
+        """Fetch and return a step folder; None if it does not exist."""
         return folder if folder is not None and (self._store / folder.name).fetch_folder() else None
+
+    def _best_of(self, folder: Path | None) -> Path | None:
+        """Return the step folder of the best dev score in a checkpoint's state, whether it exists or not; None without scores."""
+        stored = self._fetched(folder)
+        best = None if stored is None else load_trainer_state(stored).best
+        return None if best is None else self._store.path / _folder_name(best[0])
 
     def _steps(self) -> list[Path]:
         """List all step folders, the newest first."""
@@ -210,7 +212,7 @@ class CheckpointStore:
             CheckpointError: There are checkpoints, but all are damaged, and the run had not ended.
             ObjectStorageError: Object storage cannot be read.
         """
-        latest = self._read_pointer("latest")
+        latest = self._pointed()
         problems: list[str] = []
         for folder in dict.fromkeys([*([latest] if latest else []), *self._steps()]):
             try:
@@ -238,21 +240,26 @@ class CheckpointStore:
 
     def _previous(self, folder: Path) -> Path | None:
         """Return the newest checkpoint before another one. A listing may be outdated, so the pointer counts too."""
-        known = {self._read_pointer("latest"), *self._steps()}
+        known = {self._pointed(), *self._steps()}
         return max(
             (found for found in known if found is not None and _step(found) < _step(folder)), key=_step, default=None
         )
 
     def _remove_unneeded(self, resumable: set[Path | None]) -> None:
-        """Delete checkpoints that are neither resumable nor the best, and the moments of the best if it is not resumable."""
-        best = self._read_pointer("best")
-        for folder in {*self._steps(), *self._store.path.glob("step-*")} - {*resumable, best}:
+        """Delete checkpoints that are neither resumable nor the best of a resumable one, and the moments of the latter."""
+        best = {self._best_of(folder) for folder in resumable} - resumable
+        for folder in {*self._steps(), *self._store.path.glob("step-*")} - resumable - best:
             (self._store / folder.name).delete_folder()
-        if best is not None and best not in resumable:
-            (self._store / best.name).keep_only(WITHOUT_MOMENTS)
+        for folder in best:
+            if folder is not None:
+                (self._store / folder.name).keep_only(WITHOUT_MOMENTS)
         for leftover in self._store.path.glob(".step-*"):  # from a process that was killed while it wrote
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
+
+
+def _folder_name(step: int) -> str:
+    return f"step-{step:06d}"

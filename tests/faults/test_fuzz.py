@@ -497,7 +497,6 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
         "trial.json",
         "events.jsonl",
         "checkpoints/latest",
-        "checkpoints/best",
         "model/distcse/contamination.json",
     ):
         (run / name).write_bytes(content)
@@ -510,6 +509,7 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
         lambda: read_trial(run),
         lambda: read_run(run),
         lambda: CheckpointStore(run).restore(),
+        lambda: CheckpointStore(run).best(),
         lambda: Contamination.read(run / "model"),
     ):
         ours(work)

@@ -124,6 +124,12 @@ def fit(
     return train(task or LineTask(), section(), store, Reporter(emit))
 
 
+def refuse(store: FolderStore, *arguments: object) -> None:
+    """Replaces a method of a store: the file system refuses it."""
+    with storage_errors(store.path):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
 @pytest.fixture
 def gpu() -> Iterator[Simulation]:
     with simulated() as simulation:
@@ -641,8 +647,7 @@ def test_checkpoints_of_the_earlier_format_are_read(tmp_path: Path) -> None:
     (folder / "trainer_state.json").write_text(
         dump_checked_json({**content, "state": checksum(folder / "state.safetensors")})
     )
-    for pointer in ("latest", "best"):
-        (tmp_path / "checkpoints" / pointer).write_text(folder.name)
+    (tmp_path / "checkpoints" / "latest").write_text(folder.name)
     store = CheckpointStore(tmp_path)
     restored = store.restore()
     assert restored is not None and restored[0].step == restored[1].updates == 7
@@ -670,6 +675,46 @@ def test_the_best_checkpoint_keeps_its_weights_only(tmp_path: Path) -> None:
         store.restore()
 
 
+@pytest.mark.parametrize("ended_by", ["damage", "refusal"])
+@pytest.mark.parametrize(
+    ("scores", "repeated"),
+    [
+        ({2: 0.80, 4: 0.81}, {4: 0.79, 6: 0.7, 8: 0.7, 10: 0.7}),
+        ({2: 0.80, 4: 0.70, 6: 0.81}, {6: 0.79, 8: 0.7, 10: 0.7}),
+        ({2: 0.80, 4: 0.81}, {4: 0.79, 6: 0.9, 8: 0.7, 10: 0.7}),
+    ],
+)
+def test_the_best_checkpoint_is_that_of_the_scores_since_the_resumed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_by: str, scores: dict[int, float], repeated: dict[int, float]
+) -> None:
+    """The last of `scores`, the best, is lost: its file is damaged, or storage refuses the pointer to it."""
+    store, last, write = CheckpointStore(tmp_path), max(scores), FolderStore.write_text
+
+    def save(state: TrainerState, step: int, score: float) -> TrainerState:
+        scored = TrainerState(step, [*state.scores, (step, score)])
+        store.save(ModelState({"w": torch.tensor([score])}, {}, step), scored)
+        return scored
+
+    state = TrainerState(0)
+    for step, score in scores.items():
+        with monkeypatch.context() as patch:
+            if ended_by == "refusal" and step == last:
+                patch.setattr(FolderStore, "write_text", lambda *file: (refuse if "latest" in file else write)(*file))
+                with fails_with(StorageWriteError):
+                    save(state, step, score)
+            else:
+                state = save(state, step, score)
+    if ended_by == "damage":
+        (tmp_path / "checkpoints" / f"step-{last:06d}" / "weights.safetensors").write_bytes(b"")
+    restored = store.restore()
+    assert restored is not None and restored[0].scores == [*scores.items()][:-1]
+    state = restored[0]
+    for step, score in repeated.items():
+        state, best = save(state, step, score), store.best()
+        assert best is not None and state.best is not None
+        assert (int(best.name[-6:]), load_weights(best)["w"].item()) == (state.best[0], pytest.approx(state.best[1]))
+
+
 def test_an_ended_run_keeps_the_weights_of_its_last_and_its_best_checkpoint(tmp_path: Path) -> None:
     state = ModelState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}, 1)
     store = CheckpointStore(tmp_path)
@@ -694,10 +739,6 @@ def test_a_checkpoint_is_complete_if_earlier_ones_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
     """Of the best one, the initial model, moments are to be deleted."""
-
-    def refuse(store: FolderStore, names: object) -> None:
-        with storage_errors(store.path):
-            raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(FolderStore, "keep_only", refuse)
     events: list[Event] = []
