@@ -1,12 +1,18 @@
-"""Storage that refuses writes: full and read-only file systems if this machine can mount them, else a limit on file sizes."""
+"""Storage that refuses writes: full and read-only file systems if this machine can mount them, else a limit on file sizes.
+
+`before_change` runs code immediately before the n-th write or delete in a folder, whichever function makes it.
+"""
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +66,67 @@ def disk(path: Path, kind: str) -> Iterator[Disk]:
         yield Disk(path, kind)
     finally:
         _run("umount", "-l", str(path))
+
+
+_CHANGES = {
+    "os.rename": 1,
+    "os.remove": 0,
+    "os.rmdir": 0,
+    "os.mkdir": 0,
+    "os.truncate": 0,
+    "os.utime": 0,
+    "shutil.rmtree": 0,
+}
+"""Audit events of Python that change a file system, and which of their arguments is the path."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_listeners: list[Callable[[str], None]] = []
+_is_hooked: list[bool] = []
+"""Not empty once the hook is set, which no process can remove."""
+
+
+@contextmanager
+def before_change(folder: Path, number: int, act: Callable[[], object]) -> Iterator[list[str]]:
+    """Context manager: call `act` immediately before this process's change of this number below a folder, the first being 1.
+
+    Args:
+        folder: The folder.
+        number: Which change; 0 only lists them.
+        act: Its own changes are neither counted nor listed. An error that it raises is raised by the change.
+
+    Yields:
+        The changes until now, as `<event> <file>`.
+    """
+    changes: list[str] = []
+
+    def listen(change: str) -> None:
+        event, _, path = change.partition(" ")
+        if not Path(path).is_relative_to(folder):
+            return
+        changes.append(f"{event} {Path(path).relative_to(folder)}")
+        if len(changes) == number:
+            _listeners.remove(listen)
+            try:
+                act()
+            finally:
+                _listeners.append(listen)
+
+    if not _is_hooked:
+        sys.addaudithook(_audit)
+        _is_hooked.append(True)
+    _listeners.append(listen)
+    try:
+        yield changes
+    finally:
+        _listeners.remove(listen)
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _listeners:
+        return
+    is_change = arguments[2] & _WRITES if event == "open" and isinstance(arguments[2], int) else event in _CHANGES
+    if is_change and isinstance(path := arguments[_CHANGES.get(event, 0)], str | os.PathLike):
+        for listen in list(_listeners):
+            listen(f"{event} {os.fspath(path)}")
 
 
 def _run(*command: str) -> bool:

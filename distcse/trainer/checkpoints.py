@@ -79,17 +79,19 @@ class CheckpointStore:
             self._publish(target)
             self._point_to(target)
         try:
-            self._remove_unneeded({target.path, previous})
+            self._remove_unneeded(target.path, {target.path, previous})
         except (StorageError, RunRecordError, CheckpointError) as error:
             text = f"checkpoint {target.name} is complete, but earlier ones cannot be deleted: {error}. The next one tries again"
             emit(LogMessage(text, warning=True))
         return target.path
 
     def _publish(self, target: ArtifactStore) -> None:
-        """Upload to object storage. Check the lease before and after: an upload of minutes may outlast it."""
-        if self._lease is not None:
-            self._lease.check()
+        """Upload to object storage, for which the lease must be valid everywhere, not only on this machine."""
+        self._check()
         target.publish()
+
+    def _check(self) -> None:
+        """Check the lease immediately before each change: an upload, or a suspended machine, may outlast it."""
         if self._lease is not None:
             self._lease.check()
 
@@ -101,12 +103,11 @@ class CheckpointStore:
         """
         latest = self._newest()
         try:
-            if self._lease is not None:
-                self._lease.check_here()
+            self._check()
             self._store.write_text(_ENDED, "")
             if latest is not None:
                 (self._store / latest.name).keep_only(WITHOUT_MOMENTS)
-            self._remove_unneeded({latest})
+                self._remove_unneeded(latest, {latest})
         except (StorageError, CheckpointError) as error:
             emit(
                 LogMessage(f"the run has ended, but moments of its optimizer cannot be deleted: {error}", warning=True)
@@ -162,6 +163,7 @@ class CheckpointStore:
         return self._fetched(self._best_of(self._newest()))
 
     def _point_to(self, step: ArtifactStore) -> None:
+        self._check()
         self._store.write_text("latest", step.name)
 
     def _pointed(self) -> Path | None:
@@ -245,15 +247,22 @@ class CheckpointStore:
             (found for found in known if found is not None and _step(found) < _step(folder)), key=_step, default=None
         )
 
-    def _remove_unneeded(self, resumable: set[Path | None]) -> None:
-        """Delete checkpoints that are neither resumable nor the best of a resumable one, and the moments of the latter."""
+    def _remove_unneeded(self, newest: Path, resumable: set[Path | None]) -> None:
+        """Delete checkpoints before `newest` that are neither resumable nor the best of a resumable one, and moments of the best.
+
+        A later start's checkpoints are safe at any time. Its steps come after `newest`, and the temporary folders were listed
+        before the lease was checked.
+        """
         best = {self._best_of(folder) for folder in resumable} - resumable
-        for folder in {*self._steps(), *self._store.path.glob("step-*")} - resumable - best:
-            (self._store / folder.name).delete_folder()
-        for folder in best:
-            if folder is not None:
+        steps = {*self._steps(), *self._store.path.glob("step-*")}
+        leftovers = list(self._store.path.glob(".step-*"))  # from a process that was killed while it wrote
+        self._check()
+        for folder in (folder for folder in steps if _step(folder) < _step(newest)):
+            if folder in best:
                 (self._store / folder.name).keep_only(WITHOUT_MOMENTS)
-        for leftover in self._store.path.glob(".step-*"):  # from a process that was killed while it wrote
+            elif folder not in resumable:
+                (self._store / folder.name).delete_folder()
+        for leftover in leftovers:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
