@@ -18,7 +18,7 @@ from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import is_rank_space
-from distcse.storage import atomic_write, find_model, write_text_atomic
+from distcse.storage import atomic_write, find_model, open_store, write_text_atomic
 
 FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
 """Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look for the files."""
@@ -134,11 +134,15 @@ def export_onnx(
                 shutil.ignore_patterns(*_WEIGHT_FILES),
                 shutil.ignore_patterns("checksums.json"),
             )
-            shutil.copytree(
-                folder,
-                out,
-                ignore=lambda parent, names: (root_ignore if Path(parent) == folder else module_ignore)(parent, names),
-            )
+            with open_store(out).write_folder() as copied:
+                shutil.copytree(
+                    folder,
+                    copied,
+                    ignore=lambda parent, names: (root_ignore if Path(parent) == folder else module_ignore)(
+                        parent, names
+                    ),
+                    dirs_exist_ok=True,
+                )
         for file, exported in written:
             exported.file.parent.mkdir(exist_ok=True)
             with atomic_write(exported.file) as target:

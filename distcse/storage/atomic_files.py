@@ -3,6 +3,9 @@
 The order is always: write under a temporary name in the same folder, fsync, rename, fsync the folder. A rename within a
 folder is atomic, so readers see the old content or the new one. Without the first fsync, a power failure could keep the rename
 and lose the content. Without the second, it could lose the rename, although the run relied on it.
+
+The umask decides who can read them, also where a library writes files with modes of its own: safetensors closes its files to all
+other users, and a copy has its source's mode.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_IMODE
 
 from safetensors import SafetensorError
 
@@ -53,7 +57,11 @@ def atomic_write(file: Path) -> Iterator[Path]:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
     try:
         with storage_errors(file):
+            temporary.touch(exist_ok=False)
+            created = temporary.stat()
             yield temporary
+            if temporary.stat().st_ino != created.st_ino:  # a library renamed a temporary file of its own
+                _set_mode(temporary, created.st_mode)
             _fsync(temporary)
             os.replace(temporary, file)
             _fsync(file.parent)
@@ -91,10 +99,11 @@ def atomic_folder(target: Path, is_complete: Callable[[], bool] | None = None) -
     try:
         with storage_errors(target):
             temporary.mkdir(parents=True)
+            mode = temporary.stat().st_mode
             yield temporary
-            for path in temporary.rglob("*"):
+            for path in (*temporary.rglob("*"), temporary):
+                _set_mode(path, mode)
                 _fsync(path)
-            _fsync(temporary)
             _move(temporary, target, is_complete)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -122,6 +131,13 @@ def _move(temporary: Path, target: Path, is_complete: Callable[[], bool] | None)
         else:
             old.unlink(missing_ok=True)
     _fsync(target.parent)
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    """Give a file or folder the permissions to read and write of a mode, and a folder also those to enter."""
+    mask, current = 0o777 if path.is_dir() else 0o666, path.stat().st_mode
+    if (current ^ mode) & mask:
+        path.chmod(S_IMODE(current) & ~mask | mode & mask)
 
 
 def _fsync(path: Path) -> None:

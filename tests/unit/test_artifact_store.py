@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from distcse.errors import StorageWriteError
 from distcse.storage import (
@@ -17,7 +20,7 @@ from distcse.storage import (
     sha256,
     text_checksum,
 )
-from distcse.storage.atomic_files import atomic_folder
+from distcse.storage.atomic_files import atomic_folder, atomic_write
 from tests.failures import fails_with
 
 
@@ -79,6 +82,28 @@ def test_a_failure_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.Mon
     with fails_with(StorageWriteError, "the disk fails"):
         write_folder(target, "new")
     assert (target / "deep" / "file").read_text() == "old" and names(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_umask_decides_for_files_of_libraries_and_copies_too(tmp_path: Path, umask: int) -> None:
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep" / "file").write_text("x")
+    for path, mode in ((source / "deep" / "file", 0o400), (source, 0o500)):
+        path.chmod(mode)
+    earlier = os.umask(umask)
+    try:
+        with atomic_folder(tmp_path / "target") as temporary:
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+            save_file({"x": np.zeros(1)}, temporary / "model.safetensors")
+        with atomic_write(tmp_path / "file.safetensors") as file:
+            save_file({"x": np.zeros(1)}, file)
+    finally:
+        os.umask(earlier)
+    written = [tmp_path / "file.safetensors", tmp_path / "target", *(tmp_path / "target").rglob("*")]
+    assert len(written) == 5
+    modes = {path.name: path.stat().st_mode & 0o777 for path in written}
+    assert modes == {path.name: (0o777 if path.is_dir() else 0o666) & ~umask for path in written}
 
 
 def test_a_store_in_a_folder(tmp_path: Path) -> None:

@@ -46,6 +46,14 @@ def test_paths_of_this_machine_are_removed(done: Run, tmp_path: Path) -> None:
     assert "--licence ID" in prepare_upload(done.model, tmp_path / "again").remarks[0]
 
 
+def test_others_can_read_what_a_run_leaves(done: Run) -> None:
+    """As the umask says, which the test's process has not changed."""
+    files = [path for path in done.directory.parent.parent.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "evaluation.json", "report.html"} <= {path.name for path in files}
+    done.directory.with_name("new").touch()
+    assert {path.stat().st_mode for path in files} == {done.directory.with_name("new").stat().st_mode}
+
+
 def test_only_complete_paths_are_shortened() -> None:
     card = "at /data, of /data/texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
     assert shorten_paths(["/data/texts.txt", "/data"], card) == (
