@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from distcse.errors import HubUploadError, ModelNotFoundError
-from distcse.storage import find_model, is_uri, open_store, to_uri, write_text_atomic
+from distcse.experiments.model_card import shown_name
+from distcse.storage import find_model, open_store, to_uri, write_text_atomic
 
-_FILES_WITH_PATHS = ("README.md", "config.json", "distcse/recipe.yaml")
-"""Files of a model folder that may contain paths of this machine."""
+_FILES_WITH_PATHS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
+    "README.md": (str, str),
+    "config.json": (json.loads, partial(json.dumps, indent=2)),
+    "tokenizer_config.json": (json.loads, partial(json.dumps, indent=2)),
+    "distcse/recipe.yaml": (yaml.safe_load, partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)),
+}
+"""Files of a model folder that may contain paths of this machine, and how their texts are read and written: YAML folds long
+texts, and JSON escapes their characters."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class UploadBundle:
 
 
 def prepare_upload(model: Path, target: Path, licence: str | None = None) -> UploadBundle:
-    """Copy a model folder, and remove the paths of this machine from its texts.
+    """Copy a model folder, and remove paths of this machine, buckets and hosts from its texts.
 
     Args:
         model: A run's or a model's folder.
@@ -52,10 +60,13 @@ def prepare_upload(model: Path, target: Path, licence: str | None = None) -> Upl
             f"{store} contains no model (config.json and safetensors); name a run's or a model's folder"
         )
     shutil.copytree(folder, target)
-    local_paths = sorted(_local_paths(target / "distcse" / "recipe.yaml"), key=len, reverse=True)
-    for file in (target / name for name in _FILES_WITH_PATHS):
+    recipe = target / "distcse" / "recipe.yaml"
+    private = list(_private_names(yaml.safe_load(recipe.read_text(encoding="utf-8")))) if recipe.is_file() else []
+    for file, (read, dump) in ((target / name, form) for name, form in _FILES_WITH_PATHS.items()):
         if file.is_file():
-            write_text_atomic(file, shorten_paths(local_paths, file.read_text(encoding="utf-8")))
+            content = read(file.read_text(encoding="utf-8"))
+            if (shared := _without(private, content)) != content:
+                write_text_atomic(file, dump(shared))
     remarks = _card(target / "README.md", licence)
     found = sorted(file for file in target.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in found) / 1e6
@@ -93,23 +104,29 @@ def upload(bundle: UploadBundle, name: str, private: bool = False) -> str:
     return f"{hub.endpoint}/{name}"
 
 
-def _local_paths(recipe: Path) -> Iterator[str]:
+def _private_names(value: Any) -> Iterator[str]:
     """Yield the absolute paths and addresses in a recipe."""
-    if not recipe.is_file():
-        return
-    pending: list[Any] = [yaml.safe_load(recipe.read_text(encoding="utf-8"))]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, str) and (os.path.isabs(value) or is_uri(value)):
+    if isinstance(value, str):
+        if shown_name(value) != value:
             yield value
-        elif isinstance(value, dict | list):
-            pending.extend(value.values() if isinstance(value, dict) else value)
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _private_names(part)
 
 
-def shorten_paths(local_paths: list[str], text: str) -> str:
-    """Replace each path by its last part; only complete paths: /data is no part of a hub id or of /data-2."""
-    for path in local_paths:
-        text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w-]|\.\w)", lambda found: Path(found[0]).name, text)
+def _without(private: Sequence[str], value: Any) -> Any:
+    """Apply `shorten_paths` to all texts in a value."""
+    if isinstance(value, dict):
+        return {key: _without(private, part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_without(private, part) for part in value]
+    return shorten_paths(private, value) if isinstance(value, str) else value
+
+
+def shorten_paths(private: Sequence[str], text: str) -> str:
+    """Replace paths and addresses by what `shown_name` leaves of them; only complete ones: /data is no part of /data-2."""
+    for name in sorted(private, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w./-]){re.escape(name)}(?![\w-]|\.\w)", lambda found: shown_name(found[0]), text)
     return text
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -16,6 +18,7 @@ from distcse.model_source import PACKAGE
 from distcse.models import resolve_model
 from distcse.storage import is_uri
 
+_ADDRESS = re.compile(r"\w+://\S+")
 _INHERITED = ("language", "license", "license_name", "license_link")
 """Metadata that hold for a model because they hold for its initial model."""
 
@@ -75,11 +78,17 @@ def inherited_metadata(backbone: str) -> dict[str, Any]:
 
 
 def shown_name(model: str) -> str:
-    """Return a model's name for readers elsewhere: of a local folder, its last part."""
-    if not os.path.isabs(model):
+    """Return a name for readers elsewhere: of a folder or an address, the last part of its path, without host or bucket."""
+    if _ADDRESS.fullmatch(model):
+        address = urlsplit(model)
+        path = PurePosixPath(address.path)
+        if not path.name:
+            return address.scheme
+    elif os.path.isabs(model) and PurePosixPath(model).name:
+        path = PurePosixPath(model)
+    else:
         return model
-    path = Path(model)
-    return f"{path.parent.name}/{path.name}" if path.name == "model" else path.name
+    return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name
 
 
 def base_model(backbone: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from distcse.recipe.section import Name, Section
+from distcse.recipe.section import Name, Section, refuse_secrets
 
 
 class MLflowSection(Section):
@@ -20,10 +20,9 @@ class MLflowSection(Section):
     @field_validator("uri")
     @classmethod
     def _has_no_secret(cls, uri: str | None) -> str | None:
-        """Refuse a URI with credentials. The error does not repeat the value: messages end in logs."""
-        if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "uri holds a user's name or password; take it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        if uri is not None:
+            refuse_secrets(
+                uri, "uri", "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI"
             )
         return uri
 

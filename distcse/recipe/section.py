@@ -31,6 +31,23 @@ Gpus = Annotated[float, Field(ge=0), AfterValidator(_divides_one_gpu)]
 """GPUs of one process."""
 
 
+def refuse_secrets(url: str, key: str, place: str) -> None:
+    """Refuse a URL with credentials or a query. The error does not repeat the URL: messages end in logs.
+
+    Args:
+        url: The URL.
+        key: Its key, for the error.
+        place: Where the credentials belong.
+
+    Raises:
+        ValueError: It has them.
+    """
+    server, _, _ = url.partition("://")[2].partition("/")
+    found = "a user's name or password" if "@" in server else "a query" if {"?", "#"} & set(url) else None
+    if found is not None:
+        raise ValueError(f"{key} holds {found}; take it out, and {place}")
+
+
 def decided(precision: str) -> str:
     """Return a resolved precision. Raises `ValueError` for `auto`, which each worker would resolve for itself."""
     if precision == "auto":

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from distcse.recipe.custom import ClassPath, CustomKwarg
 from distcse.recipe.encoders import EncoderSection
 from distcse.recipe.hub_names import hub_id
-from distcse.recipe.section import FrozenPrecision, Gpus, KeyValueError, Labels, Section
+from distcse.recipe.section import FrozenPrecision, Gpus, KeyValueError, Labels, Section, refuse_secrets
 
 
 class EndpointSection(Section):
@@ -36,11 +36,8 @@ class EndpointSection(Section):
     @classmethod
     def _is_a_base_without_secrets(cls, url: str) -> str:
         """Check the URL. An error about a secret does not repeat the value: messages end in logs."""
-        scheme, _, rest = url.rpartition("://")
-        if "@" in rest.partition("/")[0]:
-            raise ValueError(
-                "url holds a user's name or password; take it out, and give the key in api_key_env's variable"
-            )
+        refuse_secrets(url, "url", "give the key in api_key_env's variable")
+        scheme, _, _ = url.rpartition("://")
         base = url.rstrip("/").removesuffix("/embeddings")
         if scheme not in ("http", "https"):
             raise ValueError(f"{url!r} is no address; write one such as http://host:8080/v1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -59,6 +60,33 @@ def test_only_complete_paths_are_shortened() -> None:
     assert shorten_paths(["/data/texts.txt", "/data"], card) == (
         "at data, of texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
     )
+
+
+def test_no_private_name_is_uploaded(done: Run, tmp_path: Path) -> None:
+    private = {
+        "storage.runs": "s3://secretbucket",
+        "storage.cache": "s3://secretbucket/cache",
+        "corpus.path": "/home/secretuser/" + "a long name " * 12 + "é.txt",
+        "student.backbone": "/home/secretuser/\u00fc/model",
+        "loggers.mlflow": {"uri": "http://secrethost:5000", "experiment": "x"},
+        "loggers.wandb": None,
+        "teachers.encoders": [
+            {"backbone": "x", "endpoint": {"url": "http://secrethost/v1"}, "kwargs": ["--in=s3://secretbucket"]}
+        ],
+    }
+    model = tmp_path / "model"
+    shutil.copytree(done.model, model)
+    (model / "distcse" / "recipe.yaml").write_text(yaml.safe_dump(private, width=60))
+    (model / "README.md").write_text(f"---\na: 1\n---\nof {private['corpus.path']}, s3://secretbucket/runs/x\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((model / name).read_text()) | {"_name_or_path": private["student.backbone"]}
+        (model / name).write_text(json.dumps(content))
+    bundle = prepare_upload(model, tmp_path / "out")
+    for name in bundle.files:
+        assert b"secret" not in (bundle.folder / name).read_bytes(), name
+    shared = yaml.safe_load((bundle.folder / "distcse" / "recipe.yaml").read_text())
+    assert shared["storage.runs"] == "s3" and shared["storage.cache"] == "cache"
+    assert shared["student.backbone"] == "ü/model" and shared["teachers.encoders"][0]["backbone"] == "x"
 
 
 def test_an_unfinished_run_and_a_run_with_several_models_are_errors(done: Run, tmp_path: Path) -> None:

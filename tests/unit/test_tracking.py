@@ -267,9 +267,10 @@ def test_loggers_of_a_sweep_are_checked_before_its_trials(monkeypatch: pytest.Mo
         require_trial_loggers(["mlflow"])
 
 
-def test_a_secret_in_a_recipe_is_refused_and_not_repeated(recipe_with: Callable[..., Recipe]) -> None:
+@pytest.mark.parametrize("uri", ["https://me:s3cret@host/", "postgresql://host/runs?password=s3cret"])
+def test_a_secret_in_a_recipe_is_refused_and_not_repeated(uri: str, recipe_with: Callable[..., Recipe]) -> None:
     with fails_with(InvalidValueError, "MLFLOW_TRACKING_USERNAME") as refused:
-        recipe_with("loggers.mlflow={uri: 'https://me:s3cret@host/'}")
+        recipe_with(f"loggers.mlflow={{uri: '{uri}'}}")
     assert "s3cret" not in str(refused.value)
 
 
