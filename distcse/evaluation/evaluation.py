@@ -132,9 +132,15 @@ class Evaluation:
         sets = _averaged_sets(score.suite, measured) if score.average else [score.set]
         return max((contamination.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
 
+    def overlaps(self, score: Score) -> dict[str, float]:
+        """Return `overlap_fraction` of each model whose training text contained sentences of a score's set."""
+        return {model: share for model in score.values if (share := self.overlap_fraction(score, model))}
+
     def write(self, file: Path) -> None:
-        """Write the results as JSON."""
-        open_store(file.parent).write_text(file.name, json.dumps(asdict(self), indent=1, ensure_ascii=False))
+        """Write the results as JSON, each score with its `overlap`."""
+        scores = [{**asdict(score), "overlap": self.overlaps(score)} for score in self.scores]
+        content = json.dumps({**asdict(self), "scores": scores}, indent=1, ensure_ascii=False)
+        open_store(file.parent).write_text(file.name, content)
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:
@@ -334,7 +340,7 @@ def _load_score(stored: dict[str, Any]) -> Score:
         Comparison(entry["model"], entry["against"], Difference(**entry["difference"]))
         for entry in stored["comparisons"]
     ]
-    return Score(**{**stored, "comparisons": comparisons})
+    return Score(**{key: value for key, value in stored.items() if key != "overlap"} | {"comparisons": comparisons})
 
 
 def _load_changes(stored: dict[str, Any]) -> NeighborChanges:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, EvaluationDependencyError
 from distcse.evaluation.catalogue import STS, KnownSet
+from distcse.evaluation.contamination import NOTICED_FROM, Contamination
 from distcse.evaluation.evaluation import Candidate
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
@@ -47,9 +48,16 @@ class MtebEncoder:
         model: Encodes the texts.
         name: Name in MTEB's results; `distcse/` is prepended unless it contains a slash.
         dimension: Dimension of the vectors, for MTEB's metadata.
+        training_datasets: Names of tasks whose sentences were in the training text, for MTEB's metadata. Default: unknown.
     """
 
-    def __init__(self, model: VectorModel, name: str, dimension: int | None = None) -> None:
+    def __init__(
+        self,
+        model: VectorModel,
+        name: str,
+        dimension: int | None = None,
+        training_datasets: set[str] | None = None,
+    ) -> None:
         self._model = model
         self.mteb_model_meta = ModelMeta(
             loader=None,
@@ -68,7 +76,7 @@ class MtebEncoder:
             framework=["PyTorch"],
             similarity_fn_name="cosine",
             use_instructions=False,
-            training_datasets=None,
+            training_datasets=training_datasets,
         )
 
     @classmethod
@@ -120,7 +128,11 @@ def write_results(candidates: Sequence[Candidate], data: Path, out: Path) -> Pat
         for candidate in candidates:
             if isinstance(candidate.model, VectorModel):
                 mteb.evaluate(
-                    MtebEncoder(candidate.model, candidate.info.name),
+                    MtebEncoder(
+                        candidate.model,
+                        candidate.info.name,
+                        training_datasets=_trained_on(candidate.contamination, data),
+                    ),
                     sts_tasks(data),
                     cache=ResultCache(out),
                     overwrite_strategy="always",
@@ -128,6 +140,15 @@ def write_results(candidates: Sequence[Candidate], data: Path, out: Path) -> Pat
                     show_progress_bar=False,
                 )
     return out / "results"
+
+
+def _trained_on(contamination: Contamination, data: Path) -> set[str] | None:
+    """Return the tasks with test sentences in a model's training text; None if it is unknown."""
+    if not contamination.overlap:
+        return None
+    tests = {known.name: find_table(data / known.folder, "test") for known in STS}
+    pairs = [ScoredPairs.of(name, read_table(file)) for name, file in tests.items() if file is not None]
+    return {_TASKS[test.name] for test in pairs if (contamination.overlap_of(test.unique) or 0.0) >= NOTICED_FROM}
 
 
 def _pairs(data: Path, known: KnownSet) -> ScoredPairs | None:

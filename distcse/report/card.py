@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from distcse.evaluation import Evaluation, Score
+from distcse.evaluation.contamination import NOTICED_FROM
 from distcse.experiments.experiment import Result
 from distcse.experiments.model_card import ModelCard
 from distcse.recipe import recipe_yaml
@@ -44,17 +45,23 @@ def card_markdown(card: ModelCard, evaluation: Evaluation | None) -> str:
 
 
 def model_index(card: ModelCard, evaluation: Evaluation | None) -> dict[str, Any]:
-    """Return the model's scores as the hub's `model-index` metadata, without averages; empty without scores."""
+    """Return the model's scores as the hub's `model-index` metadata; empty without scores.
+
+    Averages are left out, and scores on sets that were in the training text, because the hub shows no mark.
+    """
+    if evaluation is None:
+        return {}
     results = [
         {
             "task": {"type": card.metadata["pipeline_tag"]},
             "dataset": {"type": f"{score.suite}/{score.set}".lower().replace(" ", "-"), "name": score.set},
             "metrics": [{"type": score.measure, "name": measure_name(score), "value": round(value, 4)}],
         }
-        for score in ([] if evaluation is None else evaluation.scores)
+        for score in evaluation.scores
         if not score.average
         and score.suite not in _NO_MEASUREMENTS
         and (value := score.values.get(card.evaluated_as)) is not None
+        and evaluation.overlap_fraction(score, card.evaluated_as) < NOTICED_FROM
     ]
     return {"model-index": [{"name": card.title, "results": results}]} if results else {}
 

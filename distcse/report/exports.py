@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
-from distcse.report.grids import Grid, grids, row_title, spread_text
+from distcse.report.grids import Grid, grids, legend, row_title, spread_text
 from distcse.storage import open_store
 from distcse.tuning.summary import SummaryRow
 
@@ -49,8 +49,8 @@ def scores_csv(evaluation: Evaluation) -> str:
 
 
 def scores_tex(evaluation: Evaluation) -> str:
-    """Format the report's tables in LaTeX, for the package booktabs; the best score of a column is bold."""
-    return "\n".join([_NEEDS, *(_table(grid) for grid in grids(evaluation))])
+    """Format the report's tables in LaTeX, for booktabs; the best score of a column is bold. Comments explain the marks."""
+    return "\n".join([_NEEDS, *(f"% {_escape(line)}" for line in legend(evaluation)), *map(_table, grids(evaluation))])
 
 
 def write_summary(rows: Sequence[SummaryRow], folder: Path) -> None:
@@ -61,14 +61,15 @@ def write_summary(rows: Sequence[SummaryRow], folder: Path) -> None:
 
 
 def summary_csv(rows: Sequence[SummaryRow]) -> str:
-    """Format a line per score and model: mean, sample standard deviation (empty for one run) and number of runs."""
+    """Format a line per score and model: mean, sample standard deviation (empty for one run), number of runs, and overlap."""
     written = io.StringIO()
     writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(("suite", "set", "measure", "model", "mean", "deviation", "runs"))
+    writer.writerow(("suite", "set", "measure", "model", "mean", "deviation", "runs", "overlap"))
     for row in rows:
         for model, spread in row.spreads.items():
             deviation = f"{spread.deviation:.6g}" if spread.number > 1 else ""
-            writer.writerow([row.suite, row.set, row.measure, model, f"{spread.mean:.6g}", deviation, spread.number])
+            numbers = (f"{spread.mean:.6g}", deviation, spread.number, f"{row.seen:.4g}")
+            writer.writerow([row.suite, row.set, row.measure, model, *numbers])
     return written.getvalue()
 
 

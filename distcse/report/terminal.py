@@ -172,6 +172,7 @@ def results_as_json(evaluation: Evaluation) -> list[dict[str, Any]]:
             "measure": s.measure,
             "average": s.average,
             "values": s.values,
+            "overlap": evaluation.overlaps(s),
         }
         for s in evaluation.scores
     ]

@@ -56,14 +56,13 @@ class Tracking:
                 self._log(self._prefix(group), {"dev": event.score, "best_dev": event.best}, event.step)
 
     def end(self, interrupted: bool, evaluation: Evaluation | None) -> None:
-        """Record how the run ended, and log the final evaluation at the last reported step."""
+        """Record how the run ended, and log the final evaluation at the last reported step, with overlaps above 0."""
         self._status = "interrupted" if interrupted else "finished"
-        scores = evaluation.scores if evaluation is not None else ()
-        metrics = {
-            f"{score.suite}/{score.set}/{score.measure}/{model}": value
-            for score in scores
-            for model, value in score.values.items()
-        }
+        metrics: dict[str, float] = {}
+        for score in [] if evaluation is None else evaluation.scores:
+            of = f"{score.suite}/{score.set}"
+            metrics |= {f"{of}/{score.measure}/{model}": value for model, value in score.values.items()}
+            metrics |= {f"{of}/overlap/{model}": share for model, share in evaluation.overlaps(score).items()}
         if metrics:
             self._log("final/", metrics, self._last_step)
 

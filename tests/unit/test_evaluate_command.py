@@ -35,9 +35,12 @@ from distcse.evaluation import (
     Ensemble,
     Evaluation,
     Limits,
+    LoadOptions,
     ModelInfo,
+    ScoredPairs,
     VectorModel,
     make_ensembles,
+    open_candidate,
     read_table,
 )
 from distcse.events import Event, StageProgress
@@ -389,3 +392,19 @@ def test_documents_without_retrieval(
     assert main([model, "--pooling", "mean", "--data", str(labelled), "--documents", model]) == 1
     shown = capsys.readouterr().err
     assert f"[{EvaluationOptionError.code}]" in shown and "--documents" in shown and "--add retrieval=FOLDER" in shown
+
+
+def test_mteb_is_told_which_of_its_tasks_were_in_the_training_text(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("mteb")
+    from distcse.evaluation.mteb import write_results
+
+    candidate = open_candidate("small", str(tiny()), LoadOptions(pooling="mean", precision="fp32"))
+    seen = ScoredPairs.of("STS-B", read_table(labelled / "sts" / "stsb" / "test.tsv.gz")).unique
+    for number, (known, expected) in enumerate(
+        [(Contamination({}), None), (Contamination.measure(seen, [seen]), ["STSBenchmark"])]
+    ):
+        write_results([replace(candidate, contamination=known)], labelled, tmp_path / str(number))
+        (meta,) = (tmp_path / str(number)).rglob("model_meta.json")
+        assert json.loads(meta.read_text())["training_datasets"] == expected

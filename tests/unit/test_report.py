@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation, Score
@@ -22,14 +22,14 @@ from distcse.evaluation.runs import Spread, compute_spread
 from distcse.events import Reporter
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.model_card import base_model, inherited_metadata
-from distcse.report.card import write_cards
+from distcse.report.card import model_index, write_cards
 from distcse.report.exports import scores_csv, scores_tex, summary_csv, summary_tex
 from distcse.report.grids import MEASURES, grids
 from distcse.report.history import History, read_run
 from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
 from distcse.report.sweep_page import summary_tiles
-from distcse.report.terminal import print_evaluation, print_remarks
+from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
 from distcse.tuning.summary import SummaryRow
 from tests.backends import run
 from tests.failures import fails_with
@@ -246,16 +246,39 @@ def test_a_card_inherits_licence_and_language_of_the_initial_model(tmp_path: Pat
         assert inherited_metadata(str(model)) == {}
 
 
-def test_a_card_names_no_local_path_and_indexes_its_scores(result: DistillationResult) -> None:
+def test_a_card_names_no_local_path(result: DistillationResult) -> None:
     write_cards(result)
     card = (result.directory.model / "README.md").read_text()
-    assert "](/" not in card and "`/" not in card
-    index = yaml.safe_load(card.split("---\n")[1])["model-index"][0]
+    assert "](/" not in card and "`/" not in card and "model-index" not in card
+
+
+@pytest.mark.parametrize(("share", "is_indexed"), [(0.009, True), (0.01, False), (1.0, False)])
+def test_a_card_indexes_scores_on_sets_that_were_not_in_the_training_text(
+    share: float, is_indexed: bool, result: DistillationResult, measured: Evaluation
+) -> None:
+    models = [replace(about, contamination={"sts/STS-B": share, "sts/STS12": 1.0}) for about in measured.models]
+    scores = [score for score in measured.scores if score.suite == "sts"]
+    found = model_index(result.cards[0], replace(measured, models=models, scores=scores))
+    if not is_indexed:
+        assert found == {}
+        return
+    (index,) = found["model-index"]
     assert index["name"] == result.recipe.name
-    entry = next(entry for entry in index["results"] if entry["dataset"]["name"] == "STS-B")
-    score = next(s for s in result.evaluation.scores if s.set == "STS-B" and s.measure == "all")
+    entry, score = index["results"][0], next(s for s in scores if s.set == "STS-B" and s.measure == "all")
     assert entry["metrics"][0] == {"type": "all", "name": MEASURES["all"], "value": round(score.values["student"], 4)}
     assert entry["task"] == {"type": "sentence-similarity"} and entry["dataset"]["type"] == "sts/sts-b"
+
+
+def test_scores_on_sets_in_the_training_text_are_marked_for_machines(measured: Evaluation, tmp_path: Path) -> None:
+    score = next(s for s in measured.scores if s.set == "STS-B" and s.measure == "all")
+    assert measured.overlaps(score).keys() == {"student"}
+    measured.write(tmp_path / "evaluation.json")
+    stored = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
+    printed = [event for event in results_as_json(measured) if event["event"] == "Score"]
+    for written, of in zip([*stored, *printed], [*measured.scores, *measured.scores], strict=True):
+        assert written["overlap"].get("student", 0.0) == measured.overlap_fraction(of, "student")
+    assert Evaluation.read(tmp_path / "evaluation.json").scores == measured.scores
+    assert r"% $\ddagger$ student, sts STS-B: transductive" in scores_tex(measured)
 
 
 def test_scores_are_written_for_other_programs(measured: Evaluation) -> None:
@@ -279,10 +302,10 @@ def test_a_sweeps_final_runs_are_written_for_other_programs() -> None:
         SummaryRow("sts", "STS-B", "all", {"best": Spread(70.0, 0.0, 1)}, seen=1.0),
     ]
     lines = list(csv.DictReader(io.StringIO(summary_csv(rows))))
-    assert [(line["set"], line["model"], line["mean"], line["deviation"], line["runs"]) for line in lines] == [
-        ("best of each run", "recipe", "85", "1.5", "2"),
-        ("best of each run", "best", "86.25", "0.5", "2"),
-        ("STS-B", "best", "70", "", "1"),
+    assert [(line["set"], *list(line.values())[3:]) for line in lines] == [
+        ("best of each run", "recipe", "85", "1.5", "2", "0"),
+        ("best of each run", "best", "86.25", "0.5", "2", "0"),
+        ("STS-B", "best", "70", "", "1", "1"),
     ]
     tex = summary_tex(rows).splitlines()
     assert r"Dev score: best of each run & 85.00 $\pm$ 1.50 & 86.25 $\pm$ 0.50 \\" in tex
