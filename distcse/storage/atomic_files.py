@@ -4,7 +4,7 @@ The order is always: write under a temporary name in the same folder, fsync, ren
 folder is atomic, so readers see the old content or the new one. Without the first fsync, a power failure could keep the rename
 and lose the content. Without the second, it could lose the rename, although the run relied on it.
 
-The umask decides who can read them, also where a library writes files with modes of its own: safetensors closes its files to all
+The umask decides who can read them, also where a library sets other modes: safetensors closes its files to all
 other users, and a copy has its source's mode.
 """
 
@@ -60,7 +60,7 @@ def atomic_write(file: Path) -> Iterator[Path]:
             temporary.touch(exist_ok=False)
             created = temporary.stat()
             yield temporary
-            if temporary.stat().st_ino != created.st_ino:  # a library renamed a temporary file of its own
+            if temporary.stat().st_ino != created.st_ino:  # a library renamed its own temporary file
                 _set_mode(temporary, created.st_mode)
             _fsync(temporary)
             os.replace(temporary, file)
