@@ -11,7 +11,7 @@ from distcse.losses.detection import Detection, ReplacedTokenDetection, detectio
 from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
 from distcse.losses.list_mle import ListMLE, list_mle
 from distcse.losses.list_net import ListNet, list_net
-from distcse.losses.objective import Objective, build_objective
+from distcse.losses.objective import Objective, build_objective, try_custom_terms
 from distcse.losses.pseudo_labels import bce_soft, mse_cosine
 from distcse.losses.rank_regression import RankRegression, squared_errors
 from distcse.losses.regression import Regression, cosine_errors, squared_distances
@@ -49,4 +49,5 @@ __all__ = [
     "shuffle_rank_groups",
     "squared_distances",
     "squared_errors",
+    "try_custom_terms",
 ]

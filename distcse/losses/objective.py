@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection
 
 import torch
@@ -141,6 +142,42 @@ def _build_term(key: str, loss: LossSection, objective: ObjectiveSection) -> nn.
             f"{key}.class_path: {class_path} has parameters, which no optimizer would train; remove them"
         )
     return term
+
+
+def try_custom_terms(objective: Objective, section: ObjectiveSection, batch_size: int) -> None:
+    """Call each custom term once, on random views and lists of one worker's batch.
+
+    Args:
+        objective: The objective that `build_objective` made.
+        section: Its recipe section.
+        batch_size: Number of rows, those of the recipe's global batch.
+
+    Raises:
+        CustomClassError: A term raises an error, or does not return a differentiable share of the loss.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for key, loss in section.custom.items():
+        if key not in objective.terms:
+            continue
+        class_path = f"objective.custom.{key}.class_path: {loss.class_path}"
+        z1, z2 = (torch.randn(batch_size, 16, generator=generator, requires_grad=True) for _ in range(2))
+        lists = torch.rand(batch_size, batch_size, generator=generator) if objective.needs_lists else None
+        try:
+            with torch.random.fork_rng(devices=[]):
+                result = objective.terms[key](Views(z1, z2, z1, z2), TeacherOutputs(lists))
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise CustomClassError(
+                f"{class_path} fails on a batch of random views: {type(error).__name__}: {error} ({last.filename}, line "
+                f"{last.lineno}); write forward(self, views, teachers), called with Views and TeacherOutputs"
+            ) from error
+        share = result[0] if isinstance(result, tuple) else result
+        if not (isinstance(share, Tensor) and share.ndim == 0 and share.requires_grad):
+            found = f"a tensor of shape {tuple(share.shape)}" if isinstance(share, Tensor) else type(share).__name__
+            raise CustomClassError(
+                f"{class_path} returns {found}{' without gradient' if isinstance(share, Tensor) else ''}; return this worker's "
+                "share of the loss, a scalar that depends on the views: the sum over its rows divided by views.columns"
+            )
 
 
 @torch.no_grad()

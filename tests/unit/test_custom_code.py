@@ -107,6 +107,17 @@ class Heavy(nn.Module):
 class NoModule: pass
 class Lists(nn.Module):
     needs_lists = True
+class Signature(nn.Module):
+    def forward(self, similarities): return similarities.mean()
+class Lines(nn.Module):
+    def forward(self, views, teachers):
+        return views.similarities.sun()
+class Rows(nn.Module):
+    def forward(self, views, teachers): return views.similarities.mean(dim=1)
+class Number(nn.Module):
+    def forward(self, views, teachers): return float(views.similarities.mean())
+class Constant(nn.Module):
+    def forward(self, views, teachers): return views.similarities.detach().mean(), {}
 """
 
 
@@ -118,6 +129,11 @@ class Lists(nn.Module):
         ("my_therms:Correlation", "{}", ("my_therms",)),
         ("odd_terms:Heavy", "{}", ("odd_terms:Heavy", "parameters")),
         ("odd_terms:NoModule", "{}", ("odd_terms:NoModule", "torch.nn.Module")),
+        ("odd_terms:Signature", "{}", ("objective.custom.mine.class_path", "TypeError", "forward(self, views, teachers)")),
+        ("odd_terms:Lines", "{}", ("objective.custom.mine.class_path", "AttributeError", "odd_terms.py, line 13")),
+        ("odd_terms:Rows", "{}", ("odd_terms:Rows", "shape (16,)", "scalar")),
+        ("odd_terms:Number", "{}", ("odd_terms:Number", "float", "scalar")),
+        ("odd_terms:Constant", "{}", ("odd_terms:Constant", "without gradient")),
     ],
 )
 def test_an_unusable_term_is_refused_before_any_work(

@@ -22,7 +22,7 @@ from distcse.experiments.distillation.tables import require_embedding_gpus
 from distcse.experiments.distillation.warnings import band_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings
-from distcse.losses import build_objective
+from distcse.losses import build_objective, try_custom_terms
 from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
 from distcse.models.fast.switch import allows_shortcuts
@@ -47,6 +47,7 @@ def check_recipe(recipe: Recipe) -> None:
 
     Raises:
         InvalidValueError: A custom loss term needs teachers, and the recipe has none.
+        CustomClassError: A custom loss term fails on random views.
         MissingDependencyError: A setting needs a package that is not installed.
         CorpusError: The text is missing, or lacks a column.
         ModelNotFoundError: A model's folder or package is missing. Models of the hub are not looked up.
@@ -54,11 +55,13 @@ def check_recipe(recipe: Recipe) -> None:
         RunDirectoryError: A storage folder cannot be written.
         EvaluationError: The labelled dev set is missing or malformed.
     """
-    if build_objective(recipe.objective).needs_lists and not recipe.teachers.encoders:
+    objective = build_objective(recipe.objective)
+    if objective.needs_lists and not recipe.teachers.encoders:
         raise InvalidValueError(
             "a term of objective.custom needs the teachers' lists, but teachers.encoders is empty; add a teacher or remove the "
             "term"
         )
+    try_custom_terms(objective, recipe.objective, recipe.training.batch_size)
     require_packages(recipe.loggers)
     uses_deepspeed(recipe.training)
     if recipe.training.neighbor_batching is not None:
