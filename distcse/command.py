@@ -17,7 +17,7 @@ from distcse.compat.argparse import actions_of
 from distcse.errors import DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
 from distcse.spelling import nearest
 
-INTERRUPTED = 130
+NO_GAIN, INTERRUPTED = 3, 130
 """Exit status of a command that was asked to stop."""
 
 # Ray's job supervisor sets the first for a job's process, and reads the second from its own environment, which the job inherits.
@@ -28,7 +28,7 @@ _MODULE = "distcse."
 _RECIPE_OPTIONS = ("config", "config-file", "config_file", "cfg", "recipe")
 """Options by which other programs take their configuration file."""
 
-STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."
+STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 3 no model is better than its start, 130 interrupted."
 
 
 def program(command: str) -> str:

@@ -70,6 +70,11 @@ class Run:
         return next(iter(models.values()))
 
     @property
+    def improved(self) -> bool:
+        """Whether a model has a better dev score than its start; also True without dev scores, which nothing denies."""
+        return not self.models or len(self.result.unchanged) < len(self.models)
+
+    @property
     def scores(self) -> Measurement | None:
         """Scores of the initial student, the student and the teachers; None if nothing was evaluated."""
         from distcse.measuring import Measurement

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcse.command import (
     INTERRUPTED,
+    NO_GAIN,
     STATUSES,
     ErrorStatus,
     StopOnSignal,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, run, print. Returns the exit status: 0 done, 1 failed, 2 a mistake in the recipe, 130 interrupted."""
+    """Parse, run, print. Returns the exit status (see `STATUSES`)."""
     options = parse_command(build_parser(), arguments)
     try:
         with ErrorStatus(kept="the last checkpoint is kept", as_json=options.json) as failed:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         earlier = options.rerun or options.resume
                         done = again(earlier, *overrides, listen=view.show, stop_requested=stop.stop_requested)
             _print(done, options.json)
-            return INTERRUPTED if done.interrupted else 0
+            return INTERRUPTED if done.interrupted else 0 if done.improved else NO_GAIN
         return failed.status
     finally:
         shutdown_ray()
@@ -155,7 +156,7 @@ def commands_for(done: Run) -> list[str]:
     commands = {
         f"{program('evaluate')} student={model}{reference} --texts FILE": "agreement and speed on your own text, without labels",
         f"{program('export')} {model} --onnx --int8": "ONNX files",
-        f"{program('push')} {model} --to USER/NAME": "upload to the hub",
+        **({f"{program('push')} {model} --to USER/NAME": "upload to the hub"} if done.improved else {}),
     }
     return [
         *resume,
@@ -180,6 +181,7 @@ def _finished(done: Run) -> dict[str, Any]:
         "interrupted": done.interrupted,
         "run": done.uri,
         "models": {name: to_uri(model) for name, model in done.models.items()},
+        "unchanged": done.result.unchanged,
         "reports": [to_uri(file) for file in done.reports],
         **({} if done.compared is None else {"weights": done.compared.description}),
     }

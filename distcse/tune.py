@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distcse.command import (
     INTERRUPTED,
+    NO_GAIN,
     STATUSES,
     StopOnSignal,
     add_output_options,
@@ -184,7 +185,8 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
     print_summary(rows_of(result))
     if result.best_trial is not None and result.best_trial.best is not None:
         lines += [
-            f"best    dev {result.best_trial.best.score:.2f}  {format_values(result.best_trial.values)}",
+            f"best    dev {result.best_trial.best.score:.2f}  {format_values(result.best_trial.values)}"
+            + ("" if result.best_trial.best.step else "  (its start: no trial is better)"),
             f"recipe  {to_uri(result.best_recipe)}",
         ]
     lines += [f"missing {run}" for run in unfinished(result)]
@@ -216,7 +218,7 @@ def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
 
 
 def status_of(result: SweepResult) -> int:
-    """Return 130 for an interrupted sweep, else 0. Raises `WorkFailedError` if no trial or no final run finished."""
+    """Return a sweep's exit status: 130 interrupted, 3 if no trial is better than its start, else 0. Raises `WorkFailedError` if no trial or no final run finished."""
     if result.interrupted:
         return INTERRUPTED
     if result.best_trial is None:
@@ -225,7 +227,8 @@ def status_of(result: SweepResult) -> int:
     lost = [run for run in result.final_results if run.status != "finished"]
     if lost and len(lost) == len(result.final_results):
         raise WorkFailedError(f"none of the {len(lost)} final runs finished; the first failed with: {lost[0].reason}")
-    return 0
+    best = result.best_trial.best
+    return NO_GAIN if best is not None and not best.step else 0
 
 
 def build_parser() -> argparse.ArgumentParser:

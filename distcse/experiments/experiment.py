@@ -61,6 +61,11 @@ class Result(Protocol):
         ...
 
     @property
+    def unchanged(self) -> list[str]:
+        """Names of the models that are their start, because training found no better dev score."""
+        ...
+
+    @property
     def reference(self) -> ReferenceModel | None:
         """A model to compare the trained ones with, such as the teacher; None if there is none."""
         ...

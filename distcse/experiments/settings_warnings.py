@@ -276,6 +276,26 @@ def warn_of_rising_curve(
     ]
 
 
+def warn_of_no_gain(scores: Sequence[tuple[int, float]], training: TrainingSection) -> list[SettingsWarning]:
+    """Warn of a run that saves its start, because no later dev score is higher.
+
+    Args:
+        scores: As for `warn_of_rising_curve`.
+        training: As there.
+    """
+    if len(scores) < 2 or max(score for _, score in scores[1:]) > scores[0][1]:
+        return []
+    (_, start), (step, last) = scores[0], scores[-1]
+    return [
+        SettingsWarning(
+            "DCSE-W11",
+            f"no checkpoint has a higher dev score than the start, {start:.2f} (at step {step:,}: {last:.2f}), so the model that "
+            "is saved is the start, unchanged",
+            f"lower training.lr ({training.lr / 3:.2g}), or train longer",
+        )
+    ]
+
+
 def warn_of_weak_label_source(
     name: str, key: str, score: float, labels: float, without: float, dev: str
 ) -> list[SettingsWarning]:

@@ -49,6 +49,19 @@ def test_a_student_is_shown_next_to_its_teachers_with_the_next_commands(
     assert "kept@10" in capsys.readouterr().out
 
 
+def test_a_run_that_found_nothing_better_than_its_start_does_not_look_like_a_success(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_with()
+    assert train.main([str(tmp_path / "recipe.yaml"), *SHORT, "training.lr=1e-30"]) == 3
+    shown = capsys.readouterr()
+    assert "DCSE-W11" in shown.err and "its start: no checkpoint is better" in shown.out
+    assert "push" not in shown.out and "evaluate" in shown.out
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "Not improved" in (run / "model" / "README.md").read_text()
+    assert "the start: no checkpoint is better" in (run / "report.html").read_text()
+
+
 def test_the_commands_of_several_models_name_the_first_one(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:

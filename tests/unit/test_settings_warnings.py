@@ -26,6 +26,7 @@ from distcse.experiments.settings_warnings import (
     warn_of_cut_rows,
     warn_of_few_steps,
     warn_of_narrow_bands,
+    warn_of_no_gain,
     warn_of_rising_curve,
     warn_of_session_folders,
 )
@@ -397,6 +398,22 @@ def test_a_dev_score_that_still_rises_at_the_end_is_warned_of(scores: list[tuple
     assert codes(found) == ["DCSE-W07"] * bool(rises)
     for warning in found:
         assert rises in warning.problem and "training.epochs=3" in warning.fix
+
+
+@pytest.mark.parametrize(
+    ("scores", "warns"),
+    [
+        ([(0, 46.64), (5, 0.45), (25, -1.09)], True),
+        ([(0, 46.64), (5, 46.64)], True),  # the start wins a tie
+        ([(0, 46.64), (5, 47.0), (25, -1.09)], False),
+        ([(0, 46.64)], False),
+        ([], False),
+    ],
+)
+def test_a_run_without_gain_is_warned_of(scores: list[tuple[int, float]], warns: bool) -> None:
+    found = warn_of_no_gain(scores, TrainingSection(lr=0.06))
+    assert [warning.code for warning in found] == ["DCSE-W11"] * warns
+    assert not found or ("46.64" in found[0].problem and "training.lr (0.02)" in found[0].fix)
 
 
 def test_the_advice_for_a_rising_curve_names_the_key_that_ends_the_run() -> None:

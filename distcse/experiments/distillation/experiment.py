@@ -32,7 +32,7 @@ from distcse.experiments.distillation.warnings import band_warnings, cached_corp
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
-from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_rising_curve
+from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_no_gain, warn_of_rising_curve
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
 from distcse.models.weight_interpolation import WeightInterpolation
@@ -168,7 +168,13 @@ class OpenDistillation:
         recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
         if not train_result.interrupted and not backend.is_for_trials:
             scores, steps = train_result.state.scores, train_result.steps
-            report_warnings(warn_of_rising_curve(scores, steps, recipe.training), reporter)
+            report_warnings(
+                [
+                    *warn_of_rising_curve(scores, steps, recipe.training),
+                    *warn_of_no_gain(scores, recipe.training),
+                ],
+                reporter,
+            )
         student = EncoderHandle(partial(load_trained, recipe, directory.store))
         final = FinalScores(None, stopped=train_result.interrupted)
         _export(recipe, student, directory, backend, reporter)

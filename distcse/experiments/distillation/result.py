@@ -42,13 +42,24 @@ class DistillationResult:
         return {"student": self.directory.model}
 
     @property
+    def is_start(self) -> bool:
+        """Whether the student is as it began, because its best dev score is that before training."""
+        best = self.train_result.state.best
+        return best is not None and best[0] == 0
+
+    @property
+    def unchanged(self) -> list[str]:
+        return ["student"] if self.is_start and not self.train_result.interrupted else []
+
+    @property
     def reference(self) -> ReferenceModel | None:
         kinds = [kind_of(teacher, only_local=True) for teacher in self.recipe.teachers.encoders]
         return next((ReferenceModel("teacher", kind.section) for kind in kinds if kind.is_model), None)
 
     @property
     def summary(self) -> list[str]:
-        return [f"model   {to_uri(self.directory.model)}"]
+        note = "  (its start: no checkpoint is better)" if self.unchanged else ""
+        return [f"model   {to_uri(self.directory.model)}{note}"]
 
     @property
     def cards(self) -> list[ModelCard]:
@@ -80,6 +91,8 @@ class DistillationResult:
         layers = f", layers {student.layers}" if student.layers else ""
         best = state.best
         dev = f" This is the checkpoint with the best dev score, {best[1]:.2f} at step {best[0]}." if best else ""
+        if self.unchanged and best:
+            dev = f" **Not improved**: no checkpoint has a higher dev score than its start, {best[1]:.2f}; this is the start."
         return (
             f"A sentence encoder, initialized from `{shown_name(student.backbone)}`{layers}, pooling `{student.pooling}`, "
             f"and trained on {self.rows:,} unlabelled sentences for {state.step} of {self.train_result.steps} steps.{dev}"

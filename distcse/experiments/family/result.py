@@ -16,12 +16,6 @@ from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
 
 
-def is_start(student: DistillationResult) -> bool:
-    """Return whether a student's best dev score is that before training, so that its vectors are not the targets'."""
-    best = student.train_result.state.best
-    return best is not None and best[0] == 0
-
-
 @dataclass(frozen=True)
 class FamilyResult:
     """Result of a family's run (see `Result`)."""
@@ -43,13 +37,20 @@ class FamilyResult:
         return {name: result.directory.model for name, result in self.students.items()} | dict(self.static)
 
     @property
+    def unchanged(self) -> list[str]:
+        return [name for name, result in self.students.items() if result.unchanged]
+
+    @property
     def reference(self) -> ReferenceModel | None:
         return next((result.reference for result in self.students.values()), None)
 
     @property
     def summary(self) -> list[str]:
         width = max(map(len, self.models), default=0)
-        return [f"model   {name:<{width}}  {to_uri(folder)}" for name, folder in self.models.items()]
+        notes = dict.fromkeys(self.unchanged, "  (its start: no checkpoint is better)")
+        return [
+            f"model   {name:<{width}}  {to_uri(folder)}{notes.get(name, '')}" for name, folder in self.models.items()
+        ]
 
     @property
     def cards(self) -> list[ModelCard]:
@@ -87,7 +88,7 @@ class FamilyResult:
 
     def _siblings(self, name: str) -> str:
         """Return which other students' document embeddings this student can search."""
-        in_space = [other for other, result in self.students.items() if not is_start(result)] + [*self.static]
+        in_space = [other for other, result in self.students.items() if not result.is_start] + [*self.static]
         others = " and ".join(f"`{other}`" for other in in_space if other != name)
         if not others or name not in in_space:
             return ""

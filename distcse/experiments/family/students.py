@@ -18,7 +18,6 @@ from distcse.experiments.distillation.experiment import Distillation, OpenDistil
 from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.result import DistillationResult
-from distcse.experiments.family.result import is_start
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.cluster import Cluster
 from distcse.placement.devices import DeviceOptions, OwnNode, plan_devices
@@ -195,7 +194,7 @@ def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:
 
 def _warn_of_start(student: DistillationResult, reporter: Reporter) -> None:
     """Warn of a student that is saved as it began, because its vectors are not the targets'."""
-    if is_start(student) and not student.interrupted:
+    if student.unchanged:
         reporter.emit(
             LogMessage(
                 f"{student.recipe.name} has its best dev score before training, and is saved so: its vectors are not in the "

@@ -64,6 +64,10 @@ class MutualResult:
         return {f"{best.group} {best.kind}": best.model for best in self.best}
 
     @property
+    def unchanged(self) -> list[str]:
+        return [f"{best.group} {best.kind}" for best in self.best if best.is_start]
+
+    @property
     def reference(self) -> ReferenceModel:
         return ReferenceModel("start", self.recipe.groups[0])
 
