@@ -188,7 +188,7 @@ class CrossEncoder(nn.Module):
 
         Args:
             pairs: The pairs.
-            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096 on a CPU, 65536 on a GPU;
+            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 2048 on a CPU, 65536 on a GPU;
                 halved where the GPU's memory does not suffice.
             precision: `fp32` (default), or `bf16` / `fp16` for autocast.
             on_progress: Called with the number of pairs scored so far.

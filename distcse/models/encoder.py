@@ -248,7 +248,7 @@ class Encoder(nn.Module):
         Args:
             texts: A text; or a list, tuple, array, pandas Series or generator of texts.
             prompt_name: Name of the folder's prompt to use, such as `query`. Default: the encoder's prompt.
-            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 4096 on a CPU, 65536 on a GPU;
+            batch_tokens: Maximum number of tokens per forward pass, with padding. Default: 2048 on a CPU, 65536 on a GPU;
                 halved where the GPU's memory does not suffice.
             normalize: Whether to return unit vectors. Default: the model's own setting.
             precision: `fp32` (default), or `bf16` / `fp16` for autocast with float32 pooling.

@@ -179,5 +179,5 @@ class TeachersSection(Section):
     deviation of the pair's similarity over the teachers, each teacher's list first standardized to mean 0 and deviation 1.
     Smaller values discount disagreement more. Needs at least two teachers. null weighs all pairs equally."""
     tokens_per_batch: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass of a teacher, with padding. null is 4,096 on a CPU and 65,536 on a GPU; a GPU that runs out of
+    """Tokens per forward pass of a teacher, with padding. null is 2,048 on a CPU and 65,536 on a GPU; a GPU that runs out of
     memory continues with half, and logs it."""

@@ -52,6 +52,15 @@ def test_slow_and_unsupported_kernels_are_not_used(
 
 
 @needs_kernels
+@pytest.mark.parametrize(("measured", "is_used"), [(0.95, False), (1.01, False), (1.5, True)])
+def test_a_product_that_is_as_fast_does_not_pay_for_a_model(
+    measured: float, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.fp32_speedup", lambda: measured)
+    assert is_faster("fp32") is is_used
+
+
+@needs_kernels
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_mapping_of_the_original_weights_is_closed(
