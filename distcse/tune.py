@@ -218,7 +218,11 @@ def _finished(result: SweepResult, pages: Sequence[Path]) -> dict[str, Any]:
 
 
 def status_of(result: SweepResult) -> int:
-    """Return a sweep's exit status: 130 interrupted, 3 if no trial is better than its start, else 0. Raises `WorkFailedError` if no trial or no final run finished."""
+    """Return a sweep's exit status: 130 interrupted, 3 if no trial is better than its start, else 0.
+
+    Raises:
+        WorkFailedError: No trial or no final run finished.
+    """
     if result.interrupted:
         return INTERRUPTED
     if result.best_trial is None:

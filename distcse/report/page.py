@@ -112,7 +112,13 @@ def _tiles(evaluation: Evaluation, history: History | None) -> list[dict[str, st
         ]
     if history and history.best:
         step, score = history.best
-        tiles.append({"name": f"best {history.dev_name}", "figure": f"{score:.2f}", "note": f"at step {step:,}" if step else "the start: no checkpoint is better"})
+        tiles.append(
+            {
+                "name": f"best {history.dev_name}",
+                "figure": f"{score:.2f}",
+                "note": f"at step {step:,}" if step else "the start: no checkpoint is better",
+            }
+        )
     return tiles
 
 

@@ -129,7 +129,11 @@ class Constant(nn.Module):
         ("my_therms:Correlation", "{}", ("my_therms",)),
         ("odd_terms:Heavy", "{}", ("odd_terms:Heavy", "parameters")),
         ("odd_terms:NoModule", "{}", ("odd_terms:NoModule", "torch.nn.Module")),
-        ("odd_terms:Signature", "{}", ("objective.custom.mine.class_path", "TypeError", "forward(self, views, teachers)")),
+        (
+            "odd_terms:Signature",
+            "{}",
+            ("objective.custom.mine.class_path", "TypeError", "forward(self, views, teachers)"),
+        ),
         ("odd_terms:Lines", "{}", ("objective.custom.mine.class_path", "AttributeError", "odd_terms.py, line 13")),
         ("odd_terms:Rows", "{}", ("odd_terms:Rows", "shape (16,)", "scalar")),
         ("odd_terms:Number", "{}", ("odd_terms:Number", "float", "scalar")),

@@ -32,7 +32,12 @@ from distcse.experiments.distillation.warnings import band_warnings, cached_corp
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
-from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_no_gain, warn_of_rising_curve
+from distcse.experiments.settings_warnings import (
+    SettingsWarning,
+    report_warnings,
+    warn_of_no_gain,
+    warn_of_rising_curve,
+)
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
 from distcse.models.weight_interpolation import WeightInterpolation
