@@ -38,14 +38,14 @@ from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
 from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
-from distcse.models import Encoder, resolve_model
+from distcse.models import Encoder
 from distcse.models.weight_files import CHECKSUMS
 from distcse.precision import Role, report_precisions
 from distcse.recipe import EncoderSection
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.page import write_pages
 from distcse.report.progress import open_listener
-from distcse.storage import find_model, resolve_path
+from distcse.storage import resolve_path
 
 _IN_MEMORY = "in memory"
 
@@ -289,11 +289,10 @@ def _unused_prompts(candidates: Sequence[Candidate], load_options: LoadOptions) 
     A model that distcse trained reads texts as it was trained.
     """
     sections = {}
-    for info in (candidate.info for candidate in candidates):
-        if info.kind == "bi-encoder" and info.source != _IN_MEMORY:
-            folder = resolve_model(find_model(info.source), load_options.trust_remote_code)
-            if not (folder / CHECKSUMS).is_file():
-                sections[info.name] = EncoderSection(backbone=str(folder), prompt=load_options.prompt_of(info.name))
+    for candidate in candidates:
+        info, folder = candidate.info, candidate.folder
+        if info.kind == "bi-encoder" and folder is not None and not (folder / CHECKSUMS).is_file():
+            sections[info.name] = EncoderSection(backbone=str(folder), prompt=load_options.prompt_of(info.name))
     return warn_of_unused_prompts(
         sections, fix="measure it with --prompt {key}={prompt}, or another that fits the texts"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,8 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
     if is_static(folder):
         _refuse_prompt(name, source, options, "static model")
         static = StaticEncoder.load(folder)
-        return make_candidate(name, source, static, Contamination.read(folder), "fp32", on_progress)
+        candidate = make_candidate(name, source, static, Contamination.read(folder), "fp32", on_progress)
+        return replace(candidate, folder=folder)
     model: Encoder | RankSpaceEncoder | CrossEncoder
     encoder: Encoder | CrossEncoder
     if is_cross_encoder(folder):
@@ -164,7 +165,7 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
     model.to(options.device)
     candidate = make_candidate(name, source, model, Contamination.read(folder), options.resolved_precision, on_progress)
     use_mkldnn_linear(encoder, options.resolved_precision)
-    return candidate
+    return replace(candidate, folder=folder)
 
 
 def _refuse_prompt(name: str, source: str, options: LoadOptions, kind: str) -> None:

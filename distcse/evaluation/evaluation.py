@@ -59,6 +59,8 @@ class Candidate:
     info: ModelInfo
     model: Model
     contamination: Contamination = field(default_factory=lambda: Contamination({}))
+    folder: Path | None = None
+    """The local folder that it was loaded from; None for a model in memory."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -35,9 +36,11 @@ class VectorModel:
 
     Args:
         encode: Maps n texts to (n, d) vectors, in the order of the texts; `Encoder.encode` or a function like it.
+        encoder: The encoder that computes them, for `with_prompt`. Default: none.
     """
 
-    def __init__(self, encode: Callable[[Sequence[str]], NDArray[np.floating]]) -> None:
+    def __init__(self, encode: Callable[..., NDArray[np.floating]], encoder: Encoder | None = None) -> None:
+        self.encoder = encoder
         self.seconds = 0.0
         """Time spent in `encode`."""
         self._encode = encode
@@ -47,7 +50,11 @@ class VectorModel:
     @classmethod
     def of(cls, encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None) -> VectorModel:
         """Wrap an encoder; its folder decides whether vectors are normalized."""
-        return cls(make_encode(encoder, precision, on_progress))
+        return cls(make_encode(encoder, precision, on_progress), encoder)
+
+    def with_prompt(self, name: str) -> VectorModel:
+        """Return the model that puts the encoder's prompt of this name before texts, such as `query`."""
+        return VectorModel(partial(self._encode, prompt_name=name), self.encoder)
 
     def prepare(self, texts: Iterable[str]) -> None:
         """Encode the texts that are not cached yet, in one call, so that batches are sorted by length over all of them.
@@ -101,12 +108,12 @@ class VectorModel:
 
 def make_encode(
     encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None
-) -> Callable[[Sequence[str]], NDArray[np.float32]]:
-    """Return an encoder's `encode` as a function of texts alone, for a precision."""
+) -> Callable[..., NDArray[np.float32]]:
+    """Return an encoder's `encode` as a function of texts, and the name of a prompt, for a precision."""
 
-    def encode(texts: Sequence[str]) -> NDArray[np.float32]:
+    def encode(texts: Sequence[str], prompt_name: str | None = None) -> NDArray[np.float32]:
         progress = None if on_progress is None else lambda done: on_progress(done, len(texts))
-        return encoder.encode(texts, precision=precision, on_progress=progress)
+        return encoder.encode(texts, prompt_name=prompt_name, precision=precision, on_progress=progress)
 
     return encode
 
@@ -117,7 +124,7 @@ class RankSpaceModel(VectorModel):
     def __init__(
         self, ranker: RankSpaceEncoder, encode: Callable[[Sequence[str]], NDArray[np.floating]] | None = None
     ) -> None:
-        super().__init__(encode or ranker.encoder.encode)
+        super().__init__(encode or ranker.encoder.encode, ranker.encoder)
         self._ranker = ranker
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:

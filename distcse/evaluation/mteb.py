@@ -3,7 +3,8 @@
 Needs the extra `mteb`. Any of MTEB's tasks accepts a student:
 
     import mteb
-    from distcse.models import Encoder
+    from distcse.models import Encoder, model_fingerprint
+from distcse.models.prompts import is_template
     from distcse.evaluation.mteb import MtebEncoder
 
     mteb.evaluate(MtebEncoder.of(Encoder.load("runs/my-run/model"), "my-student"), mteb.get_tasks(tasks=["STS22.v2"]))
@@ -27,12 +28,14 @@ from distcse.evaluation.evaluation import Candidate
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
 from distcse.evaluation.tables import find_table, read_table
-from distcse.models import Encoder
+from distcse.models import Encoder, model_fingerprint
+from distcse.models.prompts import is_template
 
 try:
     import mteb
     from mteb.cache import ResultCache
     from mteb.models import ModelMeta
+    from mteb.models.abs_encoder import AbsEncoder
 except ImportError as absent:
     raise EvaluationDependencyError(f"{absent}; run pip install 'distcse[mteb]'") from None
 
@@ -41,12 +44,13 @@ _SPLITS = {"SICK-R": ("train", "trial", "test")}
 """MTEB's SICK-R is all of SICK, 9,927 pairs; the papers' is its test split."""
 
 
-class MtebEncoder:
-    """A model for MTEB (implements its `EncoderProtocol`).
+class MtebEncoder(AbsEncoder):  # type: ignore[misc]
+    """A model for MTEB, which reads texts as MTEB's wrapper of sentence-transformers does.
 
     Args:
         model: Encodes the texts.
         name: Name in MTEB's results; `distcse/` is prepended unless it contains a slash.
+        revision: Identifies the weights in MTEB's results, which are reused for the same name and revision.
         dimension: Dimension of the vectors, for MTEB's metadata.
         training_datasets: Names of tasks whose sentences were in the training text, for MTEB's metadata. Default: unknown.
     """
@@ -55,14 +59,17 @@ class MtebEncoder:
         self,
         model: VectorModel,
         name: str,
+        revision: str,
         dimension: int | None = None,
         training_datasets: set[str] | None = None,
     ) -> None:
         self._model = model
+        encoder = model.encoder
+        self.model_prompts = {} if encoder is None else dict(encoder.prompts)
         self.mteb_model_meta = ModelMeta(
             loader=None,
             name=name if "/" in name else f"distcse/{name}",
-            revision="local",
+            revision=revision,
             release_date=None,
             languages=None,
             n_parameters=None,
@@ -74,27 +81,36 @@ class MtebEncoder:
             public_training_code=None,
             public_training_data=None,
             framework=["PyTorch"],
-            similarity_fn_name="cosine",
+            similarity_fn_name="dot" if encoder is not None and encoder.similarity == "dot" else "cosine",
             use_instructions=False,
             training_datasets=training_datasets,
         )
 
     @classmethod
     def of(cls, encoder: Encoder, name: str) -> MtebEncoder:
-        """Wrap a loaded encoder."""
-        return cls(VectorModel.of(encoder), name, encoder.dimension)
+        """Wrap a loaded encoder. Its revision is a hash of the weights and of all other settings of its vectors."""
+        return cls(VectorModel.of(encoder), name, encoder.fingerprint(), encoder.dimension)
 
-    def encode(self, inputs: Iterable[dict[str, Any]], **ignored: Any) -> NDArray[np.float32]:
-        """Encode batches with the key `text` into (n, d) vectors; task, split and prompt type are ignored."""
-        return self._model.vectors([text for batch in inputs for text in batch["text"]])
+    def encode(
+        self, inputs: Iterable[dict[str, Any]], *, task_metadata: Any, prompt_type: Any = None, **ignored: Any
+    ) -> NDArray[np.float32]:
+        """Encode batches with the key `text` into (n, d) vectors.
 
-    def similarity(self, first: NDArray[np.floating], second: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Compute the (n, m) cosines of (n, d) and (m, d) vectors."""
-        return np.asarray(_unit(first) @ _unit(second).T)
+        The folder's prompt for the task, the task's type or the type of text (`query`, `document`) is put before each text. A
+        text of a type that the folder has no prompt for has none; a text without a type has the encoder's own prompt.
 
-    def similarity_pairwise(self, first: NDArray[np.floating], second: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Compute the (n,) cosines of n pairs of vectors."""
-        return np.asarray((_unit(first) * _unit(second)).sum(axis=1))
+        Args:
+            inputs: The batches.
+            task_metadata: MTEB's description of the task.
+            prompt_type: MTEB's type of the texts; None in tasks that don't distinguish queries from documents.
+            ignored: Further arguments of MTEB's protocol.
+        """
+        texts = [text for batch in inputs for text in batch["text"]]
+        name = self.get_prompt_name(task_metadata, prompt_type) or (prompt_type and prompt_type.value)
+        encoder = self._model.encoder
+        if name is None or encoder is None or encoder.pooling == "mask" or is_template(encoder.prompt):
+            return self._model.vectors(texts)
+        return self._model.with_prompt(name).vectors(texts)
 
 
 def sts_tasks(data: Path) -> list[Any]:
@@ -131,6 +147,7 @@ def write_results(candidates: Sequence[Candidate], data: Path, out: Path) -> Pat
                     MtebEncoder(
                         candidate.model,
                         candidate.info.name,
+                        _revision(candidate),
                         training_datasets=_trained_on(candidate.contamination, data),
                     ),
                     sts_tasks(data),
@@ -151,6 +168,13 @@ def _trained_on(contamination: Contamination, data: Path) -> set[str] | None:
     return {_TASKS[test.name] for test in pairs if (contamination.overlap_of(test.unique) or 0.0) >= NOTICED_FROM}
 
 
+def _revision(candidate: Candidate) -> str:
+    if candidate.folder is not None:  # the loaded weights may be in another layout, such as oneDNN's
+        return model_fingerprint(candidate.folder)
+    assert isinstance(candidate.model, VectorModel) and candidate.model.encoder is not None
+    return candidate.model.encoder.fingerprint()
+
+
 def _pairs(data: Path, known: KnownSet) -> ScoredPairs | None:
     files = [find_table(data / known.folder, split) for split in _SPLITS.get(known.name, ("test",))]
     found = [ScoredPairs.of(known.name, read_table(file)) for file in files if file is not None]
@@ -166,9 +190,3 @@ def _dataset(pairs: ScoredPairs) -> Any:
     from datasets import Dataset
 
     return Dataset.from_dict({"sentence1": pairs.first, "sentence2": pairs.second, "score": pairs.gold.tolist()})
-
-
-def _unit(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
-    vectors = np.asarray(vectors)
-    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    return np.asarray(vectors / np.where(lengths > 0, lengths, 1))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ from distcse.models.st_settings import find_prompt
 from distcse.models.texts import as_texts
 from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
+from distcse.storage import Digest
 
 T = TypeVar("T")
 
@@ -148,6 +150,11 @@ class Encoder(nn.Module):
     def prompts(self) -> Mapping[str, str]:
         """Named prompts, for `prompt_name`."""
         return self._settings.prompts
+
+    @property
+    def similarity(self) -> str:
+        """Name of the function with which the folder compares vectors, such as `cosine` or `dot`."""
+        return self._settings.similarity
 
     @property
     def dimension(self) -> int:
@@ -412,14 +419,30 @@ class Encoder(nn.Module):
             )
         self.backbone.save_pretrained(folder)  # type: ignore[operator]
         save_tokenizer(self.tokenizer, folder, self.max_length)
-        layout = replace(
+        write_layout(folder, self._layout(), self.width, depth_of(self.backbone), self.head)
+
+    def fingerprint(self) -> str:
+        """Return a hash of what decides the vectors: weights, configuration, tokenizer, pooling, length and prompts."""
+        config = self.backbone.config.to_dict()  # type: ignore[union-attr, operator]
+        kept = {
+            key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"
+        }
+        settings = json.dumps([asdict(self._layout()), kept], sort_keys=True, default=str)
+        digest = Digest()
+        digest.update(f"{settings}\0{self.tokenizer.backend_tokenizer.to_str()}".encode())
+        for name, tensor in self.state_dict().items():
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def _layout(self) -> Layout:
+        return replace(
             self._settings,
             pooling=self.pooling,
             max_length=self.max_length,
             normalize=self.normalize,
             prompt=self.prompt,
         )
-        write_layout(folder, layout, self.width, depth_of(self.backbone), self.head)
 
 
 def _width(backbone: nn.Module) -> int:

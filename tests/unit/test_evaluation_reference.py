@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from scipy.spatial.distance import cosine
 from scipy.stats import kendalltau, spearmanr
 from sklearn.metrics import ndcg_score, roc_auc_score
 from sklearn.metrics.pairwise import paired_cosine_distances
+from torch.utils.data import DataLoader
 
 from distcse.evaluation import (
     DatasetFolder,
@@ -164,6 +167,70 @@ def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], data: Pat
     sick = ScoredPairs.of("SICK", _all_of_sick(data))
     result = mteb.results.TaskResult.from_disk(files["SICK-R"])
     assert len(sick.gold) == 9927 and 100 * result.get_score() == pytest.approx(sts_score(model, sick), abs=0.01)
+
+
+def test_mteb_keeps_results_of_models_of_one_name_apart(
+    labelled: Path, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    mteb = pytest.importorskip("mteb")
+    from mteb.cache import ResultCache
+
+    from distcse.evaluation.mteb import MtebEncoder, sts_tasks
+
+    def score(encoder: Encoder) -> float:
+        results = mteb.evaluate(
+            MtebEncoder.of(encoder, "student"), sts_tasks(labelled)[:1], cache=ResultCache(tmp_path), co2_tracker=False
+        )
+        return round(float(results[0].get_score()), 5)
+
+    encoder = Encoder.load(tiny("bert"), pooling="mean")
+    first = score(encoder)
+    encoder.prompt = "a man "
+    prompted = score(encoder)
+    with torch.no_grad():
+        next(encoder.parameters()).mul_(torch.linspace(-1, 1, encoder.width))
+    changed = score(encoder)
+    assert len({first, prompted, changed}) == 3
+    assert score(Encoder.load(tiny("bert"), pooling="mean")) == first and len([*tmp_path.rglob("STS12.json")]) == 3
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        {},
+        {"query": "the old woman ", "document": "a child "},
+        {"query": "the old woman ", "default": "my neighbour "},
+        {"STS": "the cat ", "STS12": "a small dog ", "SciFact-query": "our teacher ", "Retrieval-document": "a child "},
+    ],
+)
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_mteb_reads_texts_as_through_sentence_transformers(
+    prompts: dict[str, str], similarity: str, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    mteb = pytest.importorskip("mteb")
+    from mteb.models import SentenceTransformerEncoderWrapper
+    from mteb.types import PromptType
+    from sentence_transformers import SentenceTransformer
+
+    from distcse.evaluation.mteb import MtebEncoder
+
+    Encoder.load(tiny("bert"), pooling="mean").save(tmp_path / "model")
+    file = tmp_path / "model" / "config_sentence_transformers.json"
+    settings = {"prompts": prompts, "default_prompt_name": "default" if "default" in prompts else None}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings, "similarity_fn_name": similarity}))
+    theirs = SentenceTransformerEncoderWrapper(SentenceTransformer(str(tmp_path / "model"), device="cpu"))
+    ours = MtebEncoder.of(Encoder.load(tmp_path / "model"), "student")
+    loader = DataLoader(Dataset.from_dict({"text": sentences[:8]}), batch_size=4)
+    for task in ("STS12", "STS13", "SciFact"):
+        metadata = mteb.get_task(task).metadata
+        for kind in (None, PromptType.query, PromptType.document):
+            asked = {"task_metadata": metadata, "prompt_type": kind, "hf_split": "test", "hf_subset": "default"}
+            vectors = ours.encode(loader, **asked)
+            expected = theirs.encode(loader, show_progress_bar=False, **asked)
+            np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=f"{task} {kind}")
+            np.testing.assert_allclose(
+                ours.similarity(vectors, vectors), theirs.similarity(expected, expected), atol=1e-4
+            )
 
 
 def _all_of_sick(data: Path) -> Table:
