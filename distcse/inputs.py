@@ -27,7 +27,7 @@ def require_inputs(recipe: BaseRecipe) -> None:
     for file in [inputs.pairs] if isinstance(inputs.pairs, str) else inputs.pairs or []:
         if not Path(file).is_file():
             raise EvaluationDataError(f"{file} does not exist; correct pairs.path")
-    teachers = [section for section in inputs.teachers if section.endpoint is None and section.class_path is None]
+    teachers = [section for section in inputs.teachers if section.loads_model]
     for section in [*inputs.encoders, *teachers]:
         if not is_hub_id(section.backbone) and not is_uri(section.backbone):
             resolve_model(section.backbone, only_local=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -27,15 +29,21 @@ def reply_with(vectors: Iterable[Sequence[float]]) -> Reply:
 
 
 @contextmanager
-def open_endpoint(answer: Callable[[dict[str, Any], Message], Reply]) -> Iterator[str]:
+def open_endpoint(
+    answer: Callable[[dict[str, Any], Message], Reply], certificate: Path | None = None, paths: list[str] | None = None
+) -> Iterator[str]:
     """Context manager: serve on a local port, with a thread for each request; yield the endpoint's base address.
 
     Args:
         answer: Maps a request's JSON, empty if there is none, and its headers to the answer.
+        certificate: File of a certificate with its key, to serve https. Default: http.
+        paths: Gets the path and query of each request.
     """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            if paths is not None:
+                paths.append(self.path)
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             reply = answer(json.loads(body or b"{}"), self.headers)
             self.send_response(reply.status)
@@ -49,7 +57,15 @@ def open_endpoint(answer: Callable[[dict[str, Any], Message], Reply]) -> Iterato
         def log_message(self, *arguments: object) -> None:
             """Log nothing."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Print nothing where a client refuses the certificate."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
+        yield f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}/v1"
         server.shutdown()

@@ -16,11 +16,17 @@ _COPIES = 3
 """Copies of the weights' files: the file in memory, the weights in fp32, and another type or device."""
 
 
-def model_memory(backbone: str) -> float:
-    """Estimate the bytes of a process that loads a model and encodes test sets; without its weights if they are not here."""
+def model_memory(backbone: str | None) -> float:
+    """Estimate the bytes of a process that loads a model and encodes test sets; without its weights if they are not here.
+
+    Args:
+        backbone: The model's name; None for an endpoint or a custom class, whose weights are elsewhere or unknown.
+    """
     try:
-        folder = resolve_model(backbone, only_local=True)
+        folder = None if backbone is None else resolve_model(backbone, only_local=True)
     except (EncoderError, StorageError):
+        folder = None
+    if folder is None:
         return 3 * GIB
     return 3 * GIB + _COPIES * sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 

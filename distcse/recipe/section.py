@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -31,8 +33,12 @@ Gpus = Annotated[float, Field(ge=0), AfterValidator(_divides_one_gpu)]
 """GPUs of one process."""
 
 
+_SECRET = re.compile(r"key|token|secret|passw|auth|credential|^(sig|code|pwd)", re.IGNORECASE)
+"""Names of a query's parameters whose values are secrets."""
+
+
 def refuse_secrets(url: str, key: str, place: str) -> None:
-    """Refuse a URL with credentials or a query. The error does not repeat the URL: messages end in logs.
+    """Refuse a URL with credentials, a fragment, or a query that may hold a key. The error does not repeat the URL: messages end in logs.
 
     Args:
         url: The URL.
@@ -42,8 +48,14 @@ def refuse_secrets(url: str, key: str, place: str) -> None:
     Raises:
         ValueError: It has them.
     """
-    server, _, _ = url.partition("://")[2].partition("/")
-    found = "a user's name or password" if "@" in server else "a query" if {"?", "#"} & set(url) else None
+    server, _, _ = (url.partition("://")[2] or url).partition("/")
+    query = url.partition("?")[2]
+    secrets = [name for name, _ in parse_qsl(query, keep_blank_values=True) if _SECRET.search(name)]
+    found = None
+    if "@" in server:
+        found = "a user's name or password"
+    elif "#" in url or secrets or (query and "=" not in query):
+        found = "a key or a fragment behind its path"
     if found is not None:
         raise ValueError(f"{key} holds {found}; take it out, and {place}")
 

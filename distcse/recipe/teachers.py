@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,8 +19,8 @@ class EndpointSection(Section):
     """An OpenAI-compatible embeddings endpoint."""
 
     url: str
-    """Base URL, such as http://host:8080/v1; requests go to its `/embeddings`. The teacher's `backbone` is the model name
-    there."""
+    """Base URL, such as http://host:8080/v1; requests go to its `/embeddings`, before a query (Azure's
+    `?api-version=…`). The teacher's `backbone` is the model name there."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the API key, if the endpoint needs one. Recipes never contain the key."""
     batch_size: Annotated[int, Field(ge=1)] = 64
@@ -37,13 +38,18 @@ class EndpointSection(Section):
     def _is_a_base_without_secrets(cls, url: str) -> str:
         """Check the URL. An error about a secret does not repeat the value: messages end in logs."""
         refuse_secrets(url, "url", "give the key in api_key_env's variable")
-        scheme, _, _ = url.rpartition("://")
-        base = url.rstrip("/").removesuffix("/embeddings")
-        if scheme not in ("http", "https"):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError(f"{url!r} is no address; write one such as http://host:8080/v1")
-        if base != url:
-            raise ValueError(f"{url!r} ends in what distcse adds; write {base}")
+        path = parts.path.rstrip("/").removesuffix("/embeddings")
+        if path != parts.path:
+            raise ValueError(f"{url!r} ends in what distcse adds; write {parts._replace(path=path).geturl()}")
         return url
+
+    def route(self, name: str) -> str:
+        """Return the address of a route below the base URL, such as `embeddings`, with the URL's query."""
+        parts = urlsplit(self.url)
+        return parts._replace(path=f"{parts.path}/{name}").geturl()
 
     @field_validator("api_key_env")
     @classmethod
@@ -91,6 +97,11 @@ class TeacherSection(EncoderSection):
     ([how measured](../explanation/gpus.md#precision-of-teachers)); tables are stored in fp16 either way. `auto` is fp16 if only
     GPUs may host this teacher (bf16 for T5 and Gemma, which overflow in fp16), bf16 where all devices have fast bf16 units,
     else fp32."""
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether `backbone` names a model that is loaded here, and not only what an endpoint or a class is called."""
+        return self.endpoint is None and self.class_path is None
 
     @property
     def unread_keys(self) -> Mapping[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from email.message import Message
 from email.utils import format_datetime
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from distcse.errors import EndpointError, RefusedTextError
 from distcse.events import Reporter
 from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
-from distcse.recipe import EndpointSection, load_recipe
+from distcse.recipe import EndpointSection, TeacherSection, load_recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.endpoint import Endpoint
 from tests.endpoints import Reply, open_endpoint, reply_with
@@ -216,7 +219,131 @@ def test_another_mistake_in_a_request_is_not_halved(server: Server) -> None:
     server.refusal = lambda texts: (400, "unknown parameter: encoding_format")
     with fails_with(EndpointError, "400", "encoding_format"):
         Endpoint("name", EndpointSection(url=server.url, connections=1)).encode(TEXTS[:64])
-    assert len(server.requests) == 1
+    assert server.requests == [64, 1]  # the second one asks whether another text is accepted
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (500, '{"error": "failed to encode response: json: unsupported value: NaN"}'),
+        (500, "the input length exceeds the context length"),
+        (400, "input cannot be an empty string"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_a_text_that_the_server_fails_at_is_named(
+    status: int, answer: str, batch_size: int, server: Server, waits: list[float]
+) -> None:
+    server.refusal = lambda texts: (status, answer) if "poison" in texts else None
+    texts = [*TEXTS[:70], "poison", *TEXTS[70:]]
+    section = EndpointSection(url=server.url, connections=1, batch_size=batch_size)
+    with fails_with(RefusedTextError, "text 70:", "6 characters", str(status)):
+        Endpoint("name", section).encode(texts)
+    assert waits == ([0.5, 1.0] if status == 500 else [])
+    assert len(server.requests) < 80  # the text is found by halving
+
+
+@pytest.mark.parametrize("batch_size", [1, 64])
+def test_a_passing_500_is_survived(batch_size: int, server: Server, waits: list[float]) -> None:
+    server.delays = [(500, None)]
+    section = EndpointSection(url=server.url, connections=1, batch_size=batch_size)
+    np.testing.assert_array_equal(Endpoint("name", section).encode(TEXTS), [vector_of(text) for text in TEXTS])
+    assert max(server.accepted[1:]) == batch_size  # later requests are not smaller
+
+
+def test_a_server_that_fails_at_every_text_is_asked_again(server: Server, waits: list[float]) -> None:
+    server.refusal = lambda texts: (500, "no model is loaded")
+    with fails_with(EndpointError, "500", "no model is loaded"):
+        Endpoint("name", EndpointSection(url=server.url, connections=1, retries=2)).encode(TEXTS[:64])
+    assert waits == [0.5, 1] and server.requests == [64, 1] * 3
+
+
+@pytest.mark.parametrize("route", ["embeddings", "models"])
+def test_a_route_stands_before_the_query(route: str, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    keys, paths = [], []
+
+    def answer(body: dict[str, Any], headers: Message) -> Reply:
+        keys.append(headers["api-key"])
+        return reply_with([[1.0, 2.0]])
+
+    with open_endpoint(answer, paths=paths) as url:
+        teacher = TeacherSection(backbone="name", endpoint=EndpointSection(url=f"{url}?api-version=2024-02-01"))
+        if route == "models":
+            assert kind_of(teacher).check_source()[0].verdict == "ok"
+        else:
+            kind_of(teacher).open_embedder().encode(["a text"])
+    assert paths == [f"/v1/{route}?api-version=2024-02-01"] and keys == ["secret"]
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("http://h/v1/embeddings?api-version=1", "write http://h/v1?api-version=1"),
+        ("http://h/v1/?api-version=1", "write http://h/v1?api-version=1"),
+        ("http://h/v1?api-key=sk-123", "api_key_env"),
+        ("h/v1?next=http://h", "no address"),
+    ],
+)
+def test_a_base_url_with_a_query_is_checked(url: str, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)) as raised:
+        EndpointSection(url=url)
+    assert "sk-123" not in raised.value.errors()[0]["msg"]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate that no authority signed, with its key."""
+    if which("openssl") is None:
+        pytest.skip("no openssl")
+    file = tmp_path_factory.mktemp("certificate") / "own.pem"
+    name = ["-subj", "/CN=own", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = ["openssl", "req", "-x509", *key, "-keyout", str(file), "-out", f"{file}.crt", *name]
+    subprocess.run(command, check=True, capture_output=True)
+    file.write_text(file.read_text() + Path(f"{file}.crt").read_text())
+    return file
+
+
+@pytest.mark.parametrize("variable", ["REQUESTS_CA_BUNDLE", "SSL_CERT_FILE", "", "missing"])
+def test_a_company_s_certificate_is_read_or_asked_for(
+    variable: str, certificate: Path, waits: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        named, file = ("SSL_CERT_FILE", "no.pem") if variable == "missing" else (variable, str(certificate))
+        monkeypatch.setenv(named, file)
+    with open_endpoint(lambda body, headers: reply_with([vector_of("a")]), certificate) as url:
+        teacher = kind_of(TeacherSection(backbone="name", endpoint=EndpointSection(url=url)))
+        if variable in ("", "missing"):
+            fixes = ("correct SSL_CERT_FILE",) if variable else ("REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+            with fails_with(EndpointError, url, *fixes):
+                teacher.open_embedder().encode(["a text"])
+            (check,) = teacher.check_source()
+            assert check.verdict == "fail" and all(fix in (check.fix or "") for fix in fixes)
+        else:
+            assert teacher.open_embedder().encode(["a text"]).shape == (1, 3)
+            assert teacher.check_source()[0].verdict == "ok"
+    assert not waits  # a certificate does not become valid by waiting
+
+
+def test_https_to_a_server_without_it_is_explained_at_once(server: Server, waits: list[float]) -> None:
+    with fails_with(EndpointError, "write http://"):
+        Endpoint("name", EndpointSection(url=server.url.replace("http:", "https:"))).encode(["a text"])
+    assert not waits
+
+
+@pytest.mark.parametrize("kind", ["endpoint: {url: 'http://h/v1'}", "class_path: 'mine:Teacher'"])
+def test_a_name_stays_a_name_where_a_folder_is_called_so(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    recipe = load_recipe("minilm-3layer", [f"teachers.encoders=[{{backbone: org/model, {kind}}}]"])
+    assert recipe.teachers.encoders[0].backbone == "org/model"
+    model = load_recipe("minilm-3layer", ["teachers.encoders=[{backbone: org/model}]"])
+    assert model.teachers.encoders[0].backbone == str(tmp_path / "org" / "model")
 
 
 @pytest.mark.parametrize("status", [404, 405])

@@ -53,6 +53,8 @@ def test_a_stored_run_contains_no_secret(tmp_path: Path, tiny: Callable[..., Pat
         ({"url": "http://host/v1", "api_key_env": "sk-SentinelOfTheEndpoint"}, "api_key_env"),
         ({"url": "https://me:SentinelOfMine@host/v1"}, "url"),
         ({"url": "https://host/v1?api-key=SentinelOfMine"}, "url"),
+        ({"url": "https://host/v1?SentinelOfMine"}, "url"),
+        ({"url": "me:SentinelOfMine@host/v1"}, "url"),
     ],
 )
 def test_a_key_in_a_recipe_is_refused_and_not_repeated(

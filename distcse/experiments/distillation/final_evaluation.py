@@ -170,7 +170,8 @@ def final_scores(
     for number, section in enumerate(teachers):
         name = "teacher" if len(teachers) == 1 else f"teacher {number}"
         call = partial(_measure_teacher, name, section, precision, shared)
-        calls.append(DeviceCall(f"evaluation of {name}", call, model_memory(section.backbone)))
+        memory = model_memory(section.backbone if section.loads_model else None)
+        calls.append(DeviceCall(f"evaluation of {name}", call, memory))
     options, protocol = device_options(recipe, run.path), [precision, recipe.evaluation.transfer, repr(ranks)]
     returned = measure_models(calls, tasks, protocol, run.store, backend, options, reporter)
     measured = [_Measured(*model) for model in returned if model is not None]

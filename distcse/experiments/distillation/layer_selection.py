@@ -70,7 +70,8 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, backend: Backend, reporte
             cached: list[int] = stored["layers"]
             _report(reporter, cached, "selected by an earlier run")
             return with_layers(recipe, cached)
-    memory = max(model_memory(model.backbone) for model in (recipe.student, *recipe.teachers.encoders))
+    teachers = [teacher for teacher in recipe.teachers.encoders if teacher.loads_model]
+    memory = max(model_memory(model.backbone) for model in (recipe.student, *teachers))
     call = DeviceCall("layer selection", partial(_search, recipe, open_store(corpus.directory)), memory)
     ((layers, score, tried),) = backend.run_on_devices([call], device_options(recipe), reporter)
     cache.write_json(name, {"layers": layers, "agreement": score, "tried": tried})

@@ -145,6 +145,8 @@ class Recipe(BaseRecipe):
         student = self.student
         teachers = [
             teacher.model_copy(update={"backbone": absolute_folder(teacher.backbone)})
+            if teacher.loads_model
+            else teacher
             for teacher in self.teachers.encoders
         ]
         return self.model_copy(

@@ -9,16 +9,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
+from itertools import count
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import requests
 from numpy.typing import NDArray
 from requests.adapters import HTTPAdapter
-from urllib3.util import Retry
 
 from distcse.checks import Check, fail, ok, warn
 from distcse.errors import EndpointError, RefusedTextError, TeacherError
@@ -29,9 +30,16 @@ from distcse.teachers.kinds.base import TeacherKind
 from distcse.teachers.kinds.registry import register_kind
 from distcse.teachers.teacher import Embedder
 
-_ROUTE = "/embeddings"
 _LOG = logging.getLogger(__name__)
 _RETRIED_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
+_BUNDLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables that name the certificates of authorities; the first that is set counts. requests itself reads the first two."""
+_OTHER_TEXT = "a"
+"""Text that tells an endpoint that refuses one of the texts from one that refuses all."""
+_TEXT_STATUSES = (400, 500)
+"""Answers that one text can cause, such as Ollama's 500 for a vector with a NaN."""
+_TRIES_OF_A_TEXT = 3
+"""Requests with a single text that are answered 500, where the endpoint accepts another text."""
 _TOO_LARGE_STATUSES = (413, 422)
 """With which TEI and infinity refuse a request of too many texts, or of a text with too many tokens."""
 _TOO_LARGE_WORDS = re.compile(r"batch|too (long|large|many)|length|tokens|at most|max", re.IGNORECASE)
@@ -82,13 +90,12 @@ class EndpointKind(TeacherKind):
     def check_source(self) -> list[Check]:
         """Request the endpoint's list of models."""
         name, url, variable = self.section.backbone, self.endpoint.url, self.endpoint.api_key_env
-        key = os.environ.get(variable)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            answer = requests.get(f"{url}/models", headers=headers, timeout=_CHECK_TIMEOUT_S)
-        except requests.RequestException as error:
+            answer = _open_session(self.endpoint).get(self.endpoint.route("models"), timeout=_CHECK_TIMEOUT_S)
+        except OSError as error:
             problem = f"{name}: {url} does not answer ({type(error).__name__})"
-            return [fail("endpoint", problem, "start it, or correct teachers.encoders.N.endpoint.url")]
+            is_slow = isinstance(error, requests.ReadTimeout)
+            return [fail("endpoint", problem, "see its log" if is_slow else _fix(error))]
         if answer.status_code in (401, 403):
             return [fail("endpoint", f"{name}: {url} refuses ({answer.status_code})", f"export {variable}")]
         if answer.status_code >= 500:
@@ -116,18 +123,7 @@ class Endpoint:
     def __init__(self, model: str, section: EndpointSection, prompt: str = "") -> None:
         self._model, self._section, self._prompt = model, section, prompt
         self._batch_size = section.batch_size
-        # For lost connections. `_post` repeats refused requests: urllib3 would wait for hours, in silence, if asked to.
-        retry = Retry(
-            total=section.retries,
-            backoff_factor=_FIRST_DELAY_S,
-            allowed_methods=["POST"],
-            respect_retry_after_header=False,
-        )
-        self._session = requests.Session()
-        for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(max_retries=retry, pool_maxsize=section.connections))
-        if key := os.environ.get(section.api_key_env):
-            self._session.headers["Authorization"] = f"Bearer {key}"
+        self._session = _open_session(section)
 
     def encode(
         self,
@@ -173,26 +169,32 @@ class Endpoint:
             vectors = np.asarray(vectors / np.where(lengths > 0, lengths, 1), dtype=np.float32)
         return vectors
 
-    def _embed(self, texts: Sequence[str], batch: range) -> NDArray[np.float32]:
-        """Embed the texts with these indices, in several requests if the endpoint finds one too large."""
+    def _embed(self, texts: Sequence[str], batch: range, is_suspect: bool = False) -> NDArray[np.float32]:
+        """Embed the texts with these indices, in several requests if the endpoint refuses one.
+
+        Args:
+            texts: All texts.
+            batch: Indices of those to embed.
+            is_suspect: Whether a larger request with them was refused because of a text.
+        """
         if len(batch) > self._batch_size:
-            return self._embed_halves(texts, batch)
-        response = self._post([texts[index] for index in batch])
+            return self._embed_halves(texts, batch, is_suspect)
+        response = self._post([texts[index] for index in batch], is_suspect)
         if response.ok:
             return self._parsed(response, len(batch))
-        if not _is_too_large(response):
-            raise self._error(f"answers {_quote(response)}{self._hint(response)}")
+        is_too_large = _is_too_large(response)
         if len(batch) == 1:
             (index,) = batch
             teacher = f"teacher {self._model} at {self._section.url}"
+            truncated = "shorten it, or start the server so that it truncates (TEI: --auto-truncate)"
             error = RefusedTextError(
-                f"{teacher} refuses a text of {len(texts[index]):,} characters ({_quote(response)}); shorten it, or start the "
-                "server so that it truncates (TEI: --auto-truncate)"
+                f"{teacher} refuses a text of {len(texts[index]):,} characters ({_quote(response)}); "
+                f"{truncated if is_too_large else 'change or remove it, or correct the server by its log'}"
             )
             error.index, error.place = index, f"text {index}"
             raise error
-        vectors = self._embed_halves(texts, batch)
-        if (half := -(-len(batch) // 2)) < self._batch_size:
+        vectors = self._embed_halves(texts, batch, is_suspect or not is_too_large)
+        if is_too_large and (half := -(-len(batch) // 2)) < self._batch_size:
             self._batch_size = half
             _LOG.warning(
                 "teacher %s at %s refuses %d texts in a request (%s): requests have at most %d from now on; endpoint.batch_size "
@@ -201,39 +203,61 @@ class Endpoint:
             )
         return vectors
 
-    def _embed_halves(self, texts: Sequence[str], batch: range) -> NDArray[np.float32]:
+    def _embed_halves(self, texts: Sequence[str], batch: range, is_suspect: bool) -> NDArray[np.float32]:
         half = -(-len(batch) // 2)
-        return np.concatenate([self._embed(texts, part) for part in (batch[:half], batch[half:])])
+        return np.concatenate([self._embed(texts, part, is_suspect) for part in (batch[:half], batch[half:])])
 
-    def _post(self, texts: Sequence[str]) -> requests.Response:
+    def _post(self, texts: Sequence[str], is_suspect: bool) -> requests.Response:
+        """Return the answer with the vectors, or one that refuses these texts; retry what may succeed later."""
+        for retry in count():
+            is_last = retry == self._section.retries
+            wait = _FIRST_DELAY_S * 2**retry
+            try:
+                response = self._post_once(texts)
+            except OSError as error:
+                if is_last or not _is_transient(error):
+                    tries = f" after {retry} retries" if _is_transient(error) else ""
+                    raise self._error(f"cannot be reached{tries}: {error}; {_fix(error)}") from None
+            else:
+                if response.ok or _is_too_large(response):
+                    return response
+                status = response.status_code
+                if status in _TEXT_STATUSES and (is_suspect := is_suspect or self._accepts_another_text()):
+                    if status == 400 or len(texts) > 1 or is_last or retry + 1 >= _TRIES_OF_A_TEXT:
+                        return response
+                elif is_last or status not in _RETRIED_STATUSES:
+                    raise self._error(f"answers {_quote(response)}{self._hint(response)}")
+                if (asked := _retry_after(response)) is not None:
+                    if asked > _LONGEST_WAIT_S:
+                        raise self._error(
+                            f"answers {_quote(response)}, and asks to wait {asked:,.0f} s; start again then: finished shards are "
+                            "kept"
+                        )
+                    if asked > wait:
+                        _LOG.warning("teacher %s at %s asks to wait %.0f s", self._model, self._section.url, asked)
+                    wait = asked
+            time.sleep(wait)
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    def _post_once(self, texts: Sequence[str]) -> requests.Response:
         template = self._prompt if is_template(self._prompt) else self._prompt + SENTENCE
         inputs = [template.replace(SENTENCE, text) for text in texts]
         body = {"model": self._model, "input": inputs, "encoding_format": "float"}
-        for delay in [_FIRST_DELAY_S * 2**retry for retry in range(self._section.retries)]:
-            response = self._post_once(body)
-            if response.status_code not in _RETRIED_STATUSES or _is_too_large(response):
-                return response
-            wait = _retry_after(response)
-            if wait is not None and wait > _LONGEST_WAIT_S:
-                raise self._error(
-                    f"answers {_quote(response)}, and asks to wait {wait:,.0f} s; start again then: finished shards are kept"
-                )
-            if wait is not None and wait > delay:
-                _LOG.warning("teacher %s at %s asks to wait %.0f s", self._model, self._section.url, wait)
-            time.sleep(delay if wait is None else wait)
-        return self._post_once(body)
+        return self._session.post(self._section.route("embeddings"), json=body, timeout=self._section.timeout_s)
 
-    def _post_once(self, body: Mapping[str, Any]) -> requests.Response:
+    def _accepts_another_text(self) -> bool:
         try:
-            return self._session.post(f"{self._section.url}{_ROUTE}", json=body, timeout=self._section.timeout_s)
-        except requests.RequestException as error:
-            raise self._error(f"cannot be reached after {self._section.retries} retries: {error}") from None
+            return self._post_once([_OTHER_TEXT]).ok
+        except OSError:
+            return False
 
     def _hint(self, response: requests.Response) -> str:
         if response.status_code in (401, 403):
             return f" (the key is read from {self._section.api_key_env})"
         if response.status_code in (404, 405):
-            return f"; check the model's name, and the URL: TEI and vLLM serve {_ROUTE} below /v1, infinity at its root"
+            return (
+                "; check the model's name, and the URL: TEI and vLLM serve /embeddings below /v1, infinity at its root"
+            )
         return ""
 
     def _parsed(self, response: requests.Response, expected: int) -> NDArray[np.float32]:
@@ -256,6 +280,44 @@ class Endpoint:
 
     def _error(self, problem: str) -> TeacherError:
         return EndpointError(f"teacher {self._model} at {self._section.url} {problem}")
+
+
+def _open_session(section: EndpointSection) -> requests.Session:
+    """Create a session with the endpoint's key and certificates; it repeats no request."""
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=section.connections))
+    session.verify = next((path for name in _BUNDLES if (path := os.environ.get(name))), True)
+    if key := os.environ.get(section.api_key_env):
+        session.headers["Authorization"] = f"Bearer {key}"
+        if "api-version" in parse_qs(urlsplit(section.url).query):  # Azure reads keys here
+            session.headers["api-key"] = key
+    return session
+
+
+def _is_transient(error: OSError) -> bool:
+    """Whether a request that failed without an answer may succeed later; no certificate or address becomes valid by itself."""
+    if isinstance(error, requests.exceptions.SSLError):
+        return "EOF" in str(error)
+    return isinstance(error, requests.ConnectionError | requests.Timeout | requests.exceptions.ChunkedEncodingError)
+
+
+def _fix(error: OSError) -> str:
+    """Return the advice for a request that failed without an answer."""
+    if not isinstance(error, requests.RequestException):  # requests found no file of certificates
+        return f"correct {next((name for name in _BUNDLES if os.environ.get(name)), _BUNDLES[0])}"
+    if isinstance(error, requests.exceptions.SSLError):
+        if re.search("issuer|self.signed", str(error)):
+            return (
+                f"set {_BUNDLES[0]} or {_BUNDLES[2]} to a file with your company's certificates, where the teacher's requests "
+                "are sent from"
+            )
+        if re.search("WRONG_VERSION|RECORD_LAYER|record layer", str(error)):
+            return "write http:// in endpoint.url if the server has no certificate"
+        return "correct endpoint.url, or the server's certificate"
+    if isinstance(error, requests.ReadTimeout):
+        return "raise endpoint.timeout_s, or lower endpoint.batch_size"
+    return "start the server, or correct endpoint.url"
 
 
 def _is_too_large(response: requests.Response) -> bool:
