@@ -38,7 +38,7 @@ _SECRET = re.compile(r"key|token|secret|passw|auth|credential|^(sig|code|pwd)", 
 
 
 def refuse_secrets(url: str, key: str, place: str) -> None:
-    """Refuse a URL with credentials, a fragment, or a query that may hold a key. The error does not repeat the URL: messages end in logs.
+    """Refuse a URL with credentials or a key. The error does not repeat the URL: messages end in logs.
 
     Args:
         url: The URL.
