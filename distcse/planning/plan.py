@@ -208,11 +208,6 @@ class StudentPlan:
             found.append(
                 f"a worker's host has {gib(host)}, but needs {gib(self.host_bytes)}: {self._suggest_host(host)}"
             )
-        if self.run.rows < self.batch + self.run.recipe.evaluation.num_heldout:
-            found.append(
-                f"{self.run.rows:,} sentences are fewer than one batch of {self.batch} and the held-out rows; "
-                "lower training.batch_size or evaluation.num_heldout"
-            )
         return found
 
     def _suggest_host(self, host: float) -> str:

@@ -8,7 +8,9 @@ from functools import cached_property
 import torch
 
 from distcse.device_defaults import GPU
+from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import SENTENCES_PER_PASS
+from distcse.experiments.distillation.extent import fit_to_corpus
 from distcse.models.fast.packing import MAX_TOKEN_FRACTION
 from distcse.models.projection import build_projection
 from distcse.planning.lengths import Lengths
@@ -72,7 +74,12 @@ class StudentRun:
 
     @classmethod
     def of(cls, recipe: Recipe, lengths: Lengths) -> StudentRun:
-        """Read the shapes of all encoders, each from its config.json."""
+        """Read the shapes of all encoders, each from its config.json.
+
+        Raises:
+            CorpusTooSmallError: There are fewer rows than the recipe holds out and has in a batch.
+        """
+        recipe = fit_to_corpus(recipe, lengths.rows, Reporter())
         detection = recipe.objective.active(DetectionSection)
         generator = None
         if detection is not None and detection.generator and detection.operation != "deletion":

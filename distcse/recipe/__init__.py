@@ -1,6 +1,6 @@
 """The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
-from distcse.recipe.base import BaseRecipe, RecipeInputs, recipe_classes, register_recipe
+from distcse.recipe.base import FITTED_KEYS, BaseRecipe, RecipeInputs, recipe_classes, register_recipe
 from distcse.recipe.corpus import CorpusSection
 from distcse.recipe.encoders import EncoderSection, Pooling, Projection, StudentSection, TrainedSection
 from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
@@ -37,6 +37,7 @@ from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSec
 from distcse.recipe.training import LoopSection, NeighborBatchingSection, TrainingSection
 
 __all__ = [
+    "FITTED_KEYS",
     "KINDS",
     "BaseRecipe",
     "BiSection",

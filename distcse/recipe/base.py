@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from distcse.recipe.storage import StorageSection
     from distcse.recipe.teachers import TeacherSection
     from distcse.recipe.training import LoopSection
+
+
+FITTED_KEYS = (("evaluation", "num_heldout"), ("training", "batch_size"))
+"""Sections and keys whose values a run lowers for a small corpus, unless a user gave them."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,21 @@ class BaseRecipe(Section):
     def model_folders(self) -> list[str]:
         """Folders of a finished run's models, relative to the run's folder."""
         return ["model"]
+
+    @property
+    def given_keys(self) -> set[tuple[str, str]]:
+        """Those of `FITTED_KEYS` that a user's file, override or code set. A packaged recipe's own values are defaults."""
+        return {
+            (name, key)
+            for name, key in FITTED_KEYS
+            if key in getattr(getattr(self, name, None), "model_fields_set", ())
+        }
+
+    def with_given_keys(self, given: Collection[tuple[str, str]]) -> Self:
+        """Count all other `FITTED_KEYS` as defaults, and return the recipe, which must be a new one."""
+        for name, key in self.given_keys - {*given}:
+            getattr(self, name).model_fields_set.discard(key)
+        return self
 
     @model_validator(mode="after")
     def _switch_reaches_encoders(self) -> Self:

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from distcse.errors import InvalidValueError, OverrideError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
-from distcse.recipe.base import BaseRecipe, recipe_class, recipe_classes
+from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
@@ -86,13 +86,13 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         InvalidValueError: It is a recipe of another kind.
     """
-    document = _document(name, overrides)
+    document, given = _document(name, overrides)
     kind = recipe_class(document)
     if kind is not Recipe:
         raise InvalidValueError(
             f"recipe {name} is a {kind.title}; it has {kind.identifying_key}, and no student; name a student's recipe"
         )
-    return _validated(Recipe, document, name).with_absolute_paths()
+    return _validated(Recipe, document, name).with_given_keys(given).with_absolute_paths()
 
 
 def read_recipe(name: str, overrides: Sequence[str] = ()) -> BaseRecipe:
@@ -105,8 +105,8 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> BaseRecipe:
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    document = _document(name, overrides)
-    return _validated(recipe_class(document), document, name).with_absolute_paths()
+    document, given = _document(name, overrides)
+    return _validated(recipe_class(document), document, name).with_given_keys(given).with_absolute_paths()
 
 
 def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Sweep:
@@ -119,14 +119,35 @@ def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Swee
     return read_sweep(name, overrides) if is_space else read_recipe(name, overrides)
 
 
-def _document(name: str, overrides: Sequence[str]) -> Document:
-    """Read a recipe's document and those that it extends, with the overrides and the DeepSpeed files that it names."""
-    document = read_with_bases(name, partial(_read, overrides=overrides))
+def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[str, str]]]:
+    """Read a recipe's document and those that it extends, with the overrides and the DeepSpeed files that it names.
+
+    Returns:
+        The document, and those of `FITTED_KEYS` that an override has, or a file that is not packaged.
+    """
+    given: set[tuple[str, str]] = set()
+
+    def read(name: str) -> Document:
+        document = _read(name, overrides)
+        if _is_file(name):
+            given.update(_fitted_keys_in(document))
+        return document
+
+    document = read_with_bases(name, read)
     kind = recipe_class(document)
     for override in overrides:
         _apply(document, override, kind)
     _read_in_engine_settings(document)
-    return document
+    return document, given | _fitted_keys_in(document, [override.partition("=")[0] for override in overrides])
+
+
+def _fitted_keys_in(document: Document, paths: Sequence[str] | None = None) -> set[tuple[str, str]]:
+    """Return those of `FITTED_KEYS` that a document has, at these paths or below. Default: anywhere."""
+    return {
+        (section, key)
+        for section, key in FITTED_KEYS
+        if key in (document.get(section) or {}) and (paths is None or {section, f"{section}.{key}"} & {*paths})
+    }
 
 
 def with_values(recipe: R, values: Mapping[str, Any]) -> R:
@@ -148,7 +169,9 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
                 raise OverrideError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
             node = _enter(node, key, inside)
         node[_index(node, last, path) if isinstance(node, list) else last] = value
-    return _validated(type(recipe), document, f"with {', '.join(f'{path}={value}' for path, value in values.items())}")
+    changes = ", ".join(f"{path}={value}" for path, value in values.items())
+    given = recipe.given_keys | _fitted_keys_in(document, list(values))
+    return _validated(type(recipe), document, f"with {changes}").with_given_keys(given)
 
 
 def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
@@ -210,10 +233,15 @@ def _read(name: str, overrides: Sequence[str]) -> Document:
         path = resolve_path(name)
         open_store(path.parent).fetch(path.name)
         file = str(path)
-    text = _content(file) if os.path.isfile(file) else _packaged_text(name, _RECIPES, "recipe")
+    text = _content(file) if _is_file(name) else _packaged_text(name, _RECIPES, "recipe")
     document = parse_document(text, name)
     refuse_renamed(decode(text), overrides, file=name)
     return document
+
+
+def _is_file(name: str) -> bool:
+    """Return whether a recipe's name is a path or an address of a file, which must have been fetched."""
+    return os.path.isfile(resolve_path(name))
 
 
 def _packaged_text(name: str, folder: str, kind: str) -> bytes:

@@ -59,7 +59,9 @@ class LoopSection(Section):
     """Training loop: batch, optimiser, learning-rate schedule and engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Sentences (or pairs) per step over all workers, which is also the length of every list."""
+    """Sentences (or pairs) per step over all workers, which is also the length of every list. This default, or a packaged
+    recipe's, is lowered where it would leave fewer than ten steps. A value of yours is kept: one in your file, override or
+    code."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 4
     """Passes over the corpus; fractions are allowed."""
     max_steps: Annotated[int, Field(ge=1)] | None = None

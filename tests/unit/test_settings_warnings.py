@@ -13,10 +13,11 @@ from transformers import AutoConfig
 
 from distcse.data import Corpus
 from distcse.doctor import main as doctor
+from distcse.errors import CorpusTooSmallError
 from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.extent import Extent
+from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
 from distcse.experiments.local_backend import LocalBackend
@@ -33,11 +34,13 @@ from distcse.experiments.settings_warnings import (
 from distcse.measuring import check_measurement
 from distcse.models import Encoder, TokenizerSpec
 from distcse.plan import main as plan
-from distcse.recipe import Recipe, StorageSection, recipe_yaml
+from distcse.recipe import FamilyRecipe, Recipe, StorageSection, load_recipe, read_recipe, recipe_yaml, with_values
 from distcse.recipe.training import TrainingSection
+from distcse.runs.directory import RunDirectory
 from distcse.storage import resolve_path
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.vector_statistics import SAMPLE, VectorStatistics, table_statistics
+from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
 
@@ -357,6 +360,54 @@ def test_the_extent_counts_steps_and_rows_that_are_cut(recipe_with: Callable[...
     lengths = [len(tokenizer(text)["input_ids"]) for text in corpus.texts(range(len(corpus)))]
     assert extent.cut_share == pytest.approx(np.mean([length > 9 for length in lengths])) and 0 < extent.cut_share < 1
     assert (extent.steps, extent.steps_per_epoch) == (55, 22)
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "expected"),
+    [
+        (5121, [], (512, 128)),
+        (2000, [], (200, 128)),
+        (40, [], (4, 3)),
+        (300, ["training.epochs=20"], (30, 128)),
+        (300, ["training.max_steps=3"], (30, 27)),
+        (40, ["training.workers=2", "training.min_workers=1"], (4, 2)),
+        (2000, ["evaluation.num_heldout=1000"], (1000, 100)),
+        (300, ["training.batch_size=256", "evaluation={num_heldout: 20}"], (20, 256)),
+        (300, ["training={engine: torch, epochs: 1}"], (30, 27)),
+        (4, [], "at least 5: 3 to hold out (evaluation.num_heldout), and a batch of 2 (training.batch_size)"),
+        (300, ["training.batch_size=290"], "at least 320: 30 to hold out"),
+        (300, ["evaluation.num_heldout=400"], "at least 402"),
+    ],
+)
+def test_defaults_follow_a_small_corpus(rows: int, overrides: list[str], expected: tuple[int, int] | str) -> None:
+    """A packaged recipe's values are defaults; a user's are kept, or refused in one message."""
+    recipe = with_values(load_recipe("minilm-3layer", overrides), {"seed": 7})
+    events: list[Event] = []
+    if isinstance(expected, str):
+        with fails_with(CorpusTooSmallError, f"the corpus has {rows} rows", expected):
+            fit_to_corpus(recipe, rows, Reporter())
+        return
+    fitted = fit_to_corpus(recipe, rows, Reporter(events.append))
+    assert (fitted.evaluation.num_heldout, fitted.training.batch_size) == expected
+    assert len(events) == (fitted != recipe)
+    assert fit_to_corpus(fitted, rows, Reporter()) == fitted
+
+
+def test_a_file_of_yours_gives_values_and_the_packaged_recipe_that_it_extends_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: three-teachers-family\nevaluation: {num_heldout: 20}\n")
+    recipe = read_recipe(str(file))
+    assert isinstance(recipe, FamilyRecipe)
+    student = recipe.student_recipe(recipe.largest_first[0].model_copy(update={"layers": [0]}))
+    assert recipe.given_keys == student.given_keys == {("evaluation", "num_heldout")}
+
+
+def test_a_run_keeps_the_values_that_it_lowered(recipe_with: Callable[..., Recipe]) -> None:
+    recipe = recipe_with("corpus.limit=40", "evaluation.final_suites=[]").with_given_keys([])
+    result = Distillation(recipe).run(LocalBackend(), Reporter())
+    _, stored = RunDirectory.reopen(result.directory.path, [])
+    assert isinstance(stored, Recipe) and stored == result.recipe
+    assert (stored.evaluation.num_heldout, stored.training.batch_size) == (4, 3) and result.train_result.steps == 12
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,88 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
+from typing import TypeVar
 
 import numpy as np
 
 from distcse.data import BatchSampler, Corpus
 from distcse.data.token_table import count_tokens
-from distcse.events import Reporter, StageProgress
+from distcse.errors import CorpusTooSmallError
+from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.batch_loader import split_rows
 from distcse.experiments.settings_warnings import SettingsWarning, warn_of_cut_rows, warn_of_few_steps
 from distcse.models import TokenizerSpec
-from distcse.recipe import Recipe
+from distcse.recipe import FITTED_KEYS, Recipe, TrainingSection
 from distcse.trainer.schedule import total_steps
+
+R = TypeVar("R", bound=Recipe)
 
 _SAMPLE = 2000
 """Rows whose tokens are counted; with them, the share is exact to about 2 %."""
+_ROWS_PER_HELD_OUT = 10
+_FEWEST_HELD_OUT = 3
+"""With 2 sentences, each list has one entry, so there is no order to agree on."""
+_FEWEST_STEPS = 10
+
+
+def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
+    """Return the recipe with lower defaults where the corpus is small; values that a user gave are kept.
+
+    `evaluation.num_heldout` is at most a tenth of the rows, and `training.batch_size` the largest that leaves ten steps.
+
+    Args:
+        recipe: The recipe.
+        corpus: Its sentences, or their number.
+        reporter: Receives a line about lowered values.
+
+    Raises:
+        CorpusTooSmallError: The corpus has too few rows for the held-out rows, the anchors and a batch.
+    """
+    rows, given = corpus if isinstance(corpus, int) else len(corpus), recipe.given_keys
+    training, evaluation, queue = recipe.training, recipe.evaluation, recipe.objective.queue
+    if ("evaluation", "num_heldout") not in given:
+        most = max(_FEWEST_HELD_OUT, rows // _ROWS_PER_HELD_OUT)
+        evaluation = evaluation.model_copy(update={"num_heldout": min(evaluation.num_heldout, most)})
+    fitted = recipe.model_copy(update={"evaluation": evaluation})
+    batches = [training.batch_size] if ("training", "batch_size") in given else _batch_sizes(training)
+    if rows < (fewest := evaluation.num_heldout + batches[-1]):
+        raise CorpusTooSmallError(
+            f"the corpus has {rows:,} row{'' if rows == 1 else 's'}, but this run needs at least {fewest:,}: "
+            f"{evaluation.num_heldout} to hold out (evaluation.num_heldout), and a batch of {batches[-1]} "
+            f"(training.batch_size); add text{', or lower these' if given else ''}"
+        )
+    if isinstance(corpus, int):
+        learned = rows - evaluation.num_heldout - (queue.num_anchors if queue else 0)
+    else:
+        learned = len(split_rows(fitted, corpus)[0])
+    unlimited = training.model_copy(update={"max_steps": None})
+    has_steps = (
+        size for size in batches if size <= learned and total_steps(unlimited, learned // size) >= _FEWEST_STEPS
+    )
+    training = training.model_copy(update={"batch_size": next(has_steps, batches[-1])})
+    fitted = fitted.model_copy(update={"training": training})
+    changes = {
+        f"{section}.{key}": (getattr(getattr(recipe, section), key), getattr(getattr(fitted, section), key))
+        for section, key in FITTED_KEYS
+    }
+    lowered = [f"{path} is {now}, not {before}" for path, (before, now) in changes.items() if now != before]
+    if not lowered:
+        return recipe
+    reporter.emit(LogMessage(f"the corpus has {rows:,} rows, so {' and '.join(lowered)}"))
+    return fitted
+
+
+def _batch_sizes(training: TrainingSection) -> list[int]:
+    """Return the batch sizes up to a recipe's that its workers, streams and chunks divide, the largest first."""
+    workers = training.workers or 1
+    parts = lcm(
+        workers,
+        training.min_workers or 1,
+        training.dropout_rng_streams or 1,
+        workers * (training.grad_cache_chunk or 1),
+    )
+    return [size for size in range(training.batch_size, 1, -1) if size % parts == 0]
 
 
 @dataclass(frozen=True)

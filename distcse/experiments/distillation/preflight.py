@@ -10,7 +10,7 @@ from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
-from distcse.experiments.distillation.extent import Extent
+from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
@@ -107,6 +107,7 @@ def check_run(
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     corpus = read_corpus(recipe, reporter)
+    recipe = fit_to_corpus(recipe, corpus, reporter)
     TeacherWeights(recipe.teachers.encoders, corpus)
     require_vectors(recipe, len(corpus))
     extent = Extent.of(recipe, corpus)

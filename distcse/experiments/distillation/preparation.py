@@ -18,6 +18,7 @@ from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.corpus import read_corpus, report_finished
 from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.distillation.extent import fit_to_corpus
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.distillation.tokens import prepare_tokens
@@ -82,6 +83,7 @@ class PreparedCorpus:
             TokenizationError: The corpus cannot be tokenized.
         """
         corpus = read_corpus(recipe, reporter)
+        recipe = fit_to_corpus(recipe, corpus, reporter)
         TeacherWeights(recipe.teachers.encoders, corpus)  # raises for a domain that no row has
         require_vectors(recipe, len(corpus))
         recipe = with_chosen_layers(recipe, corpus, backend, reporter)

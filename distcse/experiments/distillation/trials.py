@@ -12,7 +12,7 @@ from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
-from distcse.experiments.distillation.extent import Extent
+from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
 from distcse.experiments.distillation.joining import read_by_workers
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
@@ -122,7 +122,8 @@ class DistillationTrials(Trials):
     def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
         if self._contamination is None:  # all runs train on the same corpus
             corpus = read_corpus(self._recipe, reporter)
-            self._contamination = contamination_of(self._recipe, corpus, tasks, reporter.emit)
+            recipe = fit_to_corpus(self._recipe, corpus, reporter)
+            self._contamination = contamination_of(recipe, corpus, tasks, reporter.emit)
         return self._contamination
 
 

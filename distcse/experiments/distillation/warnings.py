@@ -5,7 +5,7 @@ from __future__ import annotations
 from distcse.data import Corpus
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import find_corpus
-from distcse.experiments.distillation.extent import Extent
+from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.settings_warnings import (
     SettingsWarning,
@@ -65,6 +65,7 @@ def cached_corpus_warnings(recipe: Recipe) -> list[SettingsWarning]:
         return []
     student, teachers = recipe.student, averaged_teachers(recipe).values()
     is_local = find_local_model(student.backbone, student.trust_remote_code) is not None
+    recipe = fit_to_corpus(recipe, corpus, Reporter())
     warnings = Extent.of(recipe, corpus).warnings if is_local else []
     if all(find_local_model(teacher.backbone, teacher.trust_remote_code) for teacher in teachers if _is_model(teacher)):
         warnings += band_warnings(with_teacher_precisions(recipe, None, Reporter()), corpus)

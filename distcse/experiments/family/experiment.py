@@ -11,6 +11,7 @@ from distcse.device import DeviceSpeed
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.experiment import Distillation, load_trained
+from distcse.experiments.distillation.extent import fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.distillation.gpus import report_embedding_gpus
@@ -78,12 +79,13 @@ class Family(Experiment[FamilyRecipe]):
             recipe = with_member_layers(self.recipe, backend, reporter)  # before the folder is made
             directory, _, logged = joined.enter_context(open_run(self, backend, reporter, directory))
             recipe = with_precisions(recipe, backend.cluster, logged)
-            if recipe != self.recipe:
-                directory.decide(recipe)
             largest, cluster = recipe.student_recipe(recipe.largest_first[0]), backend.cluster
             with waited_for_nodes(cluster, largest, least_requests(largest), logged):
                 report_embedding_gpus(largest, cluster, logged)
                 prepared = PreparedCorpus.prepare(largest, backend, logged)
+                recipe = fit_to_corpus(recipe, prepared.corpus, Reporter())  # as the largest student's, which said so
+                if recipe != self.recipe:
+                    directory.decide(recipe)
                 directory.record(recipe.seed, data_fingerprints(recipe, prepared.corpus, labelled))
                 is_projected = prepare_targets(prepared, directory, backend, logged)
             recipes = [member_recipe(recipe, member, directory, is_projected) for member in recipe.largest_first]

@@ -108,7 +108,7 @@ class FamilyRecipe(Recipe):
         document["name"] = member.label
         document["student"] |= {"layers": member.layers, "num_layers": None}
         document["training"]["lr"] = member.lr or self.training.lr
-        return Recipe.model_validate(document)
+        return Recipe.model_validate(document).with_given_keys(self.given_keys)
 
     @model_validator(mode="after")
     def _students_have_one_space(self) -> Self:
