@@ -144,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SUITE[:NAME]=PATH",
-        help="a custom set: .tsv, .jsonl or .parquet; for transfer and retrieval also a folder",
+        help="a custom set: .tsv, .csv, .jsonl or .parquet; for transfer and retrieval also a folder",
     )
     parser.add_argument(
         "--texts",

@@ -236,6 +236,25 @@ def _require_text(value: Any, location: str) -> str | None:
 
 
 def _csv(file: Path, column: str) -> Iterator[str | None]:
+    rows = csv_rows(file, column)
+    if (header := next(rows, None)) is None:
+        return
+    index = header.index(column)
+    for row in rows:
+        yield row[index] if row and row[index] not in _NULLS else None
+
+
+def csv_rows(file: Path, column: str | None = None) -> Iterator[list[str]]:
+    """Yield the fields of a CSV file's header, then of its rows; a blank row has none.
+
+    Args:
+        file: A file whose separator is known by its extension, its first line, or the header.
+        column: A column that the header must have. Default: none.
+
+    Raises:
+        CorpusFormatError: The file is malformed.
+        MissingColumnError: The header lacks the column.
+    """
     numbered = _lines(file)
     lines = (line + "\n" for _, line in numbered)
     number, first = _next_written(numbered)
@@ -257,18 +276,19 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
         header = next(rows, None)
         if header is None:
             return
-        if column not in header:
+        if column is not None and column not in header:
             by = "" if separator == _usual_separator(is_tsv) else f" (separated by {separator!r})"
             raise MissingColumnError(f"{file}, line {number}: {describe_missing_column(column, header, by)}")
-        _refuse_doubled_column(column, header, f"{file}, line {number}")
-        index = header.index(column)
+        if column is not None:
+            _refuse_doubled_column(column, header, f"{file}, line {number}")
+        yield header
         for row in rows:
             if row and len(row) != len(header):
                 more = f"; put texts that contain {separator!r} in quotes" if len(row) > len(header) else ""
                 raise CorpusFormatError(
                     f"{file}, line {rows.line_num + skipped}: {len(row)} fields, but the header has {len(header)}{more}"
                 )
-            yield row[index] if row and row[index] not in _NULLS else None
+            yield row
     except csv.Error as error:
         fix = next((f"; {fix}" for part, fix in _CSV_FIXES.items() if part in str(error)), "")
         raise CorpusFormatError(f"{file}, line {rows.line_num + skipped}: {error}{fix}") from None
@@ -284,7 +304,7 @@ def _refuse_doubled_column(column: str, columns: Sequence[str], location: str) -
         raise CorpusFormatError(f"{location}: {columns.count(column)} columns are named {column!r}; rename the others")
 
 
-def _separator(header: str, column: str, is_tsv: bool) -> str:
+def _separator(header: str, column: str | None, is_tsv: bool) -> str:
     """Return the separator with which a header line has the column; else the usual one, or the first that gives columns."""
     usual = _usual_separator(is_tsv)
     fields = {

@@ -39,17 +39,19 @@ class CustomDev:
         Args:
             path: A folder with `queries`, `corpus` and `relevant` (NDCG@10), or a file with the columns `anchor`, `positive` and
                 `negative` (accuracy), or `sentence1`, `sentence2` and either `score` (Spearman correlation) or `label` (area
-                under the ROC curve).
+                under the ROC curve). Where a column `split` names several splits, only `dev` (or `validation`) is read.
 
         Raises:
             EvaluationDataError: The file does not exist.
-            EvaluationFormatError: The file is malformed, or has none of these columns.
+            EvaluationFormatError: The file is malformed, or has none of these columns, or no row of split dev.
             InsufficientLabelsError: All labels are equal.
         """
         if os.path.isdir(path):
             return cls._of_retrieval(path.name, RetrievalDataset.read(path))
-        table = read_table(path)
-        name = f"{path.parent.name} {path.name.split('.')[0]}"
+        every = read_table(path)
+        table, name = every.of_split("dev"), f"{path.parent.name} {path.name.split('.')[0]}"
+        if len(table) < len(every):
+            name += f" ({len(table):,} rows of split dev)"
         if "score" in table.columns:
             pairs = ScoredPairs.of(name, table)
             return cls(f"{name}, Spearman", StsTask(pairs), "all", pairs.first, pairs.second, pairs.gold.tolist())

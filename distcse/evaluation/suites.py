@@ -134,7 +134,7 @@ def collect(
     """
     found = Tasks() if data is None else published(data, suites, config)
     for custom_set in custom:
-        found.tasks.append(_custom_task(custom_set, config))
+        found.tasks.append(_custom_task(custom_set, config, found.warnings))
     found.tasks += others
     names = [(task.suite, task.name) for task in found.tasks]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -204,12 +204,17 @@ def _transfer_task(name: str, tables: dict[str, Table], config: EvalConfig) -> T
     return TransferTask.of(name, tables, config.transfer, config.device, progress)
 
 
-def _custom_task(custom: CustomSet, config: EvalConfig) -> EvalTask:
+def _custom_task(custom: CustomSet, config: EvalConfig, warnings: list[str]) -> EvalTask:
     if custom.suite == "retrieval":
         return RetrievalTask(custom.name, RetrievalDataset.read(custom.path))
     if custom.suite == "transfer":
         return _transfer_task(custom.name, _splits(custom.path), config)
-    table = read_table(custom.path)
+    every = read_table(custom.path)
+    table = every.of_split("test")
+    if len(table) < len(every):
+        warnings.append(
+            f"{custom.name}: of {len(every):,} rows in {custom.path}, the {len(table):,} of split test are read"
+        )
     if custom.suite == "pairs":
         return PairClassificationTask.of(custom.name, table)
     if custom.suite == "triplets":
@@ -228,7 +233,11 @@ def _custom_task(custom: CustomSet, config: EvalConfig) -> EvalTask:
 def _splits(path: Path) -> dict[str, Table]:
     """Read one file, which is measured by folds, or a folder with train, test and optionally dev."""
     if not os.path.isdir(path):
-        return {"all": read_table(path)}
+        table = read_table(path)
+        splits = table.splits
+        if not splits:
+            return {"all": table}
+        return {split: table.of_split(split) for split in ("train", "test", *(["dev"] if "dev" in splits else []))}
     files = {split: find_table(path, split) for split in ("all", "train", "dev", "test")}
     tables = {split: read_table(file) for split, file in files.items() if file is not None}
     if "all" in tables and len(tables) > 1:

@@ -1,4 +1,4 @@
-"""Tables of labelled data: tab-separated text, JSON lines or Parquet. Errors name the file and the line or row."""
+"""Tables of labelled data: tab-separated text, CSV, JSON lines or Parquet. Errors name the file and the line or row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationDataError, EvaluationFormatError
+from distcse.data.readers import csv_rows
+from distcse.errors import CorpusError, EvaluationDataError, EvaluationFormatError
 
 T = TypeVar("T")
 
-ENDINGS = (".tsv", ".tsv.gz", ".parquet", ".jsonl", ".jsonl.gz")
+ENDINGS = (".tsv", ".tsv.gz", ".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+_CSV = (".csv", ".csv.gz")
 _JSON = (".jsonl", ".jsonl.gz")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+_SPLITS = {"train": "train", "dev": "dev", "validation": "dev", "valid": "dev", "val": "dev", "test": "test"}
+"""Values of a column `split` -> the split."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class Table:
 
     file: Path
     columns: dict[str, list[str]]
+    numbers_of_rows: Sequence[int] | None = None
+    """Numbers of the rows in the file, from 0; None if the table has all of them."""
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
@@ -62,6 +70,34 @@ class Table:
         """
         return np.array(self._parse_column(column, {"0": 0, "1": 1}.__getitem__, "expected 0 or 1"), dtype=np.int64)
 
+    @property
+    def splits(self) -> dict[str, Table]:
+        """The tables of the splits (`train`, `dev`, `test`) that a column `split` names; none if it names fewer than two."""
+        rows_of: dict[str, list[int]] = {}
+        for row, value in enumerate(self.columns.get("split", [])):
+            rows_of.setdefault(_SPLITS.get(value.strip().lower(), value), []).append(row)
+        return {
+            split: Table(
+                self.file, {name: [column[row] for row in rows] for name, column in self.columns.items()}, rows
+            )
+            for split, rows in rows_of.items()
+            if len(rows_of) > 1
+        }
+
+    def of_split(self, split: str) -> Table:
+        """Return the rows of a split, where a column `split` names several; else the table.
+
+        Raises:
+            EvaluationFormatError: The column does not name this split.
+        """
+        splits = self.splits
+        if splits and split not in splits:
+            raise EvaluationFormatError(
+                f"{self.file}: column 'split' has no {split!r}, but {', '.join(sorted(splits))[:200]}; keep the rows to measure "
+                "on, and remove the column"
+            )
+        return splits.get(split, self)
+
     def find_column(self, *names: str) -> str:
         """Return the first of these names that is a column.
 
@@ -87,14 +123,15 @@ class Table:
                 if field == "" or (isinstance(value, float) and not math.isfinite(value)):
                     raise ValueError
             except (ValueError, KeyError):
-                location = describe_row(self.file, row)
+                number = row if self.numbers_of_rows is None else self.numbers_of_rows[row]
+                location = describe_row(self.file, number)
                 raise EvaluationFormatError(f"{location}, column {column!r}: {expected}, found {field!r}") from None
             values.append(value)
         return values
 
 
 def read_table(file: Path) -> Table:
-    """Read a .tsv (a header line, no quoting), .jsonl (one object per line) or .parquet file; text may be gzipped (.gz).
+    """Read a .tsv (a header line, no quoting), .csv (as a corpus), .jsonl or .parquet file; text may be gzipped (.gz).
 
     Raises:
         EvaluationDataError: The file does not exist.
@@ -130,8 +167,8 @@ def find_table(folder: Path, stem: str) -> Path | None:
 
 
 def describe_row(file: Path, row: int) -> str:
-    """Return `FILE, line 3` or, for Parquet, `FILE, row 2`, of a row counted from 0."""
-    if file.suffix == ".parquet":
+    """Return `FILE, line 3` or, where a row need not be a line, `FILE, row 2`, of a row counted from 0."""
+    if file.name.endswith((".parquet", *_CSV)):
         return f"{file}, row {row + 1}"
     return f"{file}, line {row + (1 if file.name.endswith(_JSON) else 2)}"
 
@@ -144,6 +181,8 @@ def _stream(file: Path) -> Iterator[Sequence[str]]:
         raise EvaluationFormatError(f"{file}: unknown file type; use one of {', '.join(ENDINGS)}")
     if file.suffix == ".parquet":
         return _parquet(file)
+    if file.name.endswith(_CSV):
+        return _comma_separated(file)
     return _json_lines(file) if file.name.endswith(_JSON) else _tab_separated(file)
 
 
@@ -164,6 +203,19 @@ def _tab_separated(file: Path) -> Iterator[Sequence[str]]:
         raise EvaluationFormatError(f"{file} is empty; write a header line with the columns' names, and rows")
     if number == 1:
         raise EvaluationFormatError(f"{file} has a header and no rows; add rows")
+
+
+def _comma_separated(file: Path) -> Iterator[Sequence[str]]:
+    number = 0
+    try:
+        for number, row in enumerate(filter(None, csv_rows(file)), start=1):
+            if number == 1:
+                _check_distinct(file, row)
+            yield row
+    except CorpusError as error:
+        raise EvaluationFormatError(str(error)) from None
+    if number < 2:
+        raise EvaluationFormatError(f"{file} has no rows; write a header line with the columns' names, and rows")
 
 
 def _json_lines(file: Path) -> Iterator[Sequence[str]]:

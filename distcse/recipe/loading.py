@@ -144,9 +144,11 @@ def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[
 def _fitted_keys_in(document: Document, paths: Sequence[str] | None = None) -> set[tuple[str, str]]:
     """Return those of `FITTED_KEYS` that a document has, at these paths or below. Default: anywhere."""
     return {
-        (section, key)
-        for section, key in FITTED_KEYS
-        if key in (document.get(section) or {}) and (paths is None or {section, f"{section}.{key}"} & {*paths})
+        (name, key)
+        for name, key in FITTED_KEYS
+        if isinstance(section := document.get(name), dict)
+        and key in section
+        and (paths is None or {name, f"{name}.{key}"} & {*paths})
     }
 
 

@@ -60,7 +60,7 @@ class PairsSection(Section):
     """The unlabelled sentence pairs: exactly one of `path`, `task` and `mine`."""
 
     path: str | list[str] | None = None
-    """File or list of files with two columns of sentences: .tsv, .tsv.gz, .jsonl, .jsonl.gz or .parquet."""
+    """File or list of files with two columns of sentences: .tsv, .csv, .jsonl (each also .gz) or .parquet."""
     columns: Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
         default_factory=lambda: ["sentence1", "sentence2"]
     )

@@ -15,7 +15,16 @@ from sklearn.metrics import roc_auc_score
 
 from distcse import evaluate
 from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidValueError
-from distcse.evaluation import CustomDev, LabelledDev, VectorModel, labelled_dev, read_table
+from distcse.evaluation import (
+    CustomDev,
+    CustomSet,
+    EvalConfig,
+    LabelledDev,
+    VectorModel,
+    collect,
+    labelled_dev,
+    read_table,
+)
 from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
@@ -189,6 +198,36 @@ def test_triplets_of_the_user_are_measured_by_the_command_too(
     options = ["--pooling", "mean", "--max-length", "16", "--precision", "fp32"]
     assert evaluate.main([str(tiny("bert")), "--add", f"triplets={own['accuracy']}", *options]) == 0
     assert "75.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dev", ["dev", "Validation", None])
+def test_of_a_file_with_splits_only_the_dev_rows_are_read(tmp_path: Path, dev: str | None) -> None:
+    """With tabs, and as CSV; sbert.net's stsbenchmark.tsv.gz has such a column."""
+    splits = ["train", dev or "x", "test"] * 9
+    rows = [[split, str(row), f"one {row}", f"other, {row}"] for row, split in enumerate(splits)]
+    rows.insert(0, ["split", "score", "sentence1", "sentence2"])
+    (tmp_path / "s.tsv").write_text("\n".join("\t".join(row) for row in rows))
+    (tmp_path / "s.csv").write_text("\n".join(";".join(f'"{field}"' for field in row) for row in rows))
+    for file in (tmp_path / "s.csv", tmp_path / "s.tsv"):
+        if dev is None:
+            with fails_with(EvaluationFormatError, file.name, "no 'dev'", "remove the column"):
+                CustomDev.read(file)
+            continue
+        read = CustomDev.read(file)
+        assert read.gold == [float(row) for row in range(1, 27, 3)] and "9 rows of split dev" in read.name
+        assert read.second[0] == "other, 1"
+    tasks = collect(None, [], [CustomSet.parse(f"sts={tmp_path / 's.csv'}")], EvalConfig())
+    (task,), (warning,) = tasks.tasks, tasks.warnings
+    assert len([*task.sentences()]) == 18 and "9 of split test" in warning
+    of_one = [row for row in rows if row[0] in ("split", "train")]
+    (tmp_path / "s.tsv").write_text("\n".join("\t".join(row) for row in of_one))
+    assert CustomDev.read(tmp_path / "s.tsv").name.endswith("s, Spearman")
+
+
+def test_an_error_in_a_split_names_the_row_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "s.tsv").write_text("split\tscore\tsentence1\tsentence2\ntest\t1\ta\tb\ndev\tx\ta\tb\n")
+    with fails_with(EvaluationFormatError, "s.tsv, line 3", "'x'"):
+        CustomDev.read(tmp_path / "s.tsv")
 
 
 def test_a_changed_document_changes_the_fingerprint(own: dict[str, Path]) -> None:

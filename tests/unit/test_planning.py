@@ -611,7 +611,6 @@ def test_a_plan_that_does_not_fit_names_settings_that_make_it_fit() -> None:
     [
         (["training.neighbor_batching={}"], 10**10, ("10,000,000,000 rows", "corpus.limit")),
         (["training.workers=16"], 10**6, ("training.workers is 16", "1x8xA100-40G")),
-        ([], 100, ("100 sentences", "training.batch_size")),
         (["training.neighbor_batching={}"], 10**8, ("training.neighbor_batching=null",)),
     ],
 )

@@ -83,7 +83,7 @@ class Family(Experiment[FamilyRecipe]):
             with waited_for_nodes(cluster, largest, least_requests(largest), logged):
                 report_embedding_gpus(largest, cluster, logged)
                 prepared = PreparedCorpus.prepare(largest, backend, logged)
-                recipe = fit_to_corpus(recipe, prepared.corpus, Reporter())  # as the largest student's, which said so
+                recipe = fit_to_corpus(recipe, prepared.corpus, Reporter())  # reported with the largest student
                 if recipe != self.recipe:
                     directory.decide(recipe)
                 directory.record(recipe.seed, data_fingerprints(recipe, prepared.corpus, labelled))
