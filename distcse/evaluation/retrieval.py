@@ -75,8 +75,8 @@ class RetrievalDataset:
     def read(cls, folder: Path) -> RetrievalDataset:
         """Read a folder with `queries`, `corpus` (id, text) and `relevant` (query_id, corpus_id and optionally score).
 
-        Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's column names (`_id`, `query-id`, `corpus-id`) work too. As
-        in BEIR, a document with the query's id is not ranked, and queries without relevant documents are left out.
+        Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's column names (`_id`, `query-id`, `corpus-id`) work too.
+        As in BEIR, a document with the query's id is not ranked, and queries without relevant documents are left out.
 
         Raises:
             EvaluationDataError: A file does not exist.
