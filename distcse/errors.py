@@ -15,6 +15,8 @@ class DistcseError(Exception):
     """Base of every error that a user can cause and fix."""
 
     code: ClassVar[str] = "DCSE-D00"
+    is_own_failure: ClassVar[bool] = False
+    """Whether the computation of a group failed, and not its storage, cluster or run: other groups can continue without it."""
 
     @property
     def coded_message(self) -> str:
@@ -243,6 +245,7 @@ class NotFiniteError(EncoderError):
     """A model's weight or score is NaN or infinite."""
 
     code = "DCSE-M10"
+    is_own_failure = True
 
 
 class ExportError(EncoderError):
@@ -267,6 +270,7 @@ class DeviceMemoryError(EncoderError):
     """A single text does not fit in the device's memory, in a frozen model's forward pass."""
 
     code = "DCSE-M14"
+    is_own_failure = True
 
 
 class TextInputError(EncoderError):
@@ -469,6 +473,7 @@ class WorkersLostError(RunError):
     """Training workers crashed or their nodes were lost more often than max_failures allows."""
 
     code = "DCSE-X12"
+    is_own_failure = True
 
 
 class ProcessLostError(RunError):
@@ -493,6 +498,7 @@ class DivergedError(RunError):
     """A loss, score or weight is not finite; the same values would diverge again."""
 
     code = "DCSE-X16"
+    is_own_failure = True
 
 
 class StoppedEarlyError(RunError):
@@ -517,6 +523,7 @@ class OutOfMemoryError(RunError):
     """A training step needs more memory than the device has; the same values would need it again."""
 
     code = "DCSE-X20"
+    is_own_failure = True
 
 
 # S: storage. What was being written is discarded; what was there before is intact.

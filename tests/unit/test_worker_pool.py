@@ -5,13 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from distcse.errors import ClusterTooSmallError, InvalidValueError, RunRecordError, StorageError
+from distcse.errors import (
+    ClusterTooSmallError,
+    DistcseError,
+    DivergedError,
+    InvalidValueError,
+    ObjectStorageError,
+    OutOfMemoryError,
+    RunRecordError,
+    RunTakenOverError,
+    StorageError,
+    StorageWriteError,
+    WorkersLostError,
+    WorkFailedError,
+)
 from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned, ignore
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
@@ -441,21 +455,39 @@ def test_a_group_continues_in_other_slots_after_a_node_was_lost(three: MakeRecip
     assert [activity for activity in activities if activity != "waiting"] == ["training", "scoring"]
 
 
-def test_an_error_gives_the_workers_back(three: MakeRecipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "is_dropped"),
+    [
+        (WorkersLostError("lost"), True),
+        (DivergedError("diverged"), True),
+        (OutOfMemoryError("too large"), True),
+        (StorageWriteError("disk full"), False),
+        (ObjectStorageError("not reached"), False),
+        (RunTakenOverError("taken over"), False),
+        (WorkFailedError("OSError"), False),
+    ],
+)
+def test_only_errors_of_a_group_drop_it(
+    three: MakeRecipe, tmp_path: Path, error: DistcseError, is_dropped: bool
+) -> None:
     class Fails(FakeWorkers):
         def score(self, phase: Phase) -> Scores:
-            raise ClusterTooSmallError("no room")
+            raise error
 
-    in_use: dict[int, str] = {}
+    in_use, ending = dict[int, str](), threading.Event()
+    reporter = Reporter(stop_requested=ending.is_set)
     pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: range(1))
     groups: list[Group] = [
-        PooledGroup((Fails if name == "b" else FakeWorkers)(name, 0.0001, in_use), pool, Reporter()) for name in "abc"
+        PooledGroup((Fails if name == "b" else FakeWorkers)(name, 0.0001, in_use), pool, reporter) for name in "abc"
     ]
     recipe = three("mutual.on_failure=drop")
     store = PhaseStore(tmp_path, Lease.acquire(tmp_path))
-    assert not run_groups(recipe, groups, store, LabelExchange(recipe, store, threading.Event()), Reporter())
-    assert list(store.dropped) == ["b"] and not in_use
-    np.testing.assert_allclose(labels_of(tmp_path)[2], ord("b") + 2)
+    exchange = LabelExchange(recipe, store, ending)
+    with nullcontext() if is_dropped else fails_with(type(error), str(error)):
+        assert not run_groups(recipe, groups, store, exchange, Reporter())
+    assert list(store.dropped) == ["b"] * is_dropped and not in_use
+    if is_dropped:
+        np.testing.assert_allclose(labels_of(tmp_path)[2], ord("b") + 2)
 
 
 def nodes_of(*resources: dict[str, float]) -> list[Node]:

@@ -58,7 +58,8 @@ def run_groups(
             stopped[number] = True
             exchange.end()  # wake the groups that wait for this one's scores
         except DistcseError as failed:
-            if recipe.mutual.on_failure == "stop" or not exchange.drop(group.name, failed.coded_message):
+            can_drop = failed.is_own_failure and recipe.mutual.on_failure == "drop"
+            if not (can_drop and exchange.drop(group.name, failed.coded_message)):
                 raise
             group_reporter.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
             group_reporter.emit(GroupActivity("", "dropped"))

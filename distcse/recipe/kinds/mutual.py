@@ -130,7 +130,8 @@ class MutualSection(Section):
     patience: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many cycles in which no group had a new best dev score; null runs all cycles."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """What happens when a group cannot continue: `stop` ends the run, `drop` continues without the group and reports it."""
+    """What happens when a group diverges, has too little memory, or loses its workers too often: `stop` ends the run, `drop`
+    continues without the group and reports it. Other errors, such as those of storage, end the run."""
     max_failures: Annotated[int, Field(ge=0)] = 3
     """Restarts within one phase: of a group's training from its last checkpoint after losing a worker, and of each part of its
     scoring after losing a scorer."""
