@@ -170,7 +170,7 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
 
         if recipe is not None and sweep is not None:
             check(recipe, sweep)
-            directory = begin(recipe, sweep)
+            directory = begin(recipe, sweep, Reporter(view.show))
         assert directory is not None
         recipe, sweep = reopen(directory)
         stop = StopOnSignal()

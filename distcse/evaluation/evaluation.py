@@ -24,7 +24,7 @@ from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
 from distcse.evaluation.text_agreement import with_agreement
 from distcse.events import Listener, StageProgress, ignore
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore, open_store
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class Evaluation:
         """Return `overlap_fraction` of each model whose training text contained sentences of a score's set."""
         return {model: share for model in score.values if (share := self.overlap_fraction(score, model))}
 
-    def write(self, file: Path) -> None:
-        """Write the results as JSON, each score with its `overlap`."""
+    def write(self, folder: Path | ArtifactStore) -> None:
+        """Write the results as evaluation.json, each score with its `overlap`."""
         scores = [{**asdict(score), "overlap": self.overlaps(score)} for score in self.scores]
         content = json.dumps({**asdict(self), "scores": scores}, indent=1, ensure_ascii=False)
-        open_store(file.parent).write_text(file.name, content)
+        open_store(folder).write_text("evaluation.json", content)
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:

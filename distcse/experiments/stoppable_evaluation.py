@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from distcse.errors import StoppedEarlyError
@@ -29,18 +28,18 @@ class FinalScores:
     stopped: bool = False
     """Whether a stop request left models out."""
 
-    def write(self, file: Path, run: ArtifactStore) -> None:
-        """Write the scores to a file, if there are any, and delete the results that `measure_models` stored, if it is complete.
+    def write(self, run: ArtifactStore, results: ArtifactStore | None = None) -> None:
+        """Write the scores, if there are any, and delete the results that `measure_models` stored, if it is complete.
 
         Args:
-            file: The evaluation's file.
-            run: The folder that `measure_models` got.
+            run: The folder of evaluation.json.
+            results: The folder that `measure_models` got. Default: `run`.
         """
         if self.evaluation is None:
             return
-        self.evaluation.write(file)
+        self.evaluation.write(run)
         if not self.stopped:
-            delete_results(run)
+            delete_results(results or run)
 
 
 def measure_models(

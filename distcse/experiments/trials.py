@@ -14,6 +14,7 @@ from distcse.events import Event, Reporter
 from distcse.experiments.backend import Backend
 from distcse.placement.cluster import Cluster
 from distcse.recipe import BaseRecipe, Sweep, TeachersSection, TrainedSection
+from distcse.runs.directory import RunDirectory
 from distcse.teachers.table import EmbeddingTable
 
 
@@ -139,17 +140,21 @@ class Trials(ABC):
             EvaluationError: A set is missing, malformed or has too few labels.
         """
 
-    def prepare(self, backend: Backend, reporter: Reporter) -> SharedTables | None:
-        """Prepare, once for all trials, what they read. Default: nothing.
+    @abstractmethod
+    def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> SharedTables | None:
+        """Record the fingerprints of the trials' data, and prepare, once for all trials, what they read.
 
         Args:
             backend: Where the teachers embed the corpus.
             reporter: Receives progress.
+            sweep: The sweep's folder.
 
         Returns:
             The teachers' tables to serve; None if the trials need no servers.
+
+        Raises:
+            ResumeMismatchError: The data have changed since the sweep began.
         """
-        return None
 
     @abstractmethod
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:

@@ -35,6 +35,7 @@ from distcse.models.st_format import backbone_folder, replacing
 from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.texts import as_pairs
 from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize_pairs
+from distcse.storage import ArtifactStore
 
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
@@ -253,7 +254,7 @@ class CrossEncoder(nn.Module):
             yield activate(chunk.out, self.activation)
 
     @without_noise()
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path | ArtifactStore) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
         write_activation(self.model.config, self.activation)
         with replacing(path) as folder:

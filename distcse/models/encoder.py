@@ -43,7 +43,7 @@ from distcse.models.st_settings import find_prompt
 from distcse.models.texts import as_texts
 from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
-from distcse.storage import Digest
+from distcse.storage import ArtifactStore, Digest
 
 T = TypeVar("T")
 
@@ -396,7 +396,7 @@ class Encoder(nn.Module):
             ahead=ahead,
         )
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path | ArtifactStore) -> None:
         """Write the folder that sentence-transformers 2 to 6, TEI, vLLM and llama.cpp read, replacing it atomically.
 
         Raises:

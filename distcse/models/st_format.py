@@ -25,7 +25,7 @@ from distcse.models.pooling import NEEDS_ALL_LAYERS
 from distcse.models.st_settings import read_model_settings, read_transformer_settings
 from distcse.models.weight_files import WEIGHTS, require_module_weights, write_checksums
 from distcse.recipe import Pooling
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore, open_store
 
 _LEGACY_KEYS: dict[Pooling, str] = {
     "cls": "pooling_mode_cls_token",
@@ -202,7 +202,7 @@ def _outputs_all_layers(backbone: Path, settings: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def replacing(path: str | Path | ArtifactStore) -> Iterator[Path]:
     """Replace a model's folder atomically, with checksums of its weights, and store it; a failure leaves the old one unchanged.
 
     Args:

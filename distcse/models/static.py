@@ -19,6 +19,7 @@ from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.models.encoder import Encoder
 from distcse.models.json_files import read_json, refuse_pointers
 from distcse.models.st_format import replacing
+from distcse.storage import ArtifactStore
 
 PASSES = 3
 """Times that a static model's training sees each sentence."""
@@ -181,7 +182,7 @@ class StaticEncoder:
         """Return the (n, d) vectors of n texts, of length 1 if the folder says so; zero for a text without known tokens."""
         return np.asarray(self._model.encode(list(texts)), dtype=np.float32)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path | ArtifactStore) -> None:
         """Save the model as a folder that model2vec and sentence-transformers load.
 
         Raises:

@@ -22,7 +22,7 @@ from distcse.models.st_format import replacing
 from distcse.rank_space.device import rank_space
 from distcse.rank_space.pairs import pair_similarities
 from distcse.rank_space.space import RANK_METHODS, Ranker
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore, open_store
 
 _SETTINGS = Path("distcse") / "ranks.json"
 _REFERENCES = Path("distcse") / "references.safetensors"
@@ -119,7 +119,7 @@ class RankSpaceEncoder:
         references = unit(self.references) if self.normalize else self.references
         return rank_space(references, self.rank_method, device, allows_shortcuts(self.encoder))
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path | ArtifactStore) -> None:
         """Write encoder and references to a folder, replacing it atomically; other tools load it as the encoder alone."""
         settings = {"weight": self.weight, "normalize": self.normalize, "ranks": self.rank_method}
         with replacing(path) as folder:

@@ -94,7 +94,7 @@ def choose_serving(
     by = by if chosen.worker_tables else "servers compute the teachers' lists"
     reporter.emit(LogMessage(f"teachers.serve auto: {by}: {reason}"))
     decided = _with_serving(recipe, chosen)
-    RunDirectory(spec.run.path).decide(decided)
+    RunDirectory(spec.run.path, spec.lease).decide(decided)
     return replace(chosen, recipe=decided)
 
 

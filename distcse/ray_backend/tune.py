@@ -281,7 +281,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        register_trial(self._context.trials.path, trial.trial_id)
+        register_trial(self._context.trials, trial.trial_id)
         self._emit_update(trial.trial_id)
 
     def on_trial_result(
@@ -320,8 +320,8 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
 
     def note_end(self, name: str, status: Status, reason: str = "") -> None:
         """Record the status of a trial that ended without recording one itself: Ray Tune ended it."""
-        folder = self._context.trials.path / name
-        record = read_trial(folder)
+        folder = self._context.trials / name
+        record = read_trial(folder.path)
         if record is not None and not record.ended:
             complete = bool(record.metrics) and record.metrics[-1].progress >= 100
             # All scores are not enough for a trial that failed, or for a final run, whose model must be saved.

@@ -26,7 +26,7 @@ _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 
 def write_pages(evaluation: Evaluation, folder: Path, history: History | None = None) -> list[Path]:
     """Write evaluation.json, scores.csv, scores.tex and the pages into a folder; return the paths of the two pages."""
-    evaluation.write(folder / "evaluation.json")
+    evaluation.write(folder)
     write_exports(evaluation, folder)
     return write_page_files(folder, html(evaluation, history), markdown(evaluation, history))
 

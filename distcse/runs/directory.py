@@ -23,8 +23,9 @@ import platform
 import secrets
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -37,11 +38,12 @@ from distcse.recipe import BaseRecipe, StorageSection, Sweep, read_recipe, recip
 from distcse.runs.changes import differences, is_location, refuse_changes
 from distcse.runs.lease import LEASE_FILES, Lease, has_local_changes
 from distcse.storage import (
+    ArtifactStore,
     add_checksum_line,
+    is_temporary,
     open_store,
     refuse_job_copy,
     resolve_path,
-    storage_errors,
     to_uri,
     without_checksum_line,
 )
@@ -60,17 +62,15 @@ class RunDirectory:
 
     Args:
         path: The folder.
-        is_exclusive: Whether the caller ensures that only one process works there. Default: False; `leased` ensures it.
+        lease: The folder's lease, which `store` checks before each change. Default: no check until `leased` holds it.
     """
 
-    def __init__(self, path: Path, is_exclusive: bool = False) -> None:
+    def __init__(self, path: Path, lease: Lease | None = None) -> None:
         self.path = path
-        self.store = open_store(path)
-        self._is_exclusive = is_exclusive
+        self.store = open_store(path, lease)
+        self.lease = lease
         self.model = path / "model"
-        self.evaluation = path / "evaluation.json"
         self.projection = path / "projection.safetensors"
-        self._events = path / _EVENTS
 
     @classmethod
     def create(cls, recipe: BaseRecipe) -> RunDirectory:
@@ -94,7 +94,7 @@ class RunDirectory:
                 _make_folder(path)
             except FileExistsError:
                 continue
-            write_recipe(path / "recipe.yaml", recipe)
+            write_recipe(open_store(path), recipe)
             return cls(path)
         raise RunDirectoryError(f"{stem} and 998 numbered folders exist; delete old runs in {stem.parent}")
 
@@ -103,7 +103,8 @@ class RunDirectory:
         try:
             _make_folder(path)
         except FileExistsError:
-            others = [file for file in path.iterdir() if file.name not in LEASE_FILES]
+            names = [file.name for file in path.iterdir()]
+            others = [name for name in names if name not in LEASE_FILES and not is_temporary(name)]
             if others and not open_store(path).fetch(_REQUESTED):
                 raise RunDirectoryError(
                     f"{to_uri(path)} has files of something else; set another storage.run_id, or another storage.runs"
@@ -112,15 +113,22 @@ class RunDirectory:
 
     @classmethod
     def begin(cls, path: Path, recipe: BaseRecipe) -> RunDirectory:
-        """Write the resolved recipe to an existing folder, of which the caller ensures that no other process works there."""
-        directory = cls(path, is_exclusive=True)
+        """Take over an existing folder, of which the caller ensures that no other start works there, and write the recipe."""
+        directory = cls(path, Lease.acquire(path))
         directory._fetch_events()
-        write_recipe(path / "recipe.yaml", recipe)
+        write_recipe(directory.store, recipe)
         return directory
 
-    def leased(self, reporter: Reporter) -> AbstractContextManager[Lease]:
-        """Hold the folder's lease. Raises `RunInUseError` if another process holds it; a killed one's lease is taken over."""
-        return nullcontext(Lease.acquire(self.path)) if self._is_exclusive else Lease.held(self.path, reporter)
+    @contextmanager
+    def leased(self, reporter: Reporter) -> Iterator[Lease]:
+        """Context manager: hold the folder's lease, which `store` checks before each change from now on.
+
+        Raises:
+            RunInUseError: Another process holds it. A killed one's lease is taken over.
+        """
+        with nullcontext(self.lease) if self.lease else Lease.held(self.path, reporter) as lease:
+            self.store = replace(self.store, guard=lease)
+            yield lease
 
     def request(self, recipe: BaseRecipe) -> None:
         """Store the recipe of a run that has an id, under the folder's lease.
@@ -130,8 +138,8 @@ class RunDirectory:
         """
         if self.store.fetch(_RECORD):
             raise RunInUseError(f"another start has just begun {self.store}; start again to resume it")
-        write_recipe(self.path / _REQUESTED, recipe)
-        write_recipe(self.path / "recipe.yaml", recipe)
+        write_recipe(self.store, recipe, _REQUESTED)
+        write_recipe(self.store, recipe)
 
     def requested(self) -> BaseRecipe:
         """Read the recipe that `request` stored. Raises `RunRecordError` if it is damaged or was edited."""
@@ -141,7 +149,7 @@ class RunDirectory:
 
     def decide(self, recipe: BaseRecipe) -> None:
         """Store the recipe with the values that the run chose, so that a resumed run keeps them."""
-        write_recipe(self.path / "recipe.yaml", recipe)
+        write_recipe(self.store, recipe)
 
     @classmethod
     def reopen(cls, path: Path, overrides: list[str], also: Sequence[str] = ()) -> tuple[RunDirectory, BaseRecipe]:
@@ -236,8 +244,7 @@ class RunDirectory:
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl, which is uploaded to object storage at each checkpoint."""
-        with storage_errors(self._events), open(self._events, "a", encoding="utf-8") as opened:
-            opened.write(to_json_line(event) + "\n")
+        self.store.append(_EVENTS, to_json_line(event) + "\n")
         if isinstance(event.event if isinstance(event, GroupEvent) else event, CheckpointSaved):
             self.store_events()
 
@@ -298,9 +305,9 @@ def without_run_id(recipe: BaseRecipe) -> BaseRecipe:
     return recipe.model_copy(update={"storage": recipe.storage.model_copy(update={"run_id": None})})
 
 
-def write_recipe(file: Path, recipe: BaseRecipe | Sweep) -> None:
+def write_recipe(folder: ArtifactStore, recipe: BaseRecipe | Sweep, name: str = "recipe.yaml") -> None:
     """Store a resolved recipe with its checksum: truncated YAML can be a valid recipe."""
-    open_store(file.parent).write_text(file.name, add_checksum_line(recipe_yaml(recipe)))
+    folder.write_text(name, add_checksum_line(recipe_yaml(recipe)))
 
 
 def check_stored(file: Path) -> None:

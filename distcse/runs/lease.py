@@ -33,7 +33,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import RunError, RunInUseError, RunTakenOverError, StoppedEarlyError, StorageError
+from distcse.errors import (
+    RunDirectoryError,
+    RunError,
+    RunInUseError,
+    RunTakenOverError,
+    StoppedEarlyError,
+    StorageError,
+)
 from distcse.events import LogMessage, Reporter
 from distcse.storage import ArtifactStore, open_store, storage_errors
 
@@ -108,11 +115,14 @@ class Lease:
             waits_for: What another owner does, such as `embeds the same sentences`, to wait for its end. Default: raise.
 
         Raises:
+            RunDirectoryError: The lease cannot be read.
             RunInUseError: Another process works in the folder, and `waits_for` is None.
             StoppedEarlyError: A stop was requested during a wait.
             StorageWriteError: The lease file cannot be written.
         """
-        lease = cls._acquire_when_free(open_store(folder), reporter, waits_for)
+        store = open_store(folder)
+        with _reading(store):
+            lease = cls._acquire_when_free(store, reporter, waits_for)
         ended = threading.Event()
         threading.Thread(target=lease._beat, args=(ended,), name="lease-heartbeat", daemon=True).start()
         try:
@@ -200,8 +210,21 @@ def find_owner(folder: Path, reporter: Reporter) -> LeaseOwner | None:
 
     Raises:
         StoppedEarlyError: A stop was requested during the wait.
+        RunDirectoryError: The lease cannot be read.
     """
-    return _find_owner(open_store(folder), reporter)
+    store = open_store(folder)
+    with _reading(store):
+        return _find_owner(store, reporter)
+
+
+@contextmanager
+def _reading(folder: ArtifactStore) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{folder}/{_FILE} cannot be read: {error.strerror}; check the storage and its permissions, then try again"
+        ) from error
 
 
 def _find_owner(folder: ArtifactStore, reporter: Reporter) -> LeaseOwner | None:
@@ -268,11 +291,12 @@ def _last_touch(folder: ArtifactStore) -> float | bytes | None:
 
 
 def _age(folder: ArtifactStore, touched: float | bytes | None) -> float:
-    """Return the seconds since a touch by the storage's clock, as machines' clocks differ; 0 in object storage."""
-    if not isinstance(touched, float):
+    """Return the seconds since a touch by the storage's clock, as machines' clocks differ; 0 if it cannot be read."""
+    if not isinstance(touched, float):  # object storage
         return 0.0
-    with tempfile.TemporaryFile(dir=folder.path) as new:
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder.path) as new:
         return os.fstat(new.fileno()).st_mtime - touched
+    return 0.0  # full or read-only storage
 
 
 def _read(folder: ArtifactStore) -> dict[str, Any]:

@@ -5,7 +5,7 @@ machines contain stores instead, which are pickled as their addresses. Only this
 """
 
 from distcse.storage.artifact_store import ArtifactStore
-from distcse.storage.atomic_files import atomic_write, storage_errors, write_text_atomic
+from distcse.storage.atomic_files import atomic_write, is_temporary, storage_errors, write_text_atomic
 from distcse.storage.checksums import (
     Digest,
     add_checksum_line,
@@ -41,6 +41,7 @@ __all__ = [
     "find_model",
     "is_in_job_copy",
     "is_in_session",
+    "is_temporary",
     "is_uri",
     "load_checked_json",
     "load_checked_label",

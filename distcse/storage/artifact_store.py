@@ -9,13 +9,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from distcse.storage.atomic_files import atomic_folder, atomic_write
+from distcse.storage.atomic_files import atomic_folder, atomic_write, storage_errors
 from distcse.storage.checksums import dump_checked_json, load_checked_json
 from distcse.storage.stored_files import StoredFile
+
+
+class Guard(Protocol):
+    """Permits changes of a location: the lease of a run's start. Its errors prevent the change."""
+
+    def check(self) -> None:
+        """Check it where the location is stored."""
+
+    def check_here(self) -> None:
+        """Check it without a request to object storage, before a change of this machine's files."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +38,11 @@ class ArtifactStore(ABC):
 
     path: Path
     """The local folder: the location itself, or its mirror on this machine."""
+    guard: Guard | None = field(default=None, compare=False, repr=False)
+    """Asked immediately before each change; also by the locations below."""
 
     def __truediv__(self, name: str) -> Self:
-        return type(self)(self.path / name)
+        return type(self)(self.path / name, self.guard)
 
     def __str__(self) -> str:
         return self.uri
@@ -43,7 +55,7 @@ class ArtifactStore(ABC):
     @property
     def parent(self) -> Self:
         """The location that contains this one."""
-        return type(self)(self.path.parent)
+        return type(self)(self.path.parent, self.guard)
 
     @property
     @abstractmethod
@@ -67,7 +79,7 @@ class ArtifactStore(ABC):
             StorageError: The disk or the object storage refuses the file.
         """
         self._create_parents(name)
-        with atomic_write(self.path / name) as temporary:
+        with atomic_write(self.path / name, self._check_here) as temporary:
             yield temporary
         self.upload(name)
 
@@ -75,6 +87,12 @@ class ArtifactStore(ABC):
         """Write a text file as `write` does."""
         with self.write(name) as temporary:
             temporary.write_text(text, encoding="utf-8")
+
+    def append(self, name: str, text: str) -> None:
+        """Append to a local text file, which only `upload` stores. A crash may leave a part of the text."""
+        self._check_here()
+        with storage_errors(self.path / name), open(self.path / name, "a", encoding="utf-8") as opened:
+            opened.write(text)
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file with its own checksum as `write` does."""
@@ -113,7 +131,7 @@ class ArtifactStore(ABC):
 
     def write_folder(self, is_complete: Callable[[], bool] | None = None) -> AbstractContextManager[Path]:
         """Yield a temporary folder to fill, which then becomes the local folder (see `atomic_folder`). `publish` stores it."""
-        return atomic_folder(self.path, is_complete)
+        return atomic_folder(self.path, is_complete, self._check_here)
 
     @abstractmethod
     def publish(self, files: Mapping[str, Path] | None = None) -> None:
@@ -181,6 +199,14 @@ class ArtifactStore(ABC):
             OSError: A folder refuses the file.
             ObjectStorageError: The storage refuses a request, or returns other content.
         """
+
+    def _check(self) -> None:
+        if self.guard is not None:
+            self.guard.check()
+
+    def _check_here(self) -> None:
+        if self.guard is not None:
+            self.guard.check_here()
 
     @abstractmethod
     def _create_parents(self, name: str) -> None:

@@ -11,6 +11,7 @@ other users, and a copy has its source's mode.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from stat import S_IMODE
 from safetensors import SafetensorError
 
 from distcse.errors import StorageWriteError
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{4}")
 
 
 @contextmanager
@@ -46,10 +49,14 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def atomic_write(file: Path) -> Iterator[Path]:
+def atomic_write(file: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield the path of a temporary file to write; on success, flush it to the disk and rename it to `file`.
 
     If writing fails, the file remains as it was. Of several concurrent writers the last one wins.
+
+    Args:
+        file: Final path of the file.
+        check: Called immediately before the rename, which its error prevents. Default: no check.
 
     Raises:
         StorageWriteError: The disk is full, read-only or failing.
@@ -63,11 +70,17 @@ def atomic_write(file: Path) -> Iterator[Path]:
             if temporary.stat().st_ino != created.st_ino:  # a library renamed its own temporary file
                 _set_mode(temporary, created.st_mode)
             _fsync(temporary)
+            check()
             os.replace(temporary, file)
             _fsync(file.parent)
     finally:
         with suppress(OSError):  # a failing disk has already raised above
             temporary.unlink(missing_ok=True)
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether `atomic_write` writes to a file of this name, or was killed while it did."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def write_text_atomic(file: Path, text: str) -> None:
@@ -81,7 +94,9 @@ def write_text_atomic(file: Path, text: str) -> None:
 
 
 @contextmanager
-def atomic_folder(target: Path, is_complete: Callable[[], bool] | None = None) -> Iterator[Path]:
+def atomic_folder(
+    target: Path, is_complete: Callable[[], bool] | None = None, check: Callable[[], None] = lambda: None
+) -> Iterator[Path]:
     """Yield a temporary folder to fill; on success, flush its files to the disk and rename it to `target`.
 
     If writing fails, the target remains as it was.
@@ -90,6 +105,7 @@ def atomic_folder(target: Path, is_complete: Callable[[], bool] | None = None) -
         target: Final path of the folder. Missing parent folders are created.
         is_complete: Whether an existing target is complete. A complete one is kept and the new folder discarded, because other
             processes may have opened its files. Default: an existing target is replaced.
+        check: As for `atomic_write`.
 
     Raises:
         StorageWriteError: The disk is full, read-only or failing.
@@ -104,6 +120,7 @@ def atomic_folder(target: Path, is_complete: Callable[[], bool] | None = None) -
             for path in (*temporary.rglob("*"), temporary):
                 _set_mode(path, mode)
                 _fsync(path)
+            check()
             _move(temporary, target, is_complete)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -26,7 +26,7 @@ from typing import Any
 
 from distcse.errors import ObjectStorageError, RunRecordError
 from distcse.storage import objects
-from distcse.storage.artifact_store import ArtifactStore
+from distcse.storage.artifact_store import ArtifactStore, Guard
 from distcse.storage.atomic_files import atomic_write, storage_errors
 from distcse.storage.checksums import Digest, checksum, dump_checked_json, load_checked_json_bytes, text_checksum
 from distcse.storage.locations import mirror_root, resolve_path, to_uri
@@ -60,7 +60,7 @@ class BucketStore(ArtifactStore):
     """A prefix in a bucket. `path` is its mirror on this machine; pickled as its address, as each machine has its own mirror."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _at, (self.uri,)
+        return _at, (self.uri, self.guard)
 
     @property
     def uri(self) -> str:
@@ -71,6 +71,7 @@ class BucketStore(ArtifactStore):
         return True
 
     def upload(self, name: str) -> None:
+        self._check()
         objects.write(f"{self.uri}/{name}", self.path / name)
 
     def fetch(self, name: str) -> bool:
@@ -89,7 +90,9 @@ class BucketStore(ArtifactStore):
         sources = files or {file.relative_to(self.path).as_posix(): file for file in self._local_files()}
         new, old = _Record.of(sources), self._stored_record()
         if new != old:
+            self._check()
             _run_parallel(sources, lambda name: self._store(name, sources[name], new, old))
+            self._check()  # an upload of minutes may outlast a lease
             objects.write(f"{self.uri}/{_RECORD}", dump_checked_json(asdict(new)).encode())
             if old is not None and old.content != new.content:
                 _delete_all(self._file_uri(old, name) for name in old.files)
@@ -127,6 +130,7 @@ class BucketStore(ArtifactStore):
         return self._stored_record() is not None
 
     def keep_only(self, names: Collection[str]) -> None:
+        self._check()
         record = self._stored_record()
         dropped = {} if record is None else {name: entry for name, entry in record.files.items() if name not in names}
         if record is not None and dropped:
@@ -142,6 +146,7 @@ class BucketStore(ArtifactStore):
                 file.unlink(missing_ok=True)
 
     def delete_folder(self) -> None:
+        self._check()
         if (record := self._stored_record()) is not None:
             objects.delete(f"{self.uri}/{_RECORD}")
         known = [] if record is None else [self._file_uri(record, name) for name in record.files]
@@ -149,6 +154,7 @@ class BucketStore(ArtifactStore):
         shutil.rmtree(self.path, ignore_errors=True)
 
     def delete_all(self) -> None:
+        self._check()
         for stored in sorted(objects.list_uris(self.uri), key=lambda name: (name.count("/"), name)):
             objects.delete(stored)
         shutil.rmtree(self.path, ignore_errors=True)
@@ -239,8 +245,8 @@ class BucketStore(ArtifactStore):
             yield
 
 
-def _at(uri: str) -> BucketStore:
-    return BucketStore(resolve_path(uri))
+def _at(uri: str, guard: Guard | None) -> BucketStore:
+    return BucketStore(resolve_path(uri), guard)
 
 
 def _download(stored: str, file: Path, digest_hex: str) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distcse.storage.artifact_store import ArtifactStore
+from distcse.storage.artifact_store import ArtifactStore, Guard
 from distcse.storage.bucket_store import BucketStore
 from distcse.storage.folder_store import FolderStore
 from distcse.storage.locations import is_mirror, resolve_path
 
 
-def open_store(location: str | Path) -> ArtifactStore:
+def open_store(location: str | Path | ArtifactStore, guard: Guard | None = None) -> ArtifactStore:
     """Return the store at a location, which need not exist.
 
     Args:
         location: An address (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`), or a path. A path in a bucket's mirror on this machine
-            is a location of that bucket.
+            is a location of that bucket. A store is returned as it is, with its guard.
+        guard: Asked immediately before each change. Default: nothing is.
 
     Raises:
         StorageAddressError: The address has another scheme, or parts that belong in the environment.
     """
+    if isinstance(location, ArtifactStore):
+        return location
     path = resolve_path(location)
-    return BucketStore(path) if is_mirror(path) else FolderStore(path)
+    return BucketStore(path, guard) if is_mirror(path) else FolderStore(path, guard)

@@ -47,12 +47,11 @@ class CheckpointStore:
 
     Args:
         run: The training's folder.
-        lease: Lease of the run directory, checked before each write. Default: no check.
+        lease: Lease of the run directory, checked before each write and each deletion. Default: no check.
     """
 
     def __init__(self, run: Path, lease: Lease | None = None) -> None:
-        self._store = open_store(run / "checkpoints")
-        self._lease = lease
+        self._store = open_store(run / "checkpoints", lease)
 
     def save(self, state: ModelState, trainer_state: TrainerState, emit: Callable[[Event], None] = ignore) -> Path:
         """Write a checkpoint atomically, update `latest`, and delete checkpoints that are no longer needed.
@@ -70,13 +69,11 @@ class CheckpointStore:
             StorageWriteError: The checkpoint cannot be written.
             ObjectStorageError: The checkpoint cannot be uploaded.
         """
-        if self._lease is not None:
-            self._lease.check_here()
         target = self._store / _folder_name(trainer_state.step)
         with storage_errors(target.path):
             write_checkpoint(state, trainer_state, target)
             previous = self._previous(target.path)
-            self._publish(target)
+            target.publish()
             self._point_to(target)
         try:
             self._remove_unneeded(target.path, {target.path, previous})
@@ -84,16 +81,6 @@ class CheckpointStore:
             text = f"checkpoint {target.name} is complete, but earlier ones cannot be deleted: {error}. The next one tries again"
             emit(LogMessage(text, warning=True))
         return target.path
-
-    def _publish(self, target: ArtifactStore) -> None:
-        """Upload to object storage, for which the lease must be valid everywhere, not only on this machine."""
-        self._check()
-        target.publish()
-
-    def _check(self) -> None:
-        """Check the lease immediately before each change: an upload, or a suspended machine, may outlast it."""
-        if self._lease is not None:
-            self._lease.check()
 
     def keep_weights(self, emit: Callable[[Event], None] = ignore) -> None:
         """Delete what only further training would need: all moments, and checkpoints that are neither the latest nor the best.
@@ -103,7 +90,6 @@ class CheckpointStore:
         """
         latest = self._newest()
         try:
-            self._check()
             self._store.write_text(_ENDED, "")
             if latest is not None:
                 (self._store / latest.name).keep_only(WITHOUT_MOMENTS)
@@ -163,7 +149,6 @@ class CheckpointStore:
         return self._fetched(self._best_of(self._newest()))
 
     def _point_to(self, step: ArtifactStore) -> None:
-        self._check()
         self._store.write_text("latest", step.name)
 
     def _pointed(self) -> Path | None:
@@ -250,20 +235,19 @@ class CheckpointStore:
     def _remove_unneeded(self, newest: Path, resumable: set[Path | None]) -> None:
         """Delete checkpoints before `newest` that are neither resumable nor the best of a resumable one, and moments of the best.
 
-        A later start's checkpoints are safe at any time. Its steps come after `newest`, and the temporary folders were listed
-        before the lease was checked.
+        A later start's checkpoints are safe at any time. Its steps come after `newest`, and its temporary folders are not listed
+        while the lease is valid, which each deletion checks.
         """
         best = {self._best_of(folder) for folder in resumable} - resumable
         steps = {*self._steps(), *self._store.path.glob("step-*")}
         leftovers = list(self._store.path.glob(".step-*"))  # from a process that was killed while it wrote
-        self._check()
         for folder in (folder for folder in steps if _step(folder) < _step(newest)):
             if folder in best:
                 (self._store / folder.name).keep_only(WITHOUT_MOMENTS)
             elif folder not in resumable:
                 (self._store / folder.name).delete_folder()
         for leftover in leftovers:
-            shutil.rmtree(leftover, ignore_errors=True)
+            (self._store / leftover.name).delete_folder()
 
 
 def _step(folder: Path) -> int:

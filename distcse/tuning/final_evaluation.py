@@ -30,7 +30,12 @@ from distcse.tuning.summary import BEST, variant_of
 
 
 def measure(
-    trials: Trials, runs: Sequence[Trial], folder: Path, gpu_mode: GpuMode, backend: Backend, reporter: Reporter
+    trials: Trials,
+    runs: Sequence[Trial],
+    folder: ArtifactStore,
+    gpu_mode: GpuMode,
+    backend: Backend,
+    reporter: Reporter,
 ) -> FinalScores:
     """Evaluate the models of the final runs on the test sets, and write each model's overlap with its training text.
 
@@ -54,7 +59,7 @@ def measure(
     precision = trials.evaluation_precision
     found: list[tuple[str, Path, TrainedSection]] = []
     for run in sorted(runs, key=lambda run: (variant_of(run) == BEST, run.values["seed"])):
-        title, run_folder = f"{variant_of(run)}, seed {run.values['seed']}", folder / run.name
+        title, run_folder = f"{variant_of(run)}, seed {run.values['seed']}", (folder / run.name).path
         models = {
             name: model for name, model in trials.models(run_folder).items() if open_store(model[0]).fetch_folder()
         }
@@ -75,9 +80,9 @@ def measure(
         )
         for name, model, section in found
     ]
-    options = DeviceOptions(written={"storage.runs": folder}, uses_gpu=gpu_mode != "none")
+    options = DeviceOptions(written={"storage.runs": folder.path}, uses_gpu=gpu_mode != "none")
     determined_by = [precision, *(str(model) for _, model, _ in found)]
-    returned = measure_models(calls, tasks, determined_by, open_store(folder), backend, options, reporter)
+    returned = measure_models(calls, tasks, determined_by, folder, backend, options, reporter)
     results: list[ModelResults] = [model for model in returned if model is not None]
     devices = ", ".join(sorted({model.device for model in results}))
     settings = {"STS": "all", "device": devices, "precision": precision}

@@ -67,7 +67,7 @@ class Trial:
         """Return the trial with another dev score, which replaces those of the same and later steps."""
         return replace(self, metrics=[entry for entry in self.metrics if entry.step < scored.step] + [scored])
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path | ArtifactStore) -> None:
         """Write the record into the trial's folder."""
         open_store(folder).write_json(_FILE, asdict(self))
 
@@ -114,9 +114,8 @@ def readable_trials(folder: Path) -> list[Trial]:
     return [trial for trial in found if trial is not None]
 
 
-def register_trial(trials: Path, name: str) -> None:
+def register_trial(store: ArtifactStore, name: str) -> None:
     """Add a trial to the list of names, because listing object storage may be outdated; only the driver calls this."""
-    store = open_store(trials)
     if store.is_remote and name not in (known := _registered_names(store)):
         store.write_json(_LIST, {"names": [*known, name]})
 

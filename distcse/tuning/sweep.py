@@ -1,6 +1,7 @@
 """Runs a sweep: embeds the corpus once, searches, trains the best values and the original recipe with several seeds.
 
 <runs>/<name>-<time>/recipe.yaml, space.yaml   the recipe and the search space
+                     run.json                  fingerprints of the data, as of a run; with an id, also requested.yaml
                      trials/<trial>/           trial.json, recipe.yaml, events.jsonl, tensorboard/ of every trial
                      ray_tune/                 Ray Tune's state, of the search and of the final runs
                      final_runs/<trial>/       the final runs, with their models
@@ -40,8 +41,7 @@ from distcse.runs.directory import (
     without_run_id,
     write_recipe,
 )
-from distcse.runs.lease import Lease
-from distcse.storage import open_store, to_uri
+from distcse.storage import ArtifactStore, open_store
 from distcse.tracking import require_trial_loggers
 from distcse.tuning.backend import StoppedError, SweepBackend
 from distcse.tuning.final_evaluation import measure
@@ -81,28 +81,34 @@ class SweepResult:
         return self.directory / "best.yaml"
 
 
-def begin(recipe: BaseRecipe, sweep: Sweep) -> Path:
+def begin(recipe: BaseRecipe, sweep: Sweep, reporter: Reporter | None = None) -> Path:
     """Create the folder of a new sweep, with its recipe and its search space.
 
     With `storage.run_id`, return the folder of the earlier sweep with this id, if there is one.
 
+    Args:
+        recipe: The recipe whose parameters are searched.
+        sweep: The search space.
+        reporter: Receives a message if checking the folder's lease takes up to 60 s. Default: none does.
+
     Raises:
         FrozenKeyError: The earlier sweep has another recipe or another search space.
+        RunInUseError: Another process works in the folder.
         EncoderError: A model is missing, or a setting does not fit it.
     """
     run_id = recipe.storage.run_id
     if run_id is None or not (open_store(recipe.storage.runs) / run_id).fetch("space.yaml"):
         require_models(recipe)
     directory = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"}))
-    path = directory.path
-    if run_id is not None:
+    with directory.leased(reporter or Reporter()):
         if directory.store.fetch("space.yaml"):
             _take_up(directory, recipe, sweep)
-            return path
-        directory.request(recipe)
-    write_recipe(path / "recipe.yaml", without_run_id(recipe))
-    write_recipe(path / "space.yaml", sweep)
-    return path
+            return directory.path
+        if run_id is not None:
+            directory.request(recipe)
+        write_recipe(directory.store, without_run_id(recipe))
+        write_recipe(directory.store, sweep, "space.yaml")
+    return directory.path
 
 
 def _take_up(directory: RunDirectory, recipe: BaseRecipe, sweep: Sweep) -> None:
@@ -116,7 +122,7 @@ def _take_up(directory: RunDirectory, recipe: BaseRecipe, sweep: Sweep) -> None:
             "restore it, or set another storage.run_id"
         )
     if moved:
-        write_recipe(directory.path / "recipe.yaml", with_values(stored, moved))
+        write_recipe(directory.store, with_values(stored, moved))
 
 
 def reopen(path: Path) -> tuple[BaseRecipe, Sweep]:
@@ -179,21 +185,22 @@ def run_sweep(
         DistcseError: The sweep cannot continue. Ended trials are not repeated on resuming.
     """
     space = check(recipe, sweep)
-    policy = gpu_policy(recipe.gpu_mode, computes_here=False)
-    with policy, Lease.held(directory, reporter), joined_for_devices(backend.cluster):
+    policy, folder = gpu_policy(recipe.gpu_mode, computes_here=False), RunDirectory(directory)
+    with policy, folder.leased(reporter), joined_for_devices(backend.cluster):
         reporter = Reporter(combine_listeners(reporter.emit), reporter.stop_requested)
-        return _run(recipe, sweep, space, directory, backend, reporter)
+        return _run(recipe, sweep, space, folder, backend, reporter)
 
 
 def _run(
     recipe: BaseRecipe,
     sweep: Sweep,
     space: Space,
-    directory: Path,
+    folder: RunDirectory,
     backend: SweepBackend,
     reporter: Reporter,
 ) -> SweepResult:
-    reporter.emit(LogMessage(f"sweep directory {to_uri(directory)}"))
+    directory, store = folder.path, folder.store
+    reporter.emit(LogMessage(f"sweep directory {store}"))
     interrupted, result_grid = False, None
     report_warnings(experiment_of(recipe).settings_warnings(), reporter)  # once, not in every trial
     least = least_requests(recipe)
@@ -202,45 +209,43 @@ def _run(
         nodes = backend.cluster.nodes()
         resources = trial_resources(recipe, sweep, nodes)
         report_plans(plans_of_trials(recipe, sweep, resources, nodes), reporter.emit)
-        recipe = _with_precisions(recipe, backend.cluster, directory, resources.trial_gpus, reporter)
+        recipe = _with_precisions(recipe, backend.cluster, folder, resources.trial_gpus, reporter)
         shared = experiment_of(recipe).trials
         _require_shared(recipe, shared, backend.cluster, directory)
-        with _trial_backend(shared, backend, resources, reporter, directory.name) as trial_backend:
+        with _trial_backend(shared, backend, resources, reporter, folder) as trial_backend:
             try:
                 trained = shared.recipe(resources.cpus, resources.gpus)
-                context = TrialContext(trained, open_store(directory / _TRIALS), trial_backend)
+                context = TrialContext(trained, store / _TRIALS, trial_backend)
                 with track_trials(sweep, context, reporter) as tracked:
                     result_grid = backend.search(
                         context, space, sweep, directory / _RAY_TUNE / "search", resources, tracked
                     )
-                best_trial = _write_best_recipe(recipe, directory)
+                best_trial = _write_best_recipe(recipe, store)
                 if best_trial is not None and sweep.final_runs.seeds:
-                    context = TrialContext(
-                        trained, open_store(directory / _FINAL_RUNS), trial_backend, keep_models=True
-                    )
-                    values, folder = _with_seeds(best_trial, sweep), directory / _RAY_TUNE / "final_runs"
+                    context = TrialContext(trained, store / _FINAL_RUNS, trial_backend, keep_models=True)
+                    values, state = _with_seeds(best_trial, sweep), directory / _RAY_TUNE / "final_runs"
                     with track_trials(sweep, context, reporter) as tracked:
-                        backend.train_all(context, values, sweep, folder, resources, tracked)
+                        backend.train_all(context, values, sweep, state, resources, tracked)
             except StoppedError:
                 interrupted = True
-    trials, best_trial = read_trials(directory / _TRIALS), _write_best_recipe(recipe, directory)
-    write_tables(trials, directory)
-    final_results, folder = read_trials(directory / _FINAL_RUNS), directory / _FINAL_RUNS
+    trials, best_trial = read_trials(directory / _TRIALS), _write_best_recipe(recipe, store)
+    write_tables(trials, store)
+    final_results, final_runs = read_trials(directory / _FINAL_RUNS), store / _FINAL_RUNS
     final = FinalScores(None, stopped=interrupted)
     if best_trial is not None and not interrupted:
-        final = measure(shared, final_results, folder, recipe.gpu_mode, backend.run_backend, reporter)
-        final.write(directory / "evaluation.json", open_store(folder))
+        final = measure(shared, final_results, final_runs, recipe.gpu_mode, backend.run_backend, reporter)
+        final.write(store, final_runs)
     evaluation, is_stopped = final.evaluation, final.stopped
     return SweepResult(recipe, sweep, directory, trials, best_trial, final_results, evaluation, is_stopped, result_grid)
 
 
 def _with_precisions(
-    recipe: BaseRecipe, cluster: Cluster, directory: Path, gpus: TrialGpus, reporter: Reporter
+    recipe: BaseRecipe, cluster: Cluster, folder: RunDirectory, gpus: TrialGpus, reporter: Reporter
 ) -> BaseRecipe:
     """Return the recipe with the precisions that all trials share, and save it for a resumed sweep."""
     decided = experiment_of(recipe).trials.with_precisions(cluster, reporter, gpus)
     if decided != recipe:
-        write_recipe(directory / "recipe.yaml", decided)
+        folder.decide(decided)
     return decided
 
 
@@ -257,25 +262,26 @@ def _require_shared(recipe: BaseRecipe, trials: Trials, cluster: Cluster, direct
 
 @contextmanager
 def _trial_backend(
-    trials: Trials, backend: SweepBackend, resources: TrialResources, reporter: Reporter, name: str
+    trials: Trials, backend: SweepBackend, resources: TrialResources, reporter: Reporter, folder: RunDirectory
 ) -> Iterator[Backend | None]:
-    """Build the teachers' tables and start their servers once for all trials.
+    """Check that the trials' data are those with which the sweep began; then build tables and start servers once for all.
 
     Yields:
         The backend of the trials; None for trials without teachers, which run in their own process.
     """
-    shared, section = trials.prepare(backend.run_backend, reporter), trials.request.teachers
+    shared, section = trials.prepare(backend.run_backend, reporter, folder), trials.request.teachers
     if shared is None or section is None:
         yield None
         return
+    name = folder.path.name
     with backend.serve_trials(section, shared.corpus, shared.tables, resources, reporter, name) as trial_backend:
         yield trial_backend
 
 
-def _write_best_recipe(recipe: BaseRecipe, directory: Path) -> Trial | None:
-    best_trial = find_best_trial(read_trials(directory / _TRIALS))
+def _write_best_recipe(recipe: BaseRecipe, store: ArtifactStore) -> Trial | None:
+    best_trial = find_best_trial(read_trials(store.path / _TRIALS))
     if best_trial is not None:
-        open_store(directory).write_text("best.yaml", recipe_yaml(with_values(recipe, best_trial.values)))
+        store.write_text("best.yaml", recipe_yaml(with_values(recipe, best_trial.values)))
     return best_trial
 
 

@@ -15,7 +15,7 @@ from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import BaseRecipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 from distcse.trainer.checkpoint_files import load_trainer_state
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trial, readable_trials
@@ -84,16 +84,18 @@ def run_trial(
     else:
         trial = replace(trial, values=dict(values), num_starts=trial.num_starts + 1)
     seconds_before = trial.seconds
-    if donor is not None:
-        CheckpointStore(folder).adopt(donor)
-        trial = replace(trial, metrics=_scores_in_checkpoint(trial, donor))
-    trial.write(folder)
-
     recipe = with_values(context.recipe, values)
-    trial_reporter = _TrialReporter(folder, trial, seconds_before, recipe, report, context.exchanges_checkpoints)
+    directory = RunDirectory.begin(folder, recipe)  # a process of an earlier start writes nothing more
+    if donor is not None:
+        CheckpointStore(folder, directory.lease).adopt(donor)
+        trial = replace(trial, metrics=_scores_in_checkpoint(trial, donor))
+    trial.write(directory.store)
+
+    trial_reporter = _TrialReporter(
+        directory.store, trial, seconds_before, recipe, report, context.exchanges_checkpoints
+    )
     try:
         reporter = Reporter(trial_reporter.on_event, stop_requested)
-        directory = RunDirectory.begin(folder, recipe)
         result = experiment_of(recipe).run(context.backend or LocalBackend(), reporter, directory)
         if result.interrupted:
             raise StoppedEarlyError(f"trial {name} was asked to stop; its last checkpoint is kept")
@@ -101,8 +103,8 @@ def run_trial(
         trial = replace(trial_reporter.trial, status="diverged", reason=error.coded_message)
     else:
         trial = replace(trial_reporter.trial, status="finished")
-    trial.write(folder)
-    clear(folder, keep_model=context.keep_models)
+    trial.write(directory.store)
+    clear(directory.store, keep_model=context.keep_models)
     if trial.status == "diverged":
         report({**metrics_of(trial), "dev": WORST, "best": WORST})
     return trial
@@ -120,10 +122,10 @@ def metrics_of(trial: Trial) -> dict[str, Any]:
     }
 
 
-def clear(folder: Path, keep_model: bool = False) -> None:
+def clear(folder: ArtifactStore, keep_model: bool = False) -> None:
     """Remove files of an ended trial that are not read again."""
     for name in ["checkpoints", "ray", "groups", *([] if keep_model else ["model", "models"])]:
-        open_store(folder / name).delete_all()
+        (folder / name).delete_all()
 
 
 def _replay(trial: Trial, report: Report) -> Trial:
@@ -152,7 +154,7 @@ class _TrialReporter:
 
     def __init__(
         self,
-        folder: Path,
+        folder: ArtifactStore,
         trial: Trial,
         seconds_before: float,
         recipe: BaseRecipe,
@@ -165,7 +167,7 @@ class _TrialReporter:
         self._with_checkpoints = with_checkpoints
         self._seconds_before = seconds_before
         self._began = time.monotonic()
-        self._scores = experiment_of(recipe).trials.scores(folder)
+        self._scores = experiment_of(recipe).trials.scores(folder.path)
 
     def on_event(self, event: Event) -> None:
         for scored in self._scores(event):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore
 from distcse.tuning.records import Trial
 
 
@@ -35,12 +34,11 @@ def rows_of(trials: Sequence[Trial]) -> list[dict[str, Any]]:
     ]
 
 
-def write_tables(trials: Sequence[Trial], folder: Path) -> None:
+def write_tables(trials: Sequence[Trial], store: ArtifactStore) -> None:
     """Write trials.parquet and trials.csv into a folder; nothing without trials."""
     if not trials:
         return
     table = pa.Table.from_pylist(rows_of(trials))
-    store = open_store(folder)
     with store.write("trials.parquet") as file:
         pa.parquet.write_table(table, file)
     with store.write("trials.csv") as file:

@@ -24,6 +24,7 @@ from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, load_recipe, read_recipe, with_values
 from distcse.runs.directory import RunDirectory, write_recipe
+from distcse.storage import open_store
 from tests.commands import run_command
 from tests.devices import comparable, recorded_loads
 from tests.jobs import make_recipe
@@ -90,11 +91,11 @@ def test_models_are_evaluated_searched_and_mined_on_gpus_with_the_results_of_one
     auto = ("student.layers=auto", "student.num_layers=2", f"evaluation.data={labelled}", suites, ranks)
     make_recipe(tmp_path, tiny("bert"), [tiny("minilm"), scorer], sentences)
     file = tmp_path / "recipe.yaml"
-    write_recipe(file, load_recipe(str(file), auto))
+    write_recipe(open_store(file.parent), load_recipe(str(file), auto))
     corpus = tmp_path / "corpus.txt"
     source = f"pairs={{mine: {{corpus: {{path: '{corpus}'}}, pairs: 100, num_neighbors: 10}}}}"
     mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, source)
-    write_recipe(tmp_path / "mutual" / "recipe.yaml", mutual)
+    write_recipe(open_store(tmp_path / "mutual"), mutual)
     files = str(file), str(tmp_path / "mutual" / "recipe.yaml")
     script = f"from tests.cluster.test_devices import work_on_two_gpus; work_on_two_gpus{files!r}"
     done = run_command([sys.executable, "-c", script], RAY_OVERRIDE_RESOURCES='{"CPU": 2, "GPU": 2}')

@@ -34,7 +34,7 @@ from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.storage import dump_checked_json, load_checked_json, write_text_atomic
+from distcse.storage import dump_checked_json, load_checked_json, sha256, write_text_atomic
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
 from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_model_state, load_trainer_state
@@ -243,12 +243,14 @@ class Record:
 def write_phase_store(folder: Path) -> None:
     store = PhaseStore(folder)
     store.record_pairs("pairs")
-    store.post("bert", Phase(0), np.zeros(4, dtype=np.float32), None)
+    store.post("bert", Phase(0), _SCORES, None)
 
 
+_SCORES = np.zeros(4, dtype=np.float32)
+_SCORES_FILE = f"labels/start-bert.{sha256([_SCORES.data])[:12]}.npy"
 RECORDS = (
     Record("phases.json", write_phase_store, lambda folder: PhaseStore(folder).dropped),
-    Record("labels/start-bert.npy", write_phase_store, lambda folder: PhaseStore(folder).scores("bert", Phase(0))),
+    Record(_SCORES_FILE, write_phase_store, lambda folder: PhaseStore(folder).scores("bert", Phase(0))),
     Record("trial.json", Trial("t", {"lr": 1.0}, metrics=[TrialMetric(1, 2.0, 3.0, 4.0)]).write, read_trial),
     Record(
         "run.json",

@@ -14,7 +14,7 @@ import pytest
 
 from distcse import tune
 from distcse.command import INTERRUPTED
-from distcse.errors import DivergedError
+from distcse.errors import DivergedError, ResumeMismatchError
 from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpdate
 from distcse.ray_backend.sweep_backend import RaySweepBackend
 from distcse.recipe import Recipe
@@ -22,6 +22,7 @@ from distcse.report.sweep_page import rows_of, write_sweep_pages
 from distcse.tuning.records import read_trials
 from distcse.tuning.sweep import begin, run_sweep
 from tests.backends import run
+from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe
 from tests.kills import kill_actor
 from tests.sweeps import LR, ON_RAY, make_sweep, run_new_sweep
@@ -136,6 +137,9 @@ def test_a_damaged_state_of_ray_tune_is_not_restored(recipe: Recipe, tmp_path: P
     again = run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter())
     assert [trial.reused_from for trial in again.trials[2:]] == [trial.name for trial in first.trials]
     assert again.best_trial == first.best_trial
+    (tmp_path / "corpus.txt").write_text("\n".join(f"Other text, row {row}." for row in range(300)))
+    with fails_with(ResumeMismatchError, "corpus", str(directory)):
+        run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter())
 
 
 def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(

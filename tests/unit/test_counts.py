@@ -24,6 +24,7 @@ from distcse.models.batching import by_length
 from distcse.rank_space import RankSpace, pair_similarities
 from distcse.ray_backend.trial_backend import TrialBackend
 from distcse.recipe import CorpusSection, Recipe
+from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
@@ -72,7 +73,7 @@ def test_a_sweep_computes_the_checksum_of_each_shard_once(
     for sweep in ("first", "second"):
         trials = open_store(tmp_path / sweep)
         with shard_checksums() as computed:
-            experiment_of(recipe).trials.prepare(LocalBackend(), Reporter())
+            experiment_of(recipe).trials.prepare(LocalBackend(), Reporter(), RunDirectory(tmp_path))
             context = TrialContext(recipe, trials, TrialBackend(None, in_own_process=True))
             for lr in (1e-3, 1e-4):
                 assert run_trial(context, f"{lr}", {LR: lr}, lambda metrics: None).status == "finished"

@@ -81,12 +81,13 @@ def test_changed_neighbors_are_listed_by_gain(evaluation: Evaluation) -> None:
 
 
 def test_an_evaluation_survives_writing_and_reading(evaluation: Evaluation, tmp_path: Path) -> None:
-    evaluation.write(tmp_path / "evaluation.json")
+    evaluation.write(tmp_path)
     again = Evaluation.read(tmp_path / "evaluation.json")
     assert json.dumps(again.models[0].__dict__) == json.dumps(evaluation.models[0].__dict__)
     assert again.scores[0].against("thin", "wide") == evaluation.scores[0].against("thin", "wide")
-    again.write(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_text() == (tmp_path / "evaluation.json").read_text()
+    before = (tmp_path / "evaluation.json").read_text()
+    again.write(tmp_path)
+    assert (tmp_path / "evaluation.json").read_text() == before
     (tmp_path / "other.json").write_text("{}")
     with fails_with(EvaluationResultError, "other.json"):
         Evaluation.read(tmp_path / "other.json")

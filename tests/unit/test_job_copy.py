@@ -17,7 +17,7 @@ from distcse.command import StopOnSignal
 from distcse.errors import TemporaryPathError
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
-from distcse.storage import is_in_job_copy, resolve_path
+from distcse.storage import is_in_job_copy, open_store, resolve_path
 from distcse.tracking import require_mlflow_server, require_packages
 from tests.failures import fails_with
 
@@ -120,7 +120,8 @@ def test_a_copied_run_can_be_resumed(job: Path, tmp_path: Path) -> None:
     """The recipe in the run's folder still names the folder that Ray has deleted."""
     stored = distcse.run("mine.yaml", "training.max_steps=1", listen=lambda event: None)
     recipe = stored.directory / "recipe.yaml"
-    write_recipe(recipe, distcse.with_values(distcse.read_recipe(str(recipe)), {"storage.runs": str(job / "runs")}))
+    changed = distcse.with_values(distcse.read_recipe(str(recipe)), {"storage.runs": str(job / "runs")})
+    write_recipe(open_store(stored.directory), changed)
     assert distcse.resume(stored.directory, listen=lambda event: None).model.is_dir()
 
 

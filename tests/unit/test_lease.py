@@ -14,11 +14,18 @@ from typing import Any
 
 import pytest
 
-from distcse.errors import RunInUseError, RunTakenOverError, StoppedEarlyError
+from distcse.errors import (
+    RunDirectoryError,
+    RunInUseError,
+    RunTakenOverError,
+    StoppedEarlyError,
+    StorageWriteError,
+)
 from distcse.events import Event, LogMessage, Reporter
 from distcse.runs import lease as leases
 from distcse.runs.lease import Lease, find_owner
 from tests.conftest import ROOT
+from tests.disks import disk
 from tests.failures import fails_with
 
 PROGRAM = """
@@ -149,6 +156,30 @@ def test_an_expired_lease_is_taken_over_without_a_wait(tmp_path: Path) -> None:
     events: list[Event] = []
     with Lease.held(tmp_path, Reporter(events.append)):
         assert not events  # a start that waits reports the owner
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_a_far_owner_is_checked_on_storage_that_refuses_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """`--rerun` of a colleague's run only reads."""
+    monkeypatch.setattr(leases, "LEASE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(leases, "POLL_S", 0.1)
+    with disk(tmp_path / "disk", kind) as storage:
+        Lease.acquire(storage.path)
+        change_owner(storage.path, kernel="of another machine")
+        with storage.refusing():
+            assert find_owner(storage.path, Reporter()) is None
+            with fails_with(StorageWriteError, str(storage.path)), Lease.held(storage.path, Reporter()):
+                pass
+
+
+def test_a_lease_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "lease").mkdir()
+    with fails_with(RunDirectoryError, f"{tmp_path}/lease"):
+        find_owner(tmp_path, Reporter())
+    with fails_with(RunDirectoryError, f"{tmp_path}/lease"), Lease.held(tmp_path, Reporter()):
+        pass
 
 
 def test_an_earlier_start_does_not_touch_a_later_ones_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from distcse.experiments.required_models import require_models
 from distcse.models import Encoder
 from distcse.recipe import Recipe, read_recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
+from distcse.storage import open_store
 from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -52,7 +53,7 @@ class Place:
         (folder / "space.yaml").write_text("parameters: {objective.rank.tua2: {values: [0.1]}}\n")
         self.run = folder / "runs" / "begun"
         self.run.mkdir(parents=True)
-        write_recipe(self.run / "recipe.yaml", recipe)
+        write_recipe(open_store(self.run), recipe)
 
 
 @pytest.fixture(scope="module")

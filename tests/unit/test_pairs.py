@@ -179,12 +179,13 @@ def test_labels_are_one_mapped_file_for_all_groups(tmp_path: Path) -> None:
     written = np.linspace(0, 1, 9, dtype=np.float32)
     store.store_labels(Phase(0), ["bert"], written)
     stored = store.stored_labels(Phase(0))
-    assert stored == StoredScores(open_store(tmp_path) / "labels", "start.npy", sha256([written.tobytes()]))
+    digest = sha256([written.tobytes()])
+    assert stored == StoredScores(open_store(tmp_path) / "labels", f"start.{digest[:12]}.npy", digest)
     mapped = stored.read()
     np.testing.assert_array_equal(mapped, written)
     assert not mapped.flags.writeable and not mapped.flags.owndata
-    (tmp_path / "labels" / "start.npy").unlink()
-    with fails_with(RunRecordError, "start.npy"):
+    (tmp_path / "labels" / stored.name).unlink()
+    with fails_with(RunRecordError, stored.name):
         stored.read()
 
 

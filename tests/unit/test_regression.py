@@ -22,6 +22,7 @@ from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gathe
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_cards
+from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import (
@@ -167,7 +168,7 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, tm
     with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
         run(other_weights, Reporter(events.append))
     with fails_with(InvalidValueError, "objective.regression.projection", str(first), "alpha"):
-        DistillationTrials(other_weights).prepare(LocalBackend(), Reporter(events.append))
+        DistillationTrials(other_weights).prepare(LocalBackend(), Reporter(events.append), RunDirectory(tmp_path))
     assert not any(isinstance(event, StageProgress) and "teacher" in event.name for event in events)
     narrow = tmp_path / "narrow"
     narrow.mkdir()

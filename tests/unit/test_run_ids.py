@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,19 @@ from pathlib import Path
 import pytest
 
 from distcse import running, train
-from distcse.errors import FrozenKeyError, RunDirectoryError, RunInUseError, RunRecordError
+from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import DevScore, Reporter
-from distcse.recipe import load_recipe, read_recipe, read_sweep
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.registry import experiment_of
+from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.storage import atomic_write
 from distcse.tuning import sweep as sweeps
 from tests.failures import fails_with
 from tests.jobs import make_recipe
+from tests.labelled import make_data
+from tests.pairs import make_mutual_recipe
 
 SETTINGS = ("training.max_steps=6", "evaluation.eval_steps=2", "training.batch_size=8", "storage.run_id=nightly")
 
@@ -102,6 +108,24 @@ def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Pat
         running.run(str(recipe), *settings)
 
 
+@pytest.mark.parametrize("name", ["lease", "requested.yaml", "recipe.yaml"])
+def test_a_start_that_was_killed_in_its_first_writes_is_repeated(recipe: Path, tmp_path: Path, name: str) -> None:
+    """Also one that still makes them: the second of two starts in the same second."""
+    (tmp_path / "nightly").mkdir()
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "nightly" / name) as temporary:
+        temporary.write_text("{")
+        shutil.copy(temporary, kept := temporary.with_name(temporary.name[:-4] + "0f3a"))
+        raise KeyboardInterrupt
+    assert kept.exists()
+    settings = read_recipe(str(recipe), (*SETTINGS, f"storage.runs={tmp_path}"))
+    directory = RunDirectory.create(settings)
+    with Lease.held(directory.path, Reporter()), pytest.raises(RunInUseError), directory.leased(Reporter()):
+        pass
+    with directory.leased(Reporter()):
+        directory.request(settings)
+    assert directory.requested() == settings
+
+
 @pytest.mark.slow
 def test_a_rerun_of_a_run_with_an_id_has_a_directory_of_its_own(recipe: Path, tmp_path: Path) -> None:
     settings = (*SETTINGS, f"storage.runs={tmp_path}", "training.max_steps=1")
@@ -124,3 +148,46 @@ def test_a_sweep_with_an_id_is_taken_up(recipe: Path, tmp_path: Path) -> None:
         sweeps.begin(read_recipe(str(recipe), [*settings, "training.lr=0.5"]), read_sweep(str(space)))
     with fails_with(FrozenKeyError, "the search space"):
         sweeps.begin(read_recipe(str(recipe), settings), read_sweep(str(space), ["search.trials=3"]))
+    before = (begun / "recipe.yaml").read_bytes()
+    with Lease.held(begun, Reporter()), pytest.raises(RunInUseError):
+        sweeps.begin(read_recipe(str(recipe), settings), read_sweep(str(space)))
+    assert (begun / "recipe.yaml").read_bytes() == before, "nothing is written while another start holds the lease"
+
+
+def test_a_sweep_is_not_resumed_on_other_data(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
+    """Neither its trials nor its final runs would be comparable."""
+    model, data = shutil.copytree(tiny("minilm"), tmp_path / "model"), make_data(tmp_path / "data", sentences)
+    scorer = (f"evaluation.data={data}", "evaluation.final_suites=[sts]")
+    (tmp_path / "mined.txt").write_text("\n".join(sentences))
+    mine = f"pairs={{mine: {{corpus: {{path: '{tmp_path / 'mined.txt'}'}}, pairs: 60, num_neighbors: 5}}}}"
+    searched: list[tuple[Recipe | MutualRecipe, dict[str, Path]]] = [
+        (
+            make_recipe(tmp_path, tiny("bert"), [model], sentences, *scorer),
+            {"corpus": tmp_path / "corpus.txt", "teacher 0": model / "config.json", "STS12": data / "sts" / "sts12"},
+        ),
+        (
+            make_mutual_recipe(tmp_path / "pairs", {"bert": model}, sentences),
+            {"pairs": tmp_path / "pairs" / "pairs.tsv", "dev set": tmp_path / "pairs" / "dev.tsv"},
+        ),
+        (
+            make_mutual_recipe(tmp_path / "mined", {"bert": model}, sentences, mine),
+            {"corpus": tmp_path / "mined.txt", "model of bert": model / "config.json"},
+        ),
+    ]
+    for number, (recipe, files) in enumerate(searched):
+        (folder := tmp_path / f"sweep {number}").mkdir()
+
+        def prepare(recipe: Recipe | MutualRecipe = recipe, folder: Path = folder) -> None:
+            experiment_of(recipe).trials.prepare(LocalBackend(), Reporter(), RunDirectory(folder))
+
+        prepare()
+        for name, path in files.items():
+            (file,) = path.iterdir() if path.is_dir() else [path]
+            before = file.read_bytes()
+            text = gzip.decompress(before) if file.suffix == ".gz" else before
+            changed = text.replace(b"the", b"a") if file.suffix != ".json" else text.replace(b"{", b'{"changed": 1,', 1)
+            file.write_bytes(gzip.compress(changed) if file.suffix == ".gz" else changed)
+            with fails_with(ResumeMismatchError, name, str(folder)):
+                prepare()
+            file.write_bytes(before)
+        prepare()

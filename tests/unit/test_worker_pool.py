@@ -45,7 +45,7 @@ from distcse.models import Encoder
 from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore, open_store
 from tests.failures import fails_with
 from tests.models import make_encoder
 from tests.pairs import labels_of, make_mutual_recipe
@@ -272,10 +272,10 @@ def test_costs_that_cannot_be_stored_are_a_warning(tmp_path: Path, monkeypatch: 
     run, lease = open_store(tmp_path), Lease.acquire(tmp_path)
     stored = StoredCosts(run, lease, {}, events.append)
 
-    def fail(name: str, content: object) -> None:
+    def fail(store: ArtifactStore, name: str, content: object) -> None:
         raise StorageError(f"{name}: the disk is full")
 
-    monkeypatch.setattr(run, "write_json", fail)
+    monkeypatch.setattr(ArtifactStore, "write_json", fail)
     for _ in range(2):
         stored.record("only", MeasuredCosts({"cross": {1: 3.0}}, {}), 5.0)
     (event,) = events

@@ -104,7 +104,7 @@ class Distillation(Experiment[Recipe]):
             waited_for_nodes(backend.cluster, self.recipe, least_requests(self.recipe), reporter),
         ):
             if lease.has_local_changes:
-                CheckpointStore(directory.path).rescue(reporter.emit)
+                CheckpointStore(directory.path, lease).rescue(reporter.emit)
             recipe = self.recipe if backend.is_for_trials else with_precisions(self.recipe, backend.cluster, reporter)
             report_gpus(recipe, backend.cluster, reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
@@ -190,7 +190,7 @@ class OpenDistillation:
             ]
             final = final_scores(recipe, self.corpus, self.labelled, students, directory, backend, reporter)
         self.tracked.end(final.stopped, final.evaluation)
-        final.write(directory.evaluation, directory.store)
+        final.write(directory.store)
         if not train_result.interrupted:
             CheckpointStore(directory.path, self.spec.lease).keep_weights(reporter.emit)
         return DistillationResult(recipe, directory, train_result, final.evaluation, len(self.corpus), final.stopped)
@@ -211,7 +211,7 @@ def _export(
 
 
 def _save(student: EncoderHandle, model: ArtifactStore, reporter: Reporter) -> None:
-    student.get().save(model.path)
+    student.get().save(model)
 
 
 def load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:

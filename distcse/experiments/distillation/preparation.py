@@ -133,7 +133,7 @@ class PreparedCorpus:
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
         neighbors = self.neighbors(tables, backend, reporter)
         if neighbors is not None:
-            RunDirectory(run).record_checksum("neighbors", knn_graph_checksum(neighbors))
+            RunDirectory(run, lease).record_checksum("neighbors", knn_graph_checksum(neighbors))
         if chosen := recipe.objective.vector_teachers(len(tables)):
             selected = _select_tables(tables, chosen)
             targets = self._target_spec(selected, [alphas[number] for number in chosen], run, backend, reporter)

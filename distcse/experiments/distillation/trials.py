@@ -14,6 +14,7 @@ from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
+from distcse.experiments.distillation.fingerprints import data_fingerprints
 from distcse.experiments.distillation.joining import read_by_workers
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.roles import with_precisions
@@ -22,6 +23,7 @@ from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.trials import SharedPaths, SharedTables, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
 from distcse.recipe import LoggersSection, Recipe, Sweep, TrainedSection, decided
+from distcse.runs.directory import RunDirectory
 from distcse.storage import resolve_path
 
 
@@ -100,8 +102,9 @@ class DistillationTrials(Trials):
         read_labelled_dev(self._recipe)
         labelled_tasks(self._recipe)
 
-    def prepare(self, backend: Backend, reporter: Reporter) -> SharedTables:
+    def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> SharedTables:
         prepared = PreparedCorpus.prepare(self._recipe, backend, reporter)
+        sweep.record(self._recipe.seed, data_fingerprints(self._recipe, prepared.corpus, self.labelled_tasks()))
         require_shared_projection(prepared.recipe, prepared.corpus)  # once, and before the teachers embed
         prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
         tables = prepared.tables(backend, reporter)

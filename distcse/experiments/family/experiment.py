@@ -117,7 +117,7 @@ class Family(Experiment[FamilyRecipe]):
             ]
             scored += [ScoredStudent(name, str(folder), None, trained=folder) for name, folder in static.items()]
             final = final_scores(recipe, prepared.corpus, labelled, scored, directory, backend, logged)
-            final.write(directory.evaluation, directory.store)
+            final.write(directory.store)
             directory.store_events()
             return FamilyResult(recipe, directory, students, static, final.evaluation, final.stopped)
 

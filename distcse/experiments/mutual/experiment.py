@@ -85,7 +85,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
             caller, reporter = reporter, replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
             if lease.has_local_changes:
                 for phase in (directory.path / "groups").glob("*/*"):
-                    CheckpointStore(phase).rescue(reporter.emit)
+                    CheckpointStore(phase, lease).rescue(reporter.emit)
             recipe = with_max_workers(self.recipe, reporter) if is_new else self.recipe
             groups = [recipe.groups[number] for number in active]
             recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
@@ -116,7 +116,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
                     best = save_best(recipe, contexts, store)
                     final = final_scores(recipe, tasks, pairs, best, directory, backend, caller)
                 tracked.end(final.stopped, final.evaluation)
-            final.write(directory.evaluation, directory.store)
+            final.write(directory.store)
             directory.store_events()
             return MutualResult(
                 recipe, directory, best, dict(store.dropped), len(pairs), final.stopped, final.evaluation

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from distcse.data import Pairs
 from distcse.evaluation import Tasks
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import wanted_tasks
+from distcse.experiments.mutual.mining import prepare_mining
 from distcse.experiments.mutual.pairs import temporary_pairs
 from distcse.models import model_fingerprint, resolve_model
 from distcse.recipe import GroupSection, MutualRecipe
@@ -38,6 +38,9 @@ def data_fingerprints(
 
 
 def read_fingerprints(recipe: MutualRecipe) -> dict[str, str]:
-    """Read the pairs and the labelled sets, and fingerprint them and the models. Pairs to be mined are left out."""
-    with nullcontext() if recipe.pairs.mine is not None else temporary_pairs(recipe) as pairs:
+    """Read the pairs, or the corpus to mine them from, and the labelled sets; fingerprint them and the models."""
+    if recipe.pairs.mine is not None:
+        found = {"corpus": prepare_mining(recipe).content}
+        return found | data_fingerprints(recipe, recipe.groups, None, wanted_tasks(recipe))
+    with temporary_pairs(recipe) as pairs:
         return data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))

@@ -1,9 +1,9 @@
 """Crash-safe store of a mutual distillation's state: the finished phases of each group, their scores, and the labels.
 
 <run>/phases.json                 the state, replaced atomically
-      labels/start-bert.npy       scores of one group in a phase
-      labels/start.npy            labels from a phase, on which the next phase trains
-      labels/cycle-1-cross.for.bert.npy   labels on which one group trains a phase, if groups do not wait for all others
+      labels/start-bert.0f3a9c1b7e24.npy  scores of one group in a phase, with the first digits of their checksum
+      labels/start.….npy                  labels from a phase, on which the next phase trains
+      labels/cycle-1-cross.for.bert.….npy labels on which one group trains a phase, if groups do not wait for all others
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PhaseStore:
 
     Args:
         run: The run's directory.
-        lease: Lease on the directory, checked before each write; None only reads.
+        lease: Lease on the directory, checked before each write. Default: no check.
 
     Raises:
         RunRecordError: `phases.json` is damaged; when loading, a file of scores is damaged.
@@ -37,8 +37,7 @@ class PhaseStore:
     """
 
     def __init__(self, run: Path, lease: Lease | None = None) -> None:
-        self._lease = lease
-        self._store = open_store(run)
+        self._store = open_store(run, lease)
         self._labels = self._store / "labels"
         with storage_errors(self._labels.path):
             self._labels.path.mkdir(parents=True, exist_ok=True)
@@ -97,7 +96,7 @@ class PhaseStore:
         """
         with self._lock:
             training = {} if trained is None else {"dev": trained.dev, "step": trained.step, "steps": trained.steps}
-            entry = {"sha256": self._write_scores(f"{phase.name}-{group}", scores), **training}
+            entry = {**self._write_scores(f"{phase.name}-{group}", scores), **training}
             self._state["posted"].setdefault(str(phase.number), {})[group] = entry
             self._write()
         ScoreShards(self._store, group, phase).delete()
@@ -108,15 +107,12 @@ class PhaseStore:
 
     def scores(self, group: str, phase: Phase) -> Scores:
         """Map the (n,) scores that a group posted for a phase."""
-        return self._stored(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]["sha256"]).read()
+        return self._stored(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]).read()
 
     def store_labels(self, phase: Phase, groups: Sequence[str], labels: Scores) -> None:
         """Store the final labels of a phase, and the groups whose scores they combine."""
         with self._lock:
-            self._state["labels"][str(phase.number)] = {
-                "groups": [*groups],
-                "sha256": self._write_scores(phase.name, labels),
-            }
+            self._state["labels"][str(phase.number)] = {"groups": [*groups], **self._write_scores(phase.name, labels)}
             self._write()
 
     def labels(self, phase: Phase) -> Scores | None:
@@ -127,7 +123,7 @@ class PhaseStore:
     def stored_labels(self, phase: Phase) -> StoredScores | None:
         """Return the file with the labels of a phase; None if not all groups have posted."""
         entry = self._state["labels"].get(str(phase.number))
-        return None if entry is None else self._stored(phase.name, entry["sha256"])
+        return None if entry is None else self._stored(phase.name, entry)
 
     def labelled_by(self, phase: Phase) -> list[str] | None:
         """Return the groups whose scores the labels of a phase combine; None if not all groups have posted."""
@@ -146,7 +142,7 @@ class PhaseStore:
         with self._lock:
             entry = {
                 "sources": {name: source.number for name, source in sources.items()},
-                "sha256": self._write_scores(_own_name(group, phase), labels),
+                **self._write_scores(_own_name(group, phase), labels),
             }
             self._state["own_labels"].setdefault(str(phase.number), {})[group] = entry
             self._write()
@@ -154,7 +150,7 @@ class PhaseStore:
     def own_labels(self, group: str, phase: Phase) -> StoredScores | None:
         """Return the file with the labels on which one group trains a phase; None before `store_own_labels`."""
         entry = self._state["own_labels"].get(str(phase.number), {}).get(group)
-        return None if entry is None else self._stored(_own_name(group, phase), entry["sha256"])
+        return None if entry is None else self._stored(_own_name(group, phase), entry)
 
     def sources(self, group: str, phase: Phase) -> Mapping[str, Phase] | None:
         """Return the phase whose scores were taken for a group's labels of a phase, by group; None before `store_own_labels`."""
@@ -173,15 +169,17 @@ class PhaseStore:
             self._state["stopped_after"] = phase.number
             self._write()
 
-    def _write_scores(self, name: str, scores: Scores) -> str:
-        return StoredScores.write(self._labels, f"{name}.npy", scores).sha256
+    def _write_scores(self, name: str, scores: Scores) -> dict[str, str]:
+        """Store scores under a name with their checksum: a start that was taken over cannot replace those of the later one."""
+        stored = StoredScores.write(self._labels, name, scores)
+        return {"file": stored.name, "sha256": stored.sha256}
 
-    def _stored(self, name: str, sha256: str) -> StoredScores:
-        return StoredScores(self._labels, f"{name}.npy", sha256)
+    def _stored(self, name: str, entry: Mapping[str, str]) -> StoredScores:
+        return StoredScores(
+            self._labels, entry.get("file", f"{name}.npy"), entry["sha256"]
+        )  # earlier runs named no file
 
     def _write(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
         self._store.write_json(_STATE, self._state)
 
 

@@ -142,8 +142,8 @@ class PhaseTrainer:
         if result.interrupted:
             return None
         if rank() == 0:
-            context.lease.check()
-            _save_best(self._initial_model(phase), checkpoints, folder, result.steps, context.group.init_weight_mix)
+            store = open_store(folder, context.lease)
+            _save_best(self._initial_model(phase), checkpoints, store, result.steps, context.group.init_weight_mix)
         barrier()
         return _load_result(folder)
 
@@ -192,18 +192,22 @@ class PhaseTrainer:
 
 
 def _save_best(
-    encoder: Encoder | CrossEncoder, checkpoints: CheckpointStore, folder: Path, steps: int, init_weight_mix: float
+    encoder: Encoder | CrossEncoder,
+    checkpoints: CheckpointStore,
+    store: ArtifactStore,
+    steps: int,
+    init_weight_mix: float,
 ) -> None:
     """Save the best checkpoint as the phase's model, and write `result.json`, before deleting the checkpoints.
 
     Args:
         encoder: The phase's initial model.
         checkpoints: The phase's checkpoints.
-        folder: The folder of the phase.
+        store: The folder of the phase.
         steps: Number of steps of the training.
         init_weight_mix: Weight of the initial parameters in a saved bi-encoder.
     """
-    store, best = open_store(folder), checkpoints.best() or checkpoints.latest()
+    best = checkpoints.best() or checkpoints.latest()
     if best is None:
         raise CheckpointError(f"{store} has no checkpoint")
     state = load_trainer_state(best)
@@ -211,9 +215,9 @@ def _save_best(
     if isinstance(encoder, Encoder):
         weights = WeightInterpolation(encoder, init_weight_mix).interpolate(weights)
     encoder.load_state_dict(weights)
-    encoder.eval().save(folder / "model")
+    encoder.eval().save(store / "model")
     dev = dict(state.scores).get(state.step)
-    result = PhaseResult(str(folder / "model"), state.step, dev, steps)
+    result = PhaseResult(str(store.path / "model"), state.step, dev, steps)
     store.write_json("result.json", asdict(result))
     (store / "checkpoints").delete_all()
 

@@ -131,8 +131,7 @@ def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseSt
         for kind in KINDS:
             scores = dev_scores(recipe, store, group.name, kind)
             best = best_phase(scores)
-            target = context.run.path / "models" / group.name / kind
-            copy = open_store(target)
+            copy = context.run / "models" / group.name / kind
             with copy.write_folder() as temporary:
                 if best.number:
                     source = open_store(context.folder(best) / "model")
@@ -141,5 +140,5 @@ def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseSt
                 else:
                     Encoder.from_section(group).eval().save(temporary)
             copy.publish()
-            results.append(Best(group.name, kind, best, scores[best], target))
+            results.append(Best(group.name, kind, best, scores[best], copy.path))
     return results

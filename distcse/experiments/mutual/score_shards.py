@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,11 +24,11 @@ class ScoreShards:
         run: The run's directory.
         group: The group's name.
         phase: The phase.
-        lease: Lease on the directory, checked before each write; None only reads and deletes.
+        lease: Lease on the directory, checked before each write and each deletion. Default: no check.
     """
 
     def __init__(self, run: ArtifactStore, group: str, phase: Phase, lease: Lease | None = None) -> None:
-        self._run, self._lease = run, lease
+        self._run = replace(run, guard=lease)
         self._folder = f"groups/{group}/{phase.name}/scores"
 
     def read(self, begin: int, end: int) -> NDArray[np.float32] | None:
@@ -51,8 +53,6 @@ class ScoreShards:
             RunTakenOverError: A later start has taken over the run.
             StorageError: The file cannot be written.
         """
-        if self._lease is not None:
-            self._lease.check()
         self._run.write_json(self._file(begin, begin + len(scores)), {"scores": encode_result(scores)})
 
     def delete(self) -> None:

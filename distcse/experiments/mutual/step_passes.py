@@ -65,7 +65,6 @@ class StepPasses:
         if passes > pairs:
             raise problem
         self._passes[phase.kind] = passes
-        self._context.lease.check()
         self._run.write_json(self._file, self._passes)
         reporter.emit(
             LogMessage(

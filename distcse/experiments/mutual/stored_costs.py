@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from distcse.errors import RunRecordError, StorageError
@@ -31,7 +32,7 @@ class StoredCosts:
     """
 
     def __init__(self, run: ArtifactStore, lease: Lease, worker: Mapping[str, float], emit: Listener = ignore) -> None:
-        self._run, self._lease, self._emit = run, lease, emit
+        self._run, self._emit = replace(run, guard=lease), emit
         self._has_warned = False
         self._state: dict[str, Any] = {"worker": dict(worker), "pause_s": None, "groups": {}}
         try:
@@ -66,7 +67,6 @@ class StoredCosts:
         steps = {kind: {str(count): s for count, s in steps.items()} for kind, steps in measured.steps.items()}
         self._state["groups"][group] = {"steps": steps, "scoring_alone_s": dict(measured.scoring_alone_s)}
         self._state["pause_s"] = pause_s
-        self._lease.check()
         try:
             self._run.write_json(_FILE, self._state)
         except StorageError as error:

@@ -23,14 +23,16 @@ class StoredScores:
 
     @classmethod
     def write(cls, folder: ArtifactStore, name: str, scores: Scores) -> StoredScores:
-        """Store scores atomically.
+        """Store scores atomically, as `<name>.<first digits of their checksum>.npy`.
 
         Raises:
             StorageError: The storage refuses the file.
         """
-        with folder.write(name) as temporary, open(temporary, "wb") as out:
+        digest = sha256([scores.data])
+        file = f"{name}.{digest[:12]}.npy"
+        with folder.write(file) as temporary, open(temporary, "wb") as out:
             np.save(out, scores)
-        return cls(folder, name, sha256([scores.data]))
+        return cls(folder, file, digest)
 
     def read(self) -> Scores:
         """Memory-map the scores, and verify their checksum.

@@ -8,8 +8,10 @@ from pathlib import Path
 from distcse.data import Pairs
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
+from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.final_evaluation import checked_tasks, wanted_tasks
+from distcse.experiments.mutual.fingerprints import read_fingerprints
 from distcse.experiments.mutual.joining import read_by_groups
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
@@ -18,6 +20,7 @@ from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.trials import SharedPaths, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
 from distcse.recipe import KINDS, LoggersSection, MutualRecipe, TrainedSection, decided
+from distcse.runs.directory import RunDirectory
 
 
 class MutualTrials(Trials):
@@ -52,6 +55,9 @@ class MutualTrials(Trials):
     def check_labels(self) -> None:
         check_recipe(self.recipe(0, 0))  # as trials see it: without loggers
         checked_tasks(self._recipe)
+
+    def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> None:
+        sweep.record(self._recipe.seed, read_fingerprints(self._recipe))
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
         return CycleScores(self._recipe, run).of
