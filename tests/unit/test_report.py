@@ -272,7 +272,7 @@ def test_a_card_indexes_scores_on_sets_that_were_not_in_the_training_text(
 def test_scores_on_sets_in_the_training_text_are_marked_for_machines(measured: Evaluation, tmp_path: Path) -> None:
     score = next(s for s in measured.scores if s.set == "STS-B" and s.measure == "all")
     assert measured.overlaps(score).keys() == {"student"}
-    measured.write(tmp_path / "evaluation.json")
+    measured.write(tmp_path)
     stored = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
     printed = [event for event in results_as_json(measured) if event["event"] == "Score"]
     for written, of in zip([*stored, *printed], [*measured.scores, *measured.scores], strict=True):
