@@ -5,6 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 
+def is_packaged_reader(name: str) -> bool:
+    """Return whether `datasets` loads a name, such as `text`, with a reader of its own, from files in the working directory.
+
+    Private: `datasets.packaged_modules._PACKAGED_DATASETS_MODULES`, in which `load_dataset` looks a name up first.
+    """
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    return name in _PACKAGED_DATASETS_MODULES
+
+
 def split_fingerprint(split: Any) -> str:
     """Return the fingerprint of a loaded split: it changes with its content, and is known without reading it.
 

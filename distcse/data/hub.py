@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.compat.datasets import split_fingerprint
+from distcse.compat.datasets import is_packaged_reader, split_fingerprint
 from distcse.data.readers import Row, clean, describe_missing_column
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
@@ -84,7 +84,14 @@ def open_split(name: str, section: CorpusSection) -> OpenedSplit:
     """Open a split of a data set on the hub or in a folder; see `open_dataset`."""
     import datasets  # takes two seconds, and few recipes need it
 
+    if is_packaged_reader(name):
+        raise CorpusNotFoundError(
+            f"corpus.dataset is {name!r}, with which `datasets` reads whatever files are in the working directory; write "
+            "corpus.path=FILE, or the data set's full name, OWNER/NAME"
+        )
     folder = Path(name)
+    if folder.is_file():
+        raise CorpusNotFoundError(f"corpus.dataset is {name!r}, a file; write corpus.path={name}")
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():  # memory-mapped, so never streamed
         saved = _select_split(datasets.load_from_disk(name), section)
         return OpenedSplit(saved, split_fingerprint(saved))

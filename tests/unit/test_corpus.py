@@ -154,6 +154,11 @@ def test_data_sets(tmp_path: Path) -> None:
             prepare(tmp_path, **{"dataset": str(tmp_path / "saved"), "column": "body", **overrides})
     with fails_with(CorpusNotFoundError, "'nobody/nothing'", "'train'"):
         prepare(tmp_path, dataset="nobody/nothing")
+    with fails_with(CorpusNotFoundError, f"corpus.path={__file__}"):
+        prepare(tmp_path, dataset=__file__)
+    for name in ("text", "json", "csv", "parquet", "imagefolder"):
+        with fails_with(CorpusNotFoundError, f"corpus.dataset is {name!r}", "corpus.path=FILE"):
+            prepare(tmp_path, dataset=name)
 
 
 @pytest.mark.parametrize(
