@@ -58,10 +58,10 @@ class Contamination:
             for name in ("sentences", "exact", "normalized")
         )
         if not normalized:
-            return f"the training text contains none of {total:,} test sentences"
+            return f"the training text contains none of {total:,} labelled sentences"
         advice = f"; set {excluding_key}: true to leave them out" if excluding_key else ""
         return (
-            f"of {total:,} test sentences the training text contains {exact:,} exactly, {normalized:,} ignoring case and "
+            f"of {total:,} labelled sentences the training text contains {exact:,} exactly, {normalized:,} ignoring case and "
             f"punctuation{advice}"
         )
 

@@ -21,12 +21,12 @@ STS-B dev, a sample of the years' STS sets, contains 8.8 % of STS12 and less of 
 
 
 def evaluation_sentences(section: CorpusSection, data: str | None, extra: Iterable[str] = ()) -> Excluded | None:
-    """Return the sentences to exclude from a corpus: those of all labelled sets in a folder; None if the recipe excludes none.
+    """Return the sentences to exclude from a corpus: those of the labelled sets; None if the recipe excludes none.
 
     Args:
         section: The recipe's `corpus`.
-        data: The folder with labelled sets, `evaluation.data`.
-        extra: More sentences to exclude, such as those of a dev set in another folder.
+        data: The folder with labelled sets, `evaluation.data`, if the recipe has one.
+        extra: More sentences to exclude: those of the dev set, which may be a file of the user's.
 
     Raises:
         EvaluationDataError: The folder does not exist or contains no labelled set.
@@ -34,17 +34,14 @@ def evaluation_sentences(section: CorpusSection, data: str | None, extra: Iterab
     """
     if not section.exclude_evaluation:
         return None
-    folder = Path(str(data))
-    sentences = [
-        text
-        for task in published(folder, ("sts", "transfer", "pairs"), EvalConfig()).tasks
-        for text in task.sentences()
-    ]
-    if (dev := DatasetFolder.of(folder).load(STSB_DEV)) is not None:
-        sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
-    sentences += extra
+    sentences = [*extra]
+    if data is not None:
+        tasks = published(Path(data), ("sts", "transfer", "pairs"), EvalConfig()).tasks
+        sentences += [text for task in tasks for text in task.sentences()]
+        if (dev := DatasetFolder.of(Path(data)).load(STSB_DEV)) is not None:
+            sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
     if not sentences:
-        raise EvaluationDataError(f"corpus.exclude_evaluation: {folder} contains no labelled set; set evaluation.data")
+        raise EvaluationDataError(f"corpus.exclude_evaluation: {data} contains no labelled set; set evaluation.data")
     return Excluded.of(sentences)
 
 

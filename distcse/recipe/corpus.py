@@ -38,7 +38,8 @@ class CorpusSection(Section):
     """`exact` leaves out sentences that equal an earlier one, also one of another domain; `limit` counts them. `none` trains on
     them as often as they occur. Teachers embed them once either way."""
     exclude_evaluation: bool = False
-    """Drop sentences that occur in a labelled set of `evaluation.data`, ignoring case, punctuation and spacing."""
+    """Drop sentences that occur in a labelled set of `evaluation.data` or in the dev set, ignoring case, punctuation and
+    spacing."""
 
     @property
     def unread_keys(self) -> Mapping[str, str]:

@@ -15,16 +15,21 @@ from distcse.errors import EmptyCorpusError, EvaluationDataError, EvaluationResu
 from distcse.evaluation import (
     Contamination,
     EvalConfig,
+    Tasks,
     collect,
     evaluation_sentences,
     labelled_dev,
     refuse_test_as_dev,
 )
 from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.distillation.corpus import read_corpus
+from distcse.experiments.distillation.dev_metric import read_labelled_dev
+from distcse.experiments.distillation.final_evaluation import contamination_of
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.recipe import CorpusSection, Recipe
 from tests.backends import run
 from tests.failures import fails_with
+from tests.labelled import scored
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]
@@ -36,10 +41,10 @@ def test_exact_and_normalized_matches_are_counted() -> None:
     (counts,) = found.overlap_counts.values()
     assert (counts.sentences, counts.exact, counts.normalized) == (3, 1, 2)
     assert found.overlap_of(test) == pytest.approx(2 / 3)
-    described = "of 3 test sentences the training text contains 1 exactly, 2 ignoring case and punctuation"
+    described = "of 3 labelled sentences the training text contains 1 exactly, 2 ignoring case and punctuation"
     assert found.describe(None) == described
     assert found.describe("corpus.KEY") == f"{described}; set corpus.KEY: true to leave them out"
-    assert "none of 3 test sentences" in Contamination.measure(["Other."], [test]).describe("corpus.KEY")
+    assert "none of 3 labelled sentences" in Contamination.measure(["Other."], [test]).describe("corpus.KEY")
 
 
 def test_counts_are_stored_with_the_model_and_old_files_are_read(tmp_path: Path) -> None:
@@ -85,6 +90,27 @@ def test_a_run_excludes_its_test_sentences_on_request(
         assert all((share > 0) != is_excluded for share in contamination.overlap.values())
     assert "exactly" in notes[False] and "corpus.exclude_evaluation" in notes[False]
     assert "contains none of" in notes[True]
+
+
+@pytest.mark.parametrize("is_excluded", [False, True])
+def test_a_dev_file_of_yours_is_counted_and_excluded_as_other_labelled_sets(
+    recipe_with: MakeRecipe, sentences: list[str], tmp_path: Path, is_excluded: bool
+) -> None:
+    (tmp_path / "dev.tsv").write_text(scored(sentences, 20, 4))
+    recipe = recipe_with(
+        f"evaluation.dev={tmp_path}/dev.tsv",
+        f"corpus.exclude_evaluation={str(is_excluded).lower()}",
+        "evaluation.num_heldout=3",
+    )
+    corpus, dev = read_corpus(recipe, Reporter()), read_labelled_dev(recipe)
+    assert dev is not None
+    events: list[Event] = []
+    found = contamination_of(recipe, corpus, Tasks(), events.append)
+    share = found.overlap_of([*dev.first, *dev.second])
+    assert share is not None and (share > 0.8) != is_excluded and (share > 0) != is_excluded
+    assert corpus.excluded_rows == (len({*dev.first, *dev.second}) if is_excluded else 0)
+    (event,) = events
+    assert isinstance(event, StageProgress) and "compared with 1 labelled set" in event.note
 
 
 def unrelated(number: int) -> str:

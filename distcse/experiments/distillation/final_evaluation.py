@@ -293,15 +293,15 @@ def _docstring_task(recipe: Recipe) -> RetrievalTask:
 
 
 def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: Listener) -> Contamination:
-    """Find the test sentences on which a student of this corpus was trained."""
-    if not labelled.tasks:
+    """Find the sentences of test and dev sets on which a student of this corpus was trained."""
+    dev = read_labelled_dev(recipe)
+    sets = [*(task.sentences() for task in labelled.tasks), *([] if dev is None else [[*dev.first, *dev.second]])]
+    if not sets:
         return Contamination({})
     rows, _ = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     chunks = map(corpus.texts, rows.blocks(_CHUNK_ROWS))
-    contamination = Contamination.measure(
-        (text for chunk in chunks for text in chunk), [task.sentences() for task in labelled.tasks]
-    )
-    note = f"compared with {len(labelled.tasks)} test sets: {contamination.describe('corpus.exclude_evaluation')}"
+    contamination = Contamination.measure((text for chunk in chunks for text in chunk), sets)
+    note = f"compared with {len(contamination.overlap)} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
     emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
 

@@ -77,6 +77,13 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
     return tasks
 
 
+def contamination_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks) -> Contamination:
+    """Find the sentences of test and dev sets that are among the training pairs."""
+    dev = DevPairs.of(recipe)
+    sets = [task.sentences() for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
+    return Contamination.measure(pairs.distinct(), [*sets, *([] if dev is None else [[*dev.first, *dev.second]])])
+
+
 def unlabelled_tasks(recipe: MutualRecipe, pairs: Pairs, reference: str) -> Tasks:
     """Return what is measured without labelled sets: the dev pairs, and how far the bi-encoders have moved on the run's texts.
 
@@ -133,17 +140,15 @@ def final_scores(
     groups = {group.name: group for group in recipe.groups if group.name in finished}
     if recipe.evaluation.final_suites is None and not tasks.tasks and groups:
         tasks = unlabelled_tasks(recipe, pairs, _start_name(next(iter(groups))))
-    labelled = [task for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
-    contamination = Contamination.measure(pairs.distinct(), [task.sentences() for task in labelled])
+    contamination = contamination_of(recipe, pairs, tasks)
     for model in best:
         known = Contamination.read(resolve_model(groups[model.group].backbone)) if model.is_start else contamination
         known.write(model.model)
     if not tasks.tasks:
         return FinalScores(None)
-    if labelled:
-        key = "pairs.mine.corpus.exclude_evaluation" if recipe.pairs.mine and recipe.evaluation.data else None
-        number = f"{len(labelled)} set{'s' * (len(labelled) > 1)}"
-        note = f"compared with {number}: {contamination.describe(key)}"
+    if number := len(contamination.overlap):
+        key = "pairs.mine.corpus.exclude_evaluation" if recipe.pairs.mine else None
+        note = f"compared with {number} labelled set{'s' * (number > 1)}: {contamination.describe(key)}"
         reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     precision = decided(recipe.evaluation.precision)
     tasks = replace(tasks, timed_texts=tasks.first_sentences())

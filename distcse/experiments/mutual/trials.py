@@ -10,7 +10,7 @@ from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
-from distcse.experiments.mutual.final_evaluation import checked_tasks, wanted_tasks
+from distcse.experiments.mutual.final_evaluation import checked_tasks, contamination_of, wanted_tasks
 from distcse.experiments.mutual.fingerprints import read_fingerprints
 from distcse.experiments.mutual.joining import read_by_groups
 from distcse.experiments.mutual.phase_store import PhaseStore
@@ -73,7 +73,7 @@ class MutualTrials(Trials):
         }
 
     def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
-        return Contamination.measure(Pairs.open(run / "pairs").distinct(), [task.sentences() for task in tasks.tasks])
+        return contamination_of(self._recipe, Pairs.open(run / "pairs"), tasks)
 
 
 class CycleScores:

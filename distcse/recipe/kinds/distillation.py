@@ -127,7 +127,8 @@ class Recipe(BaseRecipe):
         elif self.teachers.mode == "live":
             unread |= dict.fromkeys(_KEYS_OF_TABLES, "teachers.mode is live")
         if self.evaluation.data is None:
-            unread |= dict.fromkeys(("corpus.exclude_evaluation", "evaluation.dev_is_test"), "evaluation.data is null")
+            keys = ["evaluation.dev_is_test", *([] if is_path(self.dev_score) else ["corpus.exclude_evaluation"])]
+            unread |= dict.fromkeys(keys, "evaluation.data is null")
         if self.dev_score == "none":
             unread["evaluation.async_eval"] = "there is no dev score (evaluation.dev)"
         return unread
@@ -258,9 +259,10 @@ class Recipe(BaseRecipe):
 
     @model_validator(mode="after")
     def _scores_have_what_they_need(self) -> Recipe:
-        if self.corpus.exclude_evaluation and self.evaluation.data is None:
+        if self.corpus.exclude_evaluation and self.evaluation.data is None and not is_path(self.dev_score):
             raise ValueError(
-                "corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
+                "corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER, or "
+                "evaluation.dev: FILE"
             )
         if self.evaluation.async_eval is not None and not self.training.workers:
             raise ValueError(

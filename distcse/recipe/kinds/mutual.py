@@ -384,11 +384,13 @@ class MutualRecipe(BaseRecipe):
             self.resources.gpu,
             {f"groups.{number}.gpus_per_worker": group.gpus_per_worker for number, group in enumerate(self.groups)},
         )
-        if self.pairs.mine is not None and self.pairs.mine.corpus.exclude_evaluation and self.evaluation.data is None:
-            raise ValueError(
-                "pairs.mine.corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER"
-            )
         dev = self.evaluation.dev
+        excludes = self.pairs.mine is not None and self.pairs.mine.corpus.exclude_evaluation
+        if excludes and self.evaluation.data is None and not is_path(dev):
+            raise ValueError(
+                "pairs.mine.corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER, "
+                "or evaluation.dev: FILE"
+            )
         named = dev != "none" and not is_path(dev)
         wants_data = [named and f"evaluation.dev is {dev}", self.pairs.task and "pairs.task is set"]
         if self.evaluation.data is None and (reason := next((text for text in wants_data if text), None)):
