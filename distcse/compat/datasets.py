@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_packaged_reader(name: str) -> bool:
-    """Return whether `datasets` loads a name, such as `text`, with a reader of its own, from files in the working directory.
+    """Return whether `datasets` loads a name, such as `text`, with a packaged reader, from files in the working directory.
 
     Private: `datasets.packaged_modules._PACKAGED_DATASETS_MODULES`, in which `load_dataset` looks a name up first.
     """
