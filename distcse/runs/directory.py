@@ -244,7 +244,7 @@ class RunDirectory:
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl, which is uploaded to object storage at each checkpoint."""
-        self.store.append(_EVENTS, to_json_line(event) + "\n")
+        self.store.append_line(_EVENTS, to_json_line(event))
         if isinstance(event.event if isinstance(event, GroupEvent) else event, CheckpointSaved):
             self.store_events()
 

@@ -6,12 +6,13 @@ are written to the mirror, then uploaded, and downloaded where they are missing.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 from distcse.storage.atomic_files import atomic_folder, atomic_write, storage_errors
 from distcse.storage.checksums import dump_checked_json, load_checked_json
@@ -88,11 +89,12 @@ class ArtifactStore(ABC):
         with self.write(name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
-    def append(self, name: str, text: str) -> None:
-        """Append to a local text file, which only `upload` stores. A crash may leave a part of the text."""
+    def append_line(self, name: str, line: str) -> None:
+        """Append a line to a local text file, which only `upload` stores. A crash may leave a part of the line."""
         self._check_here()
-        with storage_errors(self.path / name), open(self.path / name, "a", encoding="utf-8") as opened:
-            opened.write(text)
+        with storage_errors(self.path / name), open(self.path / name, "ab+") as opened:
+            begin = "" if _ends_with_newline(opened) else "\n"
+            opened.write(f"{begin}{line}\n".encode())
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a JSON file with its own checksum as `write` does."""
@@ -211,3 +213,11 @@ class ArtifactStore(ABC):
     @abstractmethod
     def _create_parents(self, name: str) -> None:
         """Create the local folders between the location and a file."""
+
+
+def _ends_with_newline(file: BinaryIO) -> bool:
+    """Return whether a file is empty or its last line is complete."""
+    if not file.seek(0, os.SEEK_END):
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

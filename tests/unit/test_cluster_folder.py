@@ -93,16 +93,22 @@ def test_the_autoscaling_job_starts_from_no_nodes_and_resumes() -> None:
     assert group["minReplicas"] == group["replicas"] == 0 < group["maxReplicas"]
     (worker,) = group["template"]["spec"]["containers"]
     assert worker["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    script = worker["lifecycle"]["preStop"]["exec"]["command"][-1]
-    deadline = int(re.search(r"--deadline-remaining-seconds=(\d+)", script)[1])  # type: ignore[index]
-    assert f"seq {deadline})" in script
-    assert group["template"]["spec"]["terminationGracePeriodSeconds"] > deadline
     (memory,) = (volume for volume in group["template"]["spec"]["volumes"] if volume["name"] == "memory")
     assert memory["emptyDir"]["sizeLimit"] == "64Gi"
     assert int(group["rayStartParams"]["object-store-memory"]) < 64 * 2**30
-    # Only the head has the token of the Kubernetes API, which its autoscaler needs.
-    with_token = [pod["spec"]["automountServiceAccountToken"] for pod in pods(manifest)]
-    assert with_token == [True, False, False]
+    # Only the autoscaler, a container that KubeRay adds to the head's pod, mounts the token of Kubernetes' API.
+    (mount,) = cluster["autoscalerOptions"]["volumeMounts"]
+    head = cluster["headGroupSpec"]["template"]["spec"]
+    (volume,) = (volume for volume in head["volumes"] if volume["name"] == mount["name"])
+    paths = [source.get("serviceAccountToken", {}).get("path") for source in volume["projected"]["sources"]]
+    assert "token" in paths and not any(pod["spec"]["automountServiceAccountToken"] for pod in pods(manifest))
+    mounted = [
+        each["name"]
+        for pod in pods(manifest)
+        for part in pod["spec"]["containers"]
+        for each in part.get("volumeMounts", [])
+    ]
+    assert mount["name"] not in mounted
     for pod in pods(manifest):
         assert pod["metadata"]["labels"] == document("network.yaml")["spec"]["podSelector"]["matchLabels"]
         assert pod["spec"]["securityContext"]["runAsNonRoot"]
@@ -207,12 +213,10 @@ def test_the_anyscale_job_scales_from_no_workers_and_has_no_other_fields() -> No
 
 def scripts() -> dict[str, str]:
     """The shell scripts of cluster/, by file and place."""
-    (group,) = cluster_spec(document("distcse-autoscaling-job.yaml"))["workerGroupSpecs"]
-    (worker,) = group["template"]["spec"]["containers"]
     return {
         "slurm": (FOLDER / "slurm" / "distcse.sbatch").read_text(),
         "skypilot": "#!/bin/bash\n" + yaml.safe_load((FOLDER / "skypilot" / "distcse.yaml").read_text())["run"],
-        "preStop": "#!/bin/bash\n" + worker["lifecycle"]["preStop"]["exec"]["command"][-1],
+        "leave": (FOLDER / "kubernetes" / "leave.sh").read_text(),
     }
 
 
@@ -229,10 +233,40 @@ def test_a_pod_that_ends_waits_while_ray_works_on_its_node(drains: bool, seconds
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
-    subprocess.run(["bash", "-c", scripts()["preStop"]], cwd=tmp_path, env=path, check=True)
+    subprocess.run(["bash", "-c", scripts()["leave"], "leave", "worker"], cwd=tmp_path, env=path, check=True)
     assert "drain-node --address=head:6379 --node-id=0a1b" in (tmp_path / "drained").read_text()
     slept = tmp_path / "slept"
     assert (slept.read_text() if slept.exists() else "") == "1\n" * seconds
+
+
+@pytest.mark.parametrize("runs", [2, 0])
+def test_a_head_that_ends_asks_its_runs_for_a_checkpoint_and_waits(runs: int, tmp_path: Path) -> None:
+    stand_ins = {
+        "pkill": f'echo "$*" >> asked; [ {runs} != 0 ]',
+        "pgrep": f"! [ -e slept ] || [ $(wc -l < slept) -lt {runs} ]",
+        "sleep": "echo $1 >> slept",
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", scripts()["leave"], "leave", "head"], cwd=tmp_path, env=path, check=True)
+    assert (tmp_path / "asked").read_text() == "-TERM -f -- -m distcse\\.\n"
+    slept = tmp_path / "slept"
+    assert (slept.read_text() if slept.exists() else "") == "1\n" * runs
+
+
+@pytest.mark.parametrize("name", ["distcse-job.yaml", "distcse-autoscaling-job.yaml", "distcse-cluster.yaml"])
+def test_all_pods_of_ray_ask_for_a_checkpoint_before_they_end(name: str) -> None:
+    cluster = cluster_spec(document(name))
+    deadline = int(re.search(r"seconds=\$\{2:-(\d+)\}", scripts()["leave"])[1])  # type: ignore[index]
+    groups = {"head": [cluster["headGroupSpec"]], "worker": cluster["workerGroupSpecs"]}
+    for role, pods_of_role in groups.items():
+        for group in pods_of_role:
+            spec = group["template"]["spec"]
+            assert spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"] == ["distcse-leave", role]
+            assert spec["terminationGracePeriodSeconds"] > deadline
+    assert "COPY cluster/kubernetes/leave.sh /opt/distcse/bin/distcse-leave" in (FOLDER / "Containerfile").read_text()
 
 
 @pytest.mark.parametrize("name", scripts())
@@ -336,9 +370,9 @@ def test_the_container_takes_what_is_there_in_the_pinned_versions() -> None:
         assert (ROOT / source).exists(), source
         assert any(fnmatch.fnmatch(source, pattern[1:]) for pattern in seen), source
     installs = re.findall(r"pip install (.*?)(?:;;|&&|$)", text, re.MULTILINE)
-    assert len(installs) == 3
-    assert all("--constraint constraints.txt" in install or '"$torch"' in install for install in installs)
-    assert "grep '^torch==' constraints.txt" in text and PINS["torch"]
+    torch, locked, own = installs
+    assert "grep '^torch==' constraints.txt" in torch and "--require-hashes --no-deps" in locked
+    assert own.split() == ["--no-deps", "--no-build-isolation", "."]
     base = {rest.split()[0] for step, rest in steps if step == "FROM"}
     tested = re.search(r"Python (3\.\d+)", (ROOT / "constraints.txt").read_text())
     assert tested is not None and base == {f"docker.io/library/python:{tested[1]}-slim-bookworm"}

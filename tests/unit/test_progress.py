@@ -186,6 +186,16 @@ def test_the_first_line_says_what_is_loaded(capsys: pytest.CaptureFixture[str]) 
         assert capsys.readouterr() == ("", "")
 
 
+def test_a_line_that_a_kill_cut_short_loses_no_other_event(tmp_path: Path) -> None:
+    directory, file = RunDirectory(tmp_path), tmp_path / "events.jsonl"
+    directory.log(STEPS)
+    file.write_bytes(file.read_bytes()[:-20])
+    directory.log(STEPS)
+    directory.log(STEPS)
+    cut, *others = file.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in others] == [STEPS.step] * 2 and not cut.endswith("}")
+
+
 def test_json_lines_equal_those_of_events_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events: list[Event] = [*RUN, GroupEvent("full", STEPS)]
     directory = RunDirectory(tmp_path)
