@@ -20,6 +20,8 @@ UNIT := tests/unit tests/oracle benchmarks/tests
 OLDER_CPU := ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
 ON_OLDER_CPU := $(addprefix tests/unit/test_,mkldnn_linear.py precision.py teachers.py encoder.py cross_encoder.py student.py)
 
+OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
+
 # The oldest Ray that pyproject.toml admits, in a folder that Python reads before the environment's own packages.
 OLDEST_RAY := $(shell sed -n 's/.*"ray\[.*>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
 # Of its tests, `make test-slow` runs those that `make test-oldest-ray` leaves: the latter has a sweep whose trial has two workers.
@@ -35,12 +37,12 @@ help:
 
 # pip prefers torch 2.13.0+cpu of the second index to PyPI's 2.13.0, whose CUDA libraries are 2.5 GB more to download. Torch alone:
 # what it needs comes with the next line, from pip's own index. An index that cannot be reached is left out after 9 s of retries.
-# The extra dev contains the extra quickstart: installing either makes that stamp.
+# The extra dev contains the extra quickstart: installing it makes both stamps.
 $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-deps $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$*]'
-	touch $@ $(VENV)/.quickstart
+	touch $@ $(if $(filter dev,$*),$(VENV)/.quickstart)
 
 quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine
 	$(BIN)/python -m distcse.train quickstart $(ARGS)
@@ -54,7 +56,7 @@ test-faults: $(VENV)/.dev ## set up, then disturb runs: killed processes, lost n
 test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run a sweep with the oldest supported version of Ray
 	$(WITH_OLDEST_RAY) $(FIRST_ON_OLDEST_RAY)
 
-test-slow: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run all other tests, for a night or a release; also as on an older CPU
+test-slow: $(VENV)/.dev $(VENV)/.docs build/ray-$(OLDEST_RAY)/.installed ## set up, then run all other tests, for a night or a release; also as on an older CPU
 	$(PYTEST) tests/cluster tests/faults $(UNIT) -m slow
 	$(OLDER_CPU) $(PYTEST) $(ON_OLDER_CPU)
 	$(WITH_OLDEST_RAY) $(ON_OLDEST_RAY) -m "oldest_ray or not cluster" $(addprefix --deselect ,$(FIRST_ON_OLDEST_RAY))
@@ -84,12 +86,13 @@ bench: $(VENV)/.dev ## set up, then measure all CPU rows of benchmarks/README.md
 release-notes: ## print what CHANGELOG.md says of a version (VERSION=0.2.0, or unreleased)
 	@$(PYTHON) release_notes.py '$(VERSION)'
 
+# --python-version: uv refuses a pin that needs a newer Python than the oldest that pyproject.toml admits.
 # Of torch the CPU build alone: those of CUDA bring libraries of their own, another set for every build.
 lock: ## write requirements.lock anew: the versions of constraints.txt with the hashes of their files
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/pip install --quiet uv
-	build/lock/bin/uv pip compile constraints.txt --no-deps --no-emit-package torch --generate-hashes --no-annotate \
-		--custom-compile-command "make lock" --quiet --output-file requirements.lock
+	build/lock/bin/uv pip compile constraints.txt --python-version $(OLDEST_PYTHON) --no-deps --no-emit-package torch \
+		--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet --output-file requirements.lock
 	build/lock/bin/pip download --quiet --no-deps --extra-index-url $(TORCH_CPU) --dest build/torch $(TORCH)
 	{ echo '$(TORCH) \'; build/lock/bin/pip hash build/torch/torch-*+cpu-*.whl | sed -n 's/^--hash/    --hash/p'; } >> requirements.lock
 

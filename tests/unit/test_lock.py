@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.conftest import ROOT
 
@@ -39,6 +42,19 @@ def test_it_holds_the_pins_of_the_constraints_and_a_hash_of_each() -> None:
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert "\n".join(lines) == "\n".join(found.values())
     assert all(PIN.match(line) or HASH.fullmatch(line) for line in lines)
+
+
+def test_every_pin_that_is_installed_admits_the_oldest_python() -> None:
+    """`make lock` asks the index about the others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = f"{project['requires-python'].removeprefix('>=')}.0"
+    pinned = pins(lock()).items()
+    about = {f"{found.metadata['Name']}=={found.version.partition('+')[0]}": found for found in distributions()}
+    required = {
+        pin: found.metadata.get("Requires-Python", "") for pin, found in about.items() if pinned >= pins(pin).items()
+    }
+    assert "torch" in pins("\n".join(required))
+    assert {pin: python for pin, python in required.items() if oldest not in SpecifierSet(python)} == {}
 
 
 @pytest.fixture

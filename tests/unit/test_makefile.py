@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_dev_serves_quickstart_and_quickstart_does_not_serve_dev(tmp_path: Path)
     assert "'.[dev]'" in commands("lint", tmp_path)
     stamp(tmp_path, "dev", "quickstart")
     assert "pip" not in commands("quickstart", tmp_path) + commands("lint", tmp_path)
+
+
+def test_the_documentations_tools_are_installed_for_the_slow_tests_alone(tmp_path: Path) -> None:
+    stamp(tmp_path, "dev", "quickstart")
+    assert "'.[docs]'" in commands("test-slow", tmp_path) and "touch" not in commands("test", tmp_path)
+
+
+def test_the_lock_is_made_for_the_oldest_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"--python-version {project['requires-python'].removeprefix('>=')} " in make("--dry-run", "lock")
 
 
 def test_torch_is_the_cpu_build_where_there_is_no_nvidia_driver(tmp_path: Path) -> None:
