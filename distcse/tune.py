@@ -21,6 +21,7 @@ from distcse.command import (
 )
 from distcse.errors import CommandLineError, MissingDependencyError, UnknownKeyError, WorkFailedError
 from distcse.gc_paused import gc_paused
+from distcse.host import pip_install
 from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
@@ -53,7 +54,7 @@ def _with_extra(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as lacking:
         if lacking.name not in _EXTRA:
             raise
-        raise MissingDependencyError(f'{lacking}; pip install "distcse[tune]"') from None
+        raise MissingDependencyError(f"{lacking}; {pip_install('tune')}") from None
 
 
 def _main(options: argparse.Namespace) -> int:

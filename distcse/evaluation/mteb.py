@@ -28,6 +28,7 @@ from distcse.evaluation.evaluation import Candidate
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
 from distcse.evaluation.tables import find_table, read_table
+from distcse.host import pip_install
 from distcse.models import Encoder, model_fingerprint
 from distcse.models.prompts import is_template
 
@@ -37,7 +38,7 @@ try:
     from mteb.models import ModelMeta
     from mteb.models.abs_encoder import AbsEncoder
 except ImportError as absent:
-    raise EvaluationDependencyError(f"{absent}; run pip install 'distcse[mteb]'") from None
+    raise EvaluationDependencyError(f"{absent}; {pip_install('mteb')}") from None
 
 _TASKS = {known.name: known.name for known in STS} | {"STS-B": "STSBenchmark"}
 _SPLITS = {"SICK-R": ("train", "trial", "test")}

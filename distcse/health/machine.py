@@ -39,15 +39,15 @@ def check_python() -> list[Check]:
 def check_packages() -> list[Check]:
     """Check that torch is installed, and transformers in a supported version."""
     found = []
-    for name in ("torch", "transformers"):
+    for name, supported in (("torch", "torch>=2.8"), ("transformers", "transformers>=5,<6")):
         try:
             installed = version(name)
         except PackageNotFoundError:
-            found.append(fail(name, "not installed", f"pip install -c constraints.txt {name}"))
+            found.append(fail(name, "not installed", f'pip install "{supported}"'))
             continue
         major = int(installed.split(".")[0])
         if name == "transformers" and major != 5:
-            found.append(fail(name, installed, 'pip install "transformers>=5,<6"'))
+            found.append(fail(name, installed, f'pip install "{supported}"'))
         else:
             found.append(ok(name, installed))
     return found
@@ -150,7 +150,7 @@ def check_deepspeed(recipe: BaseRecipe | None) -> list[Check]:
         return [ok("deepspeed", "not required: training.engine is torch")]
     if find_spec("deepspeed") is None:
         if is_required:
-            return [fail("deepspeed", "not installed, but the recipe requires it", 'pip install "distcse[deepspeed]"')]
+            return [fail("deepspeed", "not installed, but the recipe requires it", host.pip_install("deepspeed"))]
         return [ok("deepspeed", "not installed: the torch engine is used")]
     code = "import deepspeed; print(deepspeed.__version__)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
 from distcse.errors import ExportDependencyError, ExportError
+from distcse.host import pip_install
 from distcse.models.batching import by_length, padded
 from distcse.models.encoder import Encoder
 from distcse.models.pooling import NEEDS_ALL_LAYERS
@@ -35,7 +36,7 @@ def require_onnx() -> None:
     """Raise `ExportDependencyError` if a package for the export is not installed."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise ExportDependencyError(f'an ONNX file needs {" and ".join(missing)}; pip install "distcse[onnx]"')
+        raise ExportDependencyError(f"an ONNX file needs {' and '.join(missing)}; {pip_install('onnx')}")
 
 
 def write_onnx(encoder: Encoder, file: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from distcse.compat.model2vec import without_progress_bars
 from distcse.errors import MissingDependencyError, ModelFormatError
+from distcse.host import pip_install
 from distcse.models.encoder import Encoder
 from distcse.models.json_files import read_json, refuse_pointers
 from distcse.models.st_format import replacing
@@ -39,11 +40,12 @@ def require_model2vec(needed_by: str) -> None:
     Raises:
         MissingDependencyError: It is not.
     """
-    install = 'pip install "distcse[static]"'
     if find_spec("model2vec") is None:
-        raise MissingDependencyError(f"{needed_by} needs model2vec, which is missing; {install}")
+        raise MissingDependencyError(f"{needed_by} needs model2vec, which is missing; {pip_install('static')}")
     if (installed := version("model2vec")).split(".")[:2] != ["0", "10"]:
-        raise MissingDependencyError(f"{needed_by} needs model2vec 0.10, and {installed} is installed; {install}")
+        raise MissingDependencyError(
+            f"{needed_by} needs model2vec 0.10, and {installed} is installed; {pip_install('static')}"
+        )
 
 
 def is_static(folder: Path) -> bool:

@@ -25,15 +25,16 @@ _LOOPBACK = ("127.", "::1")
 
 def check_version() -> list[Check]:
     """Check that Ray is installed in a supported version."""
+    supported = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, FIRST_UNSUPPORTED))}"
+    fix = f'pip install "ray[default,train,tune]{supported}"'
     try:
         summary = version("ray")
     except PackageNotFoundError:
-        return [fail("ray", "not installed", 'pip install -c constraints.txt "ray[default,train,tune]"')]
+        return [fail("ray", "not installed", fix)]
     major, minor = (int(part) for part in summary.split(".")[:2])
     if OLDEST <= (major, minor) < FIRST_UNSUPPORTED:
         return [ok("ray", summary)]
-    supported = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, FIRST_UNSUPPORTED))}"
-    return [fail("ray", summary, f'pip install "ray[default,train,tune]{supported}"')]
+    return [fail("ray", summary, fix)]
 
 
 def check_cluster(shared: Mapping[str, Path] | None = None) -> list[Check]:

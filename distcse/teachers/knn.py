@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import MissingDependencyError
+from distcse.host import pip_install
 
 FLAT_UP_TO = 200_000
 """Largest number of vectors for which the search is exact."""
@@ -56,5 +57,5 @@ def require_faiss(requested_by: str) -> Any:
     try:
         import faiss
     except ImportError:
-        raise MissingDependencyError(f'{requested_by} needs faiss; pip install "distcse[mining]"') from None
+        raise MissingDependencyError(f"{requested_by} needs faiss; {pip_install('mining')}") from None
     return faiss

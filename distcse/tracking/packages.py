@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from distcse.errors import LoggerSetupError
+from distcse.host import pip_install
 from distcse.recipe import LoggersSection
 from distcse.storage import refuse_job_copy
 
 _PACKAGES = {
     "tensorboard": ("tensorboardX", "pip install tensorboardX"),
-    "mlflow": ("mlflow", 'pip install "distcse[mlflow]"'),
-    "wandb": ("wandb", 'pip install "distcse[wandb]"'),
+    "mlflow": ("mlflow", pip_install("mlflow")),
+    "wandb": ("wandb", pip_install("wandb")),
 }
 
 

@@ -114,7 +114,7 @@ def test_a_static_student_needs_no_held_out_rows(file: Path) -> None:
 
 def test_a_static_student_needs_model2vec(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(static, "find_spec", lambda name: None)
-    with fails_with(MissingDependencyError, "static: true needs model2vec", 'pip install "distcse[static]"'):
+    with fails_with(MissingDependencyError, "static: true needs model2vec", 'pip install "model2vec[train]>='):
         distcse.run(str(file), "family=[{layers: 1}, {static: true}]", listen=lambda event: None)
     assert not list((tmp_path / "runs").glob("*"))
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from distcse import host
 from distcse.__main__ import main
 from distcse.recipe import packaged_spaces, read_sweep
 from tests.conftest import ROOT
 
+NOT_IN_MESSAGES = ("dev", "docs", "quickstart")
 URL = "https://example.org/owner/distcse"
 
 
@@ -67,6 +69,21 @@ def test_the_package_page_has_urls_and_links_that_work_there(tree: Path) -> None
 def test_the_tested_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--constraints"]) == 0
     assert capsys.readouterr().out == files("distcse").joinpath("constraints.txt").read_text()
+
+
+def test_messages_name_the_packages_of_an_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {extra: re.findall('"(.+?)"', host.pip_install(extra)) for extra in extras.keys() - {*NOT_IN_MESSAGES}}
+    assert named == {extra: extras[extra] for extra in named}
+
+
+def test_nothing_says_to_install_distcse_from_an_index() -> None:
+    """Anybody could register the name."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = [name for name in listed.stdout.split() if not name.startswith(("tests/", "CHANGELOG"))]
+    texts = {name: (ROOT / name).read_bytes().decode(errors="replace") for name in names if (ROOT / name).is_file()}
+    from_index = re.compile(r"""pip install [^`\n]*(?<![\w./@-])distcse(?![\w./-])""")
+    assert {name: found[0] for name, text in texts.items() if (found := from_index.search(text))} == {}
 
 
 @pytest.mark.parametrize("name", packaged_spaces())

@@ -64,5 +64,5 @@ def test_a_damaged_folder_is_one_error(folder: Path) -> None:
 
 def test_another_version_of_model2vec_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static, "version", lambda name: "0.4.1")
-    with fails_with(MissingDependencyError, "0.4.1 is installed", 'pip install "distcse[static]"'):
+    with fails_with(MissingDependencyError, "0.4.1 is installed", 'pip install "model2vec[train]>='):
         StaticEncoder.load(folder)

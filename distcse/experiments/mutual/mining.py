@@ -133,7 +133,7 @@ def _require_bm25s() -> Any:
         import bm25s
     except ImportError:
         raise MissingDependencyError(
-            'pairs.mine.bm25_share needs bm25s; pip install "distcse[mining]", or write bm25_share=0'
+            f"pairs.mine.bm25_share needs bm25s; {host.pip_install('mining')}, or write bm25_share=0"
         ) from None
     return bm25s
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from distcse.errors import MissingDependencyError
+from distcse.host import pip_install
 from distcse.recipe import LoopSection
 from distcse.trainer.checkpoint_files import ModelState
 from distcse.trainer.engines.engine import Engine
@@ -47,12 +48,7 @@ def uses_deepspeed(training: LoopSection) -> bool:
         return False
     if find_spec("deepspeed") is not None:
         return True
-    if training.zero_stage:
-        raise MissingDependencyError(
-            'training.zero_stage needs DeepSpeed, which is not installed; run pip install "distcse[deepspeed]"'
-        )
-    if training.engine == "deepspeed":
-        raise MissingDependencyError(
-            'training.engine is deepspeed, which is not installed; run pip install "distcse[deepspeed]"'
-        )
+    if training.zero_stage or training.engine == "deepspeed":
+        key = "training.zero_stage" if training.zero_stage else "training.engine: deepspeed"
+        raise MissingDependencyError(f"{key} needs DeepSpeed, which is not installed; {pip_install('deepspeed')}")
     return False
