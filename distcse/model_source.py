@@ -14,7 +14,9 @@ from distcse.storage import ArtifactStore, Digest, checksum, open_store
 PACKAGE = "package:"
 CONFIG_FILE = "config.json"
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.tiktoken", "1_Pooling/*", "2_Normalize/*", "README.md"]
+_MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".tiktoken")
+"""Suffixes of the files from which a model and its tokenizer are loaded; with its code, also `.py`."""
+_HUB_FILES = [*(f"*{suffix}" for suffix in _MODEL_FILES), "1_Pooling/*", "2_Normalize/*", "README.md"]
 """The last one has the licence and the language that a student's card inherits."""
 _IGNORED_HUB_FILES = [
     "*.bin",
@@ -28,7 +30,6 @@ _IGNORED_HUB_FILES = [
     "onnx/*",
     "openvino/*",
 ]
-_FINGERPRINTED = (".safetensors", ".json", ".txt", ".model")
 _NOT_FINGERPRINTED = ("README", "train_script", "data_config", "results", "trainer_state", "recipe")
 
 
@@ -78,15 +79,26 @@ def is_hub_id(name: str) -> bool:
     return not os.path.exists(name)
 
 
-def model_fingerprint(folder: Path) -> str:
-    """Return a hash of all files that can change the embeddings: weights, configuration, tokenizer, pooling, custom code."""
-    digest = Digest()
-    has_code = any(b'"auto_map"' in config.read_bytes() for config in folder.rglob(CONFIG_FILE))
-    suffixes = (*_FINGERPRINTED, ".py") if has_code else _FINGERPRINTED
+def model_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
+    """Return a hash of all that can change a model's outputs: weights, configuration, tokenizer, pooling, and the code it runs.
+
+    Args:
+        name: As for `resolve_model`.
+        trust_remote_code: Whether the folder's own code runs, where its configuration names some.
+
+    Raises:
+        ModelNotFoundError: No such model exists, or the hub cannot be reached.
+    """
+    folder, digest = resolve_model(str(name), trust_remote_code), Digest()
+    configs = [config for kind in (CONFIG_FILE, "tokenizer_config.json") for config in folder.rglob(kind)]
+    runs_code = trust_remote_code and any(b'"auto_map"' in config.read_bytes() for config in configs)
+    if runs_code:
+        digest.update(b"code\0")
+    suffixes = (*_MODEL_FILES, ".py") if runs_code else _MODEL_FILES
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = file.relative_to(folder).as_posix()
-        if name.endswith(suffixes) and not name.startswith(_NOT_FINGERPRINTED) and not name.startswith("distcse/"):
-            digest.update(f"{name}\0{checksum(file)}\0".encode())
+        path = file.relative_to(folder).as_posix()
+        if path.endswith(suffixes) and not path.startswith((*_NOT_FINGERPRINTED, "distcse/")):
+            digest.update(f"{path}\0{checksum(file)}\0".encode())
     return digest.hexdigest()
 
 

@@ -335,17 +335,26 @@ def test_unsupported_preprocessing_is_refused(tiny: Callable[..., Path], tmp_pat
         Encoder.load(tmp_path / "bert", prompt="query: ")
 
 
-def test_custom_code_is_part_of_a_models_fingerprint(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    Encoder.load(tiny("bert"), pooling="mean", max_length=8).save(tmp_path / "model")
-    (tmp_path / "model" / "modeling.py").write_text("one = 1")
-    before = model_fingerprint(tmp_path / "model")
-    (tmp_path / "model" / "modeling.py").write_text("one = 2")
-    assert model_fingerprint(tmp_path / "model") == before  # the config does not refer to the code
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "auto_map": {"AutoModel": "modeling.M"}}))
-    used = model_fingerprint(tmp_path / "model")
-    (tmp_path / "model" / "modeling.py").write_text("one = 3")
-    assert used != model_fingerprint(tmp_path / "model")
+@pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json"])
+def test_code_is_part_of_a_models_fingerprint_where_it_runs(
+    config: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    Encoder.load(tiny("bert"), pooling="mean", max_length=8).save(model)
+
+    def fingerprints() -> tuple[str, str]:
+        return model_fingerprint(model), model_fingerprint(model, trust_remote_code=True)
+
+    first = fingerprints()
+    (model / "modeling.py").write_text("one = 1")
+    assert fingerprints() == first and first[0] == first[1], "the config does not refer to the code"
+    (model / config).write_text(
+        json.dumps({**json.loads((model / config).read_text()), "auto_map": {"A": "modeling.M"}})
+    )
+    named = fingerprints()
+    assert len({*first, *named}) == 3
+    (model / "modeling.py").write_text("one = 2")
+    assert fingerprints()[0] == named[0] and fingerprints()[1] != named[1]
 
 
 def test_the_fingerprint_depends_on_content(tiny: Callable[..., Path], tmp_path: Path) -> None:
@@ -356,6 +365,8 @@ def test_the_fingerprint_depends_on_content(tiny: Callable[..., Path], tmp_path:
     assert first == model_fingerprint(tmp_path / "b")
     (tmp_path / "b" / "README.md").write_text("a card")
     assert first == model_fingerprint(tmp_path / "b")
+    (tmp_path / "b" / "words.tiktoken").write_text("IQ== 0")
+    assert first != model_fingerprint(tmp_path / "b")
     encoder.max_length = 9
     encoder.save(tmp_path / "b")
     assert first != model_fingerprint(tmp_path / "b")

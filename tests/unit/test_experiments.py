@@ -29,7 +29,7 @@ from distcse.experiments.registry import experiment_of
 from distcse.experiments.run_scope import open_run
 from distcse.health.sources import check_models, check_text
 from distcse.losses import ListNet
-from distcse.models import Encoder, model_fingerprint, resolve_model
+from distcse.models import Encoder, model_fingerprint
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
 from distcse.recipe import (
@@ -119,7 +119,7 @@ class Soup(Experiment[SoupRecipe]):
             reporter.emit(StageProgress(f"model {number}", 1, 1, "", finished=True, note="loads"))
 
     def fingerprints(self) -> dict[str, str]:
-        return {f"model {number}": model_fingerprint(resolve_model(m)) for number, m in enumerate(self.recipe.soup)}
+        return {f"model {number}": model_fingerprint(m) for number, m in enumerate(self.recipe.soup)}
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return [Role("soup", "soup", "fp32", devices)]

@@ -9,7 +9,7 @@ from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
-from distcse.models import model_fingerprint, resolve_model
+from distcse.models import model_fingerprint
 from distcse.recipe import Recipe
 from distcse.runs.directory import ORDER
 from distcse.teachers.kinds import kind_of
@@ -26,7 +26,7 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
     student = recipe.student
     fingerprints = {
         "corpus": corpus.content,
-        "student": model_fingerprint(resolve_model(student.backbone, student.trust_remote_code)),
+        "student": model_fingerprint(student.backbone, student.trust_remote_code),
     }
     if order := [
         *(["by position"] if len(corpus) > MAX_ARRAY_ROWS else []),
@@ -37,7 +37,7 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
         fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
     for loss in recipe.objective.active_terms.values():
         for key, model in loss.models.items():
-            fingerprints[key] = model_fingerprint(resolve_model(model))
+            fingerprints[key] = model_fingerprint(model)
     if (dev := read_labelled_dev(recipe)) is not None:
         fingerprints["dev set"] = dev.fingerprint
     return {**fingerprints, **labelled.fingerprints()}

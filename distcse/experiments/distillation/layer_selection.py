@@ -26,7 +26,7 @@ from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.devices import device_options
 from distcse.losses import mix_lists
-from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_layer, only_layers, resolve_model
+from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_layer, only_layers
 from distcse.recipe import Recipe, TeacherSection, with_layers
 from distcse.storage import ArtifactStore, open_store, text_checksum
 from distcse.teachers.kinds import kind_of
@@ -184,7 +184,7 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
     teachers = [
         [kind_of(teacher).source_fingerprint(), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders
     ]
-    backbone = model_fingerprint(resolve_model(student.backbone, student.trust_remote_code))
+    backbone = model_fingerprint(student.backbone, student.trust_remote_code)
     inputs = [_FORMAT, backbone, settings, teachers, corpus.content]
     return text_checksum(json.dumps(inputs))
 

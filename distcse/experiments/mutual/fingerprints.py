@@ -10,7 +10,7 @@ from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import wanted_tasks
 from distcse.experiments.mutual.mining import prepare_mining
 from distcse.experiments.mutual.pairs import temporary_pairs
-from distcse.models import model_fingerprint, resolve_model
+from distcse.models import model_fingerprint
 from distcse.recipe import GroupSection, MutualRecipe
 
 
@@ -29,11 +29,9 @@ def data_fingerprints(
     if (dev := DevPairs.of(recipe)) is not None:
         fingerprints["dev set"] = dev.fingerprint
     for group in groups:
-        model = resolve_model(group.backbone, group.trust_remote_code)
-        fingerprints[f"model of {group.name}"] = model_fingerprint(model)
+        fingerprints[f"model of {group.name}"] = model_fingerprint(group.backbone, group.trust_remote_code)
         if (cross_start := recipe.cross_start(group)) != group.backbone:
-            cross_model = resolve_model(cross_start, group.trust_remote_code)
-            fingerprints[f"cross model of {group.name}"] = model_fingerprint(cross_model)
+            fingerprints[f"cross model of {group.name}"] = model_fingerprint(cross_start, group.trust_remote_code)
     return {**fingerprints, **tasks.fingerprints()}
 
 

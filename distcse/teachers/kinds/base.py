@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from distcse.checks import Check
 from distcse.data import Corpus
 from distcse.model_source import CONFIG_FILE
-from distcse.models import model_fingerprint, resolve_model
+from distcse.models import model_fingerprint
 from distcse.models.folder import find_local_model
 from distcse.models.precision import overflows_fp16
 from distcse.recipe import TeacherSection
@@ -136,7 +136,7 @@ class ModelKind(TeacherKind):
 
     def source_fingerprint(self) -> str:
         """Hash the model's files."""
-        return model_fingerprint(resolve_model(self.section.backbone, self.section.trust_remote_code))
+        return model_fingerprint(self.section.backbone, self.section.trust_remote_code)
 
     @property
     def overflows_fp16(self) -> bool:
