@@ -150,7 +150,7 @@ def find_cached(folder: Path, label: str) -> dict[str, Any] | None:
         The verified label; None where the folder must be written.
     """
     store = open_store(folder)
-    stored = store.fetch_folder()
+    stored = store.fetch_cached()
     content = load_verified_label(folder, label)
     if content is not None and not stored:
         store.publish()

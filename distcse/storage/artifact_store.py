@@ -6,6 +6,7 @@ are written to the mirror, then uploaded, and downloaded where they are missing.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,9 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
+from distcse.errors import RunRecordError
 from distcse.storage.atomic_files import atomic_folder, atomic_write, storage_errors
 from distcse.storage.checksums import dump_checked_json, load_checked_json
 from distcse.storage.stored_files import StoredFile
+
+_LOG = logging.getLogger(__name__)
 
 
 class Guard(Protocol):
@@ -159,6 +163,15 @@ class ArtifactStore(ABC):
             ObjectStorageError: The storage refuses the download.
             RunRecordError: The stored folder is damaged.
         """
+
+    def fetch_cached(self) -> bool:
+        """Fetch a folder that can be made again as `fetch_folder` does; a damaged one is deleted where it is stored."""
+        try:
+            return self.fetch_folder()
+        except RunRecordError as damaged:
+            _LOG.warning("%s is made again: %s", self, damaged)
+            self.delete_all()
+            return False
 
     @abstractmethod
     def open_file(self, name: str) -> StoredFile:

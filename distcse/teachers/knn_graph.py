@@ -62,7 +62,7 @@ class KnnGraphSpec:
     def find(self) -> Path | None:
         """Return the graph's folder; None if the cache has no intact graph."""
         store = self.store
-        store.fetch_folder()
+        store.fetch_cached()
         if not _is_intact(store.path):
             return None
         store.publish()

@@ -17,6 +17,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from distcse.data import Corpus
+from distcse.data.distinct_rows import DistinctRows
 from distcse.data.row_keys import RowKeys
 from distcse.storage import ArtifactStore
 from distcse.teachers.table import EmbeddingTable, StoredVectors, TableIdentity
@@ -92,6 +93,10 @@ def find_reuse(table: EmbeddingTable, corpus: Corpus, cache: Path) -> Reuse | No
     if found is None:
         return None
     source, source_keys = found
+    if source.identity.distinct is not None:
+        DistinctRows.prepare(
+            source_keys, source.identity.corpus, cache
+        )  # the table reads them, and they may be damaged
     store = table.store / _FOLDER
     with store.write_folder() as temporary:
         rows = open_memmap(temporary / _FILE, mode="w+", dtype=np.int64, shape=(table.identity.vectors,))

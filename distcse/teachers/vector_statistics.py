@@ -65,7 +65,7 @@ def table_statistics(table: EmbeddingTable, keep: bool = False, is_complete: boo
         EmbeddingTableError: A shard is damaged.
         ObjectStorageError: A shard cannot be downloaded.
     """
-    with suppress(ValueError):  # a damaged file is measured again
+    with suppress(OSError, ValueError, TypeError):  # damaged, or of another version: measured again
         if (stored := table.store.read_json(_FILE)) is not None:
             return VectorStatistics(**stored)
     shards = np.unique(np.linspace(0, table.identity.shards - 1, _SHARDS).astype(int)).tolist()

@@ -16,6 +16,7 @@ from ray import cloudpickle
 from safetensors.torch import save_file
 
 from distcse import train
+from distcse.data.row_keys import RowKeys
 from distcse.errors import (
     CheckpointError,
     EmbeddingTableError,
@@ -232,6 +233,20 @@ def test_damaged_objects_are_an_error(bucket: str, machine: Callable[[str], None
     server.write(f"{key_of(bucket)}/x/record.json", b"{}")
     with fails_with(RunRecordError, f"{bucket}/x/record.json"):
         open_store(f"{bucket}/x").fetch_folder()
+
+
+def test_a_damaged_cache_is_made_again(
+    bucket: str, machine: Callable[[str], None], server: Server, sentences: list[str]
+) -> None:
+    for damaged in ("keys.npy", "record.json", ""):
+        machine(f"with {damaged}")
+        keys = RowKeys.prepare(lambda ids: [sentences[number] for number in ids], 4, "corpus", resolve_path(bucket))
+        assert keys.distinct == 4
+        for key in server.stored():
+            if damaged and key.startswith(key_of(bucket)) and key.endswith(damaged):
+                server.write(key, b"{}")
+    machine("last")
+    assert RowKeys.find("corpus", resolve_path(bucket)) is not None
 
 
 def test_messages_name_the_address_of_a_damaged_file(bucket: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.errors import EmbeddingTableError
 from distcse.events import Event, Reporter
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.distillation.corpus import read_corpus
@@ -18,11 +17,8 @@ from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, with_values
 from distcse.teachers import table as table_module
-from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.reuse import find_reuse
 from distcse.teachers.table import EmbeddingTable
-from tests.failures import fails_with
 from tests.jobs import make_recipe, rows_embedded
 
 
@@ -171,17 +167,39 @@ def test_a_pass_without_new_sentences_loads_no_model(
     assert Pass(recipe, sentences[50:150]).embedded == [0]
 
 
-def test_an_earlier_table_that_is_removed_during_the_pass_is_named(recipe: Recipe, sentences: list[str]) -> None:
+def flip_last_byte(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, flip_last_byte])
+@pytest.mark.parametrize("file", ["first.npy", "numbers.npy", "distinct_rows.json"])
+def test_numbers_of_an_earlier_corpus_that_are_lost_are_made_again(
+    file: str, damage: Callable[[Path], None], recipe: Recipe, sentences: list[str]
+) -> None:
+    lines = [*sentences[:100], *sentences[50:100]]
+    before = Pass(recipe, lines)
+    expected = before.stored()
+    damage(Path(recipe.storage.cache) / "distinct_rows" / before.corpus.fingerprint / file)
+    after = Pass(recipe, [*lines, *sentences[100:110]])
+    assert after.embedded == [10]
+    np.testing.assert_array_equal(after.stored()[:150], expected)
+
+
+def test_rows_are_embedded_where_the_earlier_table_is_removed_during_the_pass(
+    recipe: Recipe, sentences: list[str]
+) -> None:
     before = Pass(recipe, sentences[:200])
-    Path(str(recipe.corpus.path)).write_text("\n".join(sentences[:210]) + "\n")
-    corpus, cache = read_corpus(recipe, Reporter()), Path(recipe.storage.cache)
-    table = table_of(recipe.teachers.encoders[0], corpus, cache, recipe.teachers.shard_rows)
-    reuse = find_reuse(table, corpus, cache)
-    assert reuse is not None and reuse.identity == before.tables[0].identity
-    for file in before.tables[0].directory.glob("*.npy"):
-        file.unlink()
-    with fails_with(EmbeddingTableError, str(before.tables[0].directory), "start the run again"):
-        reuse.open().read(table.shard_range(0))
+
+    class Removing(LocalBackend):
+        def embed(self, request: EmbeddingRequest) -> None:
+            if request.reuse is not None:
+                for file in before.tables[0].directory.glob("*.npy"):
+                    file.unlink()
+            super().embed(request)
+
+    after = Pass(recipe, sentences[:210], Removing())
+    assert after.tables[0].missing_shards() == []
 
 
 def test_a_dry_run_counts_the_new_sentences(recipe: Recipe, sentences: list[str]) -> None:

@@ -19,7 +19,6 @@ from distcse.errors import (
     InvalidValueError,
     ObjectStorageError,
     OutOfMemoryError,
-    RunRecordError,
     RunTakenOverError,
     StorageError,
     StorageWriteError,
@@ -283,10 +282,13 @@ def test_costs_that_cannot_be_stored_are_a_warning(tmp_path: Path, monkeypatch: 
     assert stored.measured("only") == MeasuredCosts({"cross": {1: 3.0}}, {})
 
 
-def test_costs_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+def test_costs_that_cannot_be_read_are_measured_again(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text("{")
-    with fails_with(RunRecordError, "costs.json", "delete it", "--resume"):
-        stored_costs(tmp_path)
+    events: list[Event] = []
+    stored = StoredCosts(open_store(tmp_path), Lease.acquire(tmp_path), {"CPU": 1.0}, events.append)
+    assert stored.measured("only") is None
+    (event,) = events
+    assert isinstance(event, LogMessage) and event.warning and "costs.json" in event.text
 
 
 @pytest.mark.parametrize(("on_gpu", "share"), [(False, 0.02), (True, 0.25)])

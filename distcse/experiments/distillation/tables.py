@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from distcse.data import Corpus
 from distcse.device import use_available_cpus
-from distcse.events import Reporter
+from distcse.errors import CorpusCacheError, EmbeddingTableError
+from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend, EmbeddingRequest
 from distcse.experiments.distillation.corpus import read_corpus, report_finished, start_stage
 from distcse.experiments.distillation.gpus import report_embedding_gpus, require_gpus_of
@@ -105,7 +107,7 @@ def prepare_tables(
                         reuse,
                         recipe.name,
                     )
-                    backend.embed(request)
+                    _embed(request, backend)
                     if reuse is not None:
                         reuse.rows.delete_folder()
                     table_statistics(table, keep=True, is_complete=True)
@@ -114,6 +116,18 @@ def prepare_tables(
         tables[number] = table
     apply_local_budget(tables, recipe.storage.local_budget_bytes, reporter)
     return tables
+
+
+def _embed(request: EmbeddingRequest, backend: Backend) -> None:
+    """Embed missing rows; without the earlier table if it is removed or damaged in the meantime, as it only saves time."""
+    try:
+        backend.embed(request)
+    except (EmbeddingTableError, CorpusCacheError) as damaged:
+        if request.reuse is None:
+            raise
+        text = f"teacher {request.teacher.backbone}: all missing rows are embedded, because an earlier table is lost: {damaged}"
+        request.reporter.emit(LogMessage(text, warning=True))
+        backend.embed(replace(request, reuse=None, missing=request.table.not_intact(request.missing)))
 
 
 def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:

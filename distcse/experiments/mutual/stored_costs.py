@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from distcse.errors import RunRecordError, StorageError
+from distcse.errors import StorageError
 from distcse.events import Listener, LogMessage, ignore
 from distcse.experiments.mutual.phase_costs import MeasuredCosts
 from distcse.runs.lease import Lease
@@ -25,10 +25,7 @@ class StoredCosts:
         run: The run's directory.
         lease: Lease on the directory, checked before each write.
         worker: CPUs and GPUs of one worker.
-        emit: Receives a warning if costs cannot be stored: no training ends because of an estimate. Default: none does.
-
-    Raises:
-        RunRecordError: The file is damaged.
+        emit: Receives a warning if costs cannot be stored or read: no training ends because of an estimate. Default: none does.
     """
 
     def __init__(self, run: ArtifactStore, lease: Lease, worker: Mapping[str, float], emit: Listener = ignore) -> None:
@@ -38,9 +35,8 @@ class StoredCosts:
         try:
             stored = run.read_json(_FILE) or {}
         except (OSError, ValueError) as broken:
-            raise RunRecordError(
-                f"{run}/{_FILE} cannot be read: {broken}; delete it and --resume to measure costs again"
-            ) from None
+            emit(LogMessage(f"costs are measured again, as {run}/{_FILE} cannot be read: {broken}", warning=True))
+            stored = {}
         if stored.get("worker") == self._state["worker"]:
             self._state = stored
 
