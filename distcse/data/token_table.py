@@ -1,7 +1,7 @@
 """The token table: a corpus tokenized once, and memory-mapped by every worker.
 
     <cache>/tokens/<key>               values.bin, offsets.npy, tokens.json
-    <cache>/tokens/<key>.parts/part-00000   the same of `PART_ROWS` rows, until the table is written
+    <cache>/tokens/<key>.parts/0-1000000    the same of the rows 0 to 999,999, until the table is written
 
 A large corpus is tokenized in parts, which several machines can make at the same time, and which a killed run leaves behind.
 The table is their concatenation, byte for byte the one of a single pass.
@@ -10,6 +10,7 @@ The table is their concatenation, byte for byte the one of a single pass.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ FORMAT = 2
 PART_ROWS = 1_000_000
 """Rows of a part; half a minute of one thread. A corpus with no more has no parts."""
 _LABEL = "tokens.json"
+_PART = re.compile(r"\d+-\d+")
 _CHUNK = 8192
 
 
@@ -121,8 +123,9 @@ class Tokenization:
                 if on_progress is not None:
                     on_progress(rows.stop)
         if self.has_parts:
-            for number in range(len(self.parts)):
-                self._part(number).delete_folder()
+            parts = open_store(self.parts_directory)
+            for name in filter(_PART.fullmatch, parts.list_names()):  # also those of another size
+                (parts / name).delete_folder()
 
     @contextmanager
     def _written(self, folder: Path) -> Iterator[RaggedWriter]:
@@ -148,7 +151,8 @@ class Tokenization:
         return id_dtype(self.tokenizer)
 
     def _part(self, number: int) -> ArtifactStore:
-        return open_store(self.parts_directory) / f"part-{number:05d}"
+        rows = self.parts[number]
+        return open_store(self.parts_directory) / f"{rows.start}-{rows.stop}"
 
     def _find_part(self, number: int) -> RaggedRows | None:
         """Open a part; None if it is missing or damaged."""

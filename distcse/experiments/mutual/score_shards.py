@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import RunRecordError
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.experiments.mutual.phases import Phase
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
+
+_LOG = logging.getLogger(__name__)
 
 
 class ScoreShards:
@@ -32,18 +34,13 @@ class ScoreShards:
         self._folder = f"groups/{group}/{phase.name}/scores"
 
     def read(self, begin: int, end: int) -> NDArray[np.float32] | None:
-        """Read the scores of the pairs from `begin` to before `end`; None if they are not stored.
-
-        Raises:
-            RunRecordError: The file is damaged.
-        """
+        """Read the scores of the pairs from `begin` to before `end`; None if they are not stored, or damaged."""
         file = self._file(begin, end)
         try:
             content = self._run.read_json(file)
         except (OSError, ValueError) as broken:
-            raise RunRecordError(
-                f"{self._run}/{file} cannot be read: {broken}; delete it and --resume to score its pairs again"
-            ) from None
+            _LOG.warning("%s/%s cannot be read (%s): its pairs are scored again", self._run, file, broken)
+            return None
         return None if content is None else decode_result(content["scores"])
 
     def write(self, begin: int, scores: NDArray[np.float32]) -> None:

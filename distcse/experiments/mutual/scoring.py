@@ -56,7 +56,6 @@ class PairScorer:
 
         Raises:
             NotFiniteError: A score is NaN or infinite.
-            RunRecordError: A stored shard is damaged.
             RunTakenOverError: A later start has taken over the run.
             StorageError: A shard cannot be written.
         """
