@@ -2,7 +2,7 @@
 
 Scores on such sentences are transductive and are marked in tables. Sentences are compared exactly, and without case,
 punctuation and spacing; shares are of the second kind. A run stores its result in the model's folder, so that later
-evaluations know it too.
+evaluations know it too, and models that start from this one inherit it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from distcse.data import normalized_key
 from distcse.errors import EvaluationResultError
+from distcse.model_source import resolve_model
 from distcse.storage import open_store, sha256, storage_errors, to_uri, write_text_atomic
 
 _FILE = Path("distcse") / "contamination.json"
@@ -65,17 +66,24 @@ class Contamination:
             f"punctuation{advice}"
         )
 
-    def write(self, model: Path) -> None:
-        """Write the result into a model's folder."""
+    def write(self, model: Path) -> Contamination:
+        """Add the result to what a model's folder records, such as that of its initial model, and return both."""
+        both = Contamination.of_several([self, Contamination.read(model)])
         file = model / _FILE
         with storage_errors(file):
             file.parent.mkdir(exist_ok=True)
         found = {
-            key: {"share": share, **(asdict(self.overlap_counts[key]) if key in self.overlap_counts else {})}
-            for key, share in self.overlap.items()
+            key: {"share": share, **(asdict(both.overlap_counts[key]) if key in both.overlap_counts else {})}
+            for key, share in both.overlap.items()
         }
         write_text_atomic(file, json.dumps(found, indent=2))
         open_store(model).publish()
+        return both
+
+    @classmethod
+    def of_model(cls, name: str) -> Contamination:
+        """Read the result from the folder of a model by its name (see `resolve_model`)."""
+        return cls.read(resolve_model(name))
 
     @classmethod
     def read(cls, model: Path) -> Contamination:
@@ -104,11 +112,17 @@ class Contamination:
 
     @classmethod
     def of_several(cls, members: Iterable[Contamination]) -> Contamination:
-        """Return the contamination of an ensemble: of each set, the largest share that a member has seen."""
+        """Return what an ensemble, or a model trained on several texts, has seen of each set: at least the largest share."""
         shares: dict[str, float] = {}
+        counts: dict[str, OverlapCounts] = {}
         for member in members:
-            shares |= {key: max(share, shares.get(key, 0.0)) for key, share in member.overlap.items()}
-        return cls(shares)
+            for key, share in member.overlap.items():
+                if key not in shares or share > shares[key]:
+                    shares[key] = share
+                    counts.pop(key, None)
+                    if key in member.overlap_counts:
+                        counts[key] = member.overlap_counts[key]
+        return cls(shares, counts)
 
     @classmethod
     def measure(cls, corpus: Iterable[str], sets: Iterable[Iterable[str]]) -> Contamination:

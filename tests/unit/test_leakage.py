@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import distcse
 from distcse.data import Corpus, Excluded
 from distcse.errors import EmptyCorpusError, EvaluationDataError, EvaluationResultError, InvalidValueError
 from distcse.evaluation import (
@@ -21,13 +22,14 @@ from distcse.evaluation import (
     labelled_dev,
     refuse_test_as_dev,
 )
+from distcse.evaluation.contamination import OverlapCounts
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
-from distcse.experiments.distillation.final_evaluation import contamination_of
+from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
 from distcse.experiments.mutual.final_evaluation import checked_tasks
-from distcse.recipe import CorpusSection, Recipe
-from tests.backends import run
+from distcse.recipe import CorpusSection, Recipe, recipe_yaml
+from tests.backends import run, run_mutual
 from tests.failures import fails_with
 from tests.labelled import scored
 from tests.pairs import make_mutual_recipe
@@ -62,6 +64,73 @@ def test_counts_are_stored_with_the_model_and_old_files_are_read(tmp_path: Path)
     file.rename(file.with_name("exposure.json"))
     with fails_with(EvaluationResultError, "exposure.json", "rename it to contamination.json"):
         Contamination.read(tmp_path)
+
+
+def test_of_several_records_the_larger_shares_count() -> None:
+    first = Contamination({"a": 0.5, "b": 0.1}, {"a": OverlapCounts(4, 1, 2)})
+    second = Contamination({"a": 0.25, "b": 0.2}, {"b": OverlapCounts(5, 0, 1)})
+    both = Contamination.of_several([first, second])
+    assert both == Contamination({"a": 0.5, "b": 0.2}, {"a": OverlapCounts(4, 1, 2), "b": OverlapCounts(5, 0, 1)})
+
+
+KNOWN = Contamination({"of an earlier run": 1.0})
+
+
+@pytest.fixture
+def contaminated(tiny: Callable[..., Path], tmp_path: Path) -> Path:
+    """A start that was trained on test sentences."""
+    start = shutil.copytree(tiny("bert"), tmp_path / "contaminated")
+    KNOWN.write(start)
+    return start
+
+
+def test_a_student_inherits_what_its_start_was_trained_on(
+    contaminated: Path, recipe_with: MakeRecipe, labelled: Path, tmp_path: Path
+) -> None:
+    changes = ("training.max_steps=2", f"student.backbone={contaminated}", "evaluation.eval_steps=2")
+    without = run(recipe_with(*changes, "evaluation.final_suites=[]"), Reporter())
+    assert Contamination.read(without.directory.model).overlap == KNOWN.overlap
+    again = (
+        f"student.backbone={without.directory.model}",
+        f"evaluation.data={labelled}",
+        "evaluation.final_suites=[sts]",
+    )
+    after = run(recipe_with(*changes, *again, "student.layers=[1]"), Reporter())
+    found = Contamination.read(after.directory.model).overlap
+    assert found.items() > KNOWN.overlap.items() and max(found.values()) > 0
+    (contaminated / "distcse" / "contamination.json").write_text("[")
+    with fails_with(EvaluationResultError, str(contaminated)):
+        labelled_tasks(recipe_with(*changes, "evaluation.final_suites=[]"))
+
+
+@pytest.mark.slow
+def test_a_family_inherits_what_its_start_was_trained_on(contaminated: Path, recipe_with: MakeRecipe) -> None:
+    pytest.importorskip("model2vec")
+    vectors = "objective={info_nce: null, consistency: null, rank: null, regression: {form: cosine}}"
+    changes = ("student.projection=none", "student.layers=null", "evaluation.dev=none", "evaluation.final_suites=[]")
+    recipe = recipe_with("training.max_steps=2", f"student.backbone={contaminated}", vectors, *changes)
+    file = Path(recipe.storage.runs).parent / "family.yaml"
+    file.write_text(recipe_yaml(recipe))
+    done = distcse.run(str(file), "family=[{layers: 1}, {name: words, static: true}]", listen=lambda event: None)
+    assert len(done.models) == 2
+    for model in done.models.values():
+        assert Contamination.read(model).overlap == KNOWN.overlap
+
+
+@pytest.mark.slow
+def test_groups_inherit_what_their_starts_were_trained_on(
+    contaminated: Path, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+) -> None:
+    changes = ("mutual.cycles=1", "mutual.initialization=sequential", "evaluation.dev=none", "bi.epochs=1")
+    models = {"seen": contaminated, "clean": tiny("minilm")}
+    result = run_mutual(make_mutual_recipe(tmp_path / "mutual", models, sentences, *changes), Reporter())
+    found = {(best.group, best.kind): Contamination.read(best.model).overlap for best in result.best}
+    assert found == {
+        ("seen", "bi"): KNOWN.overlap,
+        ("seen", "cross"): KNOWN.overlap,
+        ("clean", "bi"): {},
+        ("clean", "cross"): {},
+    }
 
 
 def test_a_run_excludes_its_test_sentences_on_request(

@@ -10,7 +10,7 @@ from functools import partial
 from distcse.data import Corpus
 from distcse.device import DeviceSpeed
 from distcse.errors import CheckpointError
-from distcse.evaluation import Tasks
+from distcse.evaluation import Contamination, Tasks
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
@@ -199,7 +199,7 @@ class OpenDistillation:
 def _export(
     recipe: Recipe, student: EncoderHandle, directory: RunDirectory, backend: Backend, reporter: Reporter
 ) -> None:
-    """Save the trained student in the run's folder, also if the run was asked to stop."""
+    """Save the trained student in the run's folder, with its initial model's contamination, also after a stop request."""
     call = DeviceCall(
         "export of the student",
         partial(_save, student, directory.store / directory.model.name),
@@ -208,6 +208,7 @@ def _export(
     options = device_options(recipe, directory.path, uses_gpu=False)
     backend.run_on_devices([call], options, Reporter(reporter.emit))
     open_store(directory.model).fetch_folder()
+    Contamination.of_model(recipe.student.backbone).write(directory.model)
 
 
 def _save(student: EncoderHandle, model: ArtifactStore, reporter: Reporter) -> None:

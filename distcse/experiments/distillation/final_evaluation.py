@@ -77,14 +77,16 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
         EvaluationResultError: A model's record of contamination cannot be read.
         EvaluationError: The dev set is missing, or is also a test set without evaluation.dev_is_test.
     """
+    if Path(recipe.student.backbone).is_dir():
+        Contamination.of_model(recipe.student.backbone)  # the student inherits it
     selected = selected_suites(recipe)
     suites = [suite for suite in SUITES if suite in selected]
     if not suites:
         return Tasks()
     teachers = [teacher.backbone for teacher in recipe.teachers.encoders if kind_of(teacher, only_local=True).is_model]
-    for model in (recipe.student.backbone, *teachers):
+    for model in teachers:
         if Path(model).is_dir():
-            _read_contamination(model)
+            Contamination.of_model(model)
     data = Path(str(recipe.evaluation.data))
     tasks = collect(data, suites, [], EvalConfig("all", recipe.evaluation.transfer))
     if (dev := read_labelled_dev(recipe)) is not None:
@@ -137,9 +139,7 @@ def final_scores(
         return FinalScores(None)
     started_at = time.perf_counter()
     contamination = contamination_of(recipe, corpus, labelled, reporter.emit)
-    for student in students:
-        if student.trained is not None:
-            contamination.write(student.trained)
+    seen = {each.name: contamination.write(each.trained) for each in students if each.trained is not None}
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     if "docstring_retrieval" in selected:
         tasks.tasks.append(_docstring_task(recipe))
@@ -154,7 +154,7 @@ def final_scores(
     calls: list[DeviceCall[Any]] = [
         DeviceCall(
             f"evaluation of the {student.name}",
-            partial(_measure_student, student, contamination, precision, shared),
+            partial(_measure_student, student, seen.get(student.name), precision, shared),
             memory,
         )
         for student in students
@@ -164,7 +164,9 @@ def final_scores(
         assert ranked is not None  # families, which may have static students, refuse rank inference
         untimed = replace(tasks, timed_texts=[])  # its vectors are the student's
         calls.append(
-            rank_inference_call(recipe, ranks, corpus, ranked, ranker, contamination, precision, untimed, backend)
+            rank_inference_call(
+                recipe, ranks, corpus, ranked, ranker, seen[students[-1].name], precision, untimed, backend
+            )
         )
     teachers, first_teacher = recipe.teachers.encoders, len(calls)
     for number, section in enumerate(teachers):
@@ -206,14 +208,14 @@ class _Measured(NamedTuple):
 
 def _measure_student(
     student: ScoredStudent,
-    contamination: Contamination,
+    contamination: Contamination | None,
     precision: str,
     shared: Callable[[], tuple[Tasks, list[str]]],
     reporter: Reporter,
 ) -> _Measured:
     tasks, _ = shared()
-    if student.trained is None:  # as large and as fast as the trained student
-        tasks, contamination = replace(tasks, timed_texts=[]), _read_contamination(student.source)
+    if contamination is None:  # not trained: as large and as fast as the trained student
+        tasks, contamination = replace(tasks, timed_texts=[]), Contamination.of_model(student.source)
     model: Encoder | StaticEncoder
     if student.encoder is None:
         model = StaticEncoder.load(resolve_model(student.source))
@@ -281,7 +283,7 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str) -> Ca
         )
         return open_candidate(name, section.backbone, options)
     encoder = Encoder.from_section(section).to(default_device())
-    return make_candidate(name, section.backbone, encoder, _read_contamination(section.backbone), precision)
+    return make_candidate(name, section.backbone, encoder, Contamination.of_model(section.backbone), precision)
 
 
 def _docstring_task(recipe: Recipe) -> RetrievalTask:
@@ -304,7 +306,3 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: List
     note = f"compared with {len(contamination.overlap)} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
     emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
-
-
-def _read_contamination(model: str) -> Contamination:
-    return Contamination.read(resolve_model(model))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from distcse.data import Corpus
 from distcse.device import default_device
+from distcse.evaluation import Contamination
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
@@ -121,6 +122,7 @@ def _train(
         device=device,
     )
     trained.save(out.path)
+    Contamination.read(largest.path).write(out.path)
     reporter.emit(
         StageProgress("static", len(rows), len(rows), "sentences", finished=True, note="trained by model2vec")
     )

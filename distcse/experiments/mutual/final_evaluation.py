@@ -40,12 +40,14 @@ from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.experiments.mutual.result import Best
 from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
-from distcse.models import CrossEncoder, Encoder, resolve_model
+from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import KINDS, GroupSection, MutualRecipe, decided
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
 
 _COMPARED_TEXTS = 1000
+_Seen = Mapping[tuple[str, Kind], Contamination]
+"""By group and kind: which sentences of the labelled sets its trained models have seen."""
 
 
 def wanted_tasks(recipe: MutualRecipe) -> Tasks:
@@ -71,9 +73,9 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
     tasks, dev = wanted_tasks(recipe), DevPairs.of(recipe)
     if dev is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
-    for group in recipe.groups if tasks.tasks else []:
-        if Path(group.backbone).is_dir():
-            Contamination.read(resolve_model(group.backbone))
+    for start in {start for group in recipe.groups for starts in _starts(recipe, group).values() for start in starts}:
+        if Path(start).is_dir():
+            Contamination.of_model(start)
     return tasks
 
 
@@ -82,6 +84,14 @@ def contamination_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks) -> Contam
     dev = DevPairs.of(recipe)
     sets = [task.sentences() for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
     return Contamination.measure(pairs.distinct(), [*sets, *([] if dev is None else [[*dev.first, *dev.second]])])
+
+
+def _starts(recipe: MutualRecipe, group: GroupSection) -> dict[Kind, set[str]]:
+    """Return the models whose training text a group's trained models have seen, by kind."""
+    bi, cross = group.backbone, recipe.cross_start(group)
+    if recipe.mutual.initialization == "sequential":
+        return {"bi": {bi, cross}, "cross": {bi, cross}}
+    return {"bi": {bi}, "cross": {cross}}
 
 
 def unlabelled_tasks(recipe: MutualRecipe, pairs: Pairs, reference: str) -> Tasks:
@@ -141,9 +151,14 @@ def final_scores(
     if recipe.evaluation.final_suites is None and not tasks.tasks and groups:
         tasks = unlabelled_tasks(recipe, pairs, _start_name(next(iter(groups))))
     contamination = contamination_of(recipe, pairs, tasks)
+    seen = {
+        (name, kind): Contamination.of_several([contamination, *map(Contamination.of_model, starts)])
+        for name, group in groups.items()
+        for kind, starts in _starts(recipe, group).items()
+    }
     for model in best:
-        known = Contamination.read(resolve_model(groups[model.group].backbone)) if model.is_start else contamination
-        known.write(model.model)
+        start = groups[model.group].backbone
+        (Contamination.of_model(start) if model.is_start else seen[model.group, model.kind]).write(model.model)
     if not tasks.tasks:
         return FinalScores(None)
     if number := len(contamination.overlap):
@@ -152,7 +167,7 @@ def final_scores(
         reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
     precision = decided(recipe.evaluation.precision)
     tasks = replace(tasks, timed_texts=tasks.first_sentences())
-    shared = backend.share((tasks, contamination))
+    shared = backend.share((tasks, seen))
     rows = [_start_rows(groups, precision, shared)]
     for kind in KINDS:
         of_kind = [model for model in best if model.kind == kind]
@@ -196,9 +211,7 @@ class _Measured(NamedTuple):
     """Similarities of the tasks' pairs, for the ensemble."""
 
 
-def _start_rows(
-    groups: Mapping[str, GroupSection], precision: str, shared: Callable[[], tuple[Tasks, Contamination]]
-) -> _Rows:
+def _start_rows(groups: Mapping[str, GroupSection], precision: str, shared: Callable[[], tuple[Tasks, _Seen]]) -> _Rows:
     """Return the rows of the groups' initial models."""
     return _Rows(
         "start ensemble",
@@ -219,7 +232,7 @@ def _trained_rows(
     groups: Mapping[str, GroupSection],
     folders: Mapping[str, Path],
     precision: str,
-    shared: Callable[[], tuple[Tasks, Contamination]],
+    shared: Callable[[], tuple[Tasks, _Seen]],
     starts: Collection[str] = (),
 ) -> _Rows:
     """Return the rows of trained models of one kind.
@@ -230,7 +243,7 @@ def _trained_rows(
         groups: The groups, by name.
         folders: The folder of each group's model.
         precision: Precision of the forward passes.
-        shared: Returns the labelled sets, and the overlap of the training pairs with them.
+        shared: Returns the labelled sets, and what the trained models have seen of them.
         starts: Groups whose model is their start, which has not seen the pairs.
     """
     return _Rows(
@@ -274,11 +287,11 @@ def _start_name(group: str) -> str:
 
 
 def _measure_start(
-    group: GroupSection, precision: str, shared: Callable[[], tuple[Tasks, Contamination]], reporter: Reporter
+    group: GroupSection, precision: str, shared: Callable[[], tuple[Tasks, _Seen]], reporter: Reporter
 ) -> _Measured:
     tasks = replace(shared()[0], timed_texts=[])  # as large and as fast as the trained bi-encoder
     encoder = Encoder.from_section(group).to(default_device())
-    known = Contamination.read(resolve_model(group.backbone))
+    known = Contamination.of_model(group.backbone)
     candidate = make_candidate(_start_name(group.name), group.backbone, encoder, known, precision)
     return _measure(candidate, tasks, reporter)
 
@@ -290,14 +303,14 @@ def _measure_trained(
     model: ArtifactStore,
     source: str,
     precision: str,
-    shared: Callable[[], tuple[Tasks, Contamination]],
+    shared: Callable[[], tuple[Tasks, _Seen]],
     reporter: Reporter,
     is_timed: bool,
     is_start: bool,
 ) -> _Measured:
     model.fetch_folder()
-    tasks, contamination = shared()
-    contamination = Contamination.read(model.path) if is_start else contamination
+    tasks, seen = shared()
+    contamination = Contamination.read(model.path) if is_start else seen[group.name, kind]
     tasks = tasks if is_timed else replace(tasks, timed_texts=[])
     encoder: Encoder | CrossEncoder
     if kind == "bi":
