@@ -17,11 +17,14 @@ from distcse.errors import HubUploadError, ModelNotFoundError
 from distcse.experiments.model_card import shown_name
 from distcse.storage import find_model, open_store, to_uri, write_text_atomic
 
-_FILES_WITH_PATHS: dict[str, tuple[Callable[[str], Any], Callable[[Any], str]]] = {
+_FILES_WITH_PATHS: dict[str, tuple[Callable[[str], Any], Callable[..., str]]] = {
     "README.md": (str, str),
     "config.json": (json.loads, partial(json.dumps, indent=2)),
     "tokenizer_config.json": (json.loads, partial(json.dumps, indent=2)),
-    "distcse/recipe.yaml": (yaml.safe_load, partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)),
+    "distcse/recipe.yaml": (
+        yaml.safe_load,
+        lambda content: str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True)),
+    ),
 }
 """Files of a model folder that may contain paths of this machine, and how their texts are read and written: YAML folds long
 texts, and JSON escapes their characters."""

@@ -58,8 +58,10 @@ class Tracking:
     def end(self, interrupted: bool, evaluation: Evaluation | None) -> None:
         """Record how the run ended, and log the final evaluation at the last reported step, with overlaps above 0."""
         self._status = "interrupted" if interrupted else "finished"
+        if evaluation is None:
+            return
         metrics: dict[str, float] = {}
-        for score in [] if evaluation is None else evaluation.scores:
+        for score in evaluation.scores:
             of = f"{score.suite}/{score.set}"
             metrics |= {f"{of}/{score.measure}/{model}": value for model, value in score.values.items()}
             metrics |= {f"{of}/overlap/{model}": share for model, share in evaluation.overlaps(score).items()}

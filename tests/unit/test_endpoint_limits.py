@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from distcse.data import Corpus
 from distcse.errors import EndpointError, RefusedTextError
@@ -286,7 +287,7 @@ def test_a_route_stands_before_the_query(route: str, server: Server, monkeypatch
     ],
 )
 def test_a_base_url_with_a_query_is_checked(url: str, named: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(named)) as raised:
+    with pytest.raises(ValidationError, match=re.escape(named)) as raised:
         EndpointSection(url=url)
     assert "sk-123" not in raised.value.errors()[0]["msg"]
 

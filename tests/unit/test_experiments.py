@@ -90,6 +90,10 @@ class SoupResult:
         return {"soup": self.directory.model}
 
     @property
+    def unchanged(self) -> list[str]:
+        return []
+
+    @property
     def reference(self) -> None:
         return None
 

@@ -121,8 +121,8 @@ class Recipe(BaseRecipe):
         if not self.uses_ray:
             unread |= dict.fromkeys(_KEYS_OF_RAY, "training.workers is 0")
         if not self.teachers.encoders:
-            keys = type(self.teachers).model_fields
-            unread |= {f"teachers.{key}": "there are no teachers" for key in keys if key != "encoders"}
+            others = [key for key in type(self.teachers).model_fields if key != "encoders"]
+            unread |= {f"teachers.{key}": "there are no teachers" for key in others}
             unread["storage.local_budget"] = "there are no teachers"
         elif self.teachers.mode == "live":
             unread |= dict.fromkeys(_KEYS_OF_TABLES, "teachers.mode is live")

@@ -247,7 +247,7 @@ class Endpoint:
 
     def _accepts_another_text(self) -> bool:
         try:
-            return self._post_once([_OTHER_TEXT]).ok
+            return bool(self._post_once([_OTHER_TEXT]).ok)
         except OSError:
             return False
 
