@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from distcse.data.token_table import SampledTokens
 from distcse.device import default_device, speed_of, use_available_cpus
 from distcse.errors import EvaluationOptionError, StoppedEarlyError
 from distcse.evaluation import (
@@ -37,7 +38,12 @@ from distcse.evaluation import (
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
-from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
+from distcse.experiments.settings_warnings import (
+    SettingsWarning,
+    report_warnings,
+    warn_of_unknown_tokens,
+    warn_of_unused_prompts,
+)
 from distcse.models import Encoder
 from distcse.models.weight_files import CHECKSUMS
 from distcse.precision import Role, report_precisions
@@ -48,6 +54,8 @@ from distcse.report.progress import open_listener
 from distcse.storage import resolve_path
 
 _IN_MEMORY = "in memory"
+_SAMPLED_TEXTS = 1000
+"""The first texts of the user, which show whether a tokenizer knows them."""
 
 Model = str | Path | Encoder
 """A run directory, a model folder, the address of either in object storage, a name on the hub, `package:NAME/FOLDER`, or a loaded
@@ -260,6 +268,14 @@ def _load(
     tasks.timed_texts = [text for task in own for text in task.texts]
     candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
     report_warnings(_unused_prompts(candidates, load_options), reporter)
+    if own:
+        sample = tasks.timed_texts[:_SAMPLED_TEXTS]
+        shares = {
+            candidate.info.name: SampledTokens.of(candidate.tokenizer, sample).unknown_share
+            for candidate in candidates
+            if candidate.tokenizer is not None
+        }
+        report_warnings(warn_of_unknown_tokens(shares), reporter)
     if documents is not None:
         _add_retrieval_with_documents_by(documents, load_options, tasks, candidates)
     return candidates, tasks

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -235,10 +236,29 @@ class TokenTable:
         return self._rows.lengths(ids)
 
 
-def count_tokens(tokenizer: Any, texts: list[str] | list[tuple[str, str]]) -> NDArray[np.int64]:
-    """Return the (n,) numbers of tokens of n texts, or of n pairs of texts, with special tokens, without truncation."""
-    with tokenizing(tokenizer, None) as backend:
-        return np.array([len(row) for row in encode_batch(backend, texts)], dtype=np.int64)
+@dataclass(frozen=True)
+class SampledTokens:
+    """How a tokenizer reads a sample of texts.
+
+    Attributes:
+        lengths: (n,) numbers of tokens of n texts, or of n pairs of texts, with special tokens, without truncation.
+        unknown_share: Share of the tokens, without special ones, that the tokenizer does not know; 0 if it knows every text.
+    """
+
+    lengths: NDArray[np.int64]
+    unknown_share: float
+
+    @classmethod
+    def of(cls, tokenizer: Any, texts: list[str] | list[tuple[str, str]]) -> SampledTokens:
+        """Tokenize a sample of texts with a fast Hugging Face tokenizer."""
+        with tokenizing(tokenizer, None) as backend:
+            rows = encode_batch(backend, texts)
+        ids = np.fromiter(chain.from_iterable(rows), dtype=np.int64)
+        special = {getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "cls", "sep", "pad", "mask")}
+        words = ids[~np.isin(ids, [token for token in special if token is not None])]
+        unknown = tokenizer.unk_token_id  # GPT-2's is its end of text, and in no text
+        share = 0.0 if unknown is None or not len(words) else float((words == unknown).mean())
+        return cls(np.array([len(row) for row in rows], dtype=np.int64), share)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -196,17 +196,17 @@ def make_candidate(
     """
     if isinstance(model, CrossEncoder):
         info, scorer = _describe(name, source, "cross-encoder", model), PairScores(model, on_progress, precision)
-        return Candidate(info, scorer, contamination)
+        return Candidate(info, scorer, contamination, tokenizer=model.tokenizer)
     if isinstance(model, RankSpaceEncoder):
         encode = make_encode(model.encoder, precision, on_progress)
         info = _describe(name, source, f"rank space, λ = {model.weight:g}", model.encoder)
-        return Candidate(info, RankSpaceModel(model, encode), contamination)
+        return Candidate(info, RankSpaceModel(model, encode), contamination, tokenizer=model.encoder.tokenizer)
     if isinstance(model, StaticEncoder):
         return Candidate(
             _describe_static(name, source, model), VectorModel(_with_total(model, on_progress)), contamination
         )
     info = _describe(name, source, "bi-encoder", model)
-    return Candidate(info, VectorModel.of(model, precision, on_progress), contamination)
+    return Candidate(info, VectorModel.of(model, precision, on_progress), contamination, tokenizer=model.tokenizer)
 
 
 def _load_rank_space(folder: Path, source: str, options: LoadOptions, prompt: str) -> RankSpaceEncoder:

@@ -61,6 +61,8 @@ class Candidate:
     contamination: Contamination = field(default_factory=lambda: Contamination({}))
     folder: Path | None = None
     """The local folder that it was loaded from; None for a model in memory."""
+    tokenizer: Any = field(default=None, repr=False)
+    """Its fast tokenizer; None for a static model, and for one of other code."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,12 @@ from distcse.experiments.distillation.resources import least_requests
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
-from distcse.experiments.distillation.warnings import band_warnings, cached_corpus_warnings, model_warnings
+from distcse.experiments.distillation.warnings import (
+    band_warnings,
+    cached_corpus_warnings,
+    model_warnings,
+    teacher_token_warnings,
+)
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
@@ -113,7 +118,7 @@ class Distillation(Experiment[Recipe]):
             if not backend.is_for_trials:
                 extent = Extent.of(recipe, corpus)
                 extent.report(reporter)
-                report_warnings(extent.warnings, reporter)
+                report_warnings([*extent.warnings, *teacher_token_warnings(recipe, corpus)], reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, corpus, labelled))

@@ -9,11 +9,16 @@ from typing import TypeVar
 import numpy as np
 
 from distcse.data import BatchSampler, Corpus
-from distcse.data.token_table import count_tokens
+from distcse.data.token_table import SampledTokens
 from distcse.errors import CorpusTooSmallError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.batch_loader import split_rows
-from distcse.experiments.settings_warnings import SettingsWarning, warn_of_cut_rows, warn_of_few_steps
+from distcse.experiments.settings_warnings import (
+    SettingsWarning,
+    warn_of_cut_rows,
+    warn_of_few_steps,
+    warn_of_unknown_tokens,
+)
 from distcse.models import TokenizerSpec
 from distcse.recipe import FITTED_KEYS, Recipe, TrainingSection
 from distcse.trainer.schedule import total_steps
@@ -99,6 +104,8 @@ class Extent:
     """`training.max_steps`."""
     cut_share: float
     """Share of the rows with more than `max_length` tokens, of a sample."""
+    unknown_share: float
+    """Share of the sample's tokens that the student's tokenizer does not know."""
     num_held_out_twins: int
     """Rows that are not trained on because they equal a held-out row."""
 
@@ -113,15 +120,15 @@ class Extent:
         training, spec = recipe.training, TokenizerSpec.of(recipe.student)
         rows, held_out, anchors = split_rows(recipe, corpus)
         steps_per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
-        sample = np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False))
-        lengths = count_tokens(spec.tokenizer, [spec.prompt + text for text in corpus.texts(sample)])
+        sampled = SampledTokens.of(spec.tokenizer, [spec.prompt + text for text in sample_texts(corpus)])
         return cls(
             training.batch_size,
             total_steps(training, steps_per_epoch),
             steps_per_epoch,
             spec.max_length,
             training.max_steps,
-            float((lengths > spec.max_length).mean()),
+            float((sampled.lengths > spec.max_length).mean()),
+            sampled.unknown_share,
             len(corpus) - len(rows) - len(held_out) - len(anchors),
         )
 
@@ -135,6 +142,12 @@ class Extent:
 
     @property
     def warnings(self) -> list[SettingsWarning]:
-        """Warnings of a run that is shorter, or cuts more of its text, than those that were measured."""
+        """Warnings of a run that is shorter, or cuts or does not know more of its text, than those that were measured."""
         few = warn_of_few_steps(self.steps, self.steps_per_epoch, self.max_steps)
-        return [*few, *warn_of_cut_rows(self.cut_share, self.max_length)]
+        cut = warn_of_cut_rows(self.cut_share, self.max_length)
+        return [*few, *cut, *warn_of_unknown_tokens({"student": self.unknown_share})]
+
+
+def sample_texts(corpus: Corpus) -> list[str]:
+    """Return sentences of a corpus, drawn at random, always the same ones."""
+    return corpus.texts(np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False)))

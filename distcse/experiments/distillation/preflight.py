@@ -19,7 +19,7 @@ from distcse.experiments.distillation.preparation import require_shared_projecti
 from distcse.experiments.distillation.resources import describe_resources
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.distillation.tables import require_embedding_gpus
-from distcse.experiments.distillation.warnings import band_warnings
+from distcse.experiments.distillation.warnings import band_warnings, teacher_token_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.losses import build_objective, try_custom_terms
@@ -115,7 +115,8 @@ def check_run(
     encoder = build_student(_with_all_layers(recipe)).encoder
     require_shared_projection(recipe, corpus, dimension=encoder.dimension)
     _report(reporter, "student", _describe_encoder(encoder))
-    report_warnings([*extent.warnings, *band_warnings(recipe, corpus)], reporter)
+    tokens = teacher_token_warnings(recipe, corpus)
+    report_warnings([*extent.warnings, *tokens, *band_warnings(recipe, corpus)], reporter)
     for number in range(len(recipe.teachers.encoders)):
         _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
     runs = resolve_path(recipe.storage.runs)
@@ -152,6 +153,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
         report_embedding_gpus(recipe, backend.cluster, reporter)
         corpus = read_corpus(recipe, reporter)
+        report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         for number, teacher in enumerate(recipe.teachers.encoders):
             note = _query_teacher(recipe, corpus, number)
             if kind_of(teacher).uses_table(recipe.teachers.mode):

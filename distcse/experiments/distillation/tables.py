@@ -15,8 +15,10 @@ from distcse.experiments.distillation.corpus import read_corpus, report_finished
 from distcse.experiments.distillation.gpus import report_embedding_gpus, require_gpus_of
 from distcse.experiments.distillation.joining import joined_for_embedding
 from distcse.experiments.distillation.roles import with_teacher_precisions
+from distcse.experiments.distillation.warnings import teacher_token_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import waited_for_nodes
+from distcse.experiments.settings_warnings import report_warnings
 from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
@@ -53,6 +55,7 @@ def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[E
         recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
         report_embedding_gpus(recipe, backend.cluster, reporter)
         corpus = read_corpus(recipe, reporter)
+        report_warnings(teacher_token_warnings(recipe, corpus), reporter)
         with joined_for_embedding(recipe, backend.cluster):
             return prepare_tables(recipe, corpus, backend, reporter)
 

@@ -18,7 +18,7 @@ from distcse.experiments.distillation.fingerprints import data_fingerprints
 from distcse.experiments.distillation.joining import read_by_workers
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.roles import with_precisions
-from distcse.experiments.distillation.warnings import band_warnings
+from distcse.experiments.distillation.warnings import band_warnings, teacher_token_warnings
 from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.trials import SharedPaths, SharedTables, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
@@ -109,7 +109,8 @@ class DistillationTrials(Trials):
         prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
         tables = prepared.tables(backend, reporter)
         recipe, corpus = prepared.recipe, prepared.corpus
-        report_warnings([*Extent.of(recipe, corpus).warnings, *band_warnings(recipe, corpus, keep=True)], reporter)
+        of_text = [*Extent.of(recipe, corpus).warnings, *teacher_token_warnings(recipe, corpus)]
+        report_warnings([*of_text, *band_warnings(recipe, corpus, keep=True)], reporter)
         prepared.neighbors(tables, backend, reporter)  # once, not in all trials at the same time
         return SharedTables(prepared.corpus, tables)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from distcse.data import Corpus
+from distcse.data.token_table import SampledTokens
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import find_corpus
-from distcse.experiments.distillation.extent import Extent, fit_to_corpus
+from distcse.experiments.distillation.extent import Extent, fit_to_corpus, sample_texts
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.settings_warnings import (
     SettingsWarning,
@@ -13,9 +14,10 @@ from distcse.experiments.settings_warnings import (
     warn_of_equal_views,
     warn_of_generator_without_dropout,
     warn_of_narrow_bands,
+    warn_of_unknown_tokens,
     warn_of_unused_prompts,
 )
-from distcse.models.folder import find_local_model
+from distcse.models.folder import find_local_model, open_model
 from distcse.recipe import Recipe, TeacherSection
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import identity_of
@@ -55,19 +57,35 @@ def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[Se
     return warn_of_narrow_bands(recipe, statistics)
 
 
+def teacher_token_warnings(recipe: Recipe, corpus: Corpus) -> list[SettingsWarning]:
+    """Return the warnings of teachers whose tokenizers do not know the text, from a sample of it.
+
+    Args:
+        recipe: The recipe.
+        corpus: Its sentences.
+    """
+    shares, texts = {}, sample_texts(corpus)
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        if _is_model(teacher):
+            tokenizer = open_model(teacher.backbone, teacher.trust_remote_code).load_tokenizer()
+            shares[f"teacher {number}"] = SampledTokens.of(tokenizer, texts).unknown_share
+    return warn_of_unknown_tokens(shares)
+
+
 def cached_corpus_warnings(recipe: Recipe) -> list[SettingsWarning]:
-    """Return the warnings that need the text, if the cache has it: those of the run's extent and of `band_warnings`.
+    """Return the warnings that need the text, if the cache has it: of the run's extent, the teachers' tokens and cosines.
 
     Precisions are those that this machine decides.
     """
     corpus = find_corpus(recipe)
     if corpus is None:
         return []
-    student, teachers = recipe.student, averaged_teachers(recipe).values()
+    student, teachers = recipe.student, recipe.teachers.encoders
     is_local = find_local_model(student.backbone, student.trust_remote_code) is not None
     recipe = fit_to_corpus(recipe, corpus, Reporter())
     warnings = Extent.of(recipe, corpus).warnings if is_local else []
     if all(find_local_model(teacher.backbone, teacher.trust_remote_code) for teacher in teachers if _is_model(teacher)):
+        warnings += teacher_token_warnings(recipe, corpus)
         warnings += band_warnings(with_teacher_precisions(recipe, None, Reporter()), corpus)
     return warnings
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from distcse.data import Pairs
-from distcse.data.token_table import count_tokens
+from distcse.data.token_table import SampledTokens
 from distcse.events import Reporter, StageProgress
-from distcse.experiments.settings_warnings import report_warnings, warn_of_cut_rows
+from distcse.experiments.settings_warnings import report_warnings, warn_of_cut_rows, warn_of_unknown_tokens
 from distcse.models import TokenizerSpec
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.trainer.schedule import total_steps
@@ -26,7 +26,7 @@ def report_extent(
     cross_tokenizer: Any,
     reporter: Reporter,
 ) -> None:
-    """Report a line for a group, and a warning if it cuts more than any run that was measured.
+    """Report a line for a group, and warnings if it cuts, or does not know, more than in any run that was measured.
 
     Args:
         recipe: The recipe.
@@ -34,13 +34,16 @@ def report_extent(
         pairs: The run's pairs.
         spec: The tokenizer of its bi-encoders, with length and prompt.
         cross_tokenizer: The tokenizer of its cross-encoders.
-        reporter: Receives the line and the warning.
+        reporter: Receives the line and the warnings.
     """
     rows = np.sort(np.random.default_rng(0).choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False))
     first, second = (pairs.sentences.texts(side) for side in pairs.rows[rows].T)
     bi, cross = recipe.bi_of(group), recipe.cross_of(group)
-    of_sentences = _cut_share(spec.tokenizer, [spec.prompt + text for text in (*first, *second)], spec.max_length)
-    of_pairs = _cut_share(cross_tokenizer, list(zip(first, second, strict=True)), cross.max_length)
+    sentences = SampledTokens.of(spec.tokenizer, [spec.prompt + text for text in (*first, *second)])
+    of_sentences = float((sentences.lengths > spec.max_length).mean())
+    of_pairs = float(
+        (SampledTokens.of(cross_tokenizer, list(zip(first, second, strict=True))).lengths > cross.max_length).mean()
+    )
     orders = 2 if cross.both_orders else 1
     cross_steps = total_steps(cross, orders * len(pairs) // cross.batch_size)
     bi_steps = total_steps(bi, len(pairs) // bi.batch_size)
@@ -51,8 +54,5 @@ def report_extent(
     )
     reporter.emit(StageProgress("steps", 1, 1, "", finished=True, note=note))
     key = f"groups.{recipe.groups.index(group)}.max_length"
-    report_warnings(warn_of_cut_rows(of_sentences, spec.max_length, key, f"sentences of group {group.name}"), reporter)
-
-
-def _cut_share(tokenizer: Any, texts: list[str] | list[tuple[str, str]], max_length: int) -> float:
-    return float((count_tokens(tokenizer, texts) > max_length).mean())
+    cut = warn_of_cut_rows(of_sentences, spec.max_length, key, f"sentences of group {group.name}")
+    report_warnings([*cut, *warn_of_unknown_tokens({f"group {group.name}": sentences.unknown_share})], reporter)
