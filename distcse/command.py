@@ -51,6 +51,11 @@ def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     """
     host.limit_spinning()
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for before, word in zip(["", *words], words, strict=False):
+        option, _, value = word.partition("=") if word.startswith("--") and "=" in word else (before, "", word)
+        if not value.strip() and option != "--prompt":
+            name = option if option.startswith("-") else "an argument"
+            parser.error(f"{name} is empty, such as an unset shell variable; write a value, or leave it out")
     dests = {action.dest for action in actions_of(parser)}
     if "subcommand" not in dests and (hint := _hint_at_option(parser, words, takes_recipe="recipe" in dests)):
         parser.error(hint)

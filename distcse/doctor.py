@@ -80,7 +80,7 @@ def _main(options: argparse.Namespace) -> int:
 def _storage(recipe: BaseRecipe | None) -> tuple[Path, Path]:
     """Folders of runs and cache, the recipe's or the defaults."""
     section = StorageSection() if recipe is None else recipe.storage
-    cache = os.environ.get("DISTCSE_CACHE", section.cache) if recipe is None else section.cache
+    cache = (os.environ.get("DISTCSE_CACHE") or section.cache) if recipe is None else section.cache
     return resolve_path(section.runs).expanduser().absolute(), resolve_path(cache).expanduser().absolute()
 
 

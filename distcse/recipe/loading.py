@@ -21,7 +21,7 @@ from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
 from distcse.recipe.sweep import Sweep
-from distcse.recipe.typed_text import read_value
+from distcse.recipe.typed_text import accepts_list, read_value
 from distcse.recipe.validation_errors import error_class, explain
 from distcse.spelling import nearest
 from distcse.storage import is_uri, open_store, resolve_path
@@ -304,14 +304,20 @@ def _read_in_engine_settings(document: Document) -> None:
 
 
 def _apply(document: Document, override: str, model: type[BaseRecipe | Sweep]) -> None:
-    """Set `a.b.0.c=value` in the document; the value is parsed as YAML, unless the key takes only text."""
+    """Set `a.b.0.c=value` in the document; the value is parsed as YAML, unless the key takes only text.
+
+    The index after a list's last appends to it.
+    """
     path, equals, value = override.partition("=")
     if not equals or not path:
         raise OverrideError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
     *parents, last = path.split(".")
     node: Any = document
     for depth, key in enumerate(parents):
-        node = _enter(node, key, ".".join(parents[: depth + 1]))
+        inside = parents[: depth + 1]
+        if isinstance(node, dict) and node.get(key) is None and accepts_list(model, inside):
+            node[key] = []
+        node = _enter(node, key, ".".join(inside))
     parsed = read_value(value, path, model, partial(_value, path=path))
     if isinstance(node, list):
         node[_index(node, last, path)] = parsed
@@ -367,6 +373,12 @@ def _enter(node: Any, key: str, path: str) -> Any:
 
 
 def _index(node: list[Any], key: str, path: str) -> int:
-    if not key.isdecimal() or int(key) >= len(node):
-        raise OverrideError(f"{path}: {key!r} is no place in a list of {len(node)}; allowed: 0 to {len(node) - 1}")
+    """Return the place of an index in a list, which the index after the last extends."""
+    if not key.isdecimal() or int(key) > len(node):
+        size = len(node)
+        raise OverrideError(
+            f"{path}: {key!r} is no place in a list of {size}; allowed: 0 to {size}, where {size} appends"
+        )
+    if int(key) == len(node):
+        node.append({})
     return int(key)

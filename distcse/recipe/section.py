@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Precision = Literal["auto", "fp32", "bf16"]
 """Precision of a trained model. `auto` is resolved at the start of a run, by what its devices are fast at."""
@@ -98,13 +98,21 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
-    def _can_be_worked_with(cls, value: Any) -> Any:
-        """Refuse text that files and paths cannot hold, and integers that arrays cannot index."""
+    def _can_be_worked_with(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse text that files and paths cannot hold, integers that arrays cannot index, and text that is empty.
+
+        An empty path would be the current directory. Keys whose default is empty text may be empty.
+        """
+        may_be_empty = cls.model_fields[info.field_name or ""].default == ""
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, int) and abs(part) > _MOST:
                 raise ValueError(f"got a number of {len(str(abs(part)))} digits; allowed: integers up to {_MOST:,}")
             if isinstance(part, str) and ("\0" in part or any("\ud800" <= sign <= "\udfff" for sign in part)):
                 raise ValueError(f"got {part[:60]!r}, with a NUL or half of a surrogate pair in it; take it out")
+            if isinstance(part, str) and not part.strip() and not may_be_empty:
+                raise ValueError(
+                    f"{part!r} is empty, such as an unset shell variable; write a value, or remove the key"
+                )
         return value
 
 

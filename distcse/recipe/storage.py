@@ -55,5 +55,5 @@ class StorageSection(Section):
 
     def with_absolute_paths(self) -> StorageSection:
         """Return a copy with paths resolved against the current directory, and the cache that DISTCSE_CACHE selects."""
-        cache = self.cache if "cache" in self.model_fields_set else os.environ.get("DISTCSE_CACHE", self.cache)
+        cache = self.cache if "cache" in self.model_fields_set else os.environ.get("DISTCSE_CACHE") or self.cache
         return self.model_copy(update={"runs": absolute_location(self.runs), "cache": absolute_location(cache)})

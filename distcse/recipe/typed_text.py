@@ -28,13 +28,14 @@ def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[s
         parse: Reads YAML.
 
     Raises:
-        OverrideError: It is not YAML, and the key does not take text.
+        OverrideError: It is empty or not YAML, and the key does not take text.
     """
     accepted = _types_at(model, path.split("."))
-    is_null = typed in _NULLS or (not typed and type(None) in accepted)
-    if str not in accepted or is_null or _YAML.fullmatch(typed):
+    if not typed.strip() and str not in accepted:
+        raise OverrideError(f"{path}= has no value, such as an unset shell variable; write one, or {path}=null")
+    if str not in accepted or typed in _NULLS or _YAML.fullmatch(typed):
         return parse(typed)
-    if accepted <= {str, type(None)}:
+    if accepted <= {str, type(None)} or not typed.strip():
         return typed
     try:
         parsed = parse(typed)
@@ -44,6 +45,12 @@ def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[s
         raise OverrideError(f"{broken}; put each text of the list in quotes, such as ['*.txt', '007']") from None
     # A file named 2024-01-01 is text, also where a list of files is accepted.
     return parsed if _is_accepted(parsed, accepted) else typed
+
+
+def accepts_list(model: type[BaseModel], keys: Sequence[str]) -> bool:
+    """Return whether the value at a path of keys is a list, and never a mapping."""
+    accepted = _types_at(model, keys)
+    return list in accepted and dict not in accepted
 
 
 def _is_accepted(value: Any, types_: set[Any]) -> bool:

@@ -31,9 +31,11 @@ def resolve_path(name: str | Path) -> Path:
         name: A path, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
 
     Raises:
-        StorageAddressError: The address has another scheme, or parts that belong in the environment.
+        StorageAddressError: The address is empty, has another scheme, or parts that belong in the environment.
     """
     text = str(name)
+    if not text.strip():
+        raise StorageAddressError("the path is empty, such as an unset shell variable; write a folder or file")
     if not is_uri(text):
         return Path(name)
     scheme, bucket, key = split_uri(text)

@@ -201,3 +201,20 @@ def test_other_programs_forms_of_settings_are_refused_with_the_right_one(
     with pytest.raises(SystemExit) as exited:
         main(shlex.split(words))
     assert exited.value.code == 2 and capsys.readouterr().err.rstrip().endswith(fix)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("train --resume ''", "--resume is empty"),
+        ("train quickstart --run-id=", "--run-id is empty"),
+        ("train ''", "argument is empty"),
+        ("evaluate MODEL --texts ' '", "--texts is empty"),
+        ("evaluate MODEL --data=", "--data is empty"),
+        ("recipe cp quickstart ''", "argument is empty"),
+    ],
+)
+def test_an_unset_shell_variable_is_no_argument(words: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(shlex.split(words))
+    assert exited.value.code == 2 and named in capsys.readouterr().err

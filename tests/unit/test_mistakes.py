@@ -74,7 +74,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", [R, "training.lr=fast"], 2, ["training.lr is 'fast'; expected a number"]),
     ("train", [R, "training.lr=30"], 2, ["training.lr is 30; allowed: more than 0 and at most 1"]),
     ("train", [R, "objective.rank.form=listnet"], 2, ["did you mean 'list_net'?", "list_mle"]),
-    ("train", [R, "teachers.encoders.3.alpha=1"], 2, ["'3' is no place in a list of 1; allowed: 0 to 0"]),
+    ("train", [R, "teachers.encoders.3.alpha=1"], 2, ["'3' is no place in a list of 1; allowed: 0 to 1"]),
     ("train", ["{p.folder}/not.yaml"], 2, ["not.yaml is not YAML", "line"]),
     ("train", ["{p.folder}/twice.yaml"], 2, ["line 3: key 'name' was given on line 1 already; keep one"]),
     ("train", [R, "teachers.encoders=[]"], 2, ["needs teachers; add teachers.encoders, or write objective.rank: null"]),

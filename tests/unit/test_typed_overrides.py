@@ -36,7 +36,7 @@ def value_of(override: str, *others: str) -> Any:
     "typed",
     [
         *("query: ", "query: {sentence}", "Question ", "- item", "[a", "a # b", "%s", "@x", "`x`", "!x", "*x", "&x"),
-        *("123", "1e-5", "2024-01-01", "true", "on", "no", "0x10", "1:30", "{a: 1}", "[1]", "a: b: c", "é: ü", ""),
+        *("123", "1e-5", "2024-01-01", "true", "on", "no", "0x10", "1:30", "{a: 1}", "[1]", "a: b: c", "é: ü"),
     ],
 )
 @pytest.mark.parametrize("key", ["teachers.encoders.0.prompt", "corpus.column"])
@@ -49,9 +49,38 @@ def test_quotes_are_read_as_yaml_and_null_stays_null() -> None:
     assert value_of('teachers.encoders.0.prompt="a\\tb"') == "a\tb"
     assert value_of("corpus.dataset=null") is None
     assert value_of("corpus.domain=~") is None
-    assert value_of("corpus.domain=") is None
     assert str(value_of("corpus.path=a: b.txt")).endswith("/a: b.txt")
     assert len(value_of("corpus.path=[a.txt, b.txt]")) == 2
+
+
+@pytest.mark.parametrize("key", ["storage.runs", "storage.cache", "corpus.path", "corpus.column", "evaluation.data"])
+@pytest.mark.parametrize("typed", ["", " ", "''"])
+def test_an_unset_shell_variable_is_no_value(key: str, typed: str) -> None:
+    with fails_with(InvalidValueError, key, "empty"):
+        read_recipe("minilm-3layer", [f"{key}={typed}"])
+
+
+def test_an_empty_value_is_not_null_and_an_empty_prompt_is_one() -> None:
+    with fails_with(OverrideError, "training.max_steps=", "training.max_steps=null"):
+        read_recipe("minilm-3layer", ["training.max_steps="])
+    with fails_with(InvalidValueError, "corpus.path", "empty"):
+        read_recipe("minilm-3layer", ["corpus.path=[a.txt, '']"])
+    assert value_of("teachers.encoders.0.prompt=") == ""
+
+
+def test_the_index_after_the_last_appends_to_a_list() -> None:
+    assert value_of("teachers.encoders.1.backbone=SECOND") == "SECOND"
+    assert value_of("corpus.path.0=a.txt").endswith("/a.txt")
+    recipe = read_recipe("minilm-3layer", ["teachers.encoders.1.backbone=B", "teachers.encoders.1.alpha=2"])
+    assert isinstance(recipe, Recipe)
+    assert [teacher.alpha for teacher in recipe.teachers.encoders] == [1, 2]
+    with fails_with(InvalidValueError, "teachers.encoders.1.backbone is missing"):
+        read_recipe("minilm-3layer", ["teachers.encoders.1.alpha=2"])
+
+
+def test_the_cache_of_an_empty_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTCSE_CACHE", "")
+    assert read_recipe("minilm-3layer").storage.cache == str(Path("~/.cache/distcse").expanduser())
 
 
 @pytest.mark.parametrize(
