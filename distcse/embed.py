@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
 from distcse.gc_paused import gc_paused
+from distcse.inputs import require_inputs
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import to_uri
 
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
+    require_inputs(recipe)
     if options.dry_run:
         return _check(recipe, options)
     return _compare(recipe, options) if options.compare or options.fit_weights else _embed(recipe, options)

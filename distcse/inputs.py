@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distcse.data import check_source
-from distcse.errors import EvaluationDataError
+from distcse.errors import EvaluationDataError, InvalidValueError
 from distcse.model_source import is_hub_id, resolve_model
 from distcse.recipe import BaseRecipe
 from distcse.storage import is_uri
@@ -17,10 +17,12 @@ def require_inputs(recipe: BaseRecipe) -> None:
     Models of the hub and of object storage are not looked up, and labelled sets are not read.
 
     Raises:
+        InvalidValueError: A setting needs labelled sets, and the recipe names no folder of them.
         CorpusError: The text is missing, or lacks a column.
         ModelNotFoundError: A model's folder or package is missing.
         EvaluationDataError: A file of pairs or the folder of labelled sets is missing.
     """
+    require_labelled(recipe)
     inputs = recipe.inputs
     if inputs.corpus is not None:
         check_source(inputs.corpus)
@@ -35,3 +37,14 @@ def require_inputs(recipe: BaseRecipe) -> None:
         raise EvaluationDataError(
             f"{inputs.labelled} is not a folder; correct evaluation.data (see docs/how-to/evaluate.md)"
         )
+
+
+def require_labelled(recipe: BaseRecipe) -> None:
+    """Check that a recipe that needs labelled sets names a folder of them.
+
+    Raises:
+        InvalidValueError: A setting needs labelled sets, and `evaluation.data` is null.
+    """
+    inputs = recipe.inputs
+    if inputs.labelled is None and inputs.labelled_for is not None:
+        raise InvalidValueError(f"{inputs.labelled_for}, but evaluation.data is not set; write evaluation.data: FOLDER")

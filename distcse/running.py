@@ -16,6 +16,7 @@ from distcse.errors import RunArgumentError
 from distcse.events import Listener, LogMessage, Reporter
 from distcse.experiments.experiment import Result
 from distcse.experiments.registry import experiment_of
+from distcse.inputs import require_labelled
 from distcse.models import Encoder
 from distcse.ray_backend.backend import choose_backend
 from distcse.recipe import BaseRecipe, read_recipe
@@ -117,6 +118,7 @@ def run(
     begun = None
     if recipe.storage.run_id is not None:
         begun, recipe = RunDirectory.reopen_by_id(recipe)
+    require_labelled(recipe)
     experiment = experiment_of(recipe)
     with _reporting(listen, stop_requested) as reporter:
         return _finished(experiment.run(choose_backend(recipe), reporter, begun))
@@ -140,6 +142,7 @@ def resume(
     require_lasting_run(path)
     begun, recipe = RunDirectory.reopen(path, list(overrides))
     require_lasting(recipe.storage, ["cache"])
+    require_labelled(recipe)
     with _reporting(listen, stop_requested) as reporter:
         return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter, begun))
 
@@ -164,6 +167,7 @@ def rerun(
     """
     with _reporting(listen, stop_requested) as reporter:
         earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), reporter)
+        require_labelled(earlier.recipe)
         experiment = experiment_of(earlier.recipe)
         earlier.check_data(experiment.fingerprints())
         for warning in earlier.warnings:

@@ -84,6 +84,8 @@ def check_text(recipe: BaseRecipe) -> list[Check]:
     if inputs.pairs is not None:
         found += _check_files("pairs", inputs.pairs)
     data = inputs.labelled
+    if data is None and inputs.labelled_for is not None:
+        found.append(fail("evaluation.data", f"not set, but {inputs.labelled_for}", "set evaluation.data=FOLDER"))
     if data is not None:
         exists = Path(data).is_dir()
         summary = f"{data}{'' if exists else ' is not a folder'}"

@@ -39,6 +39,8 @@ class RecipeInputs:
     """Files of sentence pairs to train on."""
     labelled: str | None = None
     """Folder of the labelled sets."""
+    labelled_for: str | None = None
+    """Setting that needs the folder of labelled sets, such as `evaluation.dev is stsb`; None if no setting does."""
 
 
 class BaseRecipe(Section):

@@ -223,11 +223,6 @@ def test_a_dev_set_without_test_sets_is_excluded(labelled: Path, tmp_path: Path)
     assert excluded is not None and all(map(excluded.holds, labelled_dev(labelled).unique))
 
 
-def test_exclusion_requires_labelled_sets(recipe_with: MakeRecipe) -> None:
-    with fails_with(InvalidValueError, "corpus.exclude_evaluation", "evaluation.data"):
-        recipe_with("corpus.exclude_evaluation=true")
-
-
 def test_a_test_set_is_a_dev_set_only_with_dev_is_test(tmp_path: Path, recipe_with: MakeRecipe, labelled: Path) -> None:
     import shutil
 

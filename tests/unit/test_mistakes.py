@@ -115,6 +115,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("train", [R, "storage.cache={p.folder}/file"], 1, ["cannot write in", "set storage.cache to a folder"]),
     ("train", ["--resume", "{p.folder}/empty"], 1, ["is not a run directory", "recipe.yaml", "--resume"]),
     ("train", ["--resume", "{p.run}", "training.lr=1e-4"], 2, ["training.lr cannot change in a resumed run", "start a new run"]),
+    ("train", ["--resume", "{p.run}", "evaluation.final_suites=[sts]"], 2, ["evaluation.final_suites", "evaluation.data"]),
     ("train", [R, "--resume", "{p.run}"], 2, ["--resume takes the recipe from the run's folder", "take", "away"]),
     # the other doors
     ("tune", [R], 2, ["name a recipe and a space: distcse tune RECIPE --space SPACE"]),

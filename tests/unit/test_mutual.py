@@ -453,7 +453,6 @@ def test_a_resumed_run_checks_its_records(alone: MakeRecipe) -> None:
     ("override", "error", "named"),
     [
         ("pairs.task=sts", InvalidValueError, ("pairs", "path", "task")),
-        ("evaluation.dev=stsb", InvalidValueError, ("evaluation.dev", "stsb", "evaluation.data")),
         ("groups.1.name=bert", InvalidValueError, ("groups", "bert")),
         ("groups.1.workers=3", InvalidValueError, ("roberta", "3", "bi.batch_size", "16")),
         ("mutual.combine=mode", InvalidValueError, ("mutual.combine", "mode")),

@@ -892,6 +892,10 @@ def test_groups_of_several_workers_share_devices_as_a_run_shares_them_out(
     assert main([*arguments, *two, "mutual.shared_workers=auto"]) == 0
 
 
+def test_a_plan_needs_no_folder_of_labelled_sets() -> None:
+    assert main(["trans-encoder-bert-base-qqp", "--cluster", "A100-80G"]) == 0
+
+
 def test_groups_that_share_a_device_end_one_after_the_other() -> None:
     assert shared_ends([1, 4, 2], 1) == [3, 7, 5]
     assert shared_ends([1, 4, 2], 2) == [2, 4, 3]  # 4 alone; 2 and 1 on the other device
@@ -908,7 +912,7 @@ def test_groups_that_do_not_fit_on_a_device_together_are_told_to_take_turns(
         "pairs.task=null",
         "--cluster",
     ]
-    pairs = ["pairs.mine.corpus.path=text.txt", "evaluation.data=null"]
+    pairs = ["pairs.mine.corpus.path=text.txt"]
     assert main([*arguments, "L4-24G", *pairs]) == 1
     assert "groups that share a L4-24G need" in capsys.readouterr().out
     assert main([*arguments, "L4-24G", *pairs, "mutual.shared_workers=auto"]) == 0

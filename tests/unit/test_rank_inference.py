@@ -11,14 +11,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from distcse import evaluate, rank
-from distcse.errors import CorpusTooSmallError, EncoderSettingError, InvalidValueError, UnsupportedModelError
+from distcse.errors import CorpusTooSmallError, EncoderSettingError, UnsupportedModelError
 from distcse.evaluation import Contamination, EvalConfig, Evaluation, LoadOptions, collect, open_candidate
 from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.rank_space import RankSpaceEncoder, draw_references
 from distcse.recipe import Recipe, load_recipe
 from tests.backends import run
-from tests.failures import fails_with
 from tests.models import make_cross_encoder
 
 MakeRecipe = Callable[..., Recipe]
@@ -97,9 +96,7 @@ def test_a_run_measures_and_stores_its_student_with_ranks(recipe_with: MakeRecip
     assert all("student" in score.values for score in result.evaluation.scores if score.suite != "sts")
 
 
-def test_rank_inference_needs_labelled_pairs(recipe_with: MakeRecipe) -> None:
-    with fails_with(InvalidValueError, "evaluation.rank_inference", "evaluation.data"):
-        recipe_with("evaluation.rank_inference={}")
+def test_rank_inference_has_the_papers_settings() -> None:
     section = load_recipe("rankencoder-bert-base", ["evaluation.data=x", "evaluation.rank_inference={}"]).evaluation
     assert section.rank_inference is not None
     assert (section.rank_inference.weight, section.rank_inference.num_references) == (0.1, 100_000)

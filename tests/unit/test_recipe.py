@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
+from distcse.inputs import require_inputs
 from distcse.recipe import MutualRecipe, load_recipe, packaged_recipes, read_recipe, recipe_yaml
 from tests.failures import fails_with
 
@@ -52,8 +53,30 @@ def test_all_packaged_recipes_load() -> None:
     others |= {"three-teachers", "three-teachers-family"}
     assert set(packaged_recipes()) == {*TABLE_9, *SIMCSE, *DIFFCSE, *RANK_ENCODER, *TRANS_ENCODER, *others}
     for name in packaged_recipes():
-        wants_data = name in TRANS_ENCODER or name in ("minilm-mutual", "three-mutual")
-        assert read_recipe(name, ["evaluation.data=x"] if wants_data else []).name == name
+        assert recipe_yaml(read_recipe(name)).splitlines()[0] == f"name: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "use"),
+    [
+        ("minilm-3layer", ["evaluation.dev=stsb"], "evaluation.dev"),
+        ("minilm-3layer", ["evaluation.final_suites=[agreement, sts]"], "evaluation.final_suites"),
+        ("minilm-3layer", ["evaluation.rank_inference={}"], "evaluation.rank_inference"),
+        ("minilm-3layer", ["corpus.exclude_evaluation=true"], "corpus.exclude_evaluation"),
+        ("trans-encoder-bert-base", ["evaluation.dev=none"], "pairs.task"),
+        ("minilm-mutual", ["pairs={mine: {corpus: {path: x.txt}}}"], "evaluation.dev"),
+        (
+            "minilm-mutual",
+            ["pairs={mine: {corpus: {path: x.txt, exclude_evaluation: true}}}", "evaluation.dev=none"],
+            "pairs.mine.corpus.exclude_evaluation",
+        ),
+    ],
+)
+def test_labelled_sets_are_needed_by_a_run_and_not_by_the_recipe(name: str, overrides: list[str], use: str) -> None:
+    recipe = read_recipe(name, overrides)
+    assert use in str(recipe.inputs.labelled_for)
+    with fails_with(InvalidValueError, use, "write evaluation.data: FOLDER"):
+        require_inputs(recipe)
 
 
 @pytest.mark.parametrize("name", TABLE_9)
@@ -189,8 +212,6 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         ("teachers.encoders=[]", "objective.regression needs teachers"),
         ("objective.regression=null", "objective has no term"),
-        ("evaluation.dev=stsb", "evaluation.data is not set"),
-        ("evaluation.final_suites=[sts]", "evaluation.data is not set"),
         ("evaluation.final_suites=sts", "evaluation.final_suites is 'sts'; allowed: with_transfer or a list or null"),
         ("evaluation.num_heldout=2", "agreement needs teachers and evaluation.num_heldout of at least 3"),
         ("name=a/b", "allowed: letters, digits"),

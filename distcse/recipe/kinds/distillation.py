@@ -29,6 +29,8 @@ _KEYS_OF_RAY = (
 """Keys that only runs on Ray read."""
 _KEYS_OF_TABLES = ("teachers.embedding_workers", "teachers.shard_rows", "storage.local_budget")
 """Keys that only runs with embedding tables read."""
+_UNLABELLED_SUITES = ("agreement", "docstring_retrieval")
+"""Suites that need no labelled sets."""
 
 
 @register_recipe
@@ -140,7 +142,22 @@ class Recipe(BaseRecipe):
     @property
     def inputs(self) -> RecipeInputs:
         encoders = [self.student, *(EncoderSection(backbone=model) for model in self.objective.models)]
-        return RecipeInputs(encoders, self.teachers.encoders, corpus=self.corpus, labelled=self.evaluation.data)
+        evaluation = self.evaluation
+        suites = evaluation.final_suites if isinstance(evaluation.final_suites, list) else []
+        uses = {
+            f"evaluation.dev is {self.dev_score}": self.dev_score not in ("agreement", "none")
+            and not is_path(self.dev_score),
+            "corpus.exclude_evaluation is true": self.corpus.exclude_evaluation and not is_path(self.dev_score),
+            "evaluation.rank_inference is set": evaluation.rank_inference is not None,
+            **{f"evaluation.final_suites has {name}": name not in _UNLABELLED_SUITES for name in suites},
+        }
+        return RecipeInputs(
+            encoders,
+            self.teachers.encoders,
+            corpus=self.corpus,
+            labelled=evaluation.data,
+            labelled_for=next((use for use, needs_data in uses.items() if needs_data), None),
+        )
 
     def with_absolute_paths(self) -> Self:
         student = self.student
@@ -259,11 +276,6 @@ class Recipe(BaseRecipe):
 
     @model_validator(mode="after")
     def _scores_have_what_they_need(self) -> Recipe:
-        if self.corpus.exclude_evaluation and self.evaluation.data is None and not is_path(self.dev_score):
-            raise ValueError(
-                "corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER, or "
-                "evaluation.dev: FILE"
-            )
         if self.evaluation.async_eval is not None and not self.training.workers:
             raise ValueError(
                 "evaluation.async_eval starts a process of Ray's, and training.workers is 0, which wants none; write "
@@ -271,18 +283,6 @@ class Recipe(BaseRecipe):
             )
         final = self.evaluation.final_suites
         final = final if isinstance(final, list) else []
-        labelled = next((name for name in final if name not in ("agreement", "docstring_retrieval")), None)
-        is_published = self.dev_score not in ("agreement", "none") and not is_path(self.dev_score)
-        if self.evaluation.data is None and (is_published or labelled):
-            key = (
-                f"evaluation.dev is {self.dev_score}" if labelled is None else f"evaluation.final_suites has {labelled}"
-            )
-            raise ValueError(f"{key}, but evaluation.data is not set; write evaluation.data: FOLDER")
-        if self.evaluation.rank_inference is not None and self.evaluation.data is None:
-            raise ValueError(
-                "evaluation.rank_inference is measured on labelled pairs, but evaluation.data is not set; write evaluation.data: "
-                "FOLDER"
-            )
         can_agree = self.teachers.encoders and self.evaluation.num_heldout >= 3
         if (self.dev_score == "agreement" or "agreement" in final) and not can_agree:
             raise ValueError(

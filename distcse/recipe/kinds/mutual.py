@@ -259,8 +259,20 @@ class MutualRecipe(BaseRecipe):
         ]
         mine = self.pairs.mine
         corpus = None if mine is None else mine.corpus
+        dev = self.evaluation.dev
+        uses = {
+            f"evaluation.dev is {dev}": dev != "none" and not is_path(dev),
+            f"pairs.task is {self.pairs.task}": self.pairs.task is not None,
+            "pairs.mine.corpus.exclude_evaluation is true": corpus is not None
+            and corpus.exclude_evaluation
+            and not is_path(dev),
+        }
         return RecipeInputs(
-            [*self.groups, *starts], corpus=corpus, pairs=self.pairs.path, labelled=self.evaluation.data
+            [*self.groups, *starts],
+            corpus=corpus,
+            pairs=self.pairs.path,
+            labelled=self.evaluation.data,
+            labelled_for=next((use for use, needs_data in uses.items() if needs_data), None),
         )
 
     @property
@@ -384,17 +396,6 @@ class MutualRecipe(BaseRecipe):
             self.resources.gpu,
             {f"groups.{number}.gpus_per_worker": group.gpus_per_worker for number, group in enumerate(self.groups)},
         )
-        dev = self.evaluation.dev
-        excludes = self.pairs.mine is not None and self.pairs.mine.corpus.exclude_evaluation
-        if excludes and self.evaluation.data is None and not is_path(dev):
-            raise ValueError(
-                "pairs.mine.corpus.exclude_evaluation leaves out the sentences of labelled sets; write evaluation.data: FOLDER, "
-                "or evaluation.dev: FILE"
-            )
-        named = dev != "none" and not is_path(dev)
-        wants_data = [named and f"evaluation.dev is {dev}", self.pairs.task and "pairs.task is set"]
-        if self.evaluation.data is None and (reason := next((text for text in wants_data if text), None)):
-            raise ValueError(f"{reason}, but evaluation.data is not set; write evaluation.data: FOLDER")
         if self.evaluation.dev == "none" and self.mutual.patience is not None:
             raise ValueError("mutual.patience needs a dev score; write evaluation.dev, or mutual.patience: null")
         return self
