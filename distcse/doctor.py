@@ -48,7 +48,7 @@ def _main(options: argparse.Namespace) -> int:
         machine.check_open_files,
         partial(machine.check_deepspeed, recipe),
         cluster_checks.check_version,
-        partial(cluster_checks.check_cluster, {"storage.runs": runs, "storage.cache": cache}),
+        partial(cluster_checks.check_cluster, {"storage.runs": runs, "storage.cache": cache}, recipe),
         cluster_checks.check_token,
         cluster_checks.check_ports,
         *(

@@ -150,7 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--texts",
         type=Path,
         metavar="FILE",
-        help="texts of yours without labels, a text per line: agreement with the last model, neighbors kept, and speed",
+        help="texts of yours without labels, a text per line: agreement with the model called teacher, or else with the first, "
+        "neighbors kept, and speed",
     )
     parser.add_argument(
         "--column", default="text", metavar="NAME", help="column of the texts in a table or JSON file (default: text)"

@@ -53,7 +53,7 @@ from distcse.report.page import write_pages
 from distcse.report.progress import open_listener
 from distcse.storage import resolve_path
 
-_IN_MEMORY = "in memory"
+_IN_MEMORY, _TEACHER = "in memory", "teacher"
 _SAMPLED_TEXTS = 1000
 """The first texts of the user, which show whether a tokenizer knows them."""
 
@@ -113,7 +113,7 @@ def measure(
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Measurement:
-    """Evaluate models and compare them with the first one, as `python -m distcse.evaluate` does.
+    """Evaluate models and compare them with the one called `teacher`, or else the first, as `python -m distcse.evaluate` does.
 
     Args:
         models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"].
@@ -174,7 +174,8 @@ def measure(
 
             write_results(candidates, folder, Path(mteb))
         measured = [*candidates, *combined]
-        evaluation = evaluate(measured, tasks, settings=settings, emit=emit, stop_requested=stop_requested)
+        base = _reference([candidate.info.name for candidate in candidates])
+        evaluation = evaluate(measured, tasks, settings=settings, emit=emit, stop_requested=stop_requested, base=base)
     return Measurement(evaluation, Choice.of(evaluation, limits))
 
 
@@ -263,7 +264,7 @@ def _load(
     custom = [CustomSet.parse(text) for text in add]
     own = []
     if texts is not None:
-        own = [TextsTask.read(*texts, reference=list(sources)[-1] if len(sources) > 1 else None)]
+        own = [TextsTask.read(*texts, reference=_reference(list(sources)) if len(sources) > 1 else None)]
     tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, config, own)
     tasks.timed_texts = [text for task in own for text in task.texts]
     candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
@@ -279,6 +280,11 @@ def _load(
     if documents is not None:
         _add_retrieval_with_documents_by(documents, load_options, tasks, candidates)
     return candidates, tasks
+
+
+def _reference(names: Sequence[str]) -> str:
+    """Return the model that all tables compare the others with: the one called `teacher`, or else the first."""
+    return _TEACHER if _TEACHER in names else names[0]
 
 
 def _candidate(name: str, source: Model, load_options: LoadOptions, reporter: Reporter) -> Candidate:

@@ -48,7 +48,7 @@ def _main(options: argparse.Namespace) -> int:
             calibrate_for(recipe, form)
         cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
         estimate = planner_of(recipe).estimate(cluster, options.corpus_rows, options.gpus or [])
-        warnings = experiment_of(recipe).warnings()
+        warnings = experiment_of(recipe).warnings(options.corpus_rows)
     if options.json:
         json.dump({**estimate.described, "warnings": [vars(warning) for warning in warnings]}, sys.stdout, indent=2)
         sys.stdout.write("\n")

@@ -187,8 +187,9 @@ def evaluate(
     settings: Mapping[str, str] | None = None,
     emit: Listener = ignore,
     stop_requested: Callable[[], bool] = lambda: False,
+    base: str | None = None,
 ) -> Evaluation:
-    """Evaluate every model on every task it supports, and compare the models with the first one.
+    """Evaluate every model on every task it supports, and compare the models with one of them.
 
     Args:
         candidates: Models with distinct names, at least one. An iterator is advanced after the previous model was evaluated,
@@ -198,6 +199,7 @@ def evaluate(
         emit: Receives the progress.
         stop_requested: Polled during the evaluation. True leaves out the models that are not measured yet, and a warning names
             them. Default: never stops.
+        base: Name of the model that the others are compared with. Default: the first one.
 
     Raises:
         StoppedEarlyError: It was stopped before the first model was measured.
@@ -213,7 +215,7 @@ def evaluate(
             tasks = replace(tasks, warnings=[*tasks.warnings, f"{stop}; the tables have the models before it"])
             break
         del candidate  # frees its memory before the next one is loaded
-    return compare_models(results, tasks, settings=settings, started_at=started_at)
+    return compare_models(results, tasks, settings=settings, started_at=started_at, base=base)
 
 
 def measure_model(
@@ -258,14 +260,16 @@ def compare_models(
     *,
     settings: Mapping[str, str] | None = None,
     started_at: float,
+    base: str | None = None,
 ) -> Evaluation:
-    """Compare the models' results with those of the first one.
+    """Compare the models' results with those of one of them.
 
     Args:
         results: The results of models with distinct names, at least one.
         tasks: The tasks that they were measured on.
         settings: Stored in the result.
         started_at: `time.perf_counter()` at the start of the evaluation.
+        base: Name of the model that the others are compared with. Default: the first one, also if this one has no result.
     """
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
@@ -276,7 +280,8 @@ def compare_models(
             for measure, estimate in result.scores.items():
                 estimates.setdefault((suite, dataset), {}).setdefault(measure, {})[name] = estimate
             details.setdefault(suite, {}).setdefault(dataset, {})[name] = dict(result.details)
-    base = results[0].info.name
+    names = [model.info.name for model in results]
+    base = base if base in names else names[0]
     vectors = {model.info.name: model.vectors for model in results}
     return Evaluation(
         models=[model.info for model in results],

@@ -16,6 +16,7 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.model_card import ModelCard
 from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders, warn_of_unread_keys
 from distcse.placement.gpu_plan import PlansOfTrials
+from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import BaseRecipe, EncoderSection
 from distcse.recipe.unread_keys import unread_keys
@@ -140,9 +141,23 @@ class Experiment(ABC, Generic[R]):
         """
         return [*warn_of_session_folders(self.recipe.storage), *warn_of_unread_keys(self.recipe, self.unread_keys())]
 
-    def warnings(self) -> list[SettingsWarning]:
-        """Return all warnings that a run would report, from what is on this machine. Default: those that it begins with."""
+    def warnings(self, corpus_rows: int | None = None) -> list[SettingsWarning]:
+        """Return all warnings that a run would report, from what is on this machine. Default: those that it begins with.
+
+        Args:
+            corpus_rows: Rows of the corpus to plan with, instead of those of the recipe's. Default: the recipe's.
+        """
         return self.settings_warnings(only_local=True)
+
+    def check_resources(self, nodes: Sequence[Node]) -> None:
+        """Check that the nodes can run everything that must run at the same time. Default: any can.
+
+        Raises:
+            ClusterTooSmallError: They have too few CPUs or GPUs.
+            GpuRequiredError: `resources.gpu` is `required`, and a process gets no GPU.
+            NodeLabelError: No node has the labels of a key.
+        """
+        return
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         """Return the parts of the run that have a precision, each on the given devices. Default: none."""

@@ -195,7 +195,7 @@ def format_resources(amounts: Resources) -> str:
 
 
 def _refuse_total(requests: Sequence[ResourceRequest], nodes: Sequence[Resources], nodes_have: str) -> None:
-    for kind in ("CPU", "GPU"):
+    for kind in ("GPU", "CPU"):
         available = sum(node.get(kind, 0.0) for node in nodes)
         takers = [request for request in requests if request.each.get(kind)]
         required = sum(request.each[kind] * request.number for request in takers)

@@ -10,7 +10,7 @@ import torch
 from distcse.device_defaults import GPU
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import SENTENCES_PER_PASS
-from distcse.experiments.distillation.extent import fit_to_corpus
+from distcse.experiments.distillation.extent import fit_to_corpus, planned_steps
 from distcse.models.fast.packing import MAX_TOKEN_FRACTION
 from distcse.models.projection import build_projection
 from distcse.planning.lengths import Lengths
@@ -25,7 +25,6 @@ from distcse.teachers.ensemble import MAX_BLOCK_BYTES
 from distcse.teachers.kinds import Serving, TeacherKind, kind_of
 from distcse.trainer.compiled_step import compiles_layers
 from distcse.trainer.engines.torch_engine import MIN_TABLE_ROWS
-from distcse.trainer.schedule import total_steps
 
 DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
 """Sentences of the labelled dev sets, by `evaluation.dev`."""
@@ -95,9 +94,7 @@ class StudentRun:
     @cached_property
     def steps(self) -> int:
         """Training steps of the run."""
-        queue = self.recipe.objective.queue
-        learned = self.rows - self.recipe.evaluation.num_heldout - (queue.num_anchors if queue else 0)
-        return total_steps(self.recipe.training, max(1, learned // self.recipe.training.batch_size))
+        return planned_steps(self.recipe, self.rows)[0]
 
     @property
     def has_dropout(self) -> bool:

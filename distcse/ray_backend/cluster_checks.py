@@ -11,11 +11,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from distcse import host
 from distcse.checks import Check, fail, ok, warn
-from distcse.errors import StorageError
+from distcse.device import gpu_count
+from distcse.errors import ClusterTooSmallError, EncoderError, GpuRequiredError, NodeLabelError, StorageError
+from distcse.experiments.registry import experiment_of
 from distcse.host import installed_version
+from distcse.placement.resources import Node, format_nodes
 from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file
+from distcse.recipe import BaseRecipe
 from distcse.storage import ArtifactStore, open_store
 
 _DASHBOARD = 8265
@@ -37,25 +42,30 @@ def check_version() -> list[Check]:
     return [fail("ray", summary, fix)]
 
 
-def check_cluster(shared: Mapping[str, Path] | None = None) -> list[Check]:
+def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe | None = None) -> list[Check]:
     """Check the nodes of the cluster at RAY_ADDRESS: versions of Ray, Python and packages, and access to the run's folders.
 
     Args:
         shared: Folders that all nodes must see, by recipe key; folders that do not exist yet are skipped.
+        recipe: A recipe whose processes the nodes, or this machine, must have room for. Default: none.
     """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         running = _find_running()
-        if running is None:
-            return [ok("cluster", "none; each run starts one on this machine")]
-        return [ok("cluster", f"one is running at {running}, not used; export RAY_ADDRESS={running} to use it")]
+        here = Node("", {"CPU": host.cpus(), **({"GPU": gpus} if (gpus := gpu_count()) else {})}, {})
+        found = (
+            "none; each run starts one on this machine"
+            if running is None
+            else f"one is running at {running}, not used; export RAY_ADDRESS={running} to use it"
+        )
+        return [ok("cluster", found), *_resources(recipe, [here])]
     import ray
 
     was_up = ray.is_initialized()
     try:
         if not was_up:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
-        return _nodes(address, shared or {})
+        return [*_nodes(address, shared or {}), *_resources(recipe, alive())]
     except Exception as error:  # Ray raises errors of many types if a cluster cannot be joined
         summary = f"cannot join {address}: {' '.join(str(error).split())[:200]}"
         fix = "check RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN, and that all versions are equal"
@@ -63,6 +73,22 @@ def check_cluster(shared: Mapping[str, Path] | None = None) -> list[Check]:
     finally:
         if not was_up:
             ray.shutdown()
+
+
+def _resources(recipe: BaseRecipe | None, nodes: Sequence[Node]) -> list[Check]:
+    """Check that the nodes can run a recipe's processes at the same time."""
+    if recipe is None or not recipe.uses_ray:
+        return []
+    try:
+        experiment_of(recipe).check_resources(nodes)
+    except (ClusterTooSmallError, GpuRequiredError, NodeLabelError) as error:
+        found, _, fix = error.coded_message.partition("; ")
+        if recipe.resources.wait_s and os.environ.get("RAY_ADDRESS"):
+            return [warn("resources", found, f"a run waits {recipe.resources.wait_s:g} s for nodes; otherwise {fix}")]
+        return [fail("resources", found, fix)]
+    except EncoderError:  # the check of the models reports it
+        return []
+    return [ok("resources", f"enough for the recipe: {format_nodes([node.resources for node in nodes])}")]
 
 
 def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:

@@ -18,7 +18,7 @@ from distcse.doctor import main
 from distcse.errors import RecipeNotFoundError
 from distcse.health import machine, sources, storage
 from distcse.ray_backend import cluster_checks
-from distcse.recipe import EndpointSection, Recipe, TeacherSection
+from distcse.recipe import EndpointSection, Recipe, TeacherSection, read_recipe
 from distcse.teachers.kinds import kind_of
 from tests.endpoints import Reply, open_endpoint
 
@@ -237,6 +237,33 @@ def test_a_port_beyond_loopback_fails(host: str, verdict: str, monkeypatch: pyte
         assert the_only(cluster_checks.check_ports([port])).verdict == ("warn" if verdict == "fail" else "ok")
     closed = the_only(cluster_checks.check_ports([port]))
     assert closed.verdict == "ok" and str(port) not in closed.found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "fix"),
+    [
+        (("training.workers=16", "training.gpus_per_worker=1"), "16 GPUs", "training.gpus_per_worker"),
+        (("training.workers=2", "resources.gpu=required"), "no GPU", "resources.gpu=auto"),
+        (("training.workers=16", "training.cpus_per_worker=64"), "1024 CPUs", "training.cpus_per_worker"),
+        (("training.workers=2", "training.node_labels={role: students}"), "role=students", "ray start"),
+        (("training.workers=1", "training.cpus_per_worker=1"), "", ""),
+    ],
+)
+def test_a_recipe_needs_what_this_machine_has(
+    overrides: tuple[str, ...], problem: str, fix: str, recipe_with: Callable[..., Recipe]
+) -> None:
+    cluster, found = cluster_checks.check_cluster(recipe=recipe_with(*overrides))
+    assert (cluster.name, cluster.verdict) == ("cluster", "ok")
+    assert found.verdict == ("fail" if problem else "ok") and problem in found.found and fix in found.fix
+
+
+def test_groups_need_what_this_machine_has(tiny: Callable[..., Path]) -> None:
+    groups = [f"groups.{number}.backbone={tiny('bert')}" for number in range(2)]
+    recipe = read_recipe(
+        "trans-encoder-mutual-base",
+        [*groups, "evaluation.data=data", "groups.0.gpus_per_worker=1", "groups.0.workers=16"],
+    )
+    assert [check.verdict for check in cluster_checks.check_cluster(recipe=recipe)] == ["ok", "fail"]
 
 
 def test_the_token_is_required_and_private(tmp_path: Path) -> None:

@@ -315,6 +315,14 @@ def test_the_choice_has_the_best_score_among_the_models_that_keep_the_limits(eva
         assert choice is not None and choice.model is not None and choice.model.name == name
         assert str(choice).startswith(f"best within {Limits(ms, mb)}: {name}, sts average")
     assert Choice.of(found, Limits()) is None
+    shown = replace(found, models=[replace(model, latency_ms=6.04, size_bytes=80_040_000) for model in models])
+    for limits, is_kept in (
+        (Limits(6, 80), True),
+        (Limits(5.9), False),
+        (Limits(6.03), False),
+        (Limits(mb=79.9), False),
+    ):
+        assert bool((kept := Choice.of(shown, limits)) and kept.model) == is_kept, limits
     unscored = [
         replace(score, values={"wide": 70.0, "cross": math.nan}) if score.average else score for score in scores
     ]

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AlbertConfig, AutoConfig, AutoModel, DebertaV2Config, MPNetConfig, PretrainedConfig
 
+from distcse.data import Corpus
 from distcse.data.collate import collate
 from distcse.device import DeviceSpeed
 from distcse.errors import CommandLineError, ModelNotFoundError
@@ -834,6 +835,25 @@ def test_a_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert described["workers"] == 8 and described["scaling"][0]["devices"] == 2
     assert described["seconds"] == pytest.approx(sum(phase["seconds"] for phase in described["phases"]))
     assert [memory["stage"] for memory in described["memory"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("rows", "is_few"), [(2_000_000, False), (600, True)])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_plan_s_warnings_count_the_rows_that_are_given(
+    rows: int,
+    is_few: bool,
+    is_cached: bool,
+    recipe_with: Callable[..., Recipe],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = recipe_with()
+    if is_cached:
+        Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
+    assert main([str(tmp_path / "recipe.yaml"), "training.epochs=1", "--corpus-rows", str(rows), "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    few = [warning["problem"] for warning in described["warnings"] if warning["code"] == "DCSE-W05"]
+    assert [f"{described['steps']} steps" in problem for problem in few] == [True] * is_few
 
 
 def test_a_plan_states_that_this_machine_was_not_measured(

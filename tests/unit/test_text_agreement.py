@@ -14,7 +14,7 @@ from scipy.stats import pearsonr, spearmanr
 from distcse import measure
 from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError
 from distcse.evaluate import main
-from distcse.evaluation import LoadOptions, TextsTask
+from distcse.evaluation import Choice, Limits, LoadOptions, TextsTask
 from distcse.evaluation.estimates import PearsonOf
 from distcse.evaluation.speed import TIMED_TEXTS, measure_speed
 from distcse.evaluation.text_agreement import MAX_TEXTS, nearest
@@ -78,6 +78,34 @@ def test_one_command_shows_agreement_size_and_speed(
     shown = capsys.readouterr().out
     assert "Agreement on texts, texts.txt, with teacher" in shown and "sentences/s" in shown and "kept@k: %" in shown
     assert "difference from" not in shown  # the teacher has no row
+
+
+@pytest.mark.parametrize(
+    ("names", "reference"),
+    [(("student", "teacher"), "teacher"), (("teacher", "student"), "teacher"), (("a", "b"), "a")],
+)
+def test_all_tables_compare_with_the_same_model(
+    names: tuple[str, str],
+    reference: str,
+    texts: Path,
+    labelled: Path,
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    models = [f"{name}={tiny(kind)}" for name, kind in zip(names, ("bert", "minilm"), strict=True)]
+    arguments = [*models, "--texts", str(texts), "--data", str(labelled), "--pooling", "mean", "--precision", "fp32"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert f"Agreement on texts, texts.txt, with {reference}" in shown and f"difference from {reference} and" in shown
+
+
+def test_the_reference_can_be_chosen(texts: Path, tiny: Callable[..., Path]) -> None:
+    models = {"student": tiny("bert", width=64), "teacher": tiny("bert")}
+    measured = measure(models, texts=texts, limits=Limits(mb=1e3), load_options=OPTIONS)
+    sizes = {info.name: info.size_bytes / 1e6 for info in measured.evaluation.models}
+    choice = Choice.of(measured.evaluation, Limits(mb=sizes["teacher"]))
+    assert sizes["teacher"] < sizes["student"]
+    assert choice is not None and choice.model is not None and choice.model.name == "teacher"
 
 
 def test_a_cross_encoder_can_be_the_reference(texts: Path, tiny: Callable[..., Path], tiny_cross: Path) -> None:

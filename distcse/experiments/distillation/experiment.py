@@ -24,7 +24,7 @@ from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.distillation.preflight import check_recipe, check_run
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
-from distcse.experiments.distillation.resources import least_requests
+from distcse.experiments.distillation.resources import least_requests, plan_run
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials
@@ -47,6 +47,7 @@ from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.placement.gpu_plan import PlansOfTrials
+from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
@@ -73,8 +74,11 @@ class Distillation(Experiment[Recipe]):
     def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
         return [*super().settings_warnings(), *model_warnings(self.recipe, only_local)]
 
-    def warnings(self) -> list[SettingsWarning]:
-        return [*super().warnings(), *cached_corpus_warnings(self.recipe)]
+    def warnings(self, corpus_rows: int | None = None) -> list[SettingsWarning]:
+        return [*super().warnings(), *cached_corpus_warnings(self.recipe, corpus_rows)]
+
+    def check_resources(self, nodes: Sequence[Node]) -> None:
+        plan_run(self.recipe, nodes)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)

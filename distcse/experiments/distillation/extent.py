@@ -110,26 +110,37 @@ class Extent:
     """Rows that are not trained on because they equal a held-out row."""
 
     @classmethod
-    def of(cls, recipe: Recipe, corpus: Corpus) -> Extent:
+    def of(cls, recipe: Recipe, corpus: Corpus, corpus_rows: int | None = None) -> Extent:
         """Count the steps of a recipe, and the tokens of a sample of its rows.
+
+        Args:
+            recipe: The recipe.
+            corpus: Its corpus.
+            corpus_rows: Rows that count for the steps. Default: the corpus's.
 
         Raises:
             CorpusTooSmallError: The corpus has too few rows for the held-out rows or the anchors.
             EncoderError: The student's tokenizer cannot be loaded.
         """
         training, spec = recipe.training, TokenizerSpec.of(recipe.student)
-        rows, held_out, anchors = split_rows(recipe, corpus)
-        steps_per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
+        num_twins = 0
+        if corpus_rows is None:
+            rows, held_out, anchors = split_rows(recipe, corpus)
+            num_twins = len(corpus) - len(rows) - len(held_out) - len(anchors)
+            steps_per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
+            steps = total_steps(training, steps_per_epoch)
+        else:
+            steps, steps_per_epoch, _ = planned_steps(recipe, corpus_rows)
         sampled = SampledTokens.of(spec.tokenizer, [spec.prompt + text for text in sample_texts(corpus)])
         return cls(
             training.batch_size,
-            total_steps(training, steps_per_epoch),
+            steps,
             steps_per_epoch,
             spec.max_length,
             training.max_steps,
             float((sampled.lengths > spec.max_length).mean()),
             sampled.unknown_share,
-            len(corpus) - len(rows) - len(held_out) - len(anchors),
+            num_twins,
         )
 
     def report(self, reporter: Reporter) -> None:
@@ -151,3 +162,11 @@ class Extent:
 def sample_texts(corpus: Corpus) -> list[str]:
     """Return sentences of a corpus, drawn at random, always the same ones."""
     return corpus.texts(np.sort(np.random.default_rng(0).choice(len(corpus), min(_SAMPLE, len(corpus)), replace=False)))
+
+
+def planned_steps(recipe: Recipe, rows: int) -> tuple[int, int, int | None]:
+    """Return the steps of a run on a number of rows, the steps of an epoch, and `training.max_steps`."""
+    queue = recipe.objective.queue
+    learned = rows - recipe.evaluation.num_heldout - (queue.num_anchors if queue else 0)
+    steps_per_epoch = max(1, learned // recipe.training.batch_size)
+    return total_steps(recipe.training, steps_per_epoch), steps_per_epoch, recipe.training.max_steps

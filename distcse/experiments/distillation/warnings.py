@@ -6,12 +6,13 @@ from distcse.data import Corpus
 from distcse.data.token_table import SampledTokens
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import find_corpus
-from distcse.experiments.distillation.extent import Extent, fit_to_corpus, sample_texts
+from distcse.experiments.distillation.extent import Extent, fit_to_corpus, planned_steps, sample_texts
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.settings_warnings import (
     SettingsWarning,
     teacher_encoders,
     warn_of_equal_views,
+    warn_of_few_steps,
     warn_of_generator_without_dropout,
     warn_of_narrow_bands,
     warn_of_unknown_tokens,
@@ -72,18 +73,23 @@ def teacher_token_warnings(recipe: Recipe, corpus: Corpus) -> list[SettingsWarni
     return warn_of_unknown_tokens(shares)
 
 
-def cached_corpus_warnings(recipe: Recipe) -> list[SettingsWarning]:
+def cached_corpus_warnings(recipe: Recipe, corpus_rows: int | None = None) -> list[SettingsWarning]:
     """Return the warnings that need the text, if the cache has it: of the run's extent, the teachers' tokens and cosines.
 
     Precisions are those that this machine decides.
+
+    Args:
+        recipe: The recipe.
+        corpus_rows: Rows that count for the steps, which then need no text. Default: those of the text.
     """
     corpus = find_corpus(recipe)
+    rows = corpus if corpus_rows is None else corpus_rows
+    recipe = recipe if rows is None else fit_to_corpus(recipe, rows, Reporter())
     if corpus is None:
-        return []
+        return [] if corpus_rows is None else warn_of_few_steps(*planned_steps(recipe, corpus_rows))
     student, teachers = recipe.student, recipe.teachers.encoders
     is_local = find_local_model(student.backbone, student.trust_remote_code) is not None
-    recipe = fit_to_corpus(recipe, corpus, Reporter())
-    warnings = Extent.of(recipe, corpus).warnings if is_local else []
+    warnings = Extent.of(recipe, corpus, corpus_rows).warnings if is_local else []
     if all(find_local_model(teacher.backbone, teacher.trust_remote_code) for teacher in teachers if _is_model(teacher)):
         warnings += teacher_token_warnings(recipe, corpus)
         warnings += band_warnings(with_teacher_precisions(recipe, None, Reporter()), corpus)

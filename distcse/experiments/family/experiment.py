@@ -17,7 +17,7 @@ from distcse.experiments.distillation.fingerprints import data_fingerprints, rea
 from distcse.experiments.distillation.gpus import report_embedding_gpus
 from distcse.experiments.distillation.preflight import check_recipe
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.resources import least_requests
+from distcse.experiments.distillation.resources import least_requests, plan_run
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.family.layers import with_member_layers
@@ -35,6 +35,7 @@ from distcse.experiments.run_scope import joined_for_devices, open_run, waited_f
 from distcse.models import EncoderHandle
 from distcse.models.static import require_model2vec
 from distcse.placement.gpu_plan import PlansOfTrials
+from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import FamilyRecipe
 from distcse.runs.directory import RunDirectory
@@ -63,6 +64,9 @@ class Family(Experiment[FamilyRecipe]):
             ("student.layers", "student.num_layers"), "each student of the family has its own layers"
         )
         return {**super().unread_keys(), **layers}
+
+    def check_resources(self, nodes: Sequence[Node]) -> None:
+        plan_run(self.recipe.student_recipe(self.recipe.largest_first[0]), nodes)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, list(devices))

@@ -24,7 +24,7 @@ from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.preflight import check_groups, check_recipe
-from distcse.experiments.mutual.resources import least_requests
+from distcse.experiments.mutual.resources import least_requests, plan_groups
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best
@@ -36,6 +36,7 @@ from distcse.experiments.settings_warnings import SettingsWarning, report_warnin
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, resolve_model
 from distcse.placement.gpu_plan import PlansOfTrials
+from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.runs.directory import RunDirectory
@@ -57,6 +58,9 @@ class MutualDistillation(Experiment[MutualRecipe]):
     def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
         groups = {f"groups.{number}": group for number, group in enumerate(self.recipe.groups)}
         return [*super().settings_warnings(), *warn_of_unused_prompts(groups, only_local)]
+
+    def check_resources(self, nodes: Sequence[Node]) -> None:
+        plan_groups(self.recipe, self.recipe.groups, nodes)
 
     def fingerprints(self) -> dict[str, str]:
         return read_fingerprints(self.recipe)
