@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.material import MINILM
 from benchmarks.million_pairs import Memory
 from benchmarks.options import settled
-from distcse.events import Event, StageProgress
+from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.mutual.mining import mine_pairs, mining_memory, prepare_mining
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.trainer.allocator import MALLOC_ENV
@@ -45,7 +45,7 @@ def main() -> None:
         )
         assert isinstance(recipe, MutualRecipe)
         begun = time.perf_counter()
-        prepared = prepare_mining(recipe)
+        prepared = prepare_mining(recipe, Reporter())
 
         def show(event: Event) -> None:
             if isinstance(event, StageProgress) and (event.finished or event.done == event.total):
@@ -56,7 +56,7 @@ def main() -> None:
 
         print(f"{time.perf_counter() - begun:8.1f} s  {len(prepared):,} sentences read", flush=True)
         with Memory() as memory:
-            pairs = mine_pairs(recipe, prepared, Path(folder) / "pairs", show)
+            pairs = mine_pairs(recipe, prepared, Path(folder) / "pairs", Reporter(show))
         print(f"{time.perf_counter() - begun:8.1f} s  {len(pairs):,} pairs; memory {memory.grown}")
         print(f"mining_memory asks Ray for {mining_memory(recipe, prepared) / 2**20:,.0f} MiB")
 

@@ -8,9 +8,10 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from distcse import host
 from distcse.compat.argparse import actions_of
@@ -131,6 +132,8 @@ def add_start_options(parser: argparse.ArgumentParser, noun: str, checked: str) 
 class ErrorStatus:
     """Context manager of a command: an error becomes one line on stderr, and sets the exit status.
 
+    SIGTERM ends the command as Ctrl-C does, at once; inside `StopOnSignal`, the first signal only requests a stop.
+
     Args:
         kept: What remains after a second Ctrl-C, for the message.
         as_json: Also print the error as a JSON object on stdout. Default: False.
@@ -144,9 +147,11 @@ class ErrorStatus:
         self._as_json = as_json
 
     def __enter__(self) -> Self:
+        self._before = _handle({signal.SIGTERM: signal.default_int_handler})
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        _handle(self._before)
         if isinstance(error, DistcseError):
             self._print(error)
             is_mistake = isinstance(error, RecipeError | EncoderSettingError)
@@ -181,10 +186,10 @@ class StopOnSignal:
     """Handles Ctrl-C and SIGTERM: the first requests a stop, the second stops at once.
 
     Args:
-        outcome: What the requested stop does, for the message. Default: that of a run.
+        outcome: Returns what the requested stop waits for and keeps, for the message.
     """
 
-    def __init__(self, outcome: str = "stopping at the next report, with a checkpoint") -> None:
+    def __init__(self, outcome: Callable[[], str]) -> None:
         self._outcome = outcome
         self._requested = False
 
@@ -192,23 +197,29 @@ class StopOnSignal:
         """Return whether a signal has arrived."""
         return self._requested
 
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+    def __enter__(self) -> Self:
+        self._before = _handle(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._on_signal))
+        return self
 
     def __exit__(self, *raised: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        _handle(self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._requested:
             raise KeyboardInterrupt
         self._requested = True
-        sys.stderr.write(f"{self._outcome}; {_limit(number)}\n")
+        sys.stderr.write(f"{self._outcome()}; {_limit(number)}\n")
+
+
+def _handle(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
+    """Set the handlers of signals, and return those before; does nothing outside the main thread, which has no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
 
 
 def _limit(number: int) -> str:
-    """Describe what stops the run before its next report."""
+    """Describe what stops the command before it ends by itself."""
     if number == signal.SIGTERM and _RAY_JOB in os.environ:
         seconds = os.environ.get(_RAY_WAITS, "3")
         return f"Ray kills a stopped job after {seconds} s ({_RAY_WAITS}): without a new checkpoint by then, the last one stays"

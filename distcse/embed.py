@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from distcse.command import STATUSES, add_output_options, exit_status, parse_command, program
+from distcse.command import STATUSES, StopOnSignal, add_output_options, exit_status, parse_command, program
 from distcse.gc_paused import gc_paused
 from distcse.inputs import require_inputs
 from distcse.recipe import Recipe, load_recipe
@@ -39,7 +39,8 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
             from distcse.experiments.distillation.tables import embed_corpus
             from distcse.ray_backend.backend import choose_backend
 
-        tables = embed_corpus(recipe, choose_backend(recipe), Reporter(view.show))
+        with (stop := StopOnSignal(lambda: "stopping after the current batch; completed shards are kept")):
+            tables = embed_corpus(recipe, choose_backend(recipe), Reporter(view.show, stop.stop_requested))
     folders = [None if table is None else to_uri(table.directory) for table in tables]
     if options.json:
         print_json([{"event": "Finished", "tables": folders}])
@@ -75,7 +76,7 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 
 
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
-    from distcse.events import Reporter, StageProgress
+    from distcse.events import Reporter
     from distcse.report.lines import print_json
     from distcse.report.progress import open_view
 
@@ -91,19 +92,18 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
             from distcse.report.terminal import print_comparison, print_ensemble_scores
             from distcse.teachers.comparison import compare
 
+        stop = StopOnSignal(lambda: "stopping after the current batch; the dev sets' vectors are kept")
+        stack.enter_context(stop)
+        reporter = Reporter(view.show, stop.stop_requested)
         stack.enter_context(gpu_policy(recipe.gpu_mode, computes_here=True))
         use_available_cpus()
-        recipe = with_teacher_precisions(recipe, None, Reporter(view.show))
-
-        def show_teacher(number: int, done: int) -> None:
-            view.show(StageProgress(f"teacher {number}", done, done, "sentences", finished=True))
-
+        recipe = with_teacher_precisions(recipe, None, reporter)
         comparison = None
         if options.compare:
-            comparison = compare(recipe, read_corpus(recipe, Reporter(view.show)), options.sentences, show_teacher)
+            comparison = compare(recipe, read_corpus(recipe, reporter), options.sentences, reporter)
             statistics = {card.teacher: card.statistics for card in comparison.cards}
-            report_warnings(warn_of_narrow_bands(recipe, statistics), Reporter(view.show))
-        scores = score_ensemble(recipe, options.fit_weights, show_teacher)
+            report_warnings(warn_of_narrow_bands(recipe, statistics), reporter)
+        scores = score_ensemble(recipe, options.fit_weights, reporter)
     if options.json:
         parts = {"Agreement": comparison, "EnsembleScores": scores}
         print_json([{"event": event, **asdict(part)} for event, part in parts.items() if part is not None])

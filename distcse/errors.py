@@ -502,7 +502,7 @@ class DivergedError(RunError):
 
 
 class StoppedEarlyError(RunError):
-    """The run was asked to stop while it waited, and has no new checkpoint; commands exit with 130."""
+    """The command was asked to stop outside of training, so that there is no new checkpoint; it exits with 130."""
 
     code = "DCSE-X17"
 

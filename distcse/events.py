@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from distcse.errors import StoppedEarlyError
+
+T = TypeVar("T")
+_FOLLOWED = 8192
+"""Items of a stream between two questions: a fraction of a second of reading."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,42 @@ class Reporter:
 
     emit: Listener = ignore
     stop_requested: Callable[[], bool] = field(default=lambda: False)
+
+    def check_stop(self, place: str) -> None:
+        """End work at a stop request. All that can take more than five seconds calls it between its batches or shards.
+
+        Training alone does not: it first writes a checkpoint.
+
+        Args:
+            place: Where the work is, for the message: `before X`, `in X`, `after 3 of 5 X`.
+
+        Raises:
+            StoppedEarlyError: A stop was requested.
+        """
+        if self.stop_requested():
+            raise StoppedEarlyError(f"stopped {place}; what is stored is kept: start it again to continue")
+
+    def advance(self, name: str, done: int, total: int | None, unit: str) -> None:
+        """Report the progress of a stage between two batches or shards, and end it at a stop request.
+
+        Args:
+            name: The stage's name.
+            done: Number of units that are done.
+            total: Number of units; None if it is unknown.
+            unit: What is counted, such as `sentences`.
+
+        Raises:
+            StoppedEarlyError: A stop was requested.
+        """
+        self.emit(StageProgress(name, done, total, unit))
+        self.check_stop(f"in {name} after {done:,}{'' if total is None else f' of {total:,}'} {unit}")
+
+    def follow(self, items: Iterable[T], name: str) -> Iterator[T]:
+        """Yield the items of a long stream, and end it at a stop request."""
+        for done, item in enumerate(items):
+            if done % _FOLLOWED == 0:
+                self.check_stop(f"in {name} after {done:,} sentences")
+            yield item
 
     def of_group(self, name: str) -> Reporter:
         """Return a reporter that wraps each event in a `GroupEvent` with this name, unless it is in one already."""

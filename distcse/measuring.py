@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from distcse.data.token_table import SampledTokens
 from distcse.device import default_device, speed_of, use_available_cpus
-from distcse.errors import EvaluationOptionError, StoppedEarlyError
+from distcse.errors import EvaluationOptionError
 from distcse.evaluation import (
     NO_LIMITS,
     Candidate,
@@ -34,6 +34,7 @@ from distcse.evaluation import (
     open_candidate,
     parse_models,
     parse_suites,
+    reporting,
 )
 from distcse.evaluation.sts import AGGREGATES
 from distcse.evaluation.transfer import Mode
@@ -130,8 +131,8 @@ def measure(
         limits: What the model that is chosen at the end may need. Default: no choice.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
         listen: Receives every event. Default: shows progress on standard error.
-        stop_requested: Polled while texts are encoded and before each set. True ends the evaluation with the models measured so
-            far. Default: never stops.
+        stop_requested: Polled between batches of texts, and before each model and set. True ends the evaluation with the models
+            measured so far. Default: never stops.
 
     Raises:
         StoppedEarlyError: It was stopped before the first model was measured.
@@ -151,12 +152,7 @@ def measure(
     with open_listener(listen) as emit:
         reporter = Reporter(emit, stop_requested)
         report_precisions([_precision_role(load_options)], emit)
-        config = EvalConfig(
-            aggregate,
-            transfer,
-            load_options.device,
-            lambda name, done: emit(StageProgress(f"{name} fits", done, None, "done")),
-        )
+        config = EvalConfig(aggregate, transfer, load_options.device)
         own = None if texts is None else (Path(texts), column)
         candidates, tasks = _load(models, folder, suites, add, own, documents, config, load_options, reporter)
         limits.check_suites([task.suite for task in tasks.tasks])
@@ -175,7 +171,7 @@ def measure(
             write_results(candidates, folder, Path(mteb))
         measured = [*candidates, *combined]
         base = _reference([candidate.info.name for candidate in candidates])
-        evaluation = evaluate(measured, tasks, settings=settings, emit=emit, stop_requested=stop_requested, base=base)
+        evaluation = evaluate(measured, tasks, settings=settings, reporter=reporter, base=base)
     return Measurement(evaluation, Choice.of(evaluation, limits))
 
 
@@ -278,7 +274,7 @@ def _load(
         }
         report_warnings(warn_of_unknown_tokens(shares), reporter)
     if documents is not None:
-        _add_retrieval_with_documents_by(documents, load_options, tasks, candidates)
+        _add_retrieval_with_documents_by(documents, load_options, tasks, candidates, reporter)
     return candidates, tasks
 
 
@@ -288,11 +284,8 @@ def _reference(names: Sequence[str]) -> str:
 
 
 def _candidate(name: str, source: Model, load_options: LoadOptions, reporter: Reporter) -> Candidate:
-    def report_progress(done: int, total: int) -> None:
-        if reporter.stop_requested():
-            raise StoppedEarlyError(f"stopped after {done:,} of the {total:,} texts of {name}")
-        reporter.emit(StageProgress(name, done, total, "texts"))
-
+    reporter.check_stop(f"before {name} is loaded")
+    on_progress = reporting(reporter, name)
     if isinstance(source, Encoder):
         return make_candidate(
             name,
@@ -300,9 +293,9 @@ def _candidate(name: str, source: Model, load_options: LoadOptions, reporter: Re
             source.to(load_options.device),
             Contamination({}),
             load_options.resolved_precision,
-            report_progress,
+            on_progress,
         )
-    return open_candidate(name, str(source), load_options, report_progress)
+    return open_candidate(name, str(source), load_options, on_progress)
 
 
 def _unused_prompts(candidates: Sequence[Candidate], load_options: LoadOptions) -> list[SettingsWarning]:
@@ -321,7 +314,7 @@ def _unused_prompts(candidates: Sequence[Candidate], load_options: LoadOptions) 
 
 
 def _add_retrieval_with_documents_by(
-    documents: str, load_options: LoadOptions, tasks: Tasks, candidates: Sequence[Candidate]
+    documents: str, load_options: LoadOptions, tasks: Tasks, candidates: Sequence[Candidate], reporter: Reporter
 ) -> None:
     """Add each retrieval set once more, with documents encoded by one model for all candidates.
 
@@ -329,7 +322,7 @@ def _add_retrieval_with_documents_by(
         EvaluationOptionError: The model is a cross-encoder, there is no retrieval set, or the dimensions differ.
     """
     ((name, source),) = parse_models([documents]).items()
-    model = open_candidate(name, source, load_options).model
+    model = open_candidate(name, source, load_options, reporting(reporter, name)).model
     if not isinstance(model, VectorModel):
         raise EvaluationOptionError(f"--documents {source} is a cross-encoder, which has no vectors; name a bi-encoder")
     sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]

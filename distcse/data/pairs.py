@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.corpus import Corpus, write_sentences
+from distcse.data.corpus import Corpus, Progress, write_sentences
 from distcse.data.ragged import RaggedRows, RaggedWriter, fetch_label, load_verified_label, write_cache_folder
 from distcse.errors import CorpusCacheError
 from distcse.storage import bytes_checksum, open_store, sha256
@@ -48,6 +49,7 @@ class Pairs:
         directory: Path,
         pairs: Iterable[tuple[str, str]],
         select: Callable[[int], NDArray[np.int64]] | None = None,
+        on_progress: Progress = lambda done: None,
     ) -> Pairs:
         """Store the different pairs of a stream, in its order.
 
@@ -57,6 +59,7 @@ class Pairs:
             directory: The folder to write.
             pairs: The pairs; repeated ones are left out.
             select: Maps the number of different pairs to the rows of those to store, ascending. Default: all.
+            on_progress: Called with the number of sentences read, and then with that of sentences stored.
 
         Raises:
             CorpusCacheError: The folder cannot be written.
@@ -64,11 +67,12 @@ class Pairs:
         with write_cache_folder(directory, _LABEL, "storage.runs") as (temporary, label):
             spool = temporary / "spool"
             spool.mkdir()
-            rows = _first_of_each(_spooled(spool, pairs))
+            rows = _first_of_each(_spooled(spool, pairs, on_progress))
             if select is not None:
                 rows = rows[select(len(rows))]
             spooled = RaggedRows(spool, np.uint8)
-            label.update(_write(temporary, lambda ids: [row.tobytes().decode() for row in spooled.rows(ids)], rows))
+            texts = partial(_read_texts, spooled)
+            label.update(_write(temporary, texts, rows, on_progress))
             shutil.rmtree(spool)
         return cls(directory, label)
 
@@ -137,15 +141,17 @@ def _texts(texts: Callable[[NDArray[np.int64]], list[str]], rows: PairRows) -> t
     return both[: len(rows)], both[len(rows) :]
 
 
-def _spooled(folder: Path, pairs: Iterable[tuple[str, str]]) -> NDArray[np.int64]:
+def _spooled(folder: Path, pairs: Iterable[tuple[str, str]], on_progress: Progress) -> NDArray[np.int64]:
     """Write all sentences of a stream, and return for each the row of its first occurrence, as (m, 2) for m pairs."""
-    digests = [np.empty(0, dtype=_DIGEST)]
+    digests, read = [np.empty(0, dtype=_DIGEST)], 0
     with RaggedWriter(folder) as writer:
         remaining = iter(pairs)
         while texts := [text.encode() for pair in islice(remaining, CHUNK) for text in pair]:
             writer.append(b"".join(texts), [len(text) for text in texts])
             digest = bytes.fromhex("".join(bytes_checksum(text, _DIGEST.itemsize) for text in texts))
             digests.append(np.frombuffer(digest, dtype=_DIGEST))
+            read += len(texts)
+            on_progress(read)
         writer.finish()
     joined = np.concatenate(digests)
     digests.clear()
@@ -166,12 +172,21 @@ def _first_of_each(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.asarray(rows[np.sort(first)])
 
 
-def _write(folder: Path, texts: Callable[[NDArray[np.int64]], list[str]], rows: NDArray[np.int64]) -> dict[str, Any]:
+def _read_texts(spooled: RaggedRows, ids: NDArray[np.int64]) -> list[str]:
+    return [row.tobytes().decode() for row in spooled.rows(ids)]
+
+
+def _write(
+    folder: Path,
+    texts: Callable[[NDArray[np.int64]], list[str]],
+    rows: NDArray[np.int64],
+    on_progress: Progress | None = None,
+) -> dict[str, Any]:
     """Write the sentences of pairs and their rows, and return the label's content."""
     used, inverse = np.unique(rows, return_inverse=True)
     np.save(folder / _ROWS, inverse.reshape(-1, 2).astype(np.int32))
     parts = (used[begin : begin + CHUNK] for begin in range(0, len(used), CHUNK))
-    _, fingerprint = write_sentences(folder, (text for part in parts for text in texts(part)))
+    _, fingerprint = write_sentences(folder, (text for part in parts for text in texts(part)), on_progress)
 
     def lines() -> Iterator[bytes]:
         for begin in range(0, len(rows), CHUNK):

@@ -19,7 +19,7 @@ from distcse.evaluation.evaluation import (
     measure_model,
 )
 from distcse.evaluation.leakage import evaluation_sentences, refuse_test_as_dev
-from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, RecordedScores, VectorModel
+from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, RecordedScores, VectorModel, reporting
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
@@ -77,6 +77,7 @@ __all__ = [
     "parse_suites",
     "read_table",
     "refuse_test_as_dev",
+    "reporting",
     "stream_texts",
     "sts_score",
 ]

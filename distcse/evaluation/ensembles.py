@@ -11,7 +11,7 @@ from distcse.evaluation.evaluation import Candidate, ModelInfo, ModelResults, me
 from distcse.evaluation.models import Ensemble, RecordedScores
 from distcse.evaluation.runs import group_runs
 from distcse.evaluation.suites import Tasks
-from distcse.events import Listener
+from distcse.events import Listener, Reporter
 
 _ALL = "all"
 
@@ -61,7 +61,7 @@ def measure_ensemble(
         emit: Receives the progress.
     """
     infos = [member.info for member in members]
-    results = measure_model(Candidate(_describe(name, infos), Ensemble(scores)), tasks, emit)
+    results = measure_model(Candidate(_describe(name, infos), Ensemble(scores)), tasks, Reporter(emit))
     contamination = Contamination.of_several([Contamination(info.contamination) for info in infos])
     return replace(results, info=replace(results.info, contamination=contamination.overlap))
 

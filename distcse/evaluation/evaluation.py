@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ from distcse.evaluation.speed import measure_speed
 from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
 from distcse.evaluation.text_agreement import with_agreement
-from distcse.events import Listener, StageProgress, ignore
+from distcse.evaluation.transfer import TransferTask
+from distcse.events import Reporter, StageProgress
 from distcse.storage import ArtifactStore, open_store
+
+_SILENT = Reporter()
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,7 @@ def evaluate(
     tasks: Tasks,
     *,
     settings: Mapping[str, str] | None = None,
-    emit: Listener = ignore,
-    stop_requested: Callable[[], bool] = lambda: False,
+    reporter: Reporter = _SILENT,
     base: str | None = None,
 ) -> Evaluation:
     """Evaluate every model on every task it supports, and compare the models with one of them.
@@ -196,9 +199,8 @@ def evaluate(
             so that only one model is in memory.
         tasks: The tasks, and the names of missing sets.
         settings: Stored in the result.
-        emit: Receives the progress.
-        stop_requested: Polled during the evaluation. True leaves out the models that are not measured yet, and a warning names
-            them. Default: never stops.
+        reporter: Receives the progress. Its stop request leaves out the models that are not measured yet, and a warning says so.
+            Default: silent, without stops.
         base: Name of the model that the others are compared with. Default: the first one.
 
     Raises:
@@ -208,49 +210,48 @@ def evaluate(
     results: list[ModelResults] = []
     for candidate in candidates:
         try:
-            results.append(measure_model(candidate, tasks, emit, stop_requested))
-        except StoppedEarlyError as stop:
+            results.append(measure_model(candidate, tasks, reporter))
+        except StoppedEarlyError:
             if not results:
                 raise
-            tasks = replace(tasks, warnings=[*tasks.warnings, f"{stop}; the tables have the models before it"])
+            left_out = f"stopped before the end of {candidate.info.name}; the tables have the models before it"
+            tasks = replace(tasks, warnings=[*tasks.warnings, left_out])
             break
         del candidate  # frees its memory before the next one is loaded
     return compare_models(results, tasks, settings=settings, started_at=started_at, base=base)
 
 
-def measure_model(
-    candidate: Candidate,
-    tasks: Tasks,
-    emit: Listener = ignore,
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> ModelResults:
+def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILENT) -> ModelResults:
     """Evaluate one model on every task it supports.
 
     Args:
         candidate: The model.
         tasks: The tasks.
-        emit: Receives the progress.
-        stop_requested: Called before each task. Default: never stops.
+        reporter: Receives the progress; its stop request ends the measurement. The candidate itself asks between its batches.
+            Default: silent, without stops.
 
     Raises:
-        StoppedEarlyError: `stop_requested` returned True; this model has no result.
+        StoppedEarlyError: A stop was requested; this model has no result.
     """
     name, model = candidate.info.name, candidate.model
     supported = [task for task in tasks.tasks if supports(task, model)]
+    reporter.check_stop(f"before the evaluation of {name}")
     if isinstance(model, VectorModel):
         model.prepare(text for task in supported for text in task.sentences())
     results = {}
     for done, task in enumerate(supported):
-        if stop_requested():
-            raise StoppedEarlyError(f"stopped after {done} of the {len(supported)} sets of {name}")
-        emit(StageProgress(name, done, len(supported), f"sets, now {task.suite} {task.name}"))
-        results[task.suite, task.name] = task.measure(model)
+        reporter.advance(name, done, len(supported), f"sets, now {task.suite} {task.name}")
+        measured: EvalTask = task
+        if isinstance(task, TransferTask):
+            progress = partial(reporter.advance, f"{task.name} fits", total=None, unit="done")
+            measured = replace(task, on_progress=progress)
+        results[task.suite, task.name] = measured.measure(model)
     info, vectors = _describe_model(candidate, tasks.tasks), NeighborComparison.of(tasks.tasks).vectors(model)
     if tasks.timed_texts and not isinstance(model, Ensemble):
         speed = measure_speed(model.compute, tasks.timed_texts)
         info = replace(info, sentences_per_s=speed.sentences_per_s, latency_ms=speed.latency_ms)
     note = f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {model.seconds:.1f} s in the model"
-    emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
+    reporter.emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
     return ModelResults(info, default_device(), results, vectors)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -97,21 +98,20 @@ def fit(
         classes: Number of classes.
         problems: What to fit; problems with the same number of rows are batched.
         schedule: Hyperparameters. Default: SentEval's.
-        on_progress: Called with the number of finished fits.
+        on_progress: Called with the number of finished fits, also between the passes of a fit.
 
     Returns:
         One result per problem, in their order.
     """
     results: dict[int, Fitted] = {}
-    done = 0
+    report, done = on_progress or (lambda done: None), 0
     order = sorted(range(len(problems)), key=lambda index: _shape(problems[index]))
     for _, same_shape in groupby(order, key=lambda index: _shape(problems[index])):
         indices = list(same_shape)
         group = _Group(vectors, labels, classes, [problems[index] for index in indices], schedule or Schedule())
-        results.update(zip(indices, group.run(), strict=True))
+        results.update(zip(indices, group.run(partial(report, done)), strict=True))
         done += sum(len(problems[index].strengths) for index in indices)
-        if on_progress is not None:
-            on_progress(done)
+        report(done)
     return [results[index] for index in range(len(problems))]
 
 
@@ -161,11 +161,12 @@ class _Group:
         num_dev = int(DEV_SHARE * len(shuffled))
         return [(problem.train[shuffled[num_dev:]], problem.train[shuffled[:num_dev]]) for problem in problems]
 
-    def run(self) -> list[Fitted]:
+    def run(self, on_pass: Callable[[], None]) -> list[Fitted]:
         passes = 0
         while self._running_folds and passes <= self._schedule.max_epochs:
             for _ in range(self._schedule.epoch_size):
                 self._pass()
+            on_pass()
             passes += self._schedule.epoch_size
             self._evaluate_dev()
             self._drop_finished()

@@ -12,12 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import ModelOutputError
+from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder
 from distcse.rank_space import RankSpaceEncoder, index_pairs
 
 Pairs = tuple[Sequence[str], Sequence[str]]
 Progress = Callable[[int, int], None]
 """Called with the number of encoded texts or scored pairs, and the total."""
+
+
+def reporting(reporter: Reporter, name: str, unit: str = "texts") -> Progress:
+    """Return a model's `Progress`: it reports to a reporter, whose stop request ends the model's work between two batches."""
+    return lambda done, total: reporter.advance(name, done, total, unit)
+
 
 PAIRS_PER_BLOCK = 8192
 """Pairs whose cosines are computed together: their vectors are copied in float64."""

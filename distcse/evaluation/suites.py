@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,9 +31,6 @@ from distcse.evaluation.transfer import Mode, TransferTask
 from distcse.evaluation.triplets import TripletTask
 from distcse.storage import text_checksum
 
-FitProgress = Callable[[str, int], None]
-"""Called with the name of a transfer set and the number of finished fits."""
-
 
 @dataclass(frozen=True)
 class EvalConfig:
@@ -45,7 +42,6 @@ class EvalConfig:
     """Protocol of the transfer tasks."""
     device: str | None = None
     """Device of the transfer fits; None is the default device of the process that fits."""
-    on_fits: FitProgress | None = None
 
 
 @dataclass
@@ -199,9 +195,7 @@ class _DatasetRegistry:
 
 
 def _transfer_task(name: str, tables: dict[str, Table], config: EvalConfig) -> TransferTask:
-    on_fits = config.on_fits
-    progress = None if on_fits is None else lambda done: on_fits(name, done)
-    return TransferTask.of(name, tables, config.transfer, config.device, progress)
+    return TransferTask.of(name, tables, config.transfer, config.device)
 
 
 def _custom_task(custom: CustomSet, config: EvalConfig, warnings: list[str]) -> EvalTask:

@@ -122,7 +122,6 @@ class TransferTask:
         tables: dict[str, Table],
         mode: Mode,
         device: str | None,
-        on_progress: Callable[[int], None] | None,
     ) -> TransferTask:
         """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
 
@@ -141,7 +140,7 @@ class TransferTask:
             raise InsufficientLabelsError(
                 f"{file}: a label has {smallest} rows; add rows: {splits} need {needed} per label"
             )
-        return cls(name, train, dev, test, mode, device, on_progress)
+        return cls(name, train, dev, test, mode, device)
 
     def sentences(self) -> Iterable[str]:
         parts = [part for part in (self.train, self.dev, self.test) if part is not None]
@@ -167,7 +166,7 @@ class TransferTask:
         final_problems = [
             Problem(train, None, (STRENGTHS[best],)) for (train, _), (best, _) in zip(outer, chosen, strict=True)
         ]
-        refitted = fit(features, labels, classes, final_problems)
+        refitted = fit(features, labels, classes, final_problems, on_progress=self.on_progress)
         correct = np.zeros(len(labels), dtype=bool)
         for (_, test), fitted in zip(outer, refitted, strict=True):
             correct[test] = fitted.correct(0, features[test], labels[test])
@@ -183,7 +182,8 @@ class TransferTask:
             split = [Problem(train_rows, dev_rows, STRENGTHS) for train_rows, dev_rows in folds(self.train.labels)]
             tried = fit(train, labels, classes, split, on_progress=self.on_progress)
             best, _ = _best([fitted.dev_scores for fitted in tried])
-            fitted, index = fit(train, labels, classes, [Problem(rows, None, (STRENGTHS[best],))])[0], 0
+            final = [Problem(rows, None, (STRENGTHS[best],))]
+            fitted, index = fit(train, labels, classes, final, on_progress=self.on_progress)[0], 0
         else:
             # SentEval fits again with the selected strength; same rows and seed give the same weights, so we don't.
             dev, dev_labels = self._tensors(self.dev, model)
@@ -199,7 +199,9 @@ class TransferTask:
     def _fast_cross_validation(self, model: VectorModel) -> TaskResult:
         features, labels = self.train.features(model), self.train.labels
         correct, chosen = np.zeros(len(labels), dtype=bool), []
-        for train, test in folds(labels):
+        for done, (train, test) in enumerate(folds(labels)):
+            if self.on_progress is not None:
+                self.on_progress(done)
             classifier = _select_regression(features[train], labels[train], *_holdout(labels[train]))
             correct[test] = classifier.predict(features[test]) == labels[test]
             chosen.append(float(classifier.C))

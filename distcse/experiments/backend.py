@@ -42,7 +42,7 @@ class EmbeddingRequest:
     missing: Sequence[int]
     """Numbers of its missing shards."""
     on_rows: Callable[[int], None]
-    """Called after each shard with the number of rows embedded so far."""
+    """Called between batches or shards with the number of rows embedded so far; ends the pass at a stop request."""
     reporter: Reporter
     """Receives warnings of unresponsive or lost processes, and answers whether a stop was requested."""
     gpu_mode: GpuMode = "auto"

@@ -124,7 +124,7 @@ class Experiment(ABC, Generic[R]):
 
         Args:
             backend: Where the work runs.
-            reporter: Receives events. Its stop request ends the run, with a checkpoint, at the next report.
+            reporter: Receives events. Its stop request ends the run: training writes a checkpoint first.
             directory: The run's folder, new or of an interrupted run; None creates one.
 
         Raises:

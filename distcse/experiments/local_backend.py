@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from distcse.data import Corpus
-from distcse.errors import StoppedEarlyError
 from distcse.events import Reporter
 from distcse.experiments.backend import DeviceCall, EmbeddingRequest
 from distcse.experiments.distillation.batch_loader import TrainSpec
@@ -46,7 +45,7 @@ class LocalBackend:
         done = 0
         tokens_per_batch = request.section.tokens_per_batch
         for rows in complete_shards(
-            open_embedder, request.corpus, request.table, request.missing, tokens_per_batch, reused
+            open_embedder, request.corpus, request.table, request.missing, tokens_per_batch, reused, request.on_rows
         ):
             done += rows
             request.on_rows(done)
@@ -86,8 +85,7 @@ class LocalBackend:
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
         results: list[T] = []
         for call in calls:
-            if results and not call.returns_on_stop and reporter.stop_requested():
-                raise StoppedEarlyError(f"stopped before the {call.name}; continue with --resume")
+            reporter.check_stop(f"before the {call.name}")
             results.append(call.function(reporter))
             allocator.release_memory()  # training workers may use the same GPU
         return results

@@ -334,6 +334,7 @@ class Encoder(nn.Module):
         batch_tokens: int | None = None,
         normalize: bool | None = None,
         precision: str = "fp32",
+        on_progress: Callable[[int], None] | None = None,
     ) -> Iterator[NDArray[np.float32]]:
         """Encode groups of texts, one after the other, as `encode` does.
 
@@ -345,6 +346,7 @@ class Encoder(nn.Module):
             batch_tokens: See `encode`.
             normalize: See `encode`.
             precision: See `encode`.
+            on_progress: See `encode`.
 
         Yields:
             The (n, d) float32 vectors of each group's n texts.
@@ -361,7 +363,7 @@ class Encoder(nn.Module):
                 indices.append(group_indices)
                 yield Chunk([rows], np.empty((len(rows), self.dimension), dtype=np.float32))
 
-        for chunk in self._run(chunks(), batch_tokens, normalize, precision, ahead=True):
+        for chunk in self._run(chunks(), batch_tokens, normalize, precision, on_progress, ahead=True):
             group_indices = indices.popleft()
             yield chunk.out if len(chunk.out) == len(group_indices) else chunk.out[group_indices]
 

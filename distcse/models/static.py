@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import takewhile
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from distcse.compat.model2vec import without_progress_bars
+from distcse.compat.model2vec import following_steps
 from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.host import pip_install
 from distcse.models.encoder import Encoder
@@ -92,11 +92,15 @@ class StaticEncoder:
             raise ModelFormatError(f"{folder} is no complete static model: {error}; get it again") from None
 
     @classmethod
-    def of_tokens(cls, encoder: Encoder) -> StaticEncoder:
+    def of_tokens(cls, encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None) -> StaticEncoder:
         """Make a static model of an encoder's vocabulary: each token's vector is that of the text of this token alone.
 
         Vectors of frequent tokens are shortened (SIF), with the frequencies of Zipf's law, as `model2vec.distill` does; that
         function needs another version of transformers. In vocabularies by descending frequency, ids are ranks.
+
+        Args:
+            encoder: The encoder.
+            on_progress: Called with the number of tokens encoded so far, from 0.
         """
         from model2vec import StaticModel
 
@@ -109,6 +113,7 @@ class StaticEncoder:
         vectors = np.zeros((size, encoder.dimension), dtype=np.float32)
         with torch.inference_mode():
             for begin in range(0, size, _TOKENS_PER_BATCH):
+                on_progress(begin)
                 tokens = range(begin, min(size, begin + _TOKENS_PER_BATCH))
                 rows = [[*before, token, *after] for token in tokens]
                 ids = torch.tensor(rows, device=encoder.device)
@@ -129,6 +134,7 @@ class StaticEncoder:
         batch_size: int = 64,
         seed: int = 0,
         device: str = "cpu",
+        on_step: Callable[[], None] = lambda: None,
     ) -> StaticEncoder:
         """Train the tokens' vectors towards target vectors by their cosine, with model2vec's trainer; return the trained model.
 
@@ -141,11 +147,12 @@ class StaticEncoder:
             batch_size: Texts per step.
             seed: Seed of the order of the texts.
             device: Device to train on.
+            on_step: Called before each step; an exception from it ends the training.
         """
         from model2vec.train.similarity import StaticModelForSimilarity
 
         trained = StaticModelForSimilarity.from_static_model(model=self._model, n_layers=0, out_dim=self.dimension)
-        with without_progress_bars():
+        with following_steps(on_step):
             trained.fit(
                 list(texts),
                 torch.from_numpy(targets),

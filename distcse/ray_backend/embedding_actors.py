@@ -11,14 +11,14 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from distcse.data import Corpus
-from distcse.errors import StoppedEarlyError, TeacherServerError, first_line
+from distcse.errors import TeacherServerError, first_line
 from distcse.events import LogMessage
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.placement.resources import Resources, count_fitting, format_resources, nodes_with, refuse_impossible
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
-from distcse.ray_backend.nodes import STOPPED_WAIT_S, ResourceWatchdog, alive, describe_holders
+from distcse.ray_backend.nodes import ResourceWatchdog, alive, describe_holders
 from distcse.ray_backend.teacher_servers import cause_of, monitor_heartbeats
 from distcse.recipe import TeacherSection
 from distcse.storage import ArtifactStore, open_store
@@ -91,7 +91,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
     """Embed the missing shards of a table with a pool of actors, and restart actors that hang.
 
     Raises:
-        StoppedEarlyError: A stop was requested while no actor had started. An embedding pass that runs is completed.
+        StoppedEarlyError: A stop was requested. Complete shards are kept.
         TeacherServerError: An actor failed, or crashed repeatedly.
         ClusterTooSmallError: The cluster cannot run the actors, or lost a node and got no other.
         NodeLabelError: No node has the labels of `teachers.node_labels`.
@@ -153,7 +153,7 @@ class _EmbeddingTasks:
     def run(self) -> None:
         """Complete all shards."""
         while self._waiting or self._running:
-            self._check_wait()
+            self._check()
             self._watchdog.check()
             for answer in ray.wait([*self._starting, *self._running], timeout=_POLL_S)[0]:
                 if answer in self._running:
@@ -190,14 +190,13 @@ class _EmbeddingTasks:
             self._idle.append(actor)
             self._request.on_rows(self._done)
 
-    def _check_wait(self) -> None:
-        """Report actors that wait for resources while there are shards for them.
+    def _check(self) -> None:
+        """Hear a stop request, and report actors that wait for resources while there are shards for them.
 
         Raises:
-            StoppedEarlyError: A stop was requested while all wait.
+            StoppedEarlyError: A stop was requested.
         """
-        if not self._running and self._reporter.stop_requested() and self._wait_warning.waited_s > STOPPED_WAIT_S:
-            raise StoppedEarlyError(f"stopped while teacher {self._backbone} waited for resources; start the run again")
+        self._reporter.check_stop(f"in the embedding pass of teacher {self._backbone} after {self._done:,} rows")
         if self._starting and self._waiting and self._wait_warning.is_due:
             waiting, needed = len(self._starting), format_resources(self._each)
             self._wait_warning.check(

@@ -23,12 +23,15 @@ from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.experiments.distillation.resources import EVALUATOR_ALTERNATIVE
 from distcse.experiments.distillation.teacher_clients import teacher_clients
-from distcse.placement.resources import ResourceRequest
+from distcse.placement.resources import ResourceRequest, format_resources
+from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.event_channel import unique_name
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
 from distcse.ray_backend.teacher_servers import RemoteTeacherClient, monitor_heartbeats
 from distcse.trainer.checkpoint_files import ModelState
+
+_POLL_S = 0.25
 
 
 class EvaluatorActor(HeartbeatActor):
@@ -62,7 +65,7 @@ class RemoteEvaluator:
         spec: The run.
         servers: The worker's server of each teacher, by the teacher's number.
         request: CPUs, GPUs and node labels of the actor.
-        reporter: Receives a warning when the actor is unresponsive.
+        reporter: Receives a warning when the actor is unresponsive or waits; a stop request ends the wait for its node.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class RemoteEvaluator:
     ) -> None:
         self._spec, self._servers, self._request = spec, servers, request
         self._monitor = monitor_heartbeats(spec.recipe.teachers, reporter)
+        self._reporter = reporter
         self._actor: Any = None
+        self._has_started: Any = None
         self._pending: Any = None
 
     def __enter__(self) -> RemoteEvaluator:
@@ -92,6 +97,7 @@ class RemoteEvaluator:
                 )
                 .remote(self._spec, self._servers)
             )
+            self._has_started = self._actor.beat.remote()
             self._monitor.add("the dev-score evaluator", self._actor)
         weights = {name: weight.numpy() for name, weight in state.weights.items()}
         self._pending = self._actor.score.options(name="dev score").remote(weights)
@@ -100,6 +106,14 @@ class RemoteEvaluator:
         return bool(ray.wait([self._pending], timeout=0)[0])
 
     def take(self) -> float:
+        warning = WaitWarning(self._reporter)
+        while not ray.wait([self._pending], timeout=_POLL_S)[0]:
+            # One that computes is waited for: the checkpoint of a stop has its score.
+            if not ray.wait([self._has_started], timeout=0)[0]:
+                self._reporter.check_stop("while the dev-score evaluator waited for a node")
+                warning.check(
+                    f"the dev-score evaluator waits for a node with {format_resources(self._request.each)} free"
+                )
         try:
             return float(ray.get(self._pending))
         except RayTaskError as failed:

@@ -162,10 +162,8 @@ class EventChannel:
 
     def writes_checkpoint(self) -> bool:
         """Return whether a worker's process writes a checkpoint; one that does not answer counts as not writing."""
-        answers = [
-            call_in(worker, _is_writing) for worker in ray.get(self.actor.workers.remote(), timeout=_ANSWER_TIMEOUT_S)
-        ]
-        ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_TIMEOUT_S)
+        answers = [call_in(worker, _is_writing) for worker in self._workers()]
+        ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_TIMEOUT_S) if answers else ([], [])
         found = False
         for answer in ready:
             with suppress(RayActorError):  # the worker that failed may have ended
@@ -174,8 +172,16 @@ class EventChannel:
 
     def kill_workers(self) -> None:
         """Kill the processes of all workers."""
-        for worker in ray.get(self.actor.workers.remote(), timeout=_ANSWER_TIMEOUT_S):
+        for worker in self._workers():
             ray.kill(worker)
+
+    def _workers(self) -> list[Any]:
+        """Return the actors of all workers; of those that `relay` knows if the event actor does not answer."""
+        try:
+            workers: list[Any] = ray.get(self.actor.workers.remote(), timeout=_ANSWER_TIMEOUT_S)
+            return workers
+        except GetTimeoutError:
+            return [] if self._worker is None else [self._worker]
 
     def returned(self) -> Any:
         """Return the value that rank 0 sent; None if the actor has lost it in a restart, or does not answer."""

@@ -17,13 +17,13 @@ from distcse.errors import (
     DistcseError,
     ProcessLostError,
     RunError,
+    StoppedEarlyError,
     WorkersLostError,
     WorkFailedError,
     first_line,
     last_line,
 )
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.pooled_group import SlotsLost
@@ -199,7 +199,7 @@ class RayGroup:
         """Wait for the results of actor tasks.
 
         Raises:
-            RunEnded: The run was asked to stop. Closing the group ends the tasks.
+            StoppedEarlyError: The run was asked to stop. Closing the group ends the tasks.
             SlotsLost: A slot of the pool was lost.
         """
         waiting = list(tasks)
@@ -214,11 +214,12 @@ class RayGroup:
         """Raise an exception if the group need not wait any longer for actors or their results.
 
         Raises:
-            RunEnded: The run was asked to stop, or the group was closed.
+            StoppedEarlyError: The run was asked to stop, or the group was closed.
             SlotsLost: A slot of the pool was lost. A group that keeps its slots waits for another node.
         """
-        if self._closed or self._reporter.stop_requested():
-            raise RunEnded
+        self._reporter.check_stop(f"while {self.name} waited")
+        if self._closed:
+            raise StoppedEarlyError(f"{self.name} was closed")
         if self._pool is not None and self._pool.has_lost(self._slots):
             raise SlotsLost
 
@@ -247,7 +248,7 @@ class RayGroup:
             trains: Whether it needs trainers, in addition to scorers. Default: true.
 
         Raises:
-            RunEnded: The run was asked to stop before or during `work`.
+            StoppedEarlyError: The run was asked to stop before or during `work`.
             DistcseError: An error of the user's, from an actor.
             WorkFailedError: An unexpected exception in an actor.
             WorkersLostError: Actors were lost more often than mutual.max_failures allows.
@@ -255,8 +256,7 @@ class RayGroup:
             SlotsLost: A slot of the pool was lost.
         """
         while True:
-            if self._reporter.stop_requested():
-                raise RunEnded
+            self._reporter.check_stop(f"before {phase.name} of {self.name}")
             try:
                 if self._reservation is not None and self._drains(phase):
                     self._end_all()
@@ -345,7 +345,7 @@ class RayGroup:
         """Wait for slots without a timeout, because a cluster may grow; warn after a while.
 
         Raises:
-            RunEnded: The run was asked to stop.
+            StoppedEarlyError: The run was asked to stop.
             SlotsLost: A slot of the pool was lost.
         """
         ready = [group.ready() for group in {slot.placement_group for slot in slots}]

@@ -221,6 +221,7 @@ def co_located_servers(
     restarted. A server without a node is reported.
 
     Raises:
+        StoppedEarlyError: A stop was requested.
         DistcseError: A teacher failed to load; the specific class that its server raised.
         TeacherServerError: A server failed with an unexpected error.
     """
@@ -231,6 +232,7 @@ def co_located_servers(
         has_started, is_ready = server.beat.remote(), server.ready.remote()
         warning = WaitWarning(reporter)
         while not ray.wait([is_ready], timeout=_POLL_S)[0]:
+            reporter.check_stop(f"while teacher {teacher.backbone} was loaded")
             if not ray.wait([has_started], timeout=0)[0]:
                 warning.check(f"the server of teacher {teacher.backbone} waits for a node with room for it")
         try:

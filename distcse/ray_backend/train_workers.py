@@ -22,7 +22,6 @@ from distcse.errors import (
     EncoderError,
     ProcessLostError,
     RunError,
-    StoppedEarlyError,
     WorkersLostError,
     last_line,
 )
@@ -152,10 +151,8 @@ def _run_trainer(
     try:
         while not running.done():
             channel.relay(reporter)
-            if reporter.stop_requested() and channel.idle_s() > STOPPED_WAIT_S and not running.done():
-                raise StoppedEarlyError(
-                    f"stopped while no worker trained. Resume from the last checkpoint: --resume {spec.run}"
-                )
+            if not running.done() and (not channel.has_started or channel.idle_s() > STOPPED_WAIT_S):
+                reporter.check_stop("while no worker trained")
             failure = channel.failure(FAILURE_WAIT_S)
             if failure is not None and not running.done() and not channel.writes_checkpoint():
                 # The other workers wait for the failed one in a collective operation.

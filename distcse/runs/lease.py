@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import secrets
 import socket
@@ -38,7 +39,6 @@ from distcse.errors import (
     RunError,
     RunInUseError,
     RunTakenOverError,
-    StoppedEarlyError,
     StorageError,
 )
 from distcse.events import LogMessage, Reporter
@@ -54,6 +54,10 @@ LEASE_FILES = _FILE, _HEARTBEAT = "lease", "lease.heartbeat"
 POLL_S = 1.0
 """Seconds between two looks at another process's lease."""
 _REMOTE_POLL_S = 5.0
+_LOCK_POLL_S, _LOCK_NOTICE_S = 0.1, 1.0
+"""Seconds between two tries to lock a folder, and after which a wait is reported: starts hold the lock for milliseconds."""
+_RELEASE_WAIT_S = 5.0
+"""Seconds to wait for the lock of a folder whose lease is released."""
 _held_here: set[str] = set()
 """Tokens of this process's active leases. Other lease files that name this process were not released because writing failed."""
 
@@ -168,7 +172,7 @@ class Lease:
         while True:
             content = _read(folder)
             if (owner := _find_owner(folder, reporter)) is None:
-                with _local_lock(folder):
+                with _local_lock(folder, reporter):
                     if _read(folder) == content:
                         return cls.acquire(folder.path)
                 continue
@@ -195,8 +199,9 @@ class Lease:
 
     def _release(self) -> None:
         """Remove the owner from the lease file. The token remains, because this start's workers may still be writing."""
-        # If the file cannot be written (full disk, deleted folder), the lease becomes free when this process ends.
-        with suppress(OSError, StorageError), _local_lock(self.folder):
+        # If the file cannot be written (full disk, deleted folder, a lock that stays), the lease becomes free when this process
+        # ends.
+        with suppress(OSError, StorageError), _local_lock(self.folder, Reporter(), _RELEASE_WAIT_S):
             if self._is_valid():
                 self.folder.write_text(_FILE, json.dumps({"token": self.token}))
 
@@ -267,10 +272,7 @@ def _has_expired(folder: ArtifactStore, owner: LeaseOwner, reporter: Reporter) -
 
 
 def _wait(seconds: float, folder: ArtifactStore, reporter: Reporter) -> None:
-    if reporter.stop_requested():
-        raise StoppedEarlyError(
-            f"stopped while waiting for another process in {folder}; use --resume later, or start the run again"
-        )
+    reporter.check_stop(f"while waiting for another process in {folder}")
     time.sleep(seconds)
 
 
@@ -320,18 +322,49 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def _local_lock(folder: ArtifactStore) -> Iterator[None]:
-    """Context manager: hold a lock among the processes of this machine."""
+def _local_lock(folder: ArtifactStore, reporter: Reporter, limit_s: float = math.inf) -> Iterator[None]:
+    """Context manager: hold a lock among the processes of this machine.
+
+    Args:
+        folder: The locked folder.
+        reporter: Receives a message before a wait, and can request to stop it.
+        limit_s: Seconds to wait. Default: no limit.
+
+    Raises:
+        StoppedEarlyError: A stop was requested during a wait.
+        TimeoutError: Another process held the lock for `limit_s` seconds.
+    """
     if folder.is_remote:  # its local copy may not exist yet
         with storage_errors(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder.path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # file systems without flock: the token decides
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        began, is_reported = time.monotonic(), False
+        # Not LOCK_EX alone: the kernel would wait without an end, and repeat the wait after a signal (PEP 475).
+        while not _locks(handle):
+            reporter.check_stop(f"while another process held the lock of {folder}")
+            if (waited_s := time.monotonic() - began) > limit_s:
+                raise TimeoutError(f"the lock of {folder} is held by another process")
+            if waited_s >= _LOCK_NOTICE_S and not is_reported:
+                reporter.emit(
+                    LogMessage(f"waiting for the lock of {folder}, which another process or the server holds")
+                )
+                is_reported = True
+            time.sleep(_LOCK_POLL_S)
         yield
     finally:
         os.close(handle)
+
+
+def _locks(handle: int) -> bool:
+    """Lock an open folder; return False if another process holds the lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without flock: the token decides
+        pass
+    return True
 
 
 def _kernel() -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from distcse.data import Corpus
 from distcse.errors import ComparisonError
+from distcse.events import Reporter, StageProgress
 from distcse.recipe import Recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.vector_statistics import VectorStatistics, effective_weights, measure_statistics
@@ -80,16 +82,14 @@ class TeacherComparison:
     """The pairs with the largest range of standardized cosines, largest first."""
 
 
-def compare(
-    recipe: Recipe, corpus: Corpus, sentences: int, on_teacher_done: Callable[[int, int], None]
-) -> TeacherComparison:
+def compare(recipe: Recipe, corpus: Corpus, sentences: int, reporter: Reporter) -> TeacherComparison:
     """Embed a sample of different sentences with every teacher, and compare the similarity lists.
 
     Args:
         recipe: Gives the teachers, and the seed that draws the sentences.
         corpus: The corpus to sample from.
         sentences: Sample size.
-        on_teacher_done: Called after each teacher with its index and the number of embedded sentences.
+        reporter: Receives progress; its stop request ends the comparison.
 
     Raises:
         ComparisonError: Fewer than two teachers output vectors, or there are fewer than twelve different sentences.
@@ -110,11 +110,12 @@ def compare(
         teacher = kind_of(recipe.teachers.encoders[number])
         embedder = teacher.open_embedder()
         started_at = time.perf_counter()
-        units = embedder.encode(texts, normalize=True, precision=teacher.precision)
+        progress = partial(reporter.advance, f"teacher {number}", total=len(texts), unit="sentences")
+        units = embedder.encode(texts, normalize=True, precision=teacher.precision, on_progress=progress)
         seconds[number] = time.perf_counter() - started_at
         lists.append(_drop_diagonal(units @ units.T))
         statistics[number], dimensions[number] = measure_statistics(units), units.shape[1]
-        on_teacher_done(number, len(texts))
+        reporter.emit(StageProgress(f"teacher {number}", len(texts), len(texts), "sentences", finished=True))
     alphas = {number: recipe.teachers.encoders[number].alpha for number in compared}
     effective = effective_weights(alphas, statistics)
     cards = [

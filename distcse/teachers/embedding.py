@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal
@@ -65,13 +66,16 @@ def _identity(
     )
 
 
-def embed_texts(teacher: TeacherSection, texts: Sequence[str], cache: Path) -> NDArray[np.float32]:
+def embed_texts(
+    teacher: TeacherSection, texts: Sequence[str], cache: Path, on_progress: Callable[[int], None] | None = None
+) -> NDArray[np.float32]:
     """Return this teacher's vectors of a few thousand texts, from the cache or embedded here.
 
     Args:
         teacher: The teacher, with its precision decided.
         texts: n texts.
         cache: The cache folder, where the vectors are kept as a table with one shard.
+        on_progress: Called with the number of texts embedded so far.
 
     Returns:
         (n, d) float32 unit vectors.
@@ -80,7 +84,8 @@ def embed_texts(teacher: TeacherSection, texts: Sequence[str], cache: Path) -> N
     table = EmbeddingTable.locate(cache, identity)
     if table.missing_shards():
         embedder = kind_of(teacher).open_embedder()
-        table.write_shard(0, embedder.encode(texts, precision=identity.precision, normalize=False))
+        vectors = embedder.encode(texts, precision=identity.precision, normalize=False, on_progress=on_progress)
+        table.write_shard(0, vectors)
     return table.vectors(range(len(texts)))
 
 
@@ -91,6 +96,7 @@ def complete_shards(
     shards: Sequence[int],
     tokens_per_batch: int | None,
     reused: ReusedVectors | None,
+    on_batch: Callable[[int], None] = lambda done: None,
 ) -> Iterator[int]:
     """Copy shards that an earlier table has, embed the others (see `embed_shards`), and yield each one's embedded rows.
 
@@ -101,6 +107,8 @@ def complete_shards(
         shards: Numbers of the shards.
         tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
         reused: Vectors of an earlier table. Default: none.
+        on_batch: Called between forward passes with the number of rows embedded so far, without rows whose tokens equal others';
+            an exception from it ends the work, and stored shards remain.
     """
     new = {shard: len(new_rows(table, shard, reused)) for shard in shards}
     for shard in shards:
@@ -108,7 +116,7 @@ def complete_shards(
             table.write_shard(shard, np.empty((0, stored.vectors.shape[1]), dtype=np.float32), stored)
             yield 0
     if others := [shard for shard in shards if new[shard]]:
-        yield from embed_shards(open_embedder(), corpus, table, others, tokens_per_batch, reused)
+        yield from embed_shards(open_embedder(), corpus, table, others, tokens_per_batch, reused, on_batch)
 
 
 def embed_shards(
@@ -118,6 +126,7 @@ def embed_shards(
     shards: Sequence[int],
     tokens_per_batch: int | None,
     reused: ReusedVectors | None = None,
+    on_batch: Callable[[int], None] = lambda done: None,
 ) -> Iterator[int]:
     """Embed shards in the table's precision, store each, and then yield the number of rows that were embedded.
 
@@ -131,16 +140,21 @@ def embed_shards(
         shards: Numbers of the shards, which have new rows.
         tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
         reused: Vectors of an earlier table, which are copied. Default: none.
+        on_batch: See `complete_shards`.
     """
     rows = [new_rows(table, shard, reused) for shard in shards]
     precision = table.identity.precision
     parts = chain.from_iterable(map(_parts, rows))
     vectors = (
         encoder.encode_each(
-            map(corpus.texts, parts), batch_tokens=tokens_per_batch, precision=precision, normalize=False
+            map(corpus.texts, parts),
+            batch_tokens=tokens_per_batch,
+            precision=precision,
+            normalize=False,
+            on_progress=on_batch,
         )
         if isinstance(encoder, Encoder)
-        else (_encode_rows(encoder, part, corpus, batch_tokens=tokens_per_batch, precision=precision) for part in parts)
+        else _encode_each(encoder, parts, corpus, tokens_per_batch, precision, on_batch)
     )
     for shard, shard_rows in zip(shards, rows, strict=True):
         shard_vectors = islice(vectors, len(_parts(shard_rows)))
@@ -158,8 +172,24 @@ def new_rows(table: EmbeddingTable, shard: int, reused: ReusedVectors | None) ->
     return rows if reused is None else np.asarray(rows)[~reused.is_stored(table.shard_range(shard))]
 
 
-def _encode_rows(
-    encoder: Embedder, rows: Rows, corpus: Corpus, batch_tokens: int | None, precision: str
-) -> NDArray[np.float32]:
-    with naming_rows(rows):
-        return encoder.encode(corpus.texts(rows), batch_tokens=batch_tokens, precision=precision, normalize=False)
+def _encode_each(
+    encoder: Embedder,
+    parts: Iterable[Rows],
+    corpus: Corpus,
+    batch_tokens: int | None,
+    precision: str,
+    on_batch: Callable[[int], None],
+) -> Iterator[NDArray[np.float32]]:
+    done = 0
+    for rows in parts:
+        on_batch(done)  # a class of the user's may not report
+        texts, report = corpus.texts(rows), partial(_add, on_batch, done)
+        with naming_rows(rows):
+            yield encoder.encode(
+                texts, batch_tokens=batch_tokens, precision=precision, normalize=False, on_progress=report
+            )
+        done += len(rows)
+
+
+def _add(report: Callable[[int], None], before: int, done: int) -> None:
+    report(before + done)

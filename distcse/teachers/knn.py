@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,15 @@ FLAT_UP_TO = 200_000
 """Largest number of vectors for which the search is exact."""
 NUM_PROBES = 32
 """Lists of the inverted file that each query searches."""
+_QUERIES = 8192
+"""Vectors that are searched for together."""
 
 
 def knn(
-    vectors: NDArray[np.float32], num_neighbors: int, requested_by: str
+    vectors: NDArray[np.float32],
+    num_neighbors: int,
+    requested_by: str,
+    on_progress: Callable[[int], None] | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Find the k nearest neighbors of each vector, in addition to the vector itself.
 
@@ -27,6 +33,7 @@ def knn(
         vectors: (n, d) unit vectors.
         num_neighbors: k.
         requested_by: The recipe key that needs the search, for the error message.
+        on_progress: Called with the number of vectors searched for so far, from 0.
 
     Returns:
         (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
@@ -34,7 +41,8 @@ def knn(
     Raises:
         MissingDependencyError: faiss is not installed.
     """
-    faiss = require_faiss(requested_by)
+    faiss, report = require_faiss(requested_by), on_progress or (lambda done: None)
+    report(0)
     count, width = vectors.shape
     if count <= FLAT_UP_TO:
         index: Any = faiss.IndexFlatIP(width)
@@ -44,7 +52,11 @@ def knn(
         index.train(vectors[:: max(1, count // (64 * lists))])
         index.nprobe = NUM_PROBES
     index.add(vectors)
-    cosines, rows = index.search(vectors, min(num_neighbors + 1, count))
+    found = []
+    for begin in range(0, count, _QUERIES):
+        report(begin)
+        found.append(index.search(vectors[begin : begin + _QUERIES], min(num_neighbors + 1, count)))
+    cosines, rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return cosines, rows
 
 

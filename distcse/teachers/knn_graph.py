@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,11 @@ class KnnGraphSpec:
         store.publish()
         return store.path
 
-    def prepare(self) -> Path:
+    def prepare(self, on_progress: Callable[[int], None] | None = None) -> Path:
         """Return the graph's folder, after computing the graph unless it is in the cache.
+
+        Args:
+            on_progress: See `knn`.
 
         Raises:
             MissingDependencyError: faiss is not installed.
@@ -79,7 +82,7 @@ class KnnGraphSpec:
             return folder
         store, tables = self.store, [table.open() for table in self.tables]
         vectors = joined_vectors(tables, self.alphas, np.arange(tables[0].identity.rows))
-        _, found = knn(vectors, self.num_neighbors, "training.neighbor_batching")
+        _, found = knn(vectors, self.num_neighbors, "training.neighbor_batching", on_progress)
         with store.write_folder(lambda: _is_intact(store.path)) as temporary:
             np.save(temporary / _FILE, _drop_self(found)[:, : self.num_neighbors].astype(np.int32))
             (temporary / _LABEL).write_text(dump_label(temporary / _FILE, inputs=self._identity))

@@ -8,6 +8,7 @@ none changes while runs read it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -75,7 +76,9 @@ class ReusedVectors:
         return StoredVectors(is_stored, self._source.stored_vectors(rows))
 
 
-def find_reuse(table: EmbeddingTable, corpus: Corpus, cache: Path) -> Reuse | None:
+def find_reuse(
+    table: EmbeddingTable, corpus: Corpus, cache: Path, on_progress: Callable[[int], None] | None = None
+) -> Reuse | None:
     """Find the table of the same teacher with most sentences of a corpus, and store which of its rows they are.
 
     Its shards that are missing or damaged are not used. Call it under the new table's lease.
@@ -84,6 +87,7 @@ def find_reuse(table: EmbeddingTable, corpus: Corpus, cache: Path) -> Reuse | No
         table: The new table.
         corpus: Its corpus.
         cache: Folder of the caches.
+        on_progress: Called with the number of the earlier table's shards that were verified so far.
 
     Returns:
         None if no table in `cache` has a sentence of the corpus.
@@ -102,7 +106,7 @@ def find_reuse(table: EmbeddingTable, corpus: Corpus, cache: Path) -> Reuse | No
         rows = open_memmap(temporary / _FILE, mode="w+", dtype=np.int64, shape=(table.identity.vectors,))
         for own_rows, source_rows in keys.match(source_keys):
             rows[table.numbers_of(own_rows)] = source_rows
-        has_rows = _drop_unusable(rows, source)
+        has_rows = _drop_unusable(rows, source, on_progress)
         rows.flush()
     if not has_rows:
         store.delete_folder()
@@ -136,13 +140,13 @@ def _find_source(table: EmbeddingTable, keys: RowKeys, cache: Path) -> tuple[Emb
     return best
 
 
-def _drop_unusable(rows: NDArray[np.int64], source: EmbeddingTable) -> bool:
+def _drop_unusable(rows: NDArray[np.int64], source: EmbeddingTable, on_progress: Callable[[int], None] | None) -> bool:
     """Replace rows of the source's missing or damaged shards by -1, and return whether others remain."""
     blocks = [slice(begin, begin + _BLOCK) for begin in range(0, len(rows), _BLOCK)]
     needed = {
         *chain.from_iterable(np.unique(source.shards_of(rows[block][rows[block] >= 0])).tolist() for block in blocks)
     }
-    unusable = source.not_intact(sorted(needed))
+    unusable = source.not_intact(sorted(needed), on_progress)
     for block in blocks if unusable else []:
         is_stored = rows[block] >= 0
         is_unusable = np.isin(source.shards_of(np.where(is_stored, rows[block], 0)), unusable)

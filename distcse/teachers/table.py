@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import resource
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -244,20 +244,30 @@ class EmbeddingTable:
         """Return the (n,) shards with the vectors of (n,) row ids."""
         return self.numbers_of(rows) // self.identity.shard_rows
 
-    def missing_shards(self, verify: bool = True) -> list[int]:
+    def missing_shards(self, verify: bool = True, on_progress: Callable[[int], None] | None = None) -> list[int]:
         """Return the shards that are missing or damaged.
 
         Args:
             verify: Compute every shard's checksum, once per run or sweep. Otherwise only sizes are checked. Default: True.
+            on_progress: Called with the number of shards that were verified so far.
         """
-        return self.not_intact(range(self.identity.shards)) if verify else self._not_there()
+        return self.not_intact(range(self.identity.shards), on_progress) if verify else self._not_there()
 
-    def not_intact(self, shards: Iterable[int]) -> list[int]:
-        """Return those of some shards that are missing or damaged, after computing their checksums."""
-        shards = list(shards)
+    def not_intact(self, shards: Iterable[int], on_progress: Callable[[int], None] | None = None) -> list[int]:
+        """Return those of some shards that are missing or damaged, after computing their checksums.
+
+        Args:
+            shards: Numbers of the shards.
+            on_progress: Called with the number of shards that were verified so far.
+        """
+        shards, missing = list(shards), []
         with ThreadPoolExecutor(max_workers=4) as pool:
-            intact = list(pool.map(self.is_intact, shards))
-        return [shard for shard, is_intact in zip(shards, intact, strict=True) if not is_intact]
+            for done, is_intact in enumerate(pool.map(self.is_intact, shards)):
+                if on_progress is not None:
+                    on_progress(done)
+                if not is_intact:
+                    missing.append(shards[done])
+        return missing
 
     def write_shard(
         self,

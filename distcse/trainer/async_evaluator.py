@@ -22,6 +22,7 @@ class AsyncEvaluator(Protocol):
         """Wait for the score of the state passed to `begin`, and return it.
 
         Raises:
+            StoppedEarlyError: A stop was requested while the evaluator waited to start.
             DistcseError: The state cannot be scored; the specific class that the evaluator raised.
         """
         ...

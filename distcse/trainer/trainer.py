@@ -58,7 +58,7 @@ def train(
         task: The model, its batches and its loss.
         section: Optimizer, schedule, precision and engine.
         checkpoints: Stores checkpoints.
-        reporter: Receives events from rank 0; its stop request ends the run, with a checkpoint (see `StopCheck`).
+        reporter: Receives events from rank 0; its stop request ends the run (see `StopCheck`), after a step with a checkpoint.
         report_to_train: Called by every worker after every dev score. Default: none.
         evaluator: Scores checkpoints concurrently in another process. Default: the workers score them.
         cuda_graphs: Whether to record the step as a CUDA graph on a GPU; see `open_step`. Default: off.
@@ -98,9 +98,9 @@ def train(
 
         log.resume()
         updates = task.steps // section.gradient_accumulation
-        stop = False
+        stop = state.step == 0 and stop_check.ask()
         task.model.train()  # once, and after each evaluation: it takes a millisecond for BERT-base
-        for step in range(state.step, task.steps):
+        for step in range(state.step, 0 if stop else task.steps):
             lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
             inputs = task.prepare_batch(step, engine.device)  # the teachers' lists are prefetched
             with memory_advice:

@@ -15,6 +15,7 @@ from distcse.evaluation import (
     Tasks,
     measure_model,
     open_candidate,
+    reporting,
 )
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
@@ -105,6 +106,6 @@ def _measure(
         trust_remote_code=section.trust_remote_code,
         is_fast=section.is_fast,
     )
-    candidate = open_candidate(name, str(model.path), options)
+    candidate = open_candidate(name, str(model.path), options, reporting(reporter, name))
     candidate = replace(candidate, info=replace(candidate.info, source=source))
-    return measure_model(candidate, shared(), reporter.emit, reporter.stop_requested)
+    return measure_model(candidate, shared(), reporter)

@@ -16,6 +16,7 @@ from distcse.embed import main
 from distcse.errors import ComparisonError
 from distcse.evaluation import LabelledDev
 from distcse.evaluation.sts import ScoredPairs
+from distcse.events import Reporter
 from distcse.experiments.distillation.dev_ensemble import DevEnsemble
 from distcse.recipe import Recipe, load_recipe
 from distcse.report.terminal import print_comparison
@@ -76,7 +77,7 @@ def test_a_comparison_equals_one_by_hand(
     monkeypatch.syspath_prepend(str(tmp_path))
     custom = "{backbone: p%d, class_path: 'planted:Planted', kwargs: {seed: %d}}"
     recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {custom % (1, 1)}, {custom % (2, 2)}]")
-    found = compare(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"), 1000, lambda number, done: None)
+    found = compare(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"), 1000, Reporter())
     assert found.teachers[1:] == ["p1", "p2"] and found.compared == [1, 2] and found.sentences == len(sentences)
     from planted import Planted
 

@@ -16,6 +16,7 @@ from distcse import doctor, embed, evaluate, export, plan, train, tune
 from distcse.command import StopOnSignal
 from distcse.errors import TemporaryPathError
 from distcse.recipe import Recipe, recipe_yaml
+from distcse.report.progress import StopLine
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, open_store, resolve_path
 from distcse.tracking import require_mlflow_server, require_packages
@@ -158,10 +159,10 @@ def test_a_stopped_job_reports_when_ray_kills_it(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    stop = StopOnSignal()
+    stop = StopOnSignal(StopLine(print).text)
     with stop:
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.stop_requested()
     message = capsys.readouterr().err
-    assert "checkpoint" in message and all(text in message for text in named)
+    assert "stopping" in message and all(text in message for text in named)
     assert ("RAY_JOB_STOP_WAIT_TIME_S" in message) == bool(variables)

@@ -174,7 +174,7 @@ def test_a_dev_file_of_yours_is_counted_and_excluded_as_other_labelled_sets(
     corpus, dev = read_corpus(recipe, Reporter()), read_labelled_dev(recipe)
     assert dev is not None
     events: list[Event] = []
-    found = contamination_of(recipe, corpus, Tasks(), events.append)
+    found = contamination_of(recipe, corpus, Tasks(), Reporter(events.append))
     share = found.overlap_of([*dev.first, *dev.second])
     assert share is not None and (share > 0.8) != is_excluded and (share > 0) != is_excluded
     assert corpus.excluded_rows == (len({*dev.first, *dev.second}) if is_excluded else 0)

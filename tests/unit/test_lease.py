@@ -143,7 +143,7 @@ def test_a_stop_while_waiting_names_the_folder(tmp_path: Path) -> None:
     with Lease.held(tmp_path, Reporter()):
         change_owner(tmp_path, kernel="of another machine", host="far")
         with (
-            fails_with(StoppedEarlyError, str(tmp_path), "--resume"),
+            fails_with(StoppedEarlyError, str(tmp_path)),
             Lease.held(tmp_path, Reporter(stop_requested=lambda: True), waits_for="embeds"),
         ):
             pass

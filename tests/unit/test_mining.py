@@ -12,7 +12,7 @@ import pytest
 
 from distcse.data import Pairs
 from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError
-from distcse.events import Event, StageProgress
+from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.mining import mine_pairs, mining_memory, prepare_mining
 from distcse.models import Encoder
@@ -34,7 +34,7 @@ def mine(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Min
         recipe = make_mutual_recipe(tmp_path / "recipe", {"bert": tiny("bert")}, sentences, source, *overrides)
         events: list[Event] = []
         folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "pairs"
-        return mine_pairs(recipe, prepare_mining(recipe), folder, events.append), recipe, events
+        return mine_pairs(recipe, prepare_mining(recipe, Reporter()), folder, Reporter(events.append)), recipe, events
 
     return run
 
@@ -109,7 +109,7 @@ def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighb
 
 def test_the_memory_to_reserve_depends_on_the_width_of_the_vectors(mine: Mine, tiny: Callable[..., Path]) -> None:
     _, recipe, _ = mine()
-    corpus, width = prepare_mining(recipe), 32
+    corpus, width = prepare_mining(recipe, Reporter()), 32
     grown = mining_memory(recipe, corpus) - model_memory(str(tiny("bert")))
     assert grown == len(corpus) * (1000 + 3 * 4 * width)
     unknown = recipe.model_copy(update={"groups": [recipe.groups[0].model_copy(update={"backbone": "nobody/nothing"})]})

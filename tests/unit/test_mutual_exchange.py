@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.errors import InvalidValueError
+from distcse.errors import InvalidValueError, StoppedEarlyError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
 from distcse.experiments.mutual.group import SerializedGroup
-from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
+from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.labels import dev_weight, to_band
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
@@ -88,7 +88,7 @@ def test_stale_scores_have_the_formulation_of_the_newest(both: MakeRecipe, tmp_p
     assert run.label("bert", 3) == 0.5  # with the cosines from which roberta started
     assert run.exchange.left_out("bert", Phase(3)) == ["roberta"]
     run.ending.set()
-    with pytest.raises(RunEnded):
+    with pytest.raises(StoppedEarlyError):
         run.label("bert", 4)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.errors import WorkersLostError
+from distcse.errors import StoppedEarlyError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import LocalGroup, SerializedGroup
-from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
+from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
@@ -110,7 +110,7 @@ def test_a_group_that_ends_wakes_a_group_that_waits_for_it(both: MakeRecipe, tmp
 
     def ends() -> None:
         time.sleep(0.3)
-        raise RunEnded
+        raise StoppedEarlyError("ended")
 
     assert run_in_thread(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Reporter()) == [True]
 
@@ -142,7 +142,7 @@ def test_a_stop_request_wakes_a_waiting_group_though_the_other_does_not_react(bo
     )
     exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
     threading.Timer(0.3, stop.requested.set).start()
-    with pytest.raises(RunEnded):
+    with pytest.raises(StoppedEarlyError):
         exchange.labels("bert", Phase(1))
 
 
@@ -152,7 +152,7 @@ def test_a_group_that_waits_for_the_lock_does_not_start(both: MakeRecipe) -> Non
     group = SerializedGroup(FakeGroup("bert", lambda: done.append("scored")), lock, stop.requested.is_set)
 
     def score() -> None:
-        with pytest.raises(RunEnded):
+        with pytest.raises(StoppedEarlyError):
             group.score(Phase(0))
         done.append("ended")
 
@@ -260,6 +260,6 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
 
         monkeypatch.setattr(PairScorer, "score", score)
         monkeypatch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: [[n] for n in range(len(ids))])
-        with pytest.raises(RunEnded):
+        with pytest.raises(StoppedEarlyError):
             LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]

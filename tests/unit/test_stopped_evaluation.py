@@ -104,7 +104,7 @@ def test_a_stop_before_there_is_a_score_leaves_all_out(recipe_with: MakeRecipe, 
 
 
 def test_damaged_results_are_measured_again(recipe_with: MakeRecipe) -> None:
-    stop = StopAt("teacher 0")
+    stop = StopAt("teacher 1")
     stopped = distcse.run(recipe_with(*SHORT), listen=stop.listen, stop_requested=stop.stop_requested)
     files = sorted((stopped.directory / "evaluation").iterdir())
     assert len(files) == 3

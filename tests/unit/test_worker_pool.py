@@ -20,6 +20,7 @@ from distcse.errors import (
     ObjectStorageError,
     OutOfMemoryError,
     RunTakenOverError,
+    StoppedEarlyError,
     StorageError,
     StorageWriteError,
     WorkersLostError,
@@ -27,7 +28,7 @@ from distcse.errors import (
 )
 from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned, ignore
 from distcse.experiments.mutual.group import Group
-from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
+from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.max_workers import Parameters, count_parameters, with_max_workers
 from distcse.experiments.mutual.phase_costs import MeasuredCosts, PhaseCosts
 from distcse.experiments.mutual.phase_store import PhaseStore
@@ -80,9 +81,9 @@ class Pool:
 
     def acquire(self, group: str, phase: int = 1, has_labels: bool = True) -> None:
         def acquire() -> None:
-            with pytest.raises(RunEnded):
+            with pytest.raises(StoppedEarlyError):
                 self.pool.acquire(group, Phase(phase), lambda: has_labels, Reporter(stop_requested=self.stopped.is_set))
-                raise RunEnded
+                raise StoppedEarlyError("ended")
 
         self._threads.append(threading.Thread(target=acquire, daemon=True))
         self._threads[-1].start()

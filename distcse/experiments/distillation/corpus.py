@@ -68,6 +68,6 @@ def report_finished(reporter: Reporter, stage: str, done: int, note: str, reused
 
 
 def start_stage(reporter: Reporter, stage: str, total: int | None) -> Callable[[int], None]:
-    """Report that a stage has started, and return the function that reports its progress."""
-    reporter.emit(StageProgress(stage, 0, total, "sentences"))
-    return lambda done: reporter.emit(StageProgress(stage, done, total, "sentences"))
+    """Report that a stage has started, and return the function that reports its progress and ends it at a stop request."""
+    reporter.advance(stage, 0, total, "sentences")
+    return lambda done: reporter.advance(stage, done, total, "sentences")

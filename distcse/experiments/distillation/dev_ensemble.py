@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import ComparisonError
 from distcse.evaluation import LabelledDev
+from distcse.events import Reporter, StageProgress
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.recipe import Recipe, TeacherSection
 from distcse.storage import resolve_path
@@ -73,15 +75,13 @@ def _published_dev(recipe: Recipe) -> LabelledDev | None:
     return dev if isinstance(dev, LabelledDev) else None
 
 
-def score_ensemble(
-    recipe: Recipe, fits_weights: bool, on_teacher_done: Callable[[int, int], None]
-) -> EnsembleScores | None:
+def score_ensemble(recipe: Recipe, fits_weights: bool, reporter: Reporter) -> EnsembleScores | None:
     """Score the recipe's teachers as an ensemble on its labelled dev sets; None if it has none.
 
     Args:
         recipe: The recipe, with its precisions decided.
         fits_weights: Fit the weights too.
-        on_teacher_done: Called after each teacher with its index and the number of sentences.
+        reporter: Receives progress; its stop request ends the pass.
 
     Raises:
         ComparisonError: Fewer than two teachers output vectors, or weights are to be fitted without a labelled dev set.
@@ -93,7 +93,7 @@ def score_ensemble(
         return None
     teachers = [recipe.teachers.encoders[number] for number in numbers]
     cache = resolve_path(recipe.storage.cache)
-    ensemble = DevEnsemble.of(dev, teachers, cache, lambda index, done: on_teacher_done(numbers[index], done))
+    ensemble = DevEnsemble.of(dev, dict(zip(numbers, teachers, strict=True)), cache, reporter)
     alphas = [teacher.alpha for teacher in teachers]
     balanced = [alpha / spread for alpha, spread in zip(alphas, ensemble.spreads, strict=True)]
     weights = {"recipe": alphas, "equal spread": balanced}
@@ -126,28 +126,29 @@ class DevEnsemble:
     def of(
         cls,
         dev: LabelledDev,
-        teachers: Sequence[TeacherSection],
+        teachers: Mapping[int, TeacherSection],
         cache: Path,
-        on_teacher_done: Callable[[int, int], None],
+        reporter: Reporter,
     ) -> DevEnsemble:
         """Embed the dev sets' sentences by every teacher, or take their vectors from the cache.
 
         Args:
             dev: The dev sets.
-            teachers: T teachers that output vectors.
+            teachers: T teachers that output vectors, by their indices in the recipe.
             cache: The cache folder.
-            on_teacher_done: Called after each teacher with its index in `teachers` and the number of sentences.
+            reporter: Receives progress; its stop request ends the pass.
         """
         texts = list(dict.fromkeys([*dev.first, *dev.second]))
         index = {text: row for row, text in enumerate(texts)}
         first, second = ([index[text] for text in side] for side in (dev.first, dev.second))
         sample = np.random.default_rng(0).permutation(len(texts))[:SAMPLE]
         cosines, spreads = [], []
-        for number, teacher in enumerate(teachers):
-            vectors = embed_texts(teacher, texts, cache)
+        for number, teacher in teachers.items():
+            progress = partial(reporter.advance, f"teacher {number}", total=len(texts), unit="sentences")
+            vectors = embed_texts(teacher, texts, cache, progress)
             cosines.append(np.einsum("nd,nd->n", vectors[first], vectors[second]))
             spreads.append(measure_statistics(vectors[sample]).spread)
-            on_teacher_done(number, len(texts))
+            reporter.emit(StageProgress(f"teacher {number}", len(texts), len(texts), "sentences", finished=True))
         return cls(dev, np.stack(cosines), spreads)
 
     def score(self, weights: Sequence[float] | NDArray[np.float64]) -> float:

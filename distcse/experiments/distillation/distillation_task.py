@@ -163,7 +163,7 @@ def train_student(
     Args:
         spec: The run.
         clients: One per teacher, in the recipe's order.
-        reporter: Receives events from rank 0. Its stop request ends the training, with a checkpoint, at the next report.
+        reporter: Receives events from rank 0. Its stop request ends the training, with a checkpoint.
         report_to_train: Called by every worker after every dev score.
         evaluator: Computes dev scores in another process; None computes them here.
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from distcse.data import Corpus
 from distcse.device import DeviceSpeed
-from distcse.errors import CheckpointError
+from distcse.errors import CheckpointError, StoppedEarlyError
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
@@ -177,8 +177,13 @@ class OpenDistillation:
 
         Returns:
             The run's result.
+
+        Raises:
+            StoppedEarlyError: A stop was requested before the first step, so that there is no model.
         """
         self.joined.close()
+        if train_result.interrupted and not train_result.state.step:
+            raise StoppedEarlyError("stopped before the first training step; what is stored is kept: start it again")
         recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
         if not train_result.interrupted and not backend.is_for_trials:
             scores, steps = train_result.state.scores, train_result.steps

@@ -36,8 +36,10 @@ from distcse.evaluation import (
     measure_model,
     open_candidate,
     refuse_test_as_dev,
+    reporting,
 )
-from distcse.events import Listener, Reporter, StageProgress
+from distcse.evaluation.models import Progress
+from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
@@ -49,6 +51,7 @@ from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.teacher import Embedder
 from distcse.teachers.teacher_weights import TeacherWeights
 
 _RETRIEVAL_SIZE = 1000
@@ -138,7 +141,7 @@ def final_scores(
     if not selected:
         return FinalScores(None)
     started_at = time.perf_counter()
-    contamination = contamination_of(recipe, corpus, labelled, reporter.emit)
+    contamination = contamination_of(recipe, corpus, labelled, reporter)
     seen = {each.name: contamination.write(each.trained) for each in students if each.trained is not None}
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     if "docstring_retrieval" in selected:
@@ -221,8 +224,9 @@ def _measure_student(
         model = StaticEncoder.load(resolve_model(student.source))
     else:
         model = student.encoder.take().to(default_device())
-    candidate = make_candidate(student.name, student.source, model, contamination, precision)
-    return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested))
+    progress = reporting(reporter, student.name)
+    candidate = make_candidate(student.name, student.source, model, contamination, precision, progress)
+    return _Measured(measure_model(candidate, tasks, reporter))
 
 
 def _measure_teacher(
@@ -235,9 +239,9 @@ def _measure_teacher(
     tasks, texts = shared()
     if not kind_of(section).is_model:  # an endpoint may charge for each text
         tasks = replace(tasks, timed_texts=[])
-    candidate = _teacher_candidate(name, section, precision)
+    candidate = _teacher_candidate(name, section, precision, reporting(reporter, name))
     similarities = _similarity_matrix(candidate.model, texts) if texts else None
-    return _Measured(measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), similarities)
+    return _Measured(measure_model(candidate, tasks, reporter), similarities)
 
 
 def _held_out_rows(recipe: Recipe, corpus: Corpus) -> NDArray[np.int64]:
@@ -268,11 +272,11 @@ def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
     return scores.reshape(len(texts), -1).astype(np.float32)
 
 
-def _teacher_candidate(name: str, section: TeacherSection, precision: str) -> Candidate:
+def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_progress: Progress) -> Candidate:
     kind = kind_of(section)
     if not kind.is_model:
         info = ModelInfo(name, kind.source, kind.name, "unknown", section.max_length or 0, 0)
-        return Candidate(info, VectorModel(kind.open_embedder().encode))
+        return Candidate(info, VectorModel(partial(_encode, kind.open_embedder(), on_progress)))
     if not kind.has_vectors:
         options = LoadOptions(
             max_length=section.max_length,
@@ -281,9 +285,14 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str) -> Ca
             trust_remote_code=section.trust_remote_code,
             is_fast=section.is_fast,
         )
-        return open_candidate(name, section.backbone, options)
+        return open_candidate(name, section.backbone, options, on_progress)
     encoder = Encoder.from_section(section).to(default_device())
-    return make_candidate(name, section.backbone, encoder, Contamination.of_model(section.backbone), precision)
+    contamination = Contamination.of_model(section.backbone)
+    return make_candidate(name, section.backbone, encoder, contamination, precision, on_progress)
+
+
+def _encode(embedder: Embedder, on_progress: Progress, texts: Sequence[str]) -> NDArray[np.float32]:
+    return embedder.encode(texts, on_progress=lambda done: on_progress(done, len(texts)))
 
 
 def _docstring_task(recipe: Recipe) -> RetrievalTask:
@@ -294,7 +303,7 @@ def _docstring_task(recipe: Recipe) -> RetrievalTask:
     return RetrievalTask("docstrings", RetrievalDataset(queries, documents, relevant, [None] * len(relevant)))
 
 
-def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: Listener) -> Contamination:
+def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: Reporter) -> Contamination:
     """Find the sentences of test and dev sets on which a student of this corpus was trained."""
     dev = read_labelled_dev(recipe)
     sets = [*(task.sentences() for task in labelled.tasks), *([] if dev is None else [[*dev.first, *dev.second]])]
@@ -302,7 +311,8 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, emit: List
         return Contamination({})
     rows, _ = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     chunks = map(corpus.texts, rows.blocks(_CHUNK_ROWS))
-    contamination = Contamination.measure((text for chunk in chunks for text in chunk), sets)
+    texts = reporter.follow((text for chunk in chunks for text in chunk), "contamination")
+    contamination = Contamination.measure(texts, sets)
     note = f"compared with {len(contamination.overlap)} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
-    emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
+    reporter.emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination

@@ -124,15 +124,20 @@ def _search(
         )
     rows, numbers, weights = _sample_rows(recipe, corpus)
     texts = corpus.texts(rows)
-    similarities = _mean_similarities([recipe.teachers.encoders[number] for number in numbers], weights, texts)
+    teachers = [recipe.teachers.encoders[number] for number in numbers]
+
+    def ask(done: int) -> None:
+        reporter.check_stop("in the selection of layers")
+
+    similarities = _mean_similarities(teachers, weights, texts, ask)
     done = 0
 
     def score(layers: Sequence[int]) -> float:
         nonlocal done
         with only_layers(encoder.backbone, layers):
-            result = agreement(encoder.encode(texts, normalize=True), similarities)
+            result = agreement(encoder.encode(texts, normalize=True, on_progress=ask), similarities)
         done += 1
-        reporter.emit(StageProgress("layers", done, None, "combinations tried"))
+        reporter.advance("layers", done, None, "combinations tried")
         return result
 
     tried = best_layers(depth, count, score, needs_first_layer(encoder.backbone))
@@ -166,12 +171,13 @@ def _sample_rows(recipe: Recipe, corpus: Corpus) -> tuple[NDArray[np.int64], lis
 
 
 def _mean_similarities(
-    teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[str]
+    teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[str], on_progress: Callable[[int], None]
 ) -> NDArray[np.float32]:
     """Return the (n, n) mean cosines of n texts over T teachers with (T, n) weights."""
     similarities = []
     for teacher in map(kind_of, teachers):
-        units = teacher.open_embedder().encode(texts, normalize=True, precision=teacher.precision)
+        embedder = teacher.open_embedder()
+        units = embedder.encode(texts, normalize=True, precision=teacher.precision, on_progress=on_progress)
         similarities.append(units @ units.T)
     mean: NDArray[np.float32] = mix_lists(torch.from_numpy(np.stack(similarities)), weights).numpy()
     return mean

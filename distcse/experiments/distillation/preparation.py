@@ -213,7 +213,8 @@ def _load(encoder: EncoderHandle, reporter: Reporter) -> None:
 
 
 def _compute_graph(spec: KnnGraphSpec, reporter: Reporter) -> None:
-    spec.prepare()
+    rows = spec.tables[0].identity.rows
+    spec.prepare(partial(reporter.advance, "neighbors", total=rows, unit="sentences searched for"))
 
 
 def _fit_projection(
@@ -237,7 +238,11 @@ def _fit_projection(
         return False
     rows = np.random.default_rng(0).permutation(len(corpus))[:_FIT_ROWS]
     joined, align_rows = targets.vectors(rows), rows[:_ALIGN_ROWS]
-    vectors = encoder.to(default_device()).encode(corpus.texts(align_rows), normalize=True)
+    vectors = encoder.to(default_device()).encode(
+        corpus.texts(align_rows),
+        normalize=True,
+        on_progress=partial(reporter.advance, "targets", total=len(align_rows), unit="sentences encoded"),
+    )
     projection = fit_projection(joined, joined[: len(align_rows)], vectors)
     write_projection(projection, spec.key, file.path, kept_share(joined[:_KEPT_ROWS], projection))
     return True

@@ -8,8 +8,8 @@ from functools import partial
 
 from distcse.data import Corpus
 from distcse.device import default_device
-from distcse.evaluation import Contamination, ModelResults, Tasks, make_candidate, measure_model
-from distcse.events import Reporter, StageProgress
+from distcse.evaluation import Contamination, ModelResults, Tasks, make_candidate, measure_model, reporting
+from distcse.events import Reporter
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.models import EncoderHandle
@@ -74,10 +74,10 @@ def _measure(
         section.weight,
         section.normalize,
         rank_method=section.rank_method,
-        on_progress=lambda done: reporter.emit(StageProgress(_NAME, done, len(texts), "references encoded")),
+        on_progress=partial(reporter.advance, _NAME, total=len(texts), unit="references encoded"),
     )
     ranker.save(folder.path)
     contamination.write(folder.path)
-    candidate = make_candidate(_NAME, str(folder), ranker, contamination, precision)
-    results = measure_model(candidate, tasks, reporter.emit, reporter.stop_requested)
+    candidate = make_candidate(_NAME, str(folder), ranker, contamination, precision, reporting(reporter, _NAME))
+    results = measure_model(candidate, tasks, reporter)
     return (replace(results, vectors=None),)  # its vectors are the student's

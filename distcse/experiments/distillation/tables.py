@@ -85,16 +85,18 @@ def prepare_tables(
         ObjectStorageError: The storage refuses a shard.
     """
     section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
-    missing_shards = _missing_shards(recipe, corpus, cache, verify=not backend.is_for_trials)
+    missing_shards = _missing_shards(recipe, corpus, cache, not backend.is_for_trials, reporter)
     _require_gpus_for(missing_shards, recipe, backend.cluster)
     tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
     for number, (table, missing) in missing_shards.items():
         stage, embedded = f"teacher {number}", 0
         if missing:
             with Lease.held(table.directory, reporter, waits_for="embeds the same sentences with the same teacher"):
-                missing = table.not_intact(missing)  # fewer if another run embedded some while we waited
+                missing = table.not_intact(
+                    missing, _verifying(reporter, stage, len(missing))
+                )  # fewer if another run embedded some while we waited
                 if missing:
-                    reuse = find_reuse(table, corpus, cache)
+                    reuse = find_reuse(table, corpus, cache, _verifying(reporter, stage, table.identity.shards))
                     reused = None if reuse is None else reuse.open()
                     embedded = sum(len(new_rows(table, shard, reused)) for shard in missing)
                     before_embedding()
@@ -145,7 +147,7 @@ def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | No
         GpuRequiredError: A table is incomplete, and its embedding actors get no GPU.
     """
     if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
-        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True)
+        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True, reporter=Reporter())
         _require_gpus_for(found, recipe, cluster)
 
 
@@ -157,12 +159,17 @@ def _require_gpus_for(
 
 
 def _missing_shards(
-    recipe: Recipe, corpus: Corpus, cache: Path, verify: bool
+    recipe: Recipe, corpus: Corpus, cache: Path, verify: bool, reporter: Reporter
 ) -> dict[int, tuple[EmbeddingTable, list[int]]]:
     """Return the tables of the teachers that have one, and each one's missing or damaged shards, by the teachers' indices."""
     section, found = recipe.teachers, {}
     for number, teacher in enumerate(section.encoders):
         if kind_of(teacher).uses_table(section.mode):
             table = table_of(teacher, corpus, cache, section.shard_rows)
-            found[number] = table, table.missing_shards(verify)
+            shards = table.identity.shards
+            found[number] = table, table.missing_shards(verify, _verifying(reporter, f"teacher {number}", shards))
     return found
+
+
+def _verifying(reporter: Reporter, stage: str, shards: int) -> Callable[[int], None]:
+    return lambda done: reporter.check_stop(f"after {done:,} of {shards:,} shards of {stage} were verified")

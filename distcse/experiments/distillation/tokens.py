@@ -44,7 +44,7 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
             with _lease(wanted, reporter):
                 if TokenTable.find(wanted) is None:  # otherwise another run has made it during the wait
                     _write_parts(recipe, wanted, backend, reporter)
-                    wanted.write_table()
+                    wanted.write_table(on_progress)
                     note = "tokenized"
         else:
             wanted.write_table(on_progress)
@@ -87,7 +87,7 @@ def _write_part(
     reporter: Reporter,
 ) -> None:
     wanted = _tokenization(student, Corpus.open(corpus.path), cache.path, part_rows)
-    wanted.write_part(number, lambda done: reporter.emit(StageProgress(f"part {number}", done, None, "sentences")))
+    wanted.write_part(number, partial(reporter.advance, f"part {number}", total=None, unit="sentences"))
 
 
 def _tokenization(student: StudentSection, corpus: Corpus, cache: Path, part_rows: int) -> Tokenization:

@@ -127,7 +127,7 @@ class DistillationTrials(Trials):
         if self._contamination is None:  # all runs train on the same corpus
             corpus = read_corpus(self._recipe, reporter)
             recipe = fit_to_corpus(self._recipe, corpus, reporter)
-            self._contamination = contamination_of(recipe, corpus, tasks, reporter.emit)
+            self._contamination = contamination_of(recipe, corpus, tasks, reporter)
         return self._contamination
 
 

@@ -110,16 +110,21 @@ def _train(
     train, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
     rows = _evenly_spaced(train.ids(), MAX_ROWS)
     checked = held_out if len(held_out) else rows[:_CHECKED_ROWS]
-    reporter.emit(StageProgress("static", 0, len(rows), "sentences"))
-    start = StaticEncoder.of_tokens(Encoder.load(largest.path).to(device).eval())
+    progress = partial(reporter.advance, "static", total=None, unit="tokens")
+    start = StaticEncoder.of_tokens(Encoder.load(largest.path).to(device).eval(), progress)
+    vectors = []
+    for begin in range(0, len(rows), _BLOCK):
+        reporter.advance("static", begin, len(rows), "sentences")
+        vectors.append(targets.vectors(rows[begin : begin + _BLOCK]))
     trained = start.train(
         corpus.texts(rows),
-        np.concatenate([targets.vectors(rows[begin : begin + _BLOCK]) for begin in range(0, len(rows), _BLOCK)]),
+        np.concatenate(vectors),
         (corpus.texts(checked), targets.vectors(checked)),
         lr=lr,
         batch_size=recipe.training.batch_size,
         seed=recipe.seed,
         device=device,
+        on_step=partial(reporter.check_stop, "in the training of a static student"),
     )
     trained.save(out.path)
     Contamination.read(largest.path).write(out.path)

@@ -30,6 +30,7 @@ from distcse.evaluation import (
     measure_ensemble,
     measure_model,
     refuse_test_as_dev,
+    reporting,
 )
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
@@ -79,11 +80,12 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
     return tasks
 
 
-def contamination_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks) -> Contamination:
+def contamination_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks, reporter: Reporter) -> Contamination:
     """Find the sentences of test and dev sets that are among the training pairs."""
     dev = DevPairs.of(recipe)
     sets = [task.sentences() for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
-    return Contamination.measure(pairs.distinct(), [*sets, *([] if dev is None else [[*dev.first, *dev.second]])])
+    sentences = reporter.follow(pairs.distinct(), "contamination")
+    return Contamination.measure(sentences, [*sets, *([] if dev is None else [[*dev.first, *dev.second]])])
 
 
 def _starts(recipe: MutualRecipe, group: GroupSection) -> dict[Kind, set[str]]:
@@ -150,7 +152,7 @@ def final_scores(
     groups = {group.name: group for group in recipe.groups if group.name in finished}
     if recipe.evaluation.final_suites is None and not tasks.tasks and groups:
         tasks = unlabelled_tasks(recipe, pairs, _start_name(next(iter(groups))))
-    contamination = contamination_of(recipe, pairs, tasks)
+    contamination = contamination_of(recipe, pairs, tasks, reporter)
     seen = {
         (name, kind): Contamination.of_several([contamination, *map(Contamination.of_model, starts)])
         for name, group in groups.items()
@@ -292,7 +294,8 @@ def _measure_start(
     tasks = replace(shared()[0], timed_texts=[])  # as large and as fast as the trained bi-encoder
     encoder = Encoder.from_section(group).to(default_device())
     known = Contamination.of_model(group.backbone)
-    candidate = make_candidate(_start_name(group.name), group.backbone, encoder, known, precision)
+    name = _start_name(group.name)
+    candidate = make_candidate(name, group.backbone, encoder, known, precision, reporting(reporter, name))
     return _measure(candidate, tasks, reporter)
 
 
@@ -317,12 +320,13 @@ def _measure_trained(
         encoder = Encoder.load(model.path, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
     else:
         encoder = CrossEncoder.load(model.path, None, group.trust_remote_code, group.is_fast)
-    candidate = make_candidate(title, source, encoder.to(default_device()), contamination, precision)
+    on_device, progress = encoder.to(default_device()), reporting(reporter, title)
+    candidate = make_candidate(title, source, on_device, contamination, precision, progress)
     return _measure(candidate, tasks, reporter)
 
 
 def _measure(candidate: Candidate, tasks: Tasks, reporter: Reporter) -> _Measured:
-    results, scores = measure_model(candidate, tasks, reporter.emit, reporter.stop_requested), RecordedScores()
+    results, scores = measure_model(candidate, tasks, reporter), RecordedScores()
     for task in tasks.tasks:
         if task.pairs_only:
             task.measure(scores.recording(candidate.model))

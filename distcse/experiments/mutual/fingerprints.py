@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from distcse.data import Pairs
 from distcse.evaluation import Tasks
+from distcse.events import Reporter
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import wanted_tasks
 from distcse.experiments.mutual.mining import prepare_mining
@@ -38,7 +39,7 @@ def data_fingerprints(
 def read_fingerprints(recipe: MutualRecipe) -> dict[str, str]:
     """Read the pairs, or the corpus to mine them from, and the labelled sets; fingerprint them and the models."""
     if recipe.pairs.mine is not None:
-        found = {"corpus": prepare_mining(recipe).content}
+        found = {"corpus": prepare_mining(recipe, Reporter()).content}
         return found | data_fingerprints(recipe, recipe.groups, None, wanted_tasks(recipe))
     with temporary_pairs(recipe) as pairs:
         return data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))

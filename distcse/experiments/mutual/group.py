@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from distcse.errors import DistcseError, WorkFailedError
+from distcse.errors import DistcseError, StoppedEarlyError, WorkFailedError
 from distcse.events import Reporter
-from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import PairScorer, ScoringProgress
@@ -35,7 +34,7 @@ class Group(Protocol):
             has_labels: Returns whether the phase's labels are available.
 
         Raises:
-            RunEnded: The run was asked to stop.
+            StoppedEarlyError: The run was asked to stop.
         """
         ...
 
@@ -47,7 +46,7 @@ class Group(Protocol):
         """Score all n pairs with the best model of a phase.
 
         Raises:
-            RunEnded: The run was asked to stop. A resumed run scores the shards that are not stored.
+            StoppedEarlyError: The run was asked to stop. A resumed run scores the shards that are not stored.
         """
         ...
 
@@ -92,8 +91,8 @@ class LocalGroup:
         def on_progress(done: int, total: int) -> None:
             if done == total or progress.is_due:
                 progress.report(done, total)
-            if done < total and self._reporter.stop_requested():
-                raise RunEnded
+            if done < total:
+                self._reporter.check_stop(f"after {done:,} of {total:,} pairs were scored")
 
         return self._scorer.score(phase, on_progress=on_progress)
 
@@ -143,10 +142,10 @@ class SerializedGroup:
         """Hold the lock. An unexpected exception becomes a `WorkFailedError` that names the group, as on Ray."""
         with self._lock:
             if self._stop_requested():
-                raise RunEnded
+                raise StoppedEarlyError(f"stopped before {phase.name} of {self.name}")
             try:
                 yield
-            except (DistcseError, RunEnded):
+            except DistcseError:
                 raise
             except Exception as failed:
                 lines = str(failed).strip().splitlines()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from distcse.errors import StoppedEarlyError
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.label_sources import label_sources
 from distcse.experiments.mutual.labels import combine, score_weight, to_band
@@ -21,10 +22,6 @@ from distcse.recipe.exchange import Exchange
 
 _POLL_S = 0.5
 """Seconds between checks for a stop request while a group waits."""
-
-
-class RunEnded(Exception):
-    """Ends a group's work early without an error: the run was asked to stop, or another group failed."""
 
 
 class LabelExchange:
@@ -76,13 +73,13 @@ class LabelExchange:
         """Wait for the labels on which a group trains a phase; None if the run stops early before it.
 
         Raises:
-            RunEnded: The run was asked to stop, or another group failed.
+            StoppedEarlyError: The run was asked to stop, or another group failed.
         """
         with self._changed:
             while True:
                 # Polled: a signal handler sets the stop flag without notifying the condition.
                 if self._ending.is_set() or self._stop_requested():
-                    raise RunEnded
+                    raise StoppedEarlyError(f"stopped while {group} waited for labels")
                 if self._stops_before(phase):
                     return None
                 if (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from distcse.data import Corpus, Pairs
 from distcse.device import default_device
 from distcse.errors import CorpusTooSmallError, MissingDependencyError
 from distcse.evaluation import evaluation_sentences
-from distcse.events import Listener, Reporter, StageProgress
+from distcse.events import Reporter, StageProgress
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pair_sample import sample_pairs
@@ -43,8 +44,12 @@ PairRows = NDArray[np.int64]
 """(m, 2) row ids of m pairs, the lower one first."""
 
 
-def prepare_mining(recipe: MutualRecipe) -> Corpus:
+def prepare_mining(recipe: MutualRecipe, reporter: Reporter) -> Corpus:
     """Read the corpus of `pairs.mine`, or take it from the cache, and check that the packages for mining are installed.
+
+    Args:
+        recipe: A recipe with `pairs.mine`.
+        reporter: Receives progress.
 
     Raises:
         MissingDependencyError: A package of the extra `mining` is not installed.
@@ -56,7 +61,8 @@ def prepare_mining(recipe: MutualRecipe) -> Corpus:
     dev = DevPairs.of(recipe)
     dev_sentences = [] if dev is None else [*dev.first, *dev.second]
     excluded = evaluation_sentences(section.corpus, recipe.evaluation.data, dev_sentences)
-    return Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), excluded=excluded)
+    progress = partial(reporter.advance, "corpus", total=section.corpus.limit, unit="sentences")
+    return Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), progress, excluded)
 
 
 def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactStore, reporter: Reporter) -> None:
@@ -68,7 +74,7 @@ def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactSto
         folder: The folder to write.
         reporter: Receives progress.
     """
-    mine_pairs(recipe, Corpus.open(prepared.path), folder.path, reporter.emit)
+    mine_pairs(recipe, Corpus.open(prepared.path), folder.path, reporter)
 
 
 def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
@@ -80,7 +86,7 @@ def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
     return model_memory(group.backbone) + len(corpus) * (_TEXT_BYTES + _VECTOR_COPIES * 4 * width)
 
 
-def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, emit: Listener) -> Pairs:
+def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, reporter: Reporter) -> Pairs:
     """Mine the recipe's number of different pairs, with a share from each source.
 
     A source with too few pairs is topped up from the others.
@@ -89,7 +95,7 @@ def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, emit: Listene
         recipe: A recipe with `pairs.mine`.
         corpus: Its sentences, from `prepare_mining`.
         folder: The folder to write.
-        emit: Receives progress events.
+        reporter: Receives progress; its stop request ends the search.
 
     Raises:
         CorpusTooSmallError: There are too few sentences, or fewer pairs than a batch needs.
@@ -106,9 +112,9 @@ def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, emit: Listene
     random = np.random.Generator(np.random.PCG64([recipe.seed, _STREAM]))
     pools: list[tuple[float, PairRows]] = []
     if any(band.share for band in section.bands):
-        pools += _mine_bands(recipe, section, texts, emit)
+        pools += _mine_bands(recipe, section, texts, reporter)
     if section.bm25_share:
-        pools.append((section.bm25_share, _mine_bm25(texts, section, recipe.seed, emit)))
+        pools.append((section.bm25_share, _mine_bm25(texts, section, recipe.seed, reporter)))
     if section.random_share:
         pools.append((section.random_share, _random_pairs(len(texts), section.pairs, random)))
     rows = draw_pairs(pools, section.pairs, random)
@@ -139,7 +145,7 @@ def _require_bm25s() -> Any:
 
 
 def _mine_bands(
-    recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], emit: Listener
+    recipe: MutualRecipe, section: MiningSection, texts: Sequence[str], reporter: Reporter
 ) -> list[tuple[float, PairRows]]:
     """Pair each sentence with its nearest neighbors, and sort the pairs into bands by cosine.
 
@@ -153,9 +159,10 @@ def _mine_bands(
     vectors = encoder.encode(
         texts,
         normalize=True,
-        on_progress=lambda done: emit(StageProgress("mining", done, len(texts), "sentences encoded")),
+        on_progress=partial(reporter.advance, "mining", total=len(texts), unit="sentences encoded"),
     )
-    cosines, neighbors = knn(vectors, section.num_neighbors, "pairs.mine")
+    progress = partial(reporter.advance, "mining", total=len(texts), unit="sentences searched for")
+    cosines, neighbors = knn(vectors, section.num_neighbors, "pairs.mine", progress)
     rows = np.repeat(np.arange(len(texts)), neighbors.shape[1])
     pairs, flat = np.stack([rows, neighbors.ravel()], axis=1), cosines.ravel()
     is_valid = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
@@ -164,16 +171,18 @@ def _mine_bands(
         is_inside = is_valid & (flat >= band.low) & (flat < band.high)
         unique = unique_pairs(pairs[is_inside])
         note = f"{len(unique):,} neighbors of cosine {band.low:g} to {band.high:g}"
-        emit(StageProgress("mining", len(unique), len(unique), "pairs", finished=True, note=note))
+        reporter.emit(StageProgress("mining", len(unique), len(unique), "pairs", finished=True, note=note))
         bands.append((band.share, unique))
     return bands
 
 
-def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, emit: Listener) -> PairRows:
+def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, reporter: Reporter) -> PairRows:
     """Pair sentences with their BM25 neighbors, for a sample of sentences in a large corpus."""
     bm25s = _require_bm25s()
     logging.getLogger("bm25s").setLevel(logging.WARNING)
+    reporter.advance("mining", 0, len(texts), "sentences read by BM25")
     tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
+    reporter.advance("mining", len(texts), len(texts), "sentences read by BM25")
     index = bm25s.BM25()
     index.index(tokens, show_progress=False)
     query_rows = np.arange(len(texts))
@@ -188,9 +197,9 @@ def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, emit: Li
         rows, scores = index.retrieve(queries, k=neighbors, show_progress=False, n_threads=host.cpus())
         pairs = np.stack([np.repeat(batch, neighbors), rows.ravel().astype(np.int64)], axis=1)
         pools.append(pairs[(pairs[:, 0] != pairs[:, 1]) & (scores.ravel() > 0)])
-        emit(StageProgress("mining", begin + len(batch), len(query_rows), "BM25 queries"))
+        reporter.advance("mining", begin + len(batch), len(query_rows), "BM25 queries")
     unique = unique_pairs(np.concatenate(pools))
-    emit(
+    reporter.emit(
         StageProgress(
             "mining", len(unique), len(unique), "pairs", finished=True, note=f"{len(unique):,} neighbors by BM25"
         )

@@ -20,13 +20,16 @@ from distcse.experiments.mutual.pair_sample import sample_pairs
 from distcse.recipe import MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path
 
+_SILENT = Reporter()
 
-def read_pairs(recipe: MutualRecipe, folder: Path) -> Pairs:
+
+def read_pairs(recipe: MutualRecipe, folder: Path, reporter: Reporter = _SILENT) -> Pairs:
     """Read the different pairs in a recipe's files, in the files' order; `pairs.limit` of them, sampled by the seed.
 
     Args:
         recipe: A recipe without `pairs.mine`.
         folder: The folder to write.
+        reporter: Receives progress; its stop request ends the reading. Default: silent, without stops.
 
     Raises:
         CorpusNotFoundError: The folder of pairs.task has no table.
@@ -36,7 +39,8 @@ def read_pairs(recipe: MutualRecipe, folder: Path) -> Pairs:
     """
     first, second = recipe.pairs.columns
     pairs = ((one, other) for file in _files(recipe) for one, other in stream_texts(file, first, second))
-    return Pairs.write(folder, pairs, lambda number: sample_pairs(number, recipe))
+    progress = partial(reporter.advance, "pairs", total=None, unit="sentences")
+    return Pairs.write(folder, pairs, lambda number: sample_pairs(number, recipe), progress)
 
 
 def require_pairs(recipe: MutualRecipe) -> None:
@@ -72,7 +76,7 @@ def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Repo
     store = open_store(run) / "pairs"
     if not store.fetch_folder():
         if recipe.pairs.mine is None:
-            read_pairs(recipe, store.path)
+            read_pairs(recipe, store.path, reporter)
         else:
             _mine(recipe, store, backend, reporter)
     pairs = Pairs.open_verified(store.path)
@@ -83,7 +87,7 @@ def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Repo
 
 
 def _mine(recipe: MutualRecipe, folder: ArtifactStore, backend: Backend, reporter: Reporter) -> None:
-    corpus = prepare_mining(recipe)
+    corpus = prepare_mining(recipe, reporter)
     call = DeviceCall(
         "mining of pairs",
         partial(mine_into, recipe, open_store(corpus.directory), folder),

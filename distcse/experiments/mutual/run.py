@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
-from distcse.errors import DistcseError
+from distcse.errors import DistcseError, StoppedEarlyError
 from distcse.events import GroupActivity, LogMessage, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.joining import joined_for_groups
-from distcse.experiments.mutual.label_exchange import LabelExchange, RunEnded
+from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase, last_phase
@@ -54,7 +54,7 @@ def run_groups(
             stopped[number] = not _run_phases(recipe, group, store, exchange, group_reporter)
             if stopped[number]:
                 exchange.end()  # wake the groups that wait for this one's scores
-        except RunEnded:
+        except StoppedEarlyError:
             stopped[number] = True
             exchange.end()  # wake the groups that wait for this one's scores
         except DistcseError as failed:

@@ -9,7 +9,7 @@ from functools import partial
 
 from distcse.device import default_device
 from distcse.errors import NotFiniteError
-from distcse.evaluation import RecordedScores, VectorModel
+from distcse.evaluation import RecordedScores, VectorModel, reporting
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
@@ -84,11 +84,8 @@ def _score(recipe: MutualRecipe, group: GroupSection, reporter: Reporter) -> Rec
     assert dev is not None
     encoder, precision = Encoder.from_section(group).to(default_device()), decided(recipe.evaluation.precision)
     use_mkldnn_linear(encoder, precision)
-
-    def report_progress(done: int, total: int) -> None:
-        reporter.emit(StageProgress(_STAGE, done, total, f"sentences, now {group.name}"))
-
-    dev.score(recorded.recording(VectorModel.of(encoder, precision, report_progress)))
+    progress = reporting(reporter, _STAGE, f"sentences, now {group.name}")
+    dev.score(recorded.recording(VectorModel.of(encoder, precision, progress)))
     return recorded
 
 

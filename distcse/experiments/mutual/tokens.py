@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from distcse.data import Pairs, PairTokenTable, TokenTable, tokenizer_fingerprint
-from distcse.errors import StoppedEarlyError
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
@@ -78,14 +77,14 @@ def _prepare(
         cross = recipe.cross_of(group)
         orders = 2 if cross.both_orders else 1
         spec = TokenizerSpec.of(group)
-        report = _progress(reporter, len(pairs.sentences), "sentences")
+        report = partial(reporter.advance, "tokens", total=len(pairs.sentences), unit="sentences")
         sentences = TokenTable.prepare(
             pairs.sentences, spec.tokenizer, spec.max_length, cache.path, report, prompt=spec.prompt
         )
         root = resolve_model(recipe.cross_start(group), group.trust_remote_code)
         # Without its weights, the group fails when it trains, and may be dropped.
         tokenizer = ModelFolder.read(root, group.trust_remote_code).load_tokenizer()
-        report = _progress(reporter, orders * len(pairs), "pairs")
+        report = partial(reporter.advance, "tokens", total=orders * len(pairs), unit="pairs")
         both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache.path, report)
         note = f"{group.name}: {'reused' if sentences.reused and both.reused else 'tokenized'}"
         reporter.emit(StageProgress("tokens", len(pairs), len(pairs), "pairs", finished=True, note=note))
@@ -93,14 +92,3 @@ def _prepare(
             report_extent(recipe, group, pairs, spec, tokenizer, reporter)
         prepared[group.name] = {"bi": open_store(sentences.directory), "cross": open_store(both.directory)}
     return prepared
-
-
-def _progress(reporter: Reporter, total: int, unit: str) -> Callable[[int], None]:
-    """Return a callback that reports the number of rows tokenized so far, and ends when a stop was requested."""
-
-    def report(done: int) -> None:
-        if reporter.stop_requested():
-            raise StoppedEarlyError("stopped before all pairs were tokenized; continue with --resume")
-        reporter.emit(StageProgress("tokens", done, total, unit))
-
-    return report

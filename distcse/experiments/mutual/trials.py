@@ -73,7 +73,7 @@ class MutualTrials(Trials):
         }
 
     def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
-        return contamination_of(self._recipe, Pairs.open(run / "pairs"), tasks)
+        return contamination_of(self._recipe, Pairs.open(run / "pairs"), tasks, reporter)
 
 
 class CycleScores:

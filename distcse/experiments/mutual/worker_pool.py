@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distcse.events import Event, GroupActivity, Reporter, StepReport
-from distcse.experiments.mutual.label_exchange import RunEnded
 from distcse.experiments.mutual.phase_costs import PhaseCosts
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scheduling import RemainingWork, allocate_workers
@@ -109,7 +108,7 @@ class WorkerPool:
             reporter: Receives what the group waits for; its stop request ends the wait.
 
         Raises:
-            RunEnded: The run was asked to stop.
+            StoppedEarlyError: The run was asked to stop.
         """
         with self._changed:
             member = self._members[group]
@@ -131,7 +130,7 @@ class WorkerPool:
         """Take back the slots of a group at work, of which one is or will be lost, and wait for others as `acquire` does.
 
         Raises:
-            RunEnded: The run was asked to stop.
+            StoppedEarlyError: The run was asked to stop.
         """
         with self._changed:
             member = self._members[group]
@@ -194,14 +193,13 @@ class WorkerPool:
         """Wait until a group has slots, and let it begin with them. Called with the lock held.
 
         Raises:
-            RunEnded: The run was asked to stop.
+            StoppedEarlyError: The run was asked to stop.
         """
         member.stage = "waiting"
         warning, is_reported = WaitWarning(reporter, clock=self._clock), False
         while True:
             # Polled: a signal handler sets the stop flag, and nodes come and go, without notifying the condition.
-            if reporter.stop_requested():
-                raise RunEnded
+            reporter.check_stop("while a group waited for workers")
             self._allocate()
             if member.slots:
                 return self._begin(member, stage)

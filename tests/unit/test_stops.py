@@ -1,0 +1,554 @@
+"""Every operation that can take more than five seconds ends at a stop request within one more batch or shard.
+
+`ASKS` lists the places that ask; a place that is missing there fails, and so does a call of a loop over batches that asks nobody.
+Tests on Ray: `tests/cluster/test_on_ray.py`, `tests/faults/test_kills.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distcse
+from distcse.command import INTERRUPTED, StopOnSignal, exit_status
+from distcse.data import Corpus
+from distcse.errors import StoppedEarlyError
+from distcse.evaluation import Contamination, EvalConfig, RetrievalDataset, RetrievalTask, Tasks, collect
+from distcse.evaluation.suites import CustomSet
+from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
+from distcse.experiments.distillation import final_evaluation, rank_inference
+from distcse.experiments.distillation.dev_ensemble import score_ensemble
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.distillation.tables import embed_corpus, prepare_tables
+from distcse.experiments.distillation.tokens import prepare_tokens
+from distcse.experiments.family import static
+from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.mutual.experiment import MutualDistillation
+from distcse.models import Encoder, EncoderHandle
+from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe
+from distcse.report.progress import StopLine
+from distcse.runs import lease as leases
+from distcse.runs.lease import Lease
+from distcse.storage import open_store
+from distcse.teachers.comparison import compare
+from distcse.teachers.targets import TargetSpec
+from tests.conftest import ROOT
+from tests.failures import fails_with
+from tests.jobs import embed_tables
+from tests.pairs import make_mutual_recipe
+
+MakeRecipe = Callable[..., Recipe]
+
+UNITS = {
+    "distcse.models.frozen_pass._attempt": 1,
+    "distcse.data.token_table.encode_batch": 1,
+    "distcse.data.ragged.RaggedWriter.append": 1,
+    "distcse.data.ragged.RaggedWriter.append_rows": 1,
+    "distcse.evaluation.contamination.normalized_key": 16,
+    "distcse.evaluation.logistic._Group._pass": 4,
+    "distcse.teachers.table.EmbeddingTable.is_intact": 8,
+    "faiss.IndexFlatIP.search": 1,
+    "model2vec.train.base.BaseFinetuneable.forward": 1,
+}
+"""Functions that compute one batch or shard, or one of its parts, and how many calls are at most between two questions."""
+SMALL = {
+    "distcse.data.token_table._CHUNK": 16,
+    "distcse.data.pair_tokens._CHUNK": 16,
+    "distcse.data.corpus._CHUNK": 16,
+    "distcse.data.pairs.CHUNK": 4,
+    "distcse.events._FOLLOWED": 16,
+    "distcse.teachers.knn._QUERIES": 16,
+    "distcse.models.static._TOKENS_PER_BATCH": 16,
+    "distcse.experiments.mutual.mining._QUERIES_PER_BATCH": 16,
+}
+
+
+class Work:
+    """Counts batches, and requests a stop in the middle of one.
+
+    Args:
+        patch: Replaces the functions that compute batches.
+        stage: Count the batches of this stage. Default: all.
+        after: Batches after which the stop is requested.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, stage: str | None = None, after: int = 2) -> None:
+        self.before, self.afterwards, self.events = 0, 0, list[Event]()
+        self.allowed = 0
+        self._stage, self._after, self._current = stage, after, ""
+        for name, size in SMALL.items():
+            patch.setattr(name, size)
+        patch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: _in_batches(len(ids)))
+        for name, calls in UNITS.items():
+            patch.setattr(name, self._counted(_find(name), calls))
+
+    @property
+    def requested(self) -> bool:
+        return self.before >= self._after
+
+    @property
+    def reporter(self) -> Reporter:
+        return Reporter(self._note, lambda: self.requested)
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, StageProgress):
+            self._current = event.name
+
+    def _counted(self, function: Callable[..., Any], calls: int) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if self.requested:
+                self.afterwards += 1
+            elif self._stage in (None, self._current):
+                self.before += 1
+                self.allowed = calls
+            return function(*arguments, **named)
+
+        return counted
+
+    def stops(self, operation: Callable[[Reporter], Any]) -> None:
+        """Check that an operation ends within one more batch, and only because it asks."""
+        with pytest.raises(StoppedEarlyError):
+            operation(self.reporter)
+        assert self.requested and self.afterwards <= self.allowed
+
+
+def _in_batches(texts: int) -> list[list[int]]:
+    return [list(range(begin, min(begin + 4, texts))) for begin in range(0, texts, 4)]
+
+
+def _find(name: str) -> Any:
+    module, found = name.split("."), None
+    for end in range(len(module), 0, -1):
+        try:
+            found = __import__(".".join(module[:end]), fromlist=["x"])
+        except ImportError:
+            continue
+        for part in module[end:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+EVERYTHING = (
+    "student.layers=auto",
+    "student.num_layers=2",
+    "training.neighbor_batching={per_anchor: 1, min_rank: 2, max_rank: 9}",
+    "objective={info_nce: null, consistency: null, regression: {form: cosine}}",
+    "student.projection=none",
+    "evaluation.final_suites=[]",
+)
+
+
+@pytest.mark.parametrize("stage", ["corpus", "layers", "tokens", "teacher 0", "teacher 1", "neighbors", "targets"])
+def test_a_stop_before_training_ends_the_run_at_once(
+    stage: str, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, work = recipe_with(*EVERYTHING), Work(monkeypatch, stage)
+    work.stops(lambda reporter: Distillation(recipe).run(LocalBackend(), reporter))
+    runs = [*Path(recipe.storage.runs).iterdir()]
+    assert not any(isinstance(event, StepReport) for event in work.events)
+    assert not any((run / "model").exists() for run in runs)
+
+
+def test_a_stop_in_the_first_dev_score_ends_the_run_without_a_model(recipe_with: MakeRecipe) -> None:
+    """The dev score itself is computed to its end: on several workers, all take part in it."""
+    recipe, events = recipe_with("evaluation.final_suites=[]"), list[Event]()
+    stopped = Reporter(events.append, lambda: any(type(event).__name__ == "DevScore" for event in events))
+    with pytest.raises(StoppedEarlyError):
+        Distillation(recipe).run(LocalBackend(), stopped)
+    (run,) = Path(recipe.storage.runs).iterdir()
+    assert not (run / "model").exists() and not any(isinstance(event, StepReport) for event in events)
+    done = distcse.resume(run, listen=lambda event: None)
+    assert not done.interrupted and done.model.is_dir()
+
+
+def test_what_a_stopped_pass_has_stored_is_kept(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_with("evaluation.final_suites=[]", "teachers.shard_rows=20")
+    with monkeypatch.context() as patch:
+        Work(patch, "teacher 0", after=12).stops(lambda reporter: embed_corpus(recipe, LocalBackend(), reporter))
+    table = next(Path(recipe.storage.cache).glob("tables/*/shard-*.json")).parent
+    before = {file.name: file.stat().st_mtime_ns for file in table.glob("shard-*.json")}
+    assert len(before) == 2  # 12 batches of 4 rows
+    embed_corpus(recipe, LocalBackend(), Reporter())
+    assert all((table / name).stat().st_mtime_ns == written for name, written in before.items())
+
+
+@pytest.fixture
+def corpus_of(recipe_with: MakeRecipe) -> Callable[..., tuple[Recipe, Corpus]]:
+    def prepare(*overrides: str) -> tuple[Recipe, Corpus]:
+        recipe = recipe_with(*overrides)
+        return recipe, Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
+
+    return prepare
+
+
+Operation = Callable[..., Callable[[Reporter], Any]]
+
+
+def verify_shards(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, corpus = corpus_of("teachers.shard_rows=20")
+    embed_tables(recipe, corpus)
+    return lambda reporter: prepare_tables(recipe, corpus, LocalBackend(), reporter)
+
+
+def tokenize_parts(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, corpus = corpus_of()
+    return lambda reporter: prepare_tokens(recipe, corpus, LocalBackend(), reporter)
+
+
+def compare_teachers(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, corpus = corpus_of()
+    return lambda reporter: compare(recipe, corpus, 100, reporter)
+
+
+def score_teachers(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, _ = corpus_of(f"evaluation.data={labelled}", "evaluation.dev=stsb")
+    return lambda reporter: score_ensemble(recipe, False, reporter)
+
+
+def measure_student(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, _ = corpus_of()
+    tasks, encoder = tasks_of(labelled), EncoderHandle(partial(Encoder.from_section, recipe.student))
+    student = final_evaluation.ScoredStudent("start", recipe.student.backbone, encoder)
+    return partial(final_evaluation._measure_student, student, Contamination({}), "fp32", lambda: (tasks, []))
+
+
+def measure_cross_encoder(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    """Its similarities of each two held-out texts."""
+    recipe, corpus = corpus_of(f"teachers.encoders=[{{backbone: '{cross}'}}]")
+    texts = corpus.texts(range(32))
+    (section,) = recipe.teachers.encoders
+    return partial(final_evaluation._measure_teacher, "teacher", section, "fp32", lambda: (Tasks(), texts))
+
+
+def measure_ranks(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, corpus = corpus_of()
+    texts, handle = corpus.texts(range(100)), EncoderHandle(partial(Encoder.from_section, recipe.student))
+    section, folder = RankInferenceSection(), open_store(tmp / "ranker")
+    return partial(
+        rank_inference._measure, section, handle, folder, Contamination({}), "fp32", lambda: (Tasks(), texts)
+    )
+
+
+def find_contamination(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, corpus = corpus_of()
+    task = RetrievalTask("few", RetrievalDataset(["a"], ["b"], [{0: 1.0}], [None]))
+    return lambda reporter: final_evaluation.contamination_of(recipe, corpus, Tasks([task]), reporter)
+
+
+def train_static(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    recipe, corpus = corpus_of("training.batch_size=8")
+    tables = embed_tables(recipe, corpus)[1:]
+    Encoder.from_section(recipe.student).save(tmp / "largest")
+    spec = TargetSpec([table.location for table in tables], [1.0])
+    stores = open_store(tmp / "largest"), spec, open_store(corpus.directory), open_store(tmp / "out")
+    return partial(static._train, recipe, 1e-2, *stores)
+
+
+def measure_models(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    """The command `evaluate`."""
+    recipe, _ = corpus_of()
+    Encoder.from_section(recipe.student).save(tmp / "model")
+
+    def measure(reporter: Reporter) -> None:
+        distcse.measure(
+            [f"one={tmp / 'model'}"], labelled, listen=reporter.emit, stop_requested=reporter.stop_requested
+        )
+
+    return measure
+
+
+def fit_transfer(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
+    rows = "".join(f"{n % 2}\tword {n}\n" for n in range(300))
+    (tmp / "transfer.tsv").write_text("label\ttext\n" + rows)
+    recipe, _ = corpus_of()
+    tasks = collect(None, [], [CustomSet.parse(f"transfer={tmp / 'transfer.tsv'}")], EvalConfig(transfer="strict"))
+    student = final_evaluation.ScoredStudent(
+        "start", recipe.student.backbone, EncoderHandle(partial(Encoder.from_section, recipe.student))
+    )
+    return partial(final_evaluation._measure_student, student, Contamination({}), "fp32", lambda: (tasks, []))
+
+
+def tasks_of(labelled: Path) -> Tasks:
+    return collect(labelled, ["sts"], [], EvalConfig())
+
+
+@pytest.mark.parametrize(
+    ("operation", "stage"),
+    [
+        (verify_shards, None),
+        (tokenize_parts, None),
+        (compare_teachers, None),
+        (score_teachers, None),
+        (measure_student, None),
+        (measure_cross_encoder, None),
+        (measure_ranks, None),
+        (find_contamination, None),
+        (measure_models, None),
+        pytest.param(train_static, "static", marks=pytest.mark.slow),
+        pytest.param(fit_transfer, "transfer fits", marks=pytest.mark.slow),
+    ],
+)
+def test_an_operation_stops_in_its_middle(
+    operation: Operation,
+    stage: str | None,
+    tmp_path: Path,
+    corpus_of: Any,
+    labelled: Path,
+    tiny_cross: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = operation(tmp_path, corpus_of, labelled, tiny_cross)
+    monkeypatch.setattr("distcse.experiments.distillation.tokens.PART_ROWS", 100)
+    Work(monkeypatch, stage).stops(begin)
+
+
+@pytest.fixture
+def groups(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Callable[..., MutualRecipe]:
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
+
+
+@pytest.mark.parametrize(("stage", "mined"), [("pairs", False), ("starts", False), ("tokens", False), ("mining", True)])
+def test_a_stop_before_the_first_phase_ends_the_run_at_once(
+    stage: str,
+    mined: bool,
+    groups: Callable[..., MutualRecipe],
+    tmp_path: Path,
+    sentences: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "corpus.txt").write_text("\n".join(sentences))
+    source = f"pairs={{mine: {{corpus: {{path: '{tmp_path / 'corpus.txt'}'}}, pairs: 100, num_neighbors: 5}}}}"
+    recipe, work = groups(*([source] if mined else [])), Work(monkeypatch, stage)
+    work.stops(lambda reporter: MutualDistillation(recipe).run(LocalBackend(), reporter))
+    assert not any(isinstance(event, GroupEvent) for event in work.events)
+
+
+@pytest.mark.parametrize("wait", ["lease", "lock"])
+def test_a_wait_for_another_process_says_so_once_and_hears_a_stop(
+    wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_LOCK_NOTICE_S", 0.0)
+    asked, events = list[None](), list[Event]()
+    reporter = Reporter(events.append, lambda: len(asked) > 2 or asked.append(None) is not None)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    held = Lease.held(tmp_path, Reporter()) if wait == "lease" else _flock(handle)
+    with held, fails_with(StoppedEarlyError, str(tmp_path)), Lease.held(tmp_path, reporter, waits_for="embeds"):
+        pass
+    os.close(handle)
+    assert len([event for event in events if isinstance(event, LogMessage)]) == 1
+    with Lease.held(tmp_path, Reporter()):
+        pass
+
+
+class _flock:
+    """Holds the lock of an open folder."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+
+    def __exit__(self, *raised: object) -> None:
+        fcntl.flock(self._handle, fcntl.LOCK_UN)
+
+
+def test_a_run_ends_though_the_lock_of_its_folder_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_RELEASE_WAIT_S", 0.0)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    with Lease.held(tmp_path, Reporter()):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    os.close(handle)
+    with Lease.held(tmp_path, Reporter()):  # this process no longer has the lease that was not released
+        pass
+
+
+def test_commands_exit_with_the_status_of_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    def stop() -> int:
+        Reporter(stop_requested=lambda: True).check_stop("in a test")
+        return 0
+
+    assert exit_status(stop, kept="all") == INTERRUPTED
+    assert capsys.readouterr().err.startswith("distcse: [DCSE-X17] stopped in a test; ")
+    assert exit_status(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0, kept="all") == INTERRUPTED  # type: ignore[func-returns-value]
+    assert "stopped at once; all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (StageProgress("teacher 0", 3, 9, "sentences"), "in teacher 0 "),
+        (StageProgress("teacher 0", 9, 9, "sentences", finished=True), "stored is kept"),
+        (StepReport(3, 9, {}, 0.1, 0.1, 0.0), "checkpoint"),
+        (GroupEvent("one", GroupActivity("cycle 1, bi", "training")), "checkpoint"),
+    ],
+)
+def test_the_line_of_a_stop_says_what_is_waited_for(
+    event: Event, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = StopLine(lambda event: None)
+    line.show(StepReport(1, 9, {}, 0.1, 0.1, 0.0))
+    line.show(event)
+    with StopOnSignal(line.text) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert stop.stop_requested() and expected in (said := capsys.readouterr().err)
+    assert ("checkpoint" in said) == (expected == "checkpoint")
+
+
+_RUN, _PASS = "test_a_stop_before_training_ends_the_run_at_once", "test_an_operation_stops_in_its_middle"
+_MUTUAL, _WAIT = (
+    "test_a_stop_before_the_first_phase_ends_the_run_at_once",
+    "test_a_wait_for_another_process_says_so_once",
+)
+_EVALUATION = "test_stopped_evaluation.py"
+ASKS = {
+    "evaluation/evaluation:measure_model": _PASS,
+    "experiments/distillation/corpus:read_corpus": _RUN,
+    "experiments/distillation/dev_ensemble:DevEnsemble.of": _PASS,
+    "experiments/distillation/final_evaluation:_measure_student": _PASS,
+    "experiments/distillation/final_evaluation:_measure_teacher": _PASS,
+    "experiments/distillation/final_evaluation:contamination_of": _PASS,
+    "experiments/distillation/layer_selection:_search": _RUN,
+    "experiments/distillation/preparation:_compute_graph": _RUN,
+    "experiments/distillation/preparation:_fit_projection": _RUN,
+    "experiments/distillation/rank_inference:_measure": _PASS,
+    "experiments/distillation/tables:prepare_tables": _RUN,
+    "experiments/distillation/tables:_verifying": _PASS,
+    "experiments/distillation/tokens:prepare_tokens": _RUN,
+    "experiments/distillation/tokens:_write_part": _PASS,
+    "experiments/family/static:_train": _PASS,
+    "experiments/local_backend:LocalBackend.run_on_devices": _EVALUATION,
+    "experiments/mutual/final_evaluation:contamination_of": "as the other contamination_of",
+    "experiments/mutual/final_evaluation:_measure_start": _EVALUATION,
+    "experiments/mutual/final_evaluation:_measure_trained": _EVALUATION,
+    "experiments/mutual/group:LocalGroup.score": "test_mutual_stopped.py",
+    "experiments/mutual/mining:prepare_mining": "as read_corpus",
+    "experiments/mutual/mining:_mine_bands": _MUTUAL,
+    "experiments/mutual/mining:_mine_bm25": "as _mine_bands",
+    "experiments/mutual/pairs:read_pairs": _MUTUAL,
+    "experiments/mutual/start_scores:_score": _MUTUAL,
+    "experiments/mutual/tokens:_prepare": _MUTUAL,
+    "experiments/mutual/worker_pool:WorkerPool._wait_for_slots": "test_worker_pool.py",
+    "measuring:_candidate": _PASS,
+    "measuring:_add_retrieval_with_documents_by": "as _candidate",
+    "ray_backend/embedding_actors:_EmbeddingTasks._check": "tests/cluster/test_on_ray.py",
+    "ray_backend/evaluator_actor:RemoteEvaluator.take": "tests/unit/test_remote_evaluator.py",
+    "ray_backend/ray_group:RayGroup._check_wait": "tests/faults/test_mutual_kills.py",
+    "ray_backend/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
+    "ray_backend/teacher_servers:co_located_servers": "tests/faults/test_kills.py",
+    "ray_backend/train_workers:_run_trainer": "tests/faults/test_kills.py",
+    "runs/lease:_wait": _WAIT,
+    "runs/lease:_local_lock": _WAIT,
+    "teachers/comparison:compare": _PASS,
+    "tuning/final_evaluation:_measure": "as _measure_student",
+}
+"""The places that ask for a stop request between batches or shards, and the test that stops each in its middle."""
+SHORT = {
+    "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
+    "experiments/distillation/sharded_encoding:make_dev_encode": "a dev score, of all workers: training stops after it",
+    "experiments/distillation/sharded_encoding:encode_shares": "as make_dev_encode",
+    "experiments/mutual/pair_task:PairBatch.encode": "a training step",
+    "experiments/mutual/pair_task:PairBatch._encode_part": "a training step",
+    "experiments/mutual/pair_task:encode_streams": "a training step",
+    "exporting:export_onnx": "without `StopOnSignal`: a signal ends the command at once",
+    "models/kept_tokens:KeptTokens.encode": "as make_dev_encode",
+    "models/static:StaticEncoder.encode": "as _with_total",
+    "rank_space/encoder:RankSpaceEncoder.similarities": "the Python API, without a run",
+    "ray_backend/backend:RayBackend.embed": "its reporter is in the request",
+    "ray_backend/embedding_actors:EmbeddingActor.embed": "the driver asks, and kills the actor",
+    "teachers/embedding:embed_texts": "one shard",
+    "teachers/kinds/cross_encoder:PairTeacher.similarities": "the lists of a training step",
+    "teachers/reuse:count_new_rows": "a dry run, without `StopOnSignal`",
+    "teachers/teacher:LiveTeacher.similarities": "the lists of a training step",
+    "tuning/trial_table:write_tables": "a Parquet table",
+}
+"""Calls of a loop over batches that ask nobody, and why."""
+_QUESTIONS, _HELPERS = {"advance", "check_stop", "follow"}, {"start_stage", "reporting"}
+_LOOPS = {
+    "encode",
+    "encode_each",
+    "encode_tokens",
+    "score_each",
+    "embed_texts",
+    "complete_shards",
+    "embed_shards",
+    "write_table",
+    "write_part",
+    "knn",
+    "from_sentences",
+    "of_tokens",
+    "missing_shards",
+    "not_intact",
+}
+
+
+def functions(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield all nodes with the qualified name of their outermost function."""
+    for child in ast.iter_child_nodes(tree):
+        inner = name
+        if isinstance(child, ast.ClassDef) or (isinstance(child, ast.FunctionDef) and not _in_function(name)):
+            inner = f"{name}.{child.name}" if name else child.name
+            if isinstance(child, ast.FunctionDef):
+                inner += "()"
+        yield inner.removesuffix("()"), child
+        yield from functions(child, inner)
+
+
+def _in_function(name: str) -> bool:
+    return name.endswith("()")
+
+
+def modules() -> Iterator[tuple[str, ast.AST]]:
+    for file in sorted((ROOT / "distcse").rglob("*.py")):
+        yield file.relative_to(ROOT / "distcse").with_suffix("").as_posix(), ast.parse(file.read_text())
+
+
+def test_each_place_that_asks_is_listed_with_its_test() -> None:
+    found = set()
+    for module, tree in modules():
+        for name, node in functions(tree):
+            asks = isinstance(node, ast.Attribute) and node.attr in _QUESTIONS and _is_reporter(node.value)
+            helps = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _HELPERS
+            if asks or helps:
+                found.add(f"{module}:{name}")
+    helpers = {
+        "evaluation/models:reporting",
+        "experiments/distillation/corpus:start_stage",
+        "events:Reporter.advance",
+        "events:Reporter.follow",
+    }
+    assert found - helpers == set(ASKS)
+
+
+def _is_reporter(node: ast.expr) -> bool:
+    return "domains" not in ast.unparse(node)
+
+
+def test_no_loop_over_batches_is_called_without_a_question() -> None:
+    found = set()
+    for module, tree in modules():
+        for name, node in functions(tree):
+            if isinstance(node, ast.Call) and _called(node) in _LOOPS and not _is_of_a_string(node):
+                passed = [*map(ast.unparse, node.args), *(str(keyword.arg) for keyword in node.keywords)]
+                if not any(word in text for text in passed for word in ("progress", "on_batch", "on_rows", "reporter")):
+                    found.add(f"{module}:{name}")
+    assert found == set(SHORT)
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _is_of_a_string(node: ast.Call) -> bool:
+    return _called(node) == "encode" and (not node.args or isinstance(node.args[0], ast.Constant))
