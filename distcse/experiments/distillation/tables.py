@@ -132,7 +132,8 @@ def _embed(request: EmbeddingRequest, backend: Backend) -> None:
             raise
         text = f"teacher {request.teacher.backbone}: all missing rows are embedded, because an earlier table is lost: {damaged}"
         request.reporter.emit(LogMessage(text, warning=True))
-        backend.embed(replace(request, reuse=None, missing=request.table.not_intact(request.missing)))
+        verifying = _verifying(request.reporter, request.teacher.backbone, len(request.missing))
+        backend.embed(replace(request, reuse=None, missing=request.table.not_intact(request.missing, verifying)))
 
 
 def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:
@@ -172,4 +173,7 @@ def _missing_shards(
 
 
 def _verifying(reporter: Reporter, stage: str, shards: int) -> Callable[[int], None]:
-    return lambda done: reporter.check_stop(f"after {done:,} of {shards:,} shards of {stage} were verified")
+    def on_progress(done: int) -> None:
+        reporter.check_stop(f"after {done:,} of {shards:,} shards of {stage} were verified")
+
+    return on_progress
