@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from distcse.errors import StoppedEarlyError
 
 T = TypeVar("T")
-_FOLLOWED = 8192
+FOLLOWED = 8192
 """Items of a stream between two questions: a fraction of a second of reading."""
 
 
@@ -195,7 +195,7 @@ class Reporter:
     def follow(self, items: Iterable[T], name: str) -> Iterator[T]:
         """Yield the items of a long stream, and end it at a stop request."""
         for done, item in enumerate(items):
-            if done % _FOLLOWED == 0:
+            if done % FOLLOWED == 0:
                 self.check_stop(f"in {name} after {done:,} sentences")
             yield item
 

@@ -31,7 +31,7 @@ FORMAT = 2
 _LABEL = "corpus.json"
 _DOMAINS = "domains.npy"
 _MAX_DOMAINS = 65_535
-_CHUNK = 8192
+CHUNK = 8192
 
 Progress = Callable[[int], None]
 
@@ -114,7 +114,7 @@ class Corpus:
             return type(self)(directory, cached, reused=True)
         first = self.distinct_rows(cache).first
         with write_cache_folder(directory, _LABEL) as (temporary, label):
-            blocks = (first[begin : begin + _CHUNK] for begin in range(0, len(first), _CHUNK))
+            blocks = (first[begin : begin + CHUNK] for begin in range(0, len(first), CHUNK))
             written, fingerprint = write_sentences(temporary, chain.from_iterable(map(self.texts, blocks)))
             label.update(
                 rows=written,
@@ -220,7 +220,7 @@ def write_sentences(folder: Path, sentences: Iterator[str], on_progress: Progres
     """
     digest, written = Digest(), 0
     with RaggedWriter(folder) as writer:
-        while chunk := [text.encode() for text in islice(sentences, _CHUNK)]:
+        while chunk := [text.encode() for text in islice(sentences, CHUNK)]:
             for text in chunk:
                 digest.update(len(text).to_bytes(8, "little"))
                 digest.update(text)

@@ -17,7 +17,7 @@ from distcse.storage import text_checksum
 
 FORMAT = 1
 _LABEL = "pair_tokens.json"
-_CHUNK = 8192
+CHUNK = 8192
 
 
 class PairTokenTable:
@@ -74,8 +74,8 @@ class PairTokenTable:
             label.update(dtype=dtype.str, pad_id=tokenizer.pad_token_id or 0, has_kinds=has_kinds)
             with RaggedWriter(temporary) as writer, tokenizing(tokenizer, max_length) as backend:
                 for order in range(2 if both_orders else 1):
-                    for begin in range(0, len(pairs), _CHUNK):
-                        texts = pairs.texts(begin, begin + _CHUNK)
+                    for begin in range(0, len(pairs), CHUNK):
+                        texts = pairs.texts(begin, begin + CHUNK)
                         encodings = backend.encode_batch_fast(list(zip(*texts[:: -1 if order else 1], strict=True)))
                         rows = [row.ids + row.type_ids if has_kinds else row.ids for row in encodings]
                         writer.append_rows(rows, dtype)

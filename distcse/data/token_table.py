@@ -32,7 +32,7 @@ PART_ROWS = 1_000_000
 """Rows of a part; half a minute of one thread. A corpus with no more has no parts."""
 _LABEL = "tokens.json"
 _PART = re.compile(r"\d+-\d+")
-_CHUNK = 8192
+CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,8 @@ class Tokenization:
 
     def _tokenize(self, rows: range, writer: RaggedWriter, on_progress: Callable[[int], None] | None) -> None:
         with tokenizing(self.tokenizer, self.max_length) as backend:
-            for first in range(rows.start, rows.stop, _CHUNK):
-                texts = self.corpus.texts(range(first, min(first + _CHUNK, rows.stop)))
+            for first in range(rows.start, rows.stop, CHUNK):
+                texts = self.corpus.texts(range(first, min(first + CHUNK, rows.stop)))
                 ids = encode_batch(backend, [self.prompt + text for text in texts] if self.prompt else texts)
                 _require_tokens(ids, texts, first)
                 writer.append_rows(ids, self._dtype)

@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-2
 """Adam's, by default; vectors of single tokens need a larger one than a transformer's weights."""
 _SMOOTHING = 1e-4
 """Token frequency at which a token's initial vector is halved (a in SIF, Arora et al. 2017; model2vec's value)."""
-_TOKENS_PER_BATCH = 1024
+TOKENS_PER_BATCH = 1024
 
 
 def require_model2vec(needed_by: str) -> None:
@@ -112,9 +112,9 @@ class StaticEncoder:
         after = [*takewhile(frame.__contains__, reversed(sample))][::-1]
         vectors = np.zeros((size, encoder.dimension), dtype=np.float32)
         with torch.inference_mode():
-            for begin in range(0, size, _TOKENS_PER_BATCH):
+            for begin in range(0, size, TOKENS_PER_BATCH):
                 on_progress(begin)
-                tokens = range(begin, min(size, begin + _TOKENS_PER_BATCH))
+                tokens = range(begin, min(size, begin + TOKENS_PER_BATCH))
                 rows = [[*before, token, *after] for token in tokens]
                 ids = torch.tensor(rows, device=encoder.device)
                 vectors[begin : begin + len(rows)] = encoder(ids, torch.ones_like(ids)).cpu().numpy()

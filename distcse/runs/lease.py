@@ -54,9 +54,9 @@ LEASE_FILES = _FILE, _HEARTBEAT = "lease", "lease.heartbeat"
 POLL_S = 1.0
 """Seconds between two looks at another process's lease."""
 _REMOTE_POLL_S = 5.0
-_LOCK_POLL_S, _LOCK_NOTICE_S = 0.1, 1.0
+_LOCK_POLL_S, LOCK_NOTICE_S = 0.1, 1.0
 """Seconds between two tries to lock a folder, and after which a wait is reported: starts hold the lock for milliseconds."""
-_RELEASE_WAIT_S = 5.0
+RELEASE_WAIT_S = 5.0
 """Seconds to wait for the lock of a folder whose lease is released."""
 _held_here: set[str] = set()
 """Tokens of this process's active leases. Other lease files that name this process were not released because writing failed."""
@@ -201,7 +201,7 @@ class Lease:
         """Remove the owner from the lease file. The token remains, because this start's workers may still be writing."""
         # If the file cannot be written (full disk, deleted folder, a lock that stays), the lease becomes free when this process
         # ends.
-        with suppress(OSError, StorageError), _local_lock(self.folder, Reporter(), _RELEASE_WAIT_S):
+        with suppress(OSError, StorageError), _local_lock(self.folder, Reporter(), RELEASE_WAIT_S):
             if self._is_valid():
                 self.folder.write_text(_FILE, json.dumps({"token": self.token}))
 
@@ -345,7 +345,7 @@ def _local_lock(folder: ArtifactStore, reporter: Reporter, limit_s: float = math
             reporter.check_stop(f"while another process held the lock of {folder}")
             if (waited_s := time.monotonic() - began) > limit_s:
                 raise TimeoutError(f"the lock of {folder} is held by another process")
-            if waited_s >= _LOCK_NOTICE_S and not is_reported:
+            if waited_s >= LOCK_NOTICE_S and not is_reported:
                 reporter.emit(
                     LogMessage(f"waiting for the lock of {folder}, which another process or the server holds")
                 )

@@ -15,7 +15,7 @@ FLAT_UP_TO = 200_000
 """Largest number of vectors for which the search is exact."""
 NUM_PROBES = 32
 """Lists of the inverted file that each query searches."""
-_QUERIES = 8192
+QUERIES = 8192
 """Vectors that are searched for together."""
 
 
@@ -53,9 +53,9 @@ def knn(
         index.nprobe = NUM_PROBES
     index.add(vectors)
     found = []
-    for begin in range(0, count, _QUERIES):
+    for begin in range(0, count, QUERIES):
         report(begin)
-        found.append(index.search(vectors[begin : begin + _QUERIES], min(num_neighbors + 1, count)))
+        found.append(index.search(vectors[begin : begin + QUERIES], min(num_neighbors + 1, count)))
     cosines, rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return cosines, rows
 

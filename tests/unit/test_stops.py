@@ -21,25 +21,30 @@ import distcse
 from distcse.command import INTERRUPTED, StopOnSignal, exit_status
 from distcse.data import Corpus
 from distcse.errors import StoppedEarlyError
-from distcse.evaluation import Contamination, EvalConfig, RetrievalDataset, RetrievalTask, Tasks, collect
-from distcse.evaluation.suites import CustomSet
+from distcse.evaluation import Contamination, RetrievalDataset, RetrievalTask, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
-from distcse.experiments.distillation import final_evaluation, rank_inference
 from distcse.experiments.distillation.dev_ensemble import score_ensemble
 from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.distillation.final_evaluation import (
+    ScoredStudent,
+    contamination_of,
+    final_scores,
+    labelled_tasks,
+)
+from distcse.experiments.distillation.rank_inference import rank_inference_call
 from distcse.experiments.distillation.tables import embed_corpus, prepare_tables
 from distcse.experiments.distillation.tokens import prepare_tokens
-from distcse.experiments.family import static
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
+from distcse.experiments.registry import experiment_of
 from distcse.models import Encoder, EncoderHandle
-from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe
+from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.report.progress import StopLine
 from distcse.runs import lease as leases
+from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import open_store
 from distcse.teachers.comparison import compare
-from distcse.teachers.targets import TargetSpec
 from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import embed_tables
@@ -48,26 +53,26 @@ from tests.pairs import make_mutual_recipe
 MakeRecipe = Callable[..., Recipe]
 
 UNITS = {
-    "distcse.models.frozen_pass._attempt": 1,
+    "distcse.models.frozen_pass.padded": 1,
     "distcse.data.token_table.encode_batch": 1,
     "distcse.data.ragged.RaggedWriter.append": 1,
     "distcse.data.ragged.RaggedWriter.append_rows": 1,
     "distcse.evaluation.contamination.normalized_key": 16,
-    "distcse.evaluation.logistic._Group._pass": 4,
+    "distcse.evaluation.logistic.adam": 16,
     "distcse.teachers.table.EmbeddingTable.is_intact": 8,
     "faiss.IndexFlatIP.search": 1,
     "model2vec.train.base.BaseFinetuneable.forward": 1,
 }
 """Functions that compute one batch or shard, or one of its parts, and how many calls are at most between two questions."""
 SMALL = {
-    "distcse.data.token_table._CHUNK": 16,
-    "distcse.data.pair_tokens._CHUNK": 16,
-    "distcse.data.corpus._CHUNK": 16,
+    "distcse.data.token_table.CHUNK": 16,
+    "distcse.data.pair_tokens.CHUNK": 16,
+    "distcse.data.corpus.CHUNK": 16,
     "distcse.data.pairs.CHUNK": 4,
-    "distcse.events._FOLLOWED": 16,
-    "distcse.teachers.knn._QUERIES": 16,
-    "distcse.models.static._TOKENS_PER_BATCH": 16,
-    "distcse.experiments.mutual.mining._QUERIES_PER_BATCH": 16,
+    "distcse.events.FOLLOWED": 16,
+    "distcse.teachers.knn.QUERIES": 16,
+    "distcse.models.static.TOKENS_PER_BATCH": 16,
+    "distcse.experiments.distillation.tokens.PART_ROWS": 100,
 }
 
 
@@ -100,8 +105,9 @@ class Work:
 
     def _note(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, StageProgress):
-            self._current = event.name
+        inner = event.event if isinstance(event, GroupEvent) else event
+        if isinstance(inner, StageProgress):
+            self._current = inner.name
 
     def _counted(self, function: Callable[..., Any], calls: int) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -138,6 +144,14 @@ def _find(name: str) -> Any:
     raise AssertionError(name)
 
 
+VECTORS = (
+    "objective={info_nce: null, consistency: null, rank: null, regression: {form: cosine}}",
+    "student.projection=none",
+    "student.dropout=0.0",
+    "student.layers=null",
+    "evaluation.dev=none",
+    "evaluation.final_suites=[]",
+)
 EVERYTHING = (
     "student.layers=auto",
     "student.num_layers=2",
@@ -216,70 +230,66 @@ def score_teachers(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> An
 
 
 def measure_student(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
-    recipe, _ = corpus_of()
-    tasks, encoder = tasks_of(labelled), EncoderHandle(partial(Encoder.from_section, recipe.student))
-    student = final_evaluation.ScoredStudent("start", recipe.student.backbone, encoder)
-    return partial(final_evaluation._measure_student, student, Contamination({}), "fp32", lambda: (tasks, []))
+    recipe, corpus = corpus_of("evaluation.final_suites=[sts]", f"evaluation.data={labelled}", "evaluation.dev=none")
+    encoder = EncoderHandle(partial(Encoder.from_section, recipe.student))
+    return final_evaluation(recipe, corpus, [ScoredStudent("start", recipe.student.backbone, encoder)])
 
 
 def measure_cross_encoder(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
     """Its similarities of each two held-out texts."""
-    recipe, corpus = corpus_of(f"teachers.encoders=[{{backbone: '{cross}'}}]")
-    texts = corpus.texts(range(32))
-    (section,) = recipe.teachers.encoders
-    return partial(final_evaluation._measure_teacher, "teacher", section, "fp32", lambda: (Tasks(), texts))
+    recipe, corpus = corpus_of(f"teachers.encoders=[{{backbone: '{cross}'}}]", "evaluation.final_suites=[agreement]")
+    return final_evaluation(recipe, corpus, [])
+
+
+def final_evaluation(recipe: Recipe, corpus: Corpus, students: list[ScoredStudent]) -> Callable[[Reporter], Any]:
+    directory, labelled = RunDirectory.create(recipe), labelled_tasks(recipe)
+
+    def measure(reporter: Reporter) -> None:
+        scores = final_scores(recipe, corpus, labelled, students, directory, LocalBackend(), reporter)
+        assert scores.stopped and scores.evaluation is None
+        raise StoppedEarlyError("as a result")
+
+    return measure
 
 
 def measure_ranks(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
     recipe, corpus = corpus_of()
-    texts, handle = corpus.texts(range(100)), EncoderHandle(partial(Encoder.from_section, recipe.student))
-    section, folder = RankInferenceSection(), open_store(tmp / "ranker")
-    return partial(
-        rank_inference._measure, section, handle, folder, Contamination({}), "fp32", lambda: (Tasks(), texts)
-    )
+    student, section = EncoderHandle(partial(Encoder.from_section, recipe.student)), RankInferenceSection()
+    folder, known, backend = open_store(tmp / "ranker"), Contamination({}), LocalBackend()
+    call = rank_inference_call(recipe, section, corpus, student, folder, known, "fp32", Tasks(), backend)
+    return call.function
 
 
 def find_contamination(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
     recipe, corpus = corpus_of()
     task = RetrievalTask("few", RetrievalDataset(["a"], ["b"], [{0: 1.0}], [None]))
-    return lambda reporter: final_evaluation.contamination_of(recipe, corpus, Tasks([task]), reporter)
+    return lambda reporter: contamination_of(recipe, corpus, Tasks([task]), reporter)
 
 
 def train_static(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
-    recipe, corpus = corpus_of("training.batch_size=8")
-    tables = embed_tables(recipe, corpus)[1:]
-    Encoder.from_section(recipe.student).save(tmp / "largest")
-    spec = TargetSpec([table.location for table in tables], [1.0])
-    stores = open_store(tmp / "largest"), spec, open_store(corpus.directory), open_store(tmp / "out")
-    return partial(static._train, recipe, 1e-2, *stores)
+    recipe, _ = corpus_of(*VECTORS, "training.max_steps=2", "training.batch_size=8")
+    (tmp / "student.yaml").write_text(recipe_yaml(recipe))
+    family = read_recipe(str(tmp / "student.yaml"), ["family=[{layers: 2}, {static: true}]"])
+    return lambda reporter: experiment_of(family).run(LocalBackend(), reporter)
 
 
 def measure_models(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
     """The command `evaluate`."""
-    recipe, _ = corpus_of()
-    Encoder.from_section(recipe.student).save(tmp / "model")
-
-    def measure(reporter: Reporter) -> None:
-        distcse.measure(
-            [f"one={tmp / 'model'}"], labelled, listen=reporter.emit, stop_requested=reporter.stop_requested
-        )
-
-    return measure
+    return measurement(tmp, corpus_of, data=labelled)
 
 
 def fit_transfer(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
-    rows = "".join(f"{n % 2}\tword {n}\n" for n in range(300))
-    (tmp / "transfer.tsv").write_text("label\ttext\n" + rows)
+    (tmp / "transfer.tsv").write_text("label\ttext\n" + "".join(f"{n % 2}\tword {n}\n" for n in range(300)))
+    return measurement(tmp, corpus_of, add=[f"transfer={tmp / 'transfer.tsv'}"])
+
+
+def measurement(tmp: Path, corpus_of: Any, **sets: Any) -> Callable[[Reporter], Any]:
     recipe, _ = corpus_of()
-    tasks = collect(None, [], [CustomSet.parse(f"transfer={tmp / 'transfer.tsv'}")], EvalConfig(transfer="strict"))
-    student = final_evaluation.ScoredStudent(
-        "start", recipe.student.backbone, EncoderHandle(partial(Encoder.from_section, recipe.student))
+    Encoder.from_section(recipe.student).save(tmp / "model")
+    models = [f"one={tmp / 'model'}"]
+    return lambda reporter: distcse.measure(
+        models, **sets, listen=reporter.emit, stop_requested=reporter.stop_requested
     )
-    return partial(final_evaluation._measure_student, student, Contamination({}), "fp32", lambda: (tasks, []))
-
-
-def tasks_of(labelled: Path) -> Tasks:
-    return collect(labelled, ["sts"], [], EvalConfig())
 
 
 @pytest.mark.parametrize(
@@ -289,7 +299,7 @@ def tasks_of(labelled: Path) -> Tasks:
         (tokenize_parts, None),
         (compare_teachers, None),
         (score_teachers, None),
-        (measure_student, None),
+        (measure_student, "start"),
         (measure_cross_encoder, None),
         (measure_ranks, None),
         (find_contamination, None),
@@ -308,7 +318,6 @@ def test_an_operation_stops_in_its_middle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begin = operation(tmp_path, corpus_of, labelled, tiny_cross)
-    monkeypatch.setattr("distcse.experiments.distillation.tokens.PART_ROWS", 100)
     Work(monkeypatch, stage).stops(begin)
 
 
@@ -338,7 +347,7 @@ def test_a_stop_before_the_first_phase_ends_the_run_at_once(
 def test_a_wait_for_another_process_says_so_once_and_hears_a_stop(
     wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "_LOCK_NOTICE_S", 0.0)
+    monkeypatch.setattr(leases, "LOCK_NOTICE_S", 0.0)
     asked, events = list[None](), list[Event]()
     reporter = Reporter(events.append, lambda: len(asked) > 2 or asked.append(None) is not None)
     handle = os.open(tmp_path, os.O_RDONLY)
@@ -365,7 +374,7 @@ class _flock:
 
 
 def test_a_run_ends_though_the_lock_of_its_folder_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "_RELEASE_WAIT_S", 0.0)
+    monkeypatch.setattr(leases, "RELEASE_WAIT_S", 0.0)
     handle = os.open(tmp_path, os.O_RDONLY)
     with Lease.held(tmp_path, Reporter()):
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -132,8 +132,8 @@ def _embed(request: EmbeddingRequest, backend: Backend) -> None:
             raise
         text = f"teacher {request.teacher.backbone}: all missing rows are embedded, because an earlier table is lost: {damaged}"
         request.reporter.emit(LogMessage(text, warning=True))
-        verifying = _verifying(request.reporter, request.teacher.backbone, len(request.missing))
-        backend.embed(replace(request, reuse=None, missing=request.table.not_intact(request.missing, verifying)))
+        progress = _verifying(request.reporter, request.teacher.backbone, len(request.missing))
+        backend.embed(replace(request, reuse=None, missing=request.table.not_intact(request.missing, progress)))
 
 
 def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:
