@@ -16,7 +16,7 @@ from typing import Any, Self
 from distcse import host
 from distcse.compat.argparse import actions_of
 from distcse.errors import DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
-from distcse.spelling import nearest
+from distcse.spelling import PATHS_BY_NAME, nearest
 
 NO_GAIN, INTERRUPTED = 3, 130
 """Exit status of a command that was asked to stop."""
@@ -26,7 +26,7 @@ _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _RAY_WAITS = "RAY_JOB_STOP_WAIT_TIME_S"
 
 _MODULE = "distcse."
-_RECIPE_OPTIONS = ("config", "config-file", "config_file", "cfg", "recipe")
+_RECIPE_OPTIONS = ("config", "config_file", "cfg", "recipe")
 """Options by which other programs take their configuration file."""
 
 STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 3 no model is better than its start, 130 interrupted."
@@ -70,8 +70,9 @@ def _hint_at_option(parser: argparse.ArgumentParser, words: Sequence[str], takes
     unknown = [option for option in options if not any(name.startswith(option) for name in known)]
     if not unknown:
         return ""
-    close = nearest(unknown[0], known)
-    is_setting = "." in unknown[0] or unknown[0].removeprefix("--") in _RECIPE_OPTIONS
+    close = nearest(unknown[0], known, cutoff=0.75)
+    name = unknown[0].removeprefix("--").replace("-", "_")
+    is_setting = "." in name or name in PATHS_BY_NAME or name in _RECIPE_OPTIONS
     if not takes_recipe or (close and not is_setting):
         return f"no option {unknown[0]}{close}"
     return (
@@ -91,11 +92,11 @@ def _as_overrides(words: Sequence[str], unknown: Sequence[str]) -> list[str]:
             continue
         if not equals:
             value = rest.pop(0) if rest and not rest[0].startswith("-") else "true"
-        name = option.removeprefix("--")
-        if name in _RECIPE_OPTIONS:
+        key = option.removeprefix("--").replace("-", "_")
+        if key in _RECIPE_OPTIONS:
             recipe.append(value)
         else:
-            settings.append(f"{name.replace('-', '_')}={value}")
+            settings.append(f"{PATHS_BY_NAME.get(key, key)}={value}")
     if not recipe and others and not others[0].startswith("-"):
         recipe.append(others.pop(0))
     return [*recipe, *settings, *others]

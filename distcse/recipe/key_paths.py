@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from distcse.spelling import PATHS_BY_NAME
+
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
 _CLOSE = 0.7
-"""Least similarity of two keys, from 0 to 1, for which one is suggested for the other."""
-_VERY_CLOSE = 0.8
-"""The same, of keys in different sections."""
-_ELSEWHERE = {
-    "learning_rate": "lr",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "train_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "max_seq_length": "max_length",
-    "warmup_ratio": "warmup",
-    "logging_steps": "log_every",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "max_grad_norm": "gradient_clipping",
-    "num_samples": "trials",
-}
-"""Our keys by their names in the training arguments of transformers and sentence-transformers, and in Ray Tune."""
+"""Least similarity of two sections' names, from 0 to 1, for which one is taken for the other."""
 
 
 def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
@@ -61,31 +49,23 @@ def moved_path(model: type[BaseModel], path: str) -> str | None:
 
     Args:
         model: The document's class.
-        path: A path that does not exist. One of several keys is only looked up where the first key is nearly the same, or is
-            no section, and one path alone ends with its last key.
+        path: A path that does not exist.
 
     Returns:
-        The nearest path that ends with the same key, or else with what other libraries call so, or else, of one key, with nearly
-        the same; the shorter of equally near ones. None if there is none.
+        The path that ends with what newcomers call so, or else with the same key; the shorter of several, then the nearer. None
+        if there is none, or several in other sections than the path's.
     """
     first, *inner = path.split(".")
     last = path.rpartition(".")[2]
-    inside = [known for known, _ in key_paths(model) if "." in known]
-    keys = {known.rpartition(".")[2] for known in inside}
-    wanted = last if last in keys else _ELSEWHERE.get(last) or ("" if inner else _nearly(last, keys))
-    ending = [known for known in inside if known.rpartition(".")[2] == wanted]
-    is_unique = len(ending) == 1 and first not in model.model_fields
-    places = [
-        (-known.count("."), _similarity(path, known), known)
-        for known in ending
-        if not inner or is_unique or _similarity(first, known.partition(".")[0]) >= _CLOSE
-    ]
-    return _with_places_of(path, max(places)[-1]) if places else None
-
-
-def _nearly(key: str, keys: Iterable[str]) -> str:
-    alike = sorted(known for known in keys if known[:2] == key[:2])
-    return next(iter(difflib.get_close_matches(key, alike, n=1, cutoff=_VERY_CLOSE)), "")
+    known = [known for known, _ in key_paths(model)]
+    same = [one for one in known if one.rpartition(".")[2] == last]
+    if not same and last in PATHS_BY_NAME:
+        ours = _INDEX.sub(".*", PATHS_BY_NAME[last])
+        same = [ours] if ours in known else [one for one in known if one.rpartition(".")[2] == ours.rpartition(".")[2]]
+    elif inner and first in model.model_fields and len(same) > 1:
+        same = [one for one in same if _similarity(first, one.partition(".")[0]) >= _CLOSE]
+    found = max(same, key=lambda one: (-one.count("."), _similarity(path, one), one), default=None)
+    return None if found is None else _with_places_of(path, found)
 
 
 def _similarity(one: str, other: str) -> float:

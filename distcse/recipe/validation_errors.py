@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
 from distcse.recipe.key_paths import moved_path
 from distcse.recipe.section import KeyValueError
-from distcse.spelling import nearest
+from distcse.spelling import PATHS_BY_NAME, nearest
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
@@ -85,7 +85,7 @@ def _complaint(error: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     key = prefix + written if path else "recipe"
     if kind == "extra_forbidden":
         keys = list(_section(model, path[:-1]).model_fields)
-        moved = moved_path(model, _whole_path(written, found))
+        moved = moved_path(model, written) or moved_path(model, _whole_path(written, found))
         close = f"; did you mean {prefix + moved!r}?" if moved and moved != written else nearest(path[-1], keys)
         shown_value = "" if is_secret(path[-1]) else f" (value {found!r:.200})"
         return f"unknown key {key}{shown_value}{close or '; valid keys: ' + ', '.join(keys)}"
@@ -96,7 +96,9 @@ def _complaint(error: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     if kind == "finite_number":
         return f"{key} is {found!r:.200}; expected a finite number"
     if kind in _TYPES:
-        form = _list_form(found) if kind == "list_type" else _text_form(found) if kind == "string_type" else ""
+        form = _text_form(found) if kind == "string_type" else _section_form(found, model, prefix, path)
+        if kind == "list_type" and not form:
+            form = _list_form(found)
         return f"{key} is {found!r:.200}; expected {_TYPES[kind]}{_or_null(model, path)}{form}"
     if kind == "literal_error":
         choices = _choices(error)
@@ -174,6 +176,20 @@ def _or_list(model: type[BaseModel], path: list[str]) -> str:
     field = _field(model, path) if not path[-1:] or not path[-1].isdigit() else None
     kinds = get_args(field.annotation) if field is not None else ()
     return " or a list" if any(get_origin(kind) is list for kind in kinds) else ""
+
+
+def _section_form(found: Any, model: type[BaseModel], prefix: str, path: list[str]) -> str:
+    """Return the key inside a section that a value was probably meant for; empty if the key holds no section."""
+    names = [key for key in path if not key.isdigit()]
+    if names and isinstance(found, str) and (inside := PATHS_BY_NAME.get(names[-1])):
+        return f"; write {prefix}{inside}={found:.200}"
+    field = _field(model, path)
+    section = None if field is None else _model_in(field.annotation)
+    return (
+        ""
+        if section is None
+        else f"; write its keys, such as {prefix}{'.'.join(path)}.{next(iter(section.model_fields))}"
+    )
 
 
 def _list_form(found: Any) -> str:

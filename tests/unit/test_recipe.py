@@ -8,7 +8,9 @@ import pytest
 
 from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.inputs import require_inputs
-from distcse.recipe import MutualRecipe, load_recipe, packaged_recipes, read_recipe, recipe_yaml
+from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, packaged_recipes, read_recipe, recipe_yaml
+from distcse.recipe.key_paths import key_paths
+from distcse.spelling import PATHS_BY_NAME
 from tests.failures import fails_with
 
 TABLE_9 = {
@@ -190,6 +192,19 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("learning_rate=3", "unknown key learning_rate (value 3); did you mean 'training.lr'?"),
         ("training.learning_rate=3", "unknown key training.learning_rate (value 3); did you mean 'training.lr'?"),
         ("optimizer.lr=3", "unknown key optimizer (value {'lr': 3}); did you mean 'training.lr'?"),
+        ("corpus=FILE", "corpus is 'FILE'; expected a mapping; write corpus.path=FILE"),
+        ("student=X", "write student.backbone=X"),
+        ("teacher=X", "did you mean 'teachers.encoders.0.backbone'?"),
+        ("teachers=X", "write teachers.encoders.0.backbone=X"),
+        ("teachers.encoders=[X]", "write teachers.encoders.0.backbone=X"),
+        ("teachers.encoders=X", "write teachers.encoders.0.backbone=X"),
+        ("training=fast", "write its keys, such as training.batch_size"),
+        ("training.num_workers=2", "did you mean 'training.workers'?"),
+        ("training.seed=1", "did you mean 'seed'?"),
+        ("training.save_steps=5", "did you mean 'evaluation.eval_steps'?"),
+        ("objective.mse.weight=1", "did you mean 'objective.regression'?"),
+        ("student.num_hidden_layers=3", "did you mean 'student.layers'?"),
+        ("model=X", "did you mean 'student.backbone'?"),
         ("epoch=3", "unknown key epoch (value 3); did you mean 'training.epochs'?"),
         ("objective.tau2=0.1", "unknown key objective.tau2 (value 0.1); did you mean 'objective.rank.tau2'?"),
         ("training.lr=fast", "training.lr is 'fast'; expected a number"),
@@ -227,6 +242,11 @@ def test_a_mistake_is_one_error_with_key_value_and_way_out(override: str, named:
         load_recipe("quickstart", ["seed=42", override])
     assert named in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_what_newcomers_write_has_a_path_that_exists() -> None:
+    known = {path for path, _ in key_paths(Recipe)} | {f"sweep.{path}" for path, _ in key_paths(Sweep)}
+    assert {path.replace(".0.", ".*.") for path in PATHS_BY_NAME.values()} <= known
 
 
 def test_no_term_at_all_is_refused() -> None:

@@ -236,7 +236,7 @@ def test_with_values_returns_another_recipe(recipe: Recipe) -> None:
     other = with_values(recipe, {"training.lr": 0.5, "teachers.encoders.1.alpha": 3, "student.layers": [1]})
     assert (other.training.lr, other.teachers.encoders[1].alpha, other.student.layers) == (0.5, 3, [1])
     assert recipe.training.lr == 1e-3
-    with fails_with(OverrideError, "teachers.encoders.7", "0 to 2"):
+    with fails_with(OverrideError, "teachers.encoders.7", "0 to 3"):
         with_values(recipe, {"teachers.encoders.7.alpha": 3})
 
 
