@@ -85,13 +85,16 @@ _is_hooked: list[bool] = []
 
 
 @contextmanager
-def before_change(folder: Path, number: int, act: Callable[[], object]) -> Iterator[list[str]]:
+def before_change(
+    folder: Path, number: int, act: Callable[[], object], from_then_on: bool = False
+) -> Iterator[list[str]]:
     """Context manager: call `act` immediately before this process's change of this number below a folder, the first being 1.
 
     Args:
         folder: The folder.
         number: Which change; 0 only lists them.
         act: Its own changes are neither counted nor listed. An error that it raises is raised by the change.
+        from_then_on: Whether to call it before all later changes too. Default: before the one alone.
 
     Yields:
         The changes until now, as `<event> <file>`.
@@ -103,7 +106,7 @@ def before_change(folder: Path, number: int, act: Callable[[], object]) -> Itera
         if not Path(path).is_relative_to(folder):
             return
         changes.append(f"{event} {Path(path).relative_to(folder)}")
-        if len(changes) == number:
+        if len(changes) == number or (from_then_on and 0 < number < len(changes)):
             _listeners.remove(listen)
             try:
                 act()

@@ -50,10 +50,10 @@ class FolderStore(ArtifactStore):
         return self.path.is_dir()
 
     def keep_only(self, names: Collection[str]) -> None:
-        self._check()
         with storage_errors(self.path):
             for file in self.path.rglob("*"):
                 if file.is_file() and file.relative_to(self.path).as_posix() not in names:
+                    self._check()
                     file.unlink()
 
     def delete_folder(self) -> None:

@@ -11,8 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from distcse.errors import (
 )
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport, ignore
 from distcse.recipe import Recipe, TrainingSection
-from distcse.runs.lease import Lease
 from distcse.storage import checksum, dump_checked_json, open_store, storage_errors
 from distcse.storage.folder_store import FolderStore
 from distcse.trainer import checkpoint_manager
@@ -48,7 +46,6 @@ from distcse.trainer.stop_check import INTERVAL_S
 from distcse.trainer.task import StepInputs
 from distcse.trainer.tensor_file import write_tensors
 from distcse.trainer.trainer import TrainResult, finished_state, train
-from tests.disks import before_change
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.weights import assert_equal_weights
@@ -735,35 +732,6 @@ def test_an_ended_run_keeps_the_weights_of_its_last_and_its_best_checkpoint(tmp_
     events = list[Event]()
     assert store.restore(events.append) is None
     assert all(isinstance(event, LogMessage) and "trains again" in event.text for event in events) and len(events) == 2
-
-
-def test_a_taken_over_start_deletes_no_checkpoint_of_the_new_one(tmp_path: Path) -> None:
-    """It is suspended before each of its changes in turn, and continues after the new start has saved further checkpoints."""
-    state = ModelState({"w": torch.ones(2)}, {}, 1)
-
-    def save(run: Path, *steps: int) -> list[str]:
-        lease = Lease.acquire(run)
-        for step in steps:
-            CheckpointStore(run, lease).save(state, TrainerState(step, [(step, float(step))]))
-        return sorted(folder.name for folder in (run / "checkpoints").glob("step-*"))
-
-    for change in itertools.count(1):
-        run = tmp_path / str(change)
-        (run / "checkpoints" / ".step-000003.killed").mkdir(parents=True)
-        save(run, 2, 4, 6, 8)
-        lease = Lease.acquire(run)
-        with (
-            before_change(run, change, partial(save, run, 14, 16)) as changes,
-            suppress(RunTakenOverError, StorageWriteError),  # the latter if its temporary folder is deleted
-        ):
-            CheckpointStore(run, lease).save(state, TrainerState(10, [(10, 10.0)]))
-        if len(changes) < change:
-            break
-        kept = {folder.name for folder in (run / "checkpoints").glob("step-*")}
-        assert {"step-000014", "step-000016"} <= kept, changes
-        restored = CheckpointStore(run).restore()
-        assert restored is not None and restored[0].step == 16, changes
-    assert change > 10
 
 
 @pytest.mark.parametrize("in_background", [True, False])

@@ -26,11 +26,11 @@ class ScoreShards:
         run: The run's directory.
         group: The group's name.
         phase: The phase.
-        lease: Lease on the directory, checked before each write and each deletion. Default: no check.
+        lease: Lease on the directory, checked before each write and each deletion. Default: what guards `run`, if anything.
     """
 
     def __init__(self, run: ArtifactStore, group: str, phase: Phase, lease: Lease | None = None) -> None:
-        self._run = replace(run, guard=lease)
+        self._run = replace(run, guard=lease or run.guard)
         self._folder = f"groups/{group}/{phase.name}/scores"
 
     def read(self, begin: int, end: int) -> NDArray[np.float32] | None:
