@@ -1,4 +1,4 @@
-"""Two starts of one run: the first is suspended or killed before each of its writes and deletions, and the second goes on.
+"""Two starts of one run: the first is suspended or killed before each of its writes and deletions, and the second continues.
 
 Each writer of a run's folder is walked through in turn. `before_change` sees all changes of this process, whichever function
 makes them. The later start's run must be intact, and a third start must resume it.
@@ -99,9 +99,9 @@ def store_phases(job: Job, start: int) -> None:
     for phase in (Phase(0), Phase(1)):
         if "bert" not in store.posted(phase):
             shards = ScoreShards(run, "bert", phase, lease)
-            if (shard := shards.read(0, 4)) is None:
+            if shards.read(0, 4) is None:
                 shards.write(0, scores)
-            store.post("bert", phase, scores if shard is None else shard, None)
+            store.post("bert", phase, scores, None)
         if store.labels(phase) is None:
             store.store_labels(phase, ["bert"], store.scores("bert", phase))
         StoredCosts(run, lease, {"CPU": 1.0}).record("bert", MeasuredCosts({"cross": {1: 3.0}}, {}), 5.0)
