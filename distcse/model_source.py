@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import ModelNotFoundError, first_line
 from distcse.recipe.hub_names import hub_id
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
@@ -132,7 +133,8 @@ def fetch_from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
             )
         )
     except Exception as error:  # the hub's client raises many types, and all mean that the download failed
+        fix = fix_of_hub_error(error, "write a local folder") or "check the name, or write a local folder"
         raise ModelNotFoundError(
             f"model {name!r} is not a local folder and cannot be downloaded from the hub ({type(error).__name__}: "
-            f"{first_line(error)}). Check the name; set HF_TOKEN for a private model; without a network, write a local folder"
+            f"{first_line(error)}); {fix}"
         ) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import HubUploadError, ModelNotFoundError
 from distcse.experiments.model_card import shown_name
 from distcse.storage import find_model, open_store, to_uri, write_text_atomic
@@ -100,10 +101,8 @@ def upload(bundle: UploadBundle, name: str, private: bool = False) -> str:
         hub.upload_folder(repo_id=name, folder_path=bundle.folder, commit_message="A student of distcse")
     except Exception as error:  # the hub's client raises errors of many types
         reason = " ".join(str(error).split())
-        raise HubUploadError(
-            f"the hub refused {name} ({type(error).__name__}: {reason}). Set HF_TOKEN to a token with write access, or run hf "
-            "auth login; unset HF_HUB_OFFLINE if it is 1"
-        ) from error
+        fix = fix_of_hub_error(error, "push from a machine with one", "write access") or "correct what the reason names"
+        raise HubUploadError(f"{name} was not uploaded ({type(error).__name__}: {reason}); {fix}") from error
     return f"{hub.endpoint}/{name}"
 
 

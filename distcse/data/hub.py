@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.compat.datasets import is_packaged_reader, split_fingerprint
+from distcse.compat.hub_client import fix_of_hub_error
 from distcse.data.readers import Row, clean, describe_missing_column
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
@@ -121,6 +122,5 @@ def _reason(error: BaseException) -> str:
         chain.append(chain[-1].__cause__)
     ends = chain if len(chain) < 3 else (chain[0], chain[-1])
     message = ", because ".join(f"{type(each).__name__}: {' '.join(str(each).split())[:300]}" for each in ends)
-    if any(isinstance(each, ConnectionError) for each in chain):
-        return f"{message}; without a network, write corpus.dataset=FOLDER or corpus.path=FILE"
-    return message
+    fix = fix_of_hub_error(error, "write corpus.dataset=FOLDER or corpus.path=FILE", "a private data set")
+    return f"{message}; {fix}" if fix else message

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from distcse.checks import Check, fail, ok
+from distcse.compat.hub_client import fix_of_hub_error
 from distcse.data.readers import find_files
 from distcse.errors import CorpusError, EncoderError, StorageError
 from distcse.model_source import is_hub_id
@@ -70,9 +71,7 @@ def _check_hub(name: str, reason: str) -> Check:
         HfApi().model_info(name, timeout=_TIMEOUT_S)
     except Exception as error:  # the hub's client raises errors of many types
         problem = f"{name} is not in the cache and not available on the hub ({type(error).__name__})"
-        return fail(
-            "model", problem, "check the name; set HF_TOKEN for a private model; use a local folder without a network"
-        )
+        return fail("model", problem, fix_of_hub_error(error, "use a local folder") or "check the name")
     return ok("model", f"{name}: available on the hub; the run downloads it")
 
 

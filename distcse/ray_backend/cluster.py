@@ -7,6 +7,7 @@ import concurrent.futures.thread  # Ray imports it in our thread, where it fails
 import ctypes
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -19,7 +20,13 @@ from typing import Any
 
 from distcse import host
 from distcse.errors import DistcseError, RayConnectionError
-from distcse.ray_backend.versions import BEFORE_IMPORT, LOCAL_CLUSTER, silence_sigterm_warning
+from distcse.ray_backend.versions import (
+    BEFORE_IMPORT,
+    LOCAL_CLUSTER,
+    find_long_socket_path,
+    silence_sigterm_warning,
+    temporary_folder,
+)
 from distcse.trainer import allocator
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -102,10 +109,9 @@ class StartingCluster:
         except Exception as error:  # Ray raises Exception itself where a busy machine starts its processes too late
             address, load = self.config.address, f"{os.getloadavg()[0]:.1f} on {host.cpus()} CPUs"
             failed = f"join the Ray cluster at {address}" if address else f"start Ray here (load {load})"
+            fix = fix_of_joining(error) if address else _fix_of_starting(error)
             raise RayConnectionError(
-                f"cannot {failed}: {error}. "
-                "Check RAY_ADDRESS and RAY_AUTH_MODE / RAY_AUTH_TOKEN, or run without Ray: training.workers=0 for a student, "
-                "ray=false for groups"
+                f"cannot {failed}: {error}; {fix}, or run without Ray: training.workers=0 for a student, ray=false for groups"
             ) from error
 
     def end(self) -> None:
@@ -228,6 +234,27 @@ def _end_if_gone() -> None:
         shutdown_ray()
 
 
+def fix_of_joining(error: Exception) -> str:
+    """Return what to do if the cluster at RAY_ADDRESS cannot be joined."""
+    if isinstance(error, _AddressError):
+        return "correct RAY_ADDRESS"
+    if "ersion mismatch" in str(error):
+        return "install the cluster's versions of Ray and Python here"
+    if type(error).__name__ == "AuthenticationError" or re.search(
+        "unauthenticated|auth.*token", str(error), re.IGNORECASE
+    ):
+        return "set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on the cluster"
+    return "start the cluster, or correct RAY_ADDRESS"
+
+
+def _fix_of_starting(error: Exception) -> str:
+    if isinstance(error, OSError) and (error.filename or "AF_UNIX" in str(error)):
+        return "set RAY_TMPDIR to a short path of a folder with room in which you may write"
+    return (
+        f"see {temporary_folder() / 'ray' / 'session_latest' / 'logs'}, and start again when the machine is less busy"
+    )
+
+
 def _restore_sigterm() -> None:
     """Replace Ray's SIGTERM handler, which ends the process immediately, so that a scheduler's SIGTERM saves a checkpoint.
 
@@ -248,10 +275,14 @@ def _is_up() -> bool:
     return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
+class _AddressError(ValueError):
+    """RAY_ADDRESS has another form than that of a cluster's address."""
+
+
 def _check_address(address: str) -> None:
     """Check that an address accepts connections, because Ray itself would try for minutes."""
     if "://" in address and not address.startswith("ray://"):
-        raise ValueError("this is an address for submitting jobs; set HOST:PORT, usually port 6379, or auto")
+        raise _AddressError("this is an address for submitting jobs; set HOST:PORT, usually port 6379, or auto")
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdigit():
         try:
@@ -292,6 +323,9 @@ def _set_local_environment() -> None:
 
 def _start_local_cluster(cpus: int | None, environment: dict[str, Any] | None) -> None:
     import ray
+
+    if (found := find_long_socket_path()) is not None:
+        raise RayConnectionError(f"cannot start Ray here: {'; '.join(found)}")
 
     port = _free_port()
     # Ray Train's cleanup uses the State API; without this address it fails if the machine has several Ray instances.

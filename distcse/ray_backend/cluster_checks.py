@@ -18,8 +18,9 @@ from distcse.errors import ClusterTooSmallError, EncoderError, GpuRequiredError,
 from distcse.experiments.registry import experiment_of
 from distcse.host import installed_version
 from distcse.placement.resources import Node, format_nodes
+from distcse.ray_backend.cluster import fix_of_joining
 from distcse.ray_backend.nodes import alive
-from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file
+from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, find_long_socket_path
 from distcse.recipe import BaseRecipe
 from distcse.storage import ArtifactStore, open_store
 
@@ -58,7 +59,9 @@ def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe |
             if running is None
             else f"one is running at {running}, not used; export RAY_ADDRESS={running} to use it"
         )
-        return [ok("cluster", found), *_resources(recipe, [here])]
+        sockets = find_long_socket_path()
+        too_long = [] if sockets is None else [fail("ray folder", *sockets)]
+        return [ok("cluster", found), *too_long, *_resources(recipe, [here])]
     import ray
 
     was_up = ray.is_initialized()
@@ -68,8 +71,7 @@ def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe |
         return [*_nodes(address, shared or {}), *_resources(recipe, alive())]
     except Exception as error:  # Ray raises errors of many types if a cluster cannot be joined
         summary = f"cannot join {address}: {' '.join(str(error).split())[:200]}"
-        fix = "check RAY_ADDRESS, RAY_AUTH_MODE and RAY_AUTH_TOKEN, and that all versions are equal"
-        return [fail("cluster", summary, fix)]
+        return [fail("cluster", summary, fix_of_joining(error))]
     finally:
         if not was_up:
             ray.shutdown()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -221,7 +222,37 @@ def current_cluster_file() -> Path:
 
     Private: the file. `ray.init(address="auto")` reads it and joins that cluster, also if only its address is wanted.
     """
-    return Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    return temporary_folder() / "ray" / "ray_current_cluster"
+
+
+def temporary_folder() -> Path:
+    """Return the folder in which Ray puts the folder `ray`, with the sessions of local clusters."""
+    variable = _folder_variable()
+    return Path("/tmp" if variable is None else os.environ[variable])
+
+
+def find_long_socket_path() -> tuple[str, str] | None:
+    """Return a problem and its fix if the paths of a local cluster's sockets are longer than the system allows.
+
+    Private: the names below the folder; Ray's own check raises an OSError without a way out.
+    """
+    session = f"session_2000-01-01_00-00-00_000000_{os.getpid()}"
+    path, most = (
+        temporary_folder() / "ray" / session / "sockets" / "plasma_store",
+        103 if sys.platform == "darwin" else 107,
+    )
+    if (length := len(os.fsencode(path))) <= most:
+        return None
+    return (
+        f"Ray's folder is below {_folder_variable()}, whose path is too long: its sockets' paths would have {length} bytes, and "
+        f"{most} are allowed",
+        "set RAY_TMPDIR to a short path, such as RAY_TMPDIR=/tmp",
+    )
+
+
+def _folder_variable() -> str | None:
+    on_linux = ("TMPDIR",) if sys.platform == "linux" else ()
+    return next((name for name in ("RAY_TMPDIR", *on_linux) if name in os.environ), None)
 
 
 def is_lost_event_actor(message: str) -> bool:

@@ -284,15 +284,15 @@ def test_the_token_is_required_and_private(tmp_path: Path) -> None:
 def test_without_an_address_no_cluster_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert the_only(cluster_checks.check_cluster()).found.startswith("none")
+    assert cluster_checks.check_cluster()[0].found.startswith("none")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert f"export RAY_ADDRESS={address}" in the_only(cluster_checks.check_cluster()).found
-    assert the_only(cluster_checks.check_cluster()).found.startswith("none")  # it has ended, and its file remains
+        assert f"export RAY_ADDRESS={address}" in cluster_checks.check_cluster()[0].found
+    assert cluster_checks.check_cluster()[0].found.startswith("none")  # it has ended, and its file remains
 
 
 def test_the_command_prints_checks_and_leaves_no_files(

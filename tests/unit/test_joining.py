@@ -7,9 +7,11 @@ import threading
 from unittest.mock import patch
 
 import pytest
+from ray.exceptions import AuthenticationError
 
 from distcse.errors import RayConnectionError
-from distcse.ray_backend.cluster import ClusterConfig, StartingCluster, cluster, start_ray, starting_ray
+from distcse.ray_backend.cluster import ClusterConfig, StartingCluster, cluster, fix_of_joining, start_ray, starting_ray
+from distcse.ray_backend.cluster_checks import check_cluster
 from tests.failures import fails_with
 from tests.ports import free_port
 
@@ -55,6 +57,32 @@ def test_a_local_cluster_that_starts_too_late_is_an_error_with_the_load() -> Non
         with fails_with(RayConnectionError, "start Ray here (load ", "timed out during startup", "training.workers=0"):
             starting.wait()
         starting.end()
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_a_folder_whose_path_is_too_long_for_sockets_is_named(variable: str) -> None:
+    with patch.dict(os.environ):
+        os.environ.pop("RAY_TMPDIR", None)
+        os.environ[variable] = "/tmp/" + "slurm_jobdir_" * 7
+        starting = StartingCluster(ClusterConfig(None, 1, None))
+        with fails_with(RayConnectionError, f" {variable}", "107", "RAY_TMPDIR=/tmp") as raised:
+            starting.wait()
+        starting.end()
+        assert "RAY_ADDRESS" not in str(raised.value)
+        (found,) = [check for check in check_cluster() if check.verdict == "fail"]
+        assert variable in found.found and "RAY_TMPDIR=/tmp" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (RuntimeError("Version mismatch: The cluster was started with: Ray: 2.53.0"), "versions"),
+        (AuthenticationError("Authentication required: Unauthenticated: Invalid or missing token"), "RAY_AUTH_TOKEN"),
+        (ConnectionError("nothing answers at this address"), "start the cluster, or correct RAY_ADDRESS"),
+    ],
+)
+def test_the_advice_fits_why_a_cluster_is_not_joined(error: Exception, fix: str) -> None:
+    assert fix in fix_of_joining(error)
 
 
 def test_a_run_that_fails_before_it_enters_its_cluster_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
+from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import DistcseError, HubUploadError, ModelNotFoundError
 from distcse.models import Encoder
 from distcse.push import main
@@ -21,6 +25,7 @@ from distcse.recipe import Recipe
 from distcse.running import Run, run
 from distcse.sharing import prepare_upload, shorten_paths
 from tests.conftest import ROOT
+from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with
 from tests.hub import TOKEN, run_hub
 
@@ -119,6 +124,40 @@ def test_errors_have_a_code(
     assert main([argument.format(run=done.directory) for argument in arguments]) == 1
     shown = capsys.readouterr().err
     assert f"[{error.code}]" in shown and named in shown
+
+
+@pytest.mark.parametrize(
+    ("status", "fix"),
+    [(401, "HF_TOKEN"), (403, "HF_TOKEN"), (404, "HF_TOKEN"), (429, "later"), (503, "later"), (None, "network")],
+)
+def test_the_advice_fits_why_the_hub_fails(status: int | None, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with open_endpoint(lambda body, headers: Reply("{}", status or 200)) as url:
+        address = url.removesuffix("/v1")
+    with open_endpoint(lambda body, headers: Reply("{}", status or 200)) as url:
+        hub = HfApi(endpoint=address if status is None else url.removesuffix("/v1"))
+        with pytest.raises(Exception) as raised:  # of many types
+            hub.model_info("me/mine", timeout=5)
+    found = fix_of_hub_error(raised.value, "write a folder")
+    assert fix in found and ("write a folder" in found) == (status is None)
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "HF_HOME"),
+        (PermissionError(errno.EACCES, "Permission denied"), "HF_HOME"),
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE"),
+        (ConnectionError("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate"), "SSL_CERT_FILE"),
+        (LocalTokenNotFoundError("token required"), "HF_TOKEN"),
+        (ValueError("a malformed file"), ""),
+    ],
+)
+def test_the_advice_fits_an_error_s_cause(error: Exception, fix: str) -> None:
+    wrapped = RuntimeError("cannot be loaded")
+    wrapped.__cause__ = error
+    found = fix_of_hub_error(wrapped, "write a folder")
+    assert fix in found and bool(found) == bool(fix)
 
 
 def run_python(code: list[str], home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
