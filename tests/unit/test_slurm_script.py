@@ -17,7 +17,7 @@ STANDINS = {
     "srun": 'echo "srun $*" >> calls; [[ "$*" == *hostname* ]] && echo "10.0.0.1 fe80::1" || sleep 30',
     "python": 'if [ "$1" = -c ]; then [[ "$2" == *secrets* ]] && echo secret || echo 3; exit; fi\n'
     'echo "python $* at $RAY_ADDRESS with $RAY_AUTH_TOKEN" >> calls\n'
-    'trap "echo terminated >> calls; exit 130" TERM\n'
+    'trap "echo terminated >> calls; until [ -e written ]; do sleep 0.02; done; exit 130" TERM\n'
     'until grep -q -- "ray start --block" calls; do sleep 0.02; done\n'  # the other nodes' Ray begins in the background
     "for _ in $(seq ${STEPS}); do sleep 0.1; done; exit ${STATUS}",
 }
@@ -63,14 +63,41 @@ def test_each_node_joins_and_the_head_starts_the_run(folder: Path, status: int) 
     assert "requeue" not in made
 
 
-def test_a_signal_before_the_end_of_the_job_lets_the_run_end_and_requeues_the_job(folder: Path) -> None:
-    job = start(folder, steps=300)
-    while "python -m" not in calls(folder):
+def wait_for(text: str, folder: Path, job: subprocess.Popen[bytes]) -> None:
+    while text not in calls(folder):
         assert job.poll() is None
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("signals", [1, 3])
+def test_signals_before_the_end_of_the_job_let_the_run_end_and_requeue_the_job(folder: Path, signals: int) -> None:
+    """Only the first reaches the run, which ends at a second one without its checkpoint."""
+    job = start(folder, steps=300)
+    wait_for("python -m", folder, job)
     job.terminate()
+    wait_for("terminated", folder, job)
+    for _ in range(signals - 1):
+        job.terminate()
+        time.sleep(0.1)
+    (folder / "written").touch()
     assert job.wait() == 130
-    assert "terminated" in calls(folder) and "scontrol requeue 7" in calls(folder)
+    assert calls(folder).count("terminated") == 1 and calls(folder).count("scontrol requeue 7") == 1
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_signal_before_the_run_begins_requeues_the_job(folder: Path, nodes: int) -> None:
+    """While the job waits for its nodes, and while the last one joins."""
+    joins = f"until [ -e joined ]; do sleep 0.02; done; echo {nodes}; exit; fi"
+    body = STANDINS["python"].replace(
+        "echo 3; exit; fi", f"{{ echo asked >> calls; {joins.removesuffix('; exit; fi')}; }}; exit; fi"
+    )
+    (folder / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{body}\n")
+    job = start(folder, steps=300)
+    wait_for("asked", folder, job)
+    job.terminate()
+    (folder / "joined").touch()
+    assert job.wait(30) == 130
+    assert "distcse.train" not in calls(folder) and "scontrol requeue 7" in calls(folder)
 
 
 def test_a_node_on_which_ray_ends_fails_the_job(folder: Path) -> None:
