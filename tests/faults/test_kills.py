@@ -21,16 +21,19 @@ from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.tables import prepare_tables
 from distcse.placement.resources import Node, ResourceRequest
 from distcse.placement.waiting import WaitWarning
-from distcse.ray_backend import embedding_actors, nodes, train_workers
+from distcse.ray_backend import embedding_actors, nodes
 from distcse.ray_backend.backend import RayBackend
+from distcse.ray_backend.evaluator_actor import RemoteEvaluator
+from distcse.ray_backend.event_channel import EventChannel
 from distcse.ray_backend.nodes import ResourceWatchdog
 from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers, served
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.serving import serving
+from distcse.trainer.checkpoint_files import ModelState
 from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import embed_tables, make_recipe, make_two_worker_recipe
+from tests.jobs import embed_tables, make_recipe, make_spec, make_two_worker_recipe
 from tests.kills import CpuHolder, kill_actor, processes_of
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
@@ -276,18 +279,60 @@ def test_killed_workers_and_servers_and_a_hanging_evaluator_do_not_change_the_re
     assert ray.is_initialized()
 
 
-def test_ctrl_c_ends_a_run_that_waits_for_resources(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First while it waits for an embedding actor, then for a training worker; another actor has all CPUs for ever."""
+@pytest.mark.parametrize("place", ["teacher 0", "workers   starting"])
+def test_ctrl_c_ends_a_run_that_waits_for_resources(recipe_with: MakeRecipe, place: str) -> None:
+    """While it waits for an embedding actor, or for a training worker; another actor has all CPUs for ever."""
     import ray
 
-    for module in (embedding_actors, train_workers):
-        monkeypatch.setattr(module, "STOPPED_WAIT_S", 1.0)
+    if place != "teacher 0":
+        run(recipe_with("training.workers=0", "training.max_steps=1"), Reporter())  # embeds the corpus locally
+    reached: list[Event] = []
+
+    def note(event: Event) -> None:
+        if place in (getattr(event, "name", "") or getattr(event, "text", "")):
+            reached.append(event)
+
     holder = ray.remote(CpuHolder).options(num_cpus=6).remote()
     ray.get(holder.is_ready.remote())
     try:
-        for named in ("teacher", "--resume"):
-            with fails_with(StoppedEarlyError, named):
-                run(recipe_with("training.workers=1"), Reporter(stop_requested=lambda: True))
-            run(recipe_with("training.workers=0", "training.max_steps=1"), Reporter())  # embeds the corpus locally
+        with fails_with(StoppedEarlyError, "stored is kept"):
+            run(recipe_with("training.workers=1"), Reporter(note, lambda: bool(reached)))
     finally:
         ray.kill(holder)
+
+
+def test_ctrl_c_ends_an_embedding_pass_and_keeps_its_shards(recipe: Recipe) -> None:
+    """Of thirteen shards, at most those of one more task are stored after the request."""
+    done: list[int] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, StageProgress) and event.name == "teacher 0" and event.done:
+            done.append(event.done)
+
+    corpus, wanted = read_corpus(recipe, Reporter()), with_values(recipe, {"teachers.shard_rows": 30})
+    with fails_with(StoppedEarlyError, "teacher 0"):
+        prepare_tables(wanted, corpus, RayBackend(), Reporter(listen, lambda: len(done) > 1))
+    shards = [*Path(recipe.storage.cache).glob("tables/*/shard-*.json")]
+    assert done == [30, 60] and len(shards) in (2, 3)
+    assert not list(processes_of(psutil.Process(), "EmbeddingActor"))
+
+
+def test_ctrl_c_ends_the_wait_for_an_evaluator_without_a_node(recipe: Recipe) -> None:
+    spec, _ = make_spec(recipe)
+    request = ResourceRequest("the evaluator", 1, {"CPU": 999.0, "GPU": 0.0}, None, "", {})
+    with RemoteEvaluator(spec, {}, request, Reporter(stop_requested=lambda: True)) as evaluator:
+        evaluator.begin(ModelState({}, {}, 0))
+        with fails_with(StoppedEarlyError, "evaluator"):
+            evaluator.take()
+
+
+@pytest.mark.slow
+def test_an_event_actor_that_hangs_does_not_hide_a_workers_error(cluster: None) -> None:
+    import ray
+
+    channel = EventChannel("hangs")
+    ray.get(channel.actor.stops.remote())
+    stop("EventActor")
+    assert not channel.writes_checkpoint()
+    channel.kill_workers()
+    channel.close()

@@ -1,7 +1,7 @@
 """Every operation that can take more than five seconds ends at a stop request within one more batch or shard.
 
 `ASKS` lists the places that ask; a place that is missing there fails, and so does a call of a loop over batches that asks nobody.
-Tests on Ray: `tests/cluster/test_on_ray.py`, `tests/faults/test_kills.py`.
+Tests on Ray: `tests/faults/test_kills.py`.
 """
 
 from __future__ import annotations
@@ -451,8 +451,8 @@ ASKS = {
     "experiments/mutual/worker_pool:WorkerPool._wait_for_slots": "test_worker_pool.py",
     "measuring:_candidate": _PASS,
     "measuring:_add_retrieval_with_documents_by": "as _candidate",
-    "ray_backend/embedding_actors:_EmbeddingTasks._check": "tests/cluster/test_on_ray.py",
-    "ray_backend/evaluator_actor:RemoteEvaluator.take": "tests/unit/test_remote_evaluator.py",
+    "ray_backend/embedding_actors:_EmbeddingTasks._check": "tests/faults/test_kills.py",
+    "ray_backend/evaluator_actor:RemoteEvaluator.take": "tests/faults/test_kills.py",
     "ray_backend/ray_group:RayGroup._check_wait": "tests/faults/test_mutual_kills.py",
     "ray_backend/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
     "ray_backend/teacher_servers:co_located_servers": "tests/faults/test_kills.py",
