@@ -65,7 +65,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         *(f"groups.{number}.dropout=0.0" for number in range(3)),
     ),
     "standardized, cross-encoders of three epochs": (*STANDARDIZED, "cross.epochs=3"),
-    "standardized, median": (*STANDARDIZED, "mutual.combine=median"),
     "standardized, e5 counts twice": (*STANDARDIZED, "groups.2.weight=2"),
     "standardized, both formulations": BOTH,
     "standardized, both formulations, lr 2e-5": (*BOTH, "bi.lr=2e-5"),

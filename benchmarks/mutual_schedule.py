@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from distcse.experiments.mutual.label_sources import label_sources
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.experiments.mutual.scheduling import (
     RemainingWork,
@@ -34,7 +33,6 @@ from distcse.experiments.mutual.scheduling import (
     worker_counts,
 )
 from distcse.recipe import BiSection, CrossSection
-from distcse.recipe.exchange import Exchange
 
 BATCH_SIZES: Mapping[Kind, int] = {"bi": BiSection().batch_size, "cross": CrossSection().batch_size}
 """Default global batches: 128 and 32."""
@@ -42,7 +40,6 @@ MEASURED_S = 10.0
 """Seconds of training after which a group's step time is known."""
 ASSUMED_SERIAL = 0.05
 """Serial share that the scheduler assumes of a group that it has not measured."""
-ALL = Exchange("all")
 _ROUNDING = 1e-9
 Event = tuple[float, int, Callable[[], None]]
 """When something happens, its place among events of one moment, and what handles it."""
@@ -125,8 +122,6 @@ class Outcome:
     slots: int
     changes: int
     """How often a group took more workers while it trained."""
-    sources: float
-    """Mean share of the groups whose scores of the previous phase are in a group's labels."""
 
     @property
     def busy(self) -> float:
@@ -195,9 +190,7 @@ class _Track:
         return math.ceil((done_s + _ROUNDING) / checkpoint_s) * checkpoint_s - done_s
 
 
-def simulate(
-    groups: Sequence[SimulatedGroup], machine: Machine, allocate: Allocate, cycles: int, exchange: Exchange = ALL
-) -> Outcome:
+def simulate(groups: Sequence[SimulatedGroup], machine: Machine, allocate: Allocate, cycles: int) -> Outcome:
     """Run groups until all have posted their last scores.
 
     Args:
@@ -205,21 +198,17 @@ def simulate(
         machine: The pool.
         allocate: The policy: the number of workers of each group that can work.
         cycles: Cycles of cross and bi after the start.
-        exchange: Whose scores a group waits for. Default: all.
     """
-    return _Simulation(groups, machine, allocate, cycles, exchange).run()
+    return _Simulation(groups, machine, allocate, cycles).run()
 
 
 class _Simulation:
-    def __init__(
-        self, groups: Sequence[SimulatedGroup], machine: Machine, allocate: Allocate, cycles: int, exchange: Exchange
-    ) -> None:
+    def __init__(self, groups: Sequence[SimulatedGroup], machine: Machine, allocate: Allocate, cycles: int) -> None:
         self.tracks = [_Track(group) for group in groups]
-        self.machine, self.allocate, self.exchange, self.last = machine, allocate, exchange, last_phase(cycles)
-        self.newest: dict[str, Phase | None] = dict.fromkeys(group.name for group in groups)
+        self.machine, self.allocate, self.last = machine, allocate, last_phase(cycles)
+        self.posted: dict[str, int] = dict.fromkeys((group.name for group in groups), -1)
         self.now = self.busy_s = 0.0
         self.changes = 0
-        self.shares: list[float] = []
 
     def run(self) -> Outcome:
         while any(track.stage != "finished" for track in self.tracks):
@@ -229,21 +218,15 @@ class _Simulation:
         phases = [Phase(number) for number in range(self.last.number + 1)]
         groups = [track.group for track in self.tracks]
         work_s = sum(group.training_s(phase) + group.scoring_s(phase) for group in groups for phase in phases)
-        sources = sum(self.shares) / len(self.shares)
-        return Outcome(self.now, self.busy_s, work_s, self.machine.slots, self.changes, sources)
+        return Outcome(self.now, self.busy_s, work_s, self.machine.slots, self.changes)
 
     def _give_labels(self) -> None:
         """Let groups that have labels wait for slots."""
         for track in self.tracks:
             if track.stage != "labels":
                 continue
-            if track.phase.number:
-                found = label_sources(self.exchange, track.phase, self.newest)
-                if found is None:
-                    continue
-                fresh = sum(source.number == track.phase.number - 1 for source in found.values())
-                self.shares.append(fresh / len(self.tracks))
-            track.stage = "slots"
+            if min(self.posted.values()) >= track.phase.number - 1:
+                track.stage = "slots"
 
     def _allocate(self) -> None:
         work = [self._work(track) for track in self.tracks if track.stage in ("slots", "training", "scoring")]
@@ -261,21 +244,16 @@ class _Simulation:
             track.begins_scoring = False
 
     def _work(self, track: _Track) -> RemainingWork:
-        """Describe a group to the policy. Without a barrier after each phase, the rest of the run counts."""
+        """Describe a group to the policy."""
         group, phase, slots = track.group, track.phase, self.machine.slots
         scoring_s = group.scoring_s(phase)
         training_s = group.training_s(phase) if track.stage == "slots" else track.left_s
         if track.stage == "scoring":
             training_s, scoring_s = 0.0, track.left_s
-        later = [] if self.exchange == ALL else [Phase(n) for n in range(phase.number + 1, self.last.number + 1)]
         counts = group.counts(phase.kind, slots) if training_s else range(1, slots + 1)
         if track.stage == "scoring" and not track.begins_scoring:
             counts = [track.reserved]  # the parts of the pairs are fixed
-        seconds = {
-            count: track.expected_s(phase, training_s, scoring_s, count)
-            + sum(track.expected_s(after, group.training_s(after), group.scoring_s(after), count) for after in later)
-            for count in counts
-        }
+        seconds = {count: track.expected_s(phase, training_s, scoring_s, count) for count in counts}
         return RemainingWork(group.name, seconds, track.reserved, self.machine.pause_s)
 
     def _begin(self, stage: Literal["training", "scoring"], track: _Track, left_s: float) -> None:
@@ -321,7 +299,7 @@ class _Simulation:
             track.begins_scoring = True
             return
         track.measure()
-        self.newest[track.group.name] = track.phase
+        self.posted[track.group.name] = track.phase.number
         track.workers = track.reserved = 0
         track.stage = "finished" if track.phase == self.last else "labels"
         track.phase = Phase(track.phase.number + 1)
@@ -468,22 +446,6 @@ def print_schedules(title: str, cases: Sequence[Case], options: argparse.Namespa
         )
 
 
-def print_exchanges(options: argparse.Namespace) -> None:
-    """Print what the rules of exchange do to twenty groups on twenty GPUs."""
-    print(
-        "\nmutual.exchange: 20 groups on 20 GPUs; fresh is the mean share of groups whose newest scores are in the labels"
-    )
-    print(f"{'':16} | {'fixed: busy':>11} {'hours':>6} {'fresh':>6} | {'pool: busy':>10} {'hours':>6} {'fresh':>6}")
-    for rule in ("all", "quorum(18)", "quorum(10)", "quorum(2)", "stale(1)", "stale(2)"):
-        cells = []
-        for policy, width, pause_s in ((fixed, 11, 0.0), (allocate_workers, 10, options.pause)):
-            machine = Machine(20, pause_s, options.checkpoint)
-            groups = make_groups(STANDARD, options)
-            found = simulate(groups, machine, policy, options.cycles, Exchange.parse(rule))
-            cells.append(f"{found.busy:>{width}.0%} {found.makespan_s / 3600:>6.1f} {found.sources:>6.0%}")
-        print(f"{rule:16} | {' | '.join(cells)}")
-
-
 def print_assumptions(options: argparse.Namespace) -> None:
     """Print the pool's busy share and its makespan over the bound for twenty groups on twenty GPUs, one assumption changed."""
     print("\nOne assumption changed, 20 groups on 20 GPUs: busy share of the pool, and its makespan over the bound")
@@ -539,7 +501,6 @@ def main() -> None:
         options,
     )
     print_schedules("Asymmetric cases", asymmetric_cases(options), options)
-    print_exchanges(options)
     print_assumptions(options)
     print_random()
 

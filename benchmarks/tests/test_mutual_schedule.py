@@ -20,7 +20,6 @@ from benchmarks.mutual_schedule import (
     waves,
 )
 from distcse.experiments.mutual.scheduling import START_SLACK, allocate_workers
-from distcse.recipe.exchange import Exchange
 
 OPTIONS = argparse.Namespace(seconds=600, serial=0.04, error=0.3)
 
@@ -33,7 +32,7 @@ def test_a_fixed_gpu_per_group_waits_for_the_slowest() -> None:
     found = simulate([make_group("a", 100), make_group("b", 300)], Machine(2, 0.0), fixed, cycles=1)
     assert found.makespan_s == pytest.approx(2 * 300 + 30)  # two phases, and the start's scoring
     assert found.busy == pytest.approx(400 / 600) and found.useful == pytest.approx(found.busy)
-    assert found.changes == 0 and found.sources == 1
+    assert found.changes == 0
 
 
 def test_a_group_alone_has_all_slots_and_a_pause_per_phase() -> None:
@@ -96,12 +95,3 @@ def test_simulations_are_deterministic() -> None:
     case = standard_cases(OPTIONS)[1]
     machine = Machine(case.slots, 20.0, 30.0)
     assert simulate(case.groups, machine, allocate_workers, 1) == simulate(case.groups, machine, allocate_workers, 1)
-
-
-@pytest.mark.parametrize("rule", ["quorum(1)", "stale(1)"])
-def test_without_a_barrier_fast_groups_train_on_fewer_fresh_scores(rule: str) -> None:
-    groups = [make_group("fast", 10), make_group("slow", 100)]
-    found = simulate(groups, Machine(2, 0.0), fixed, cycles=2, exchange=Exchange.parse(rule))
-    strict = simulate(groups, Machine(2, 0.0), fixed, cycles=2)
-    assert found.sources < strict.sources == 1
-    assert found.makespan_s == pytest.approx(strict.makespan_s)  # the slow group has as much to do as before

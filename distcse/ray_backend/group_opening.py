@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from distcse.events import Reporter
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.pool_members import later_phases, pool_members
+from distcse.experiments.mutual.pool_members import pool_members
 from distcse.experiments.mutual.pooled_group import PooledGroup
 from distcse.experiments.mutual.resources import GroupResources
 from distcse.experiments.mutual.stored_costs import StoredCosts
@@ -48,7 +48,7 @@ def groups_of_shared_workers(
     try:
         stored = StoredCosts(contexts[0].run, contexts[0].lease, each, reporters[0].emit)
         members = pool_members(contexts, number, "GPU" in each, stored)
-        pool = WorkerPool(members, slots.usable, later_phases(contexts[0].recipe), stored=stored)
+        pool = WorkerPool(members, slots.usable, stored=stored)
         for context, reporter in zip(contexts, reporters, strict=True):
             group = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots)
             groups.append(PooledGroup(group, pool, reporter))

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from distcse.errors import ClusterTooSmallError
 from distcse.events import Reporter
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import MutualRecipe
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -40,18 +37,3 @@ def test_groups_on_ray_make_the_labels_of_one_process(recipe_with: MakeRecipe) -
 def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeRecipe) -> None:
     with fails_with(ClusterTooSmallError, "65 CPUs", " 6", "groups.N"):
         run_mutual(recipe_with(*ON_RAY, "groups.0.cpus_per_worker=64"), Reporter())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["quorum(1)", "stale(1)"])
-def test_labels_of_groups_that_do_not_wait_combine_the_recorded_scores(recipe_with: MakeRecipe, rule: str) -> None:
-    recipe = recipe_with(*ON_RAY, "mutual.cycles=2", f"mutual.exchange={rule}")
-    done = run_mutual(recipe, Reporter())
-    assert not done.interrupted and {best.group for best in done.best} == {"bert", "roberta"}
-    store = PhaseStore(done.directory.path)
-    for group in ("bert", "roberta"):
-        for phase in map(Phase, range(1, 5)):
-            sources, labels = store.sources(group, phase), store.own_labels(group, phase)
-            assert sources and labels is not None and sources[group] == Phase(phase.number - 1)
-            expected = np.mean([store.scores(name, source) for name, source in sources.items()], axis=0)
-            np.testing.assert_allclose(labels.read(), expected, atol=1e-6)

@@ -45,7 +45,7 @@ from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.result import MutualResult
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.head import Dense, DenseShape
-from distcse.recipe import MutualRecipe, MutualSection, read_recipe
+from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report.card import write_cards
 from distcse.report.history import read_run
 from distcse.report.page import html, markdown
@@ -174,13 +174,8 @@ def test_labels_of_several_groups() -> None:
         np.array([0.6, 0.2, 0.4]),
         np.array([0.2, 0.8, 0.0]),
     ]
-    assert combine(table[:2], [1, 1], MutualSection(), True) == pytest.approx([0.3, 0.8, -0.05])
-    assert combine(table[:2], [3, 1], MutualSection(), True) == pytest.approx([0.2, 0.85, -0.125])
-    assert combine(table[:2], [1, 1], MutualSection(clamp=True), True) == pytest.approx([0.3, 0.8, 0])
-    assert combine(table[:3], [1, 1, 9], MutualSection(combine="median"), False) == pytest.approx([0.5, 0.7, 0.1])
-    trimmed = MutualSection(combine="trimmed_mean", trim=0.1)
-    assert combine(table[:3], [1, 1, 1], trimmed, False) == pytest.approx([0.5, 0.7, 0.1])
-    assert combine(table, [1] * 4, trimmed, False) == pytest.approx([0.35, 0.75, 0.05])
+    assert combine(table[:2], [1, 1], False) == pytest.approx([0.3, 0.8, -0.05])
+    assert combine(table[:2], [3, 1], False) == pytest.approx([0.2, 0.85, -0.125])
 
 
 def test_standardized_scores_of_a_narrow_band_count_as_much_as_others() -> None:
@@ -192,13 +187,13 @@ def test_standardized_scores_of_a_narrow_band_count_as_much_as_others() -> None:
     ]
     for weights in ([1, 1], [3, 1]):
         mean, deviation = np.average([[0.4, 0.2], [0.8, 0.01]], axis=0, weights=weights)
-        labels = combine([wide, narrow], weights, MutualSection(standardize=True), True)
+        labels = combine([wide, narrow], weights, True)
         expected = np.average(standard, axis=0, weights=weights)
         np.testing.assert_allclose(labels, expected * deviation + mean, atol=0.02)
         assert np.corrcoef(labels, expected)[0, 1] > 0.999999
-    assert combine([wide, wide], [1, 1], MutualSection(standardize=True), True) == pytest.approx(wide, abs=1e-6)
+    assert combine([wide, wide], [1, 1], True) == pytest.approx(wide, abs=1e-6)
     constant = np.full(3, 0.5, np.float32)
-    assert combine([constant], [1], MutualSection(standardize=True), True) == pytest.approx(constant)
+    assert combine([constant], [1], True) == pytest.approx(constant)
 
 
 def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
@@ -455,7 +450,10 @@ def test_a_resumed_run_checks_its_records(alone: MakeRecipe) -> None:
         ("pairs.task=sts", InvalidValueError, ("pairs", "path", "task")),
         ("groups.1.name=bert", InvalidValueError, ("groups", "bert")),
         ("groups.1.workers=3", InvalidValueError, ("roberta", "3", "bi.batch_size", "16")),
-        ("mutual.combine=mode", InvalidValueError, ("mutual.combine", "mode")),
+        *(
+            (f"mutual.{key}", UnknownKeyError, (f"mutual.{key.partition('=')[0]}",))
+            for key in ("exchange=all", "clamp=true")
+        ),
         ("groups.0.lr=1", UnknownKeyError, ("groups.0.lr",)),
         (
             "groups.0={name: one, backbone: x, init_weight_mix: 0.5, bi: {engine: deepspeed, zero_stage: 3}}",

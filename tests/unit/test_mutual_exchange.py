@@ -1,8 +1,7 @@
-"""Labels of groups that do not wait for all others: `mutual.exchange`."""
+"""Labels: whose scores they combine, with which weights, and in which band."""
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +10,14 @@ import numpy as np
 import pytest
 
 from distcse.errors import InvalidValueError, StoppedEarlyError
-from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
-from distcse.experiments.mutual.group import SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.labels import dev_weight, to_band
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.preflight import check_recipe
-from distcse.experiments.mutual.stored_scores import Scores
 from distcse.recipe import MutualRecipe
-from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
-from distcse.storage import dump_checked_json, load_checked_json
-from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -60,44 +53,9 @@ class Run:
         return label
 
 
-def test_a_quorum_leaves_out_the_slower_group_and_a_resumed_run_too(both: MakeRecipe, tmp_path: Path) -> None:
-    run = Run(both("mutual.exchange=quorum(1)", "groups.1.weight=3"), tmp_path)
-    assert all(run.exchange.has_labels(group, Phase(0)) for group in GROUPS)
-    assert not run.exchange.has_labels("bert", Phase(1))
-    run.post("bert", 0, 0.4)
-    assert run.exchange.has_labels("bert", Phase(1)) and run.exchange.missing(Phase(0)) == ["roberta"]
-    assert run.label("bert", 1) == 0.4 and run.exchange.left_out("bert", Phase(1)) == ["roberta"]
-    run.post("roberta", 0, 0.8)
-    assert run.label("roberta", 1) == 0.7 and run.exchange.left_out("roberta", Phase(1)) == []
-    run.resume()
-    assert run.label("bert", 1) == 0.4 and run.store.sources("bert", Phase(1)) == {"bert": Phase(0)}
-    np.testing.assert_allclose(run.store.labels(Phase(0)), 0.7)  # of all groups, for the report and `mutual.patience`
-
-
-def test_stale_scores_have_the_formulation_of_the_newest(both: MakeRecipe, tmp_path: Path) -> None:
-    run = Run(both("mutual.exchange=stale(1)"), tmp_path)
-    run.post("bert", 0, 0.2)
-    assert not run.exchange.has_labels("bert", Phase(1))
-    run.post("roberta", 0, 0.4)
-    assert run.label("bert", 1) == 0.3
-    run.post("bert", 1, 0.9)
-    assert not run.exchange.has_labels("bert", Phase(2)), "roberta has no sigmoid outputs yet"
-    run.post("roberta", 1, 0.7)
-    assert run.label("bert", 2) == 0.8
-    run.post("bert", 2, 0.6)
-    assert run.label("bert", 3) == 0.5  # with the cosines from which roberta started
-    assert run.exchange.left_out("bert", Phase(3)) == ["roberta"]
-    run.ending.set()
-    with pytest.raises(StoppedEarlyError):
-        run.label("bert", 4)
-
-
-@pytest.mark.parametrize("rule", ["all", "quorum(2)", "stale(1)"])
-def test_labels_of_both_formulations_have_the_scores_of_the_phase_before(
-    both: MakeRecipe, tmp_path: Path, rule: str
-) -> None:
+def test_labels_of_both_formulations_have_the_scores_of_the_phase_before(both: MakeRecipe, tmp_path: Path) -> None:
     learn = ("mutual.standardize=true", "mutual.learn_from=both", "groups.1.weight=3")
-    run = Run(both(f"mutual.exchange={rule}", *learn), tmp_path)
+    run = Run(both(*learn), tmp_path)
     for group, score in zip(GROUPS, (0.2, 0.4), strict=True):
         run.post(group, 0, score)
     assert run.label("bert", 1) == 0.35, "there is no older phase"
@@ -144,8 +102,7 @@ def test_the_mean_by_dev_scores_is_the_best_one_of_independent_scores() -> None:
 @pytest.mark.parametrize(
     ("setting", "named"),
     [
-        ("mutual.standardize=false", "mutual.standardize: true and mutual.combine: mean"),
-        ("mutual.combine=median", "mutual.standardize: true and mutual.combine: mean"),
+        ("mutual.standardize=false", "mutual.standardize: true"),
         ("evaluation.dev=none", "name a dev set"),
     ],
 )
@@ -161,17 +118,16 @@ def test_weights_by_dev_scores_need_a_correlation(both: MakeRecipe, tmp_path: Pa
         check_recipe(both(*learn))
 
 
-@pytest.mark.parametrize("rule", ["all", "quorum(2)", "stale(1)"])
-def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, tmp_path: Path, rule: str) -> None:
+def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, tmp_path: Path) -> None:
     """Equal scores apart, they are an increasing line of the combined labels; cross-encoders learn the combined ones."""
-    run = Run(both(f"mutual.exchange={rule}", "groups.0.label_band=own", "groups.1.label_band=own"), tmp_path)
+    run = Run(both("groups.0.label_band=own", "groups.1.label_band=own"), tmp_path)
     draw = np.random.default_rng(0)
     bands = {"bert": (0.1, 0.3), "roberta": (0.76, 0.03)}
     starts = {name: draw.normal(*band, 50).astype(np.float32) for name, band in bands.items()}
     outputs = {name: draw.uniform(0, 1, 50).astype(np.float32) for name in GROUPS}
     for number, scores in enumerate((starts, outputs, starts)):
         for group in GROUPS:
-            assert run.exchange.has_labels(group, Phase(number))
+            assert run.exchange.has_labels(Phase(number))
             trained = PhaseResult("model", 1, 0.5, 1) if number else None
             run.exchange.post(group, Phase(number), scores[group], trained)
     for _ in range(2):
@@ -184,20 +140,7 @@ def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, 
             assert labels.mean() == pytest.approx(starts[group].mean(), abs=1e-5)
             assert labels.std() == pytest.approx(starts[group].std(), abs=1e-5)
             assert np.corrcoef(labels, common)[0, 1] == pytest.approx(1, abs=1e-6)
-            assert run.exchange.left_out(group, Phase(2)) == []
         run.resume()
-
-
-def test_own_labels_of_a_run_that_lost_a_group_name_those_whose_scores_they_combine(
-    both: MakeRecipe, tmp_path: Path
-) -> None:
-    run = Run(both("groups.0.label_band=own", "groups.1.label_band=own"), tmp_path)
-    for number in range(2):
-        for group in GROUPS:
-            run.post(group, number, 0.4)
-    assert run.exchange.drop("roberta", "lost")
-    assert run.exchange.labels("bert", Phase(2)) is not None
-    assert run.store.sources("bert", Phase(2)) == dict.fromkeys(GROUPS, Phase(1))
 
 
 def test_labels_stay_cosines_in_a_band_that_reaches_farther() -> None:
@@ -217,48 +160,11 @@ def test_labels_of_both_formulations_have_one_scale(both: MakeRecipe) -> None:
 
 
 def test_a_dropped_group_is_not_waited_for(both: MakeRecipe, tmp_path: Path) -> None:
-    run = Run(both("mutual.exchange=quorum(2)"), tmp_path)
+    run = Run(both(), tmp_path)
     run.post("bert", 0, 0.4)
-    assert not run.exchange.has_labels("bert", Phase(1))
+    assert not run.exchange.has_labels(Phase(1)) and run.exchange.missing(Phase(0)) == ["roberta"]
     assert run.exchange.drop("roberta", "lost")
     assert run.label("bert", 1) == 0.4
-
-
-@pytest.mark.slow
-def test_a_resumed_run_trains_on_the_same_labels(both: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group roberta posts its first scores after bert has begun to train."""
-    texts: list[str] = []
-    trains, score = threading.Event(), SerializedGroup.score
-
-    def score_late(self: SerializedGroup, phase: Phase) -> Scores:
-        assert (self.name, phase.number) != ("roberta", 0) or trains.wait(60)
-        return score(self, phase)
-
-    def note(event: Event) -> None:
-        inner = event.event if isinstance(event, GroupEvent) else event
-        if isinstance(inner, LogMessage):
-            texts.append(inner.text)
-        if isinstance(inner, GroupActivity) and inner.activity == "training":
-            trains.set()
-
-    monkeypatch.setattr(SerializedGroup, "score", score_late)
-    result = run_mutual(both("mutual.cycles=1", "mutual.exchange=quorum(1)"), Reporter(note))
-    monkeypatch.undo()
-    run = result.directory.path
-    first = PhaseStore(run)
-    assert first.sources("bert", Phase(1)) == {"bert": Phase(0)}
-    assert "the labels of cycle-1-cross are without the newest scores of roberta" in texts
-    expected = {group: first.scores(group, Phase(2)).copy() for group in GROUPS}
-    state = load_checked_json(run / "phases.json")
-    state["posted"] = {"0": state["posted"]["0"]}
-    state["labels"] = {}
-    (run / "phases.json").write_text(dump_checked_json(state))
-    for group in GROUPS:
-        for phase in ("cycle-1-cross", "cycle-1-bi"):
-            shutil.rmtree(run / "groups" / group / phase)
-    directory, recipe = RunDirectory.reopen(run, [])
-    assert isinstance(recipe, MutualRecipe)
-    run_mutual(recipe, Reporter(), directory)
-    resumed = PhaseStore(run)
-    for group in GROUPS:
-        np.testing.assert_array_equal(resumed.scores(group, Phase(2)), expected[group])
+    run.ending.set()
+    with pytest.raises(StoppedEarlyError):
+        run.label("bert", 2)

@@ -9,8 +9,6 @@ import random
 import pytest
 
 from distcse.errors import ClusterTooSmallError
-from distcse.experiments.mutual.label_sources import label_sources
-from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scheduling import (
     START_SLACK,
     RemainingWork,
@@ -19,7 +17,6 @@ from distcse.experiments.mutual.scheduling import (
     makespan_bound,
     worker_counts,
 )
-from distcse.recipe.exchange import Exchange
 
 
 def make_work(group: str, cost: float, workers: int = 0, pause_s: float = 0.0, serial: float = 0.0) -> RemainingWork:
@@ -142,58 +139,3 @@ def test_no_more_workers_than_slots_and_no_deadlock() -> None:
         slots = drawn.randint(8, 30)
         allocated = allocate_workers(random_work(drawn, drawn.randint(1, 30)), slots)
         assert 0 < sum(allocated.values()) <= slots
-
-
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [("all", Exchange("all")), ("quorum(12)", Exchange("quorum", 12)), ("stale(1)", Exchange("stale", 1))],
-)
-def test_rules_are_read(rule: str, expected: Exchange) -> None:
-    assert Exchange.parse(rule) == expected
-
-
-@pytest.mark.parametrize("rule", ["", "any", "quorum", "quorum(0)", "quorum(-1)", "stale()", "all(1)", "all\n", "ALL"])
-def test_other_rules_are_refused(rule: str) -> None:
-    with pytest.raises(ValueError, match="write all, quorum"):
-        Exchange.parse(rule)
-
-
-def sources(rule: str, phase: int, **newest: int | None) -> dict[str, int] | None:
-    """Call `label_sources` with numbers for phases."""
-    posted = {group: None if number is None else Phase(number) for group, number in newest.items()}
-    found = label_sources(Exchange.parse(rule), Phase(phase), posted)
-    return None if found is None else {group: source.number for group, source in found.items()}
-
-
-def test_all_waits_for_the_previous_phase_of_every_group() -> None:
-    assert sources("all", 1, a=0, b=None) is None
-    assert sources("all", 3, a=2, b=1) is None
-    assert sources("all", 3, a=2, b=2) == {"a": 2, "b": 2}
-    assert sources("all", 3, a=4, b=2) == {"a": 2, "b": 2}  # a is ahead: it gave its scores of phase 2 then
-
-
-def test_a_quorum_leaves_out_groups_that_have_not_posted() -> None:
-    assert sources("quorum(2)", 3, a=2, b=1, c=None) is None
-    assert sources("quorum(2)", 3, a=2, b=1, c=2) == {"a": 2, "c": 2}
-    assert sources("quorum(2)", 3, a=2, b=3, c=2) == {"a": 2, "b": 2, "c": 2}
-    assert sources("quorum(3)", 3, a=2, b=2) == {"a": 2, "b": 2}  # the third was dropped from the run
-
-
-def test_stale_scores_are_of_the_same_formulation_and_at_most_so_old() -> None:
-    assert sources("stale(1)", 3, a=2, b=2) == {"a": 2, "b": 2}
-    assert sources("stale(1)", 3, a=2, b=1) == {"a": 2, "b": 0}  # b's cross-encoder scores are on another scale
-    assert sources("stale(1)", 4, a=3, b=2) == {"a": 3, "b": 1}
-    assert sources("stale(1)", 5, a=4, b=1) is None  # b's newest cosines are two cycles old
-    assert sources("stale(2)", 5, a=4, b=1) == {"a": 4, "b": 0}
-
-
-def test_stale_waits_for_the_first_scores_of_a_formulation() -> None:
-    assert sources("stale(9)", 1, a=0, b=None) is None
-    assert sources("stale(9)", 2, a=1, b=0) is None
-    assert sources("stale(9)", 2, a=1, b=1) == {"a": 1, "b": 1}
-
-
-def test_a_group_always_contributes_its_own_previous_scores() -> None:
-    for rule, phase, other in itertools.product(("all", "quorum(1)", "stale(1)"), range(1, 7), range(-1, 7)):
-        found = sources(rule, phase, me=phase - 1, other=None if other < 0 else other)
-        assert found is None or found["me"] == phase - 1

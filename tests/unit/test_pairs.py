@@ -24,7 +24,6 @@ from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import StoredScores
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
-from distcse.recipe import MutualSection
 from distcse.report import cycles
 from distcse.storage import open_store, sha256
 from tests.backends import run_mutual
@@ -159,17 +158,17 @@ def test_groups_of_one_tokenizer_share_tables_and_a_second_run_reuses_them(
 # -- labels and scores ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("section", [MutualSection(), MutualSection(combine="median"), MutualSection(clamp=True)])
+@pytest.mark.parametrize("standardize", [False, True])
 @pytest.mark.parametrize("groups", [2, 9, 20])
 def test_labels_combined_in_parts_are_bit_equal(
-    section: MutualSection, groups: int, monkeypatch: pytest.MonkeyPatch
+    standardize: bool, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = np.random.default_rng(0)
     scores = [draw.uniform(-0.2, 1, 1001).astype(np.float32) for _ in range(groups)]
     weights = draw.uniform(0.5, 2, groups).tolist()
-    whole = labels.combine(scores, weights, section, cosines=True)
+    whole = labels.combine(scores, weights, standardize)
     monkeypatch.setattr(labels, "PAIRS_PER_PART", 10)
-    np.testing.assert_array_equal(labels.combine(scores, weights, section, cosines=True), whole)
+    np.testing.assert_array_equal(labels.combine(scores, weights, standardize), whole)
     assert whole.dtype == np.float32
 
 

@@ -531,7 +531,6 @@ def test_a_cluster_without_room_for_a_group_is_refused(three: MakeRecipe) -> Non
     [
         ("groups.0.cpus_per_worker=2", "differ in cpus_per_worker"),
         ("groups.0.node_labels={role: a}", "differ in node_labels"),
-        ("mutual.exchange=quorum(4)", "there are 3 groups; write quorum(3) or all"),
     ],
 )
 def test_settings_that_contradict_are_refused(three: MakeRecipe, override: str, message: str) -> None:

@@ -1,24 +1,18 @@
-"""Exchange of scores between groups: each posts its scores, and waits for the labels that combine those of all groups.
-
-With `mutual.exchange: quorum(K)` or `stale(S)`, a group does not wait for all. What its labels combine then depends on who was
-faster, and is stored, so that a resumed run trains on the same labels.
-"""
+"""Exchange of scores between groups: each posts its scores, and waits for the labels that combine those of all groups."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from distcse.errors import StoppedEarlyError
 from distcse.experiments.mutual.best_phase import best_phase, dev_scores
-from distcse.experiments.mutual.label_sources import label_sources
 from distcse.experiments.mutual.labels import combine, score_weight, to_band
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
-from distcse.recipe.exchange import Exchange
 
 _POLL_S = 0.5
 """Seconds between checks for a stop request while a group waits."""
@@ -42,7 +36,6 @@ class LabelExchange:
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self._recipe = recipe
-        self._rule = Exchange.parse(recipe.mutual.exchange)
         self._store = store
         self._ending = ending
         self._stop_requested = stop_requested
@@ -62,12 +55,10 @@ class LabelExchange:
             posted = self._store.posted(phase)
             return [name for name in self._members() if name not in posted]
 
-    def has_labels(self, group: str, phase: Phase) -> bool:
-        """Return whether a group can begin a phase: `labels` would return at once, or it is phase 0."""
+    def has_labels(self, phase: Phase) -> bool:
+        """Return whether groups can begin a phase: `labels` would return at once, or it is phase 0."""
         with self._changed:
-            if not phase.number or self._stops_before(phase) or self._stored(group, phase) is not None:
-                return True
-            return self._sources(phase) is not None
+            return not phase.number or self._stops_before(phase) or self._common(phase) is not None
 
     def labels(self, group: str, phase: Phase) -> StoredScores | None:
         """Wait for the labels on which a group trains a phase; None if the run stops early before it.
@@ -82,21 +73,9 @@ class LabelExchange:
                     raise StoppedEarlyError(f"stopped while {group} waited for labels")
                 if self._stops_before(phase):
                     return None
-                if (
-                    self._has_own_labels(group, phase)
-                    and self._stored(group, phase) is None
-                    and (found := self._sources(phase))
-                ):
-                    self._store.store_own_labels(group, phase, found, self._own_labels(group, phase, found))
-                if (labels := self._stored(group, phase)) is not None:
-                    return labels
+                if (common := self._common(phase)) is not None:
+                    return self._of_group(group, phase, common)
                 self._changed.wait(_POLL_S)
-
-    def left_out(self, group: str, phase: Phase) -> list[str]:
-        """Return the groups whose scores of the previous phase are not in a group's labels of a phase."""
-        sources = self._store.sources(group, phase) or {}
-        newest = [name for name, source in sources.items() if source.number == phase.number - 1]
-        return [name for name in self._members() if sources and name not in newest]
 
     def drop(self, group: str, why: str) -> bool:
         """Continue without a group, and complete the labels that were waiting only for it.
@@ -129,7 +108,7 @@ class LabelExchange:
         members, posted = self._members(), self._store.posted(phase)
         if self._store.stored_labels(phase) is not None or not members or any(name not in posted for name in members):
             return
-        labels = self._combine(dict.fromkeys(members, phase), phase)
+        labels = self._combine(members, phase)
         if phase.ends_cycle and self._should_stop(phase, members):
             self._store.stop_after(phase)
         self._store.store_labels(phase, members, labels)
@@ -138,45 +117,28 @@ class LabelExchange:
         stopped = self._store.stopped_after
         return stopped is not None and stopped < phase
 
-    def _stored(self, group: str, phase: Phase) -> StoredScores | None:
-        """Return the stored labels on which a group trains a phase."""
-        if self._has_own_labels(group, phase):
-            return self._store.own_labels(group, phase)
+    def _common(self, phase: Phase) -> StoredScores | None:
+        """Return the labels of the phase before one, which all groups share; None if not all have posted."""
         return self._store.stored_labels(Phase(phase.number - 1))
 
-    def _has_own_labels(self, group: str, phase: Phase) -> bool:
-        """Return whether a group has separate labels of a phase: with `quorum` or `stale`, or in its own band."""
-        return self._rule.kind != "all" or self._is_in_own_band(group, phase)
+    def _of_group(self, group: str, phase: Phase, common: StoredScores) -> StoredScores:
+        """Return the labels on which a group trains a phase: the common ones, or those in the band of its start."""
+        if phase.kind != "bi" or self._group(group).label_band != "own":
+            return common
+        if (stored := self._store.own_labels(group, phase)) is not None:
+            return stored
+        own = to_band(common.read(), self._store.scores(group, Phase(0)))
+        return self._store.store_own_labels(group, phase, own)
 
-    def _is_in_own_band(self, group: str, phase: Phase) -> bool:
-        return phase.kind == "bi" and self._group(group).label_band == "own"
-
-    def _own_labels(self, group: str, phase: Phase, sources: Mapping[str, Phase]) -> Scores:
-        previous = Phase(phase.number - 1)
-        common = self._store.labels(previous)
-        labels = common if self._rule.kind == "all" and common is not None else self._combine(sources, previous)
-        return to_band(labels, self._store.scores(group, Phase(0))) if self._is_in_own_band(group, phase) else labels
-
-    def _sources(self, phase: Phase) -> dict[str, Phase] | None:
-        """Return the scores that a group which begins a phase now would learn from; None if it has to wait."""
-        if self._rule.kind == "all":
-            previous = Phase(phase.number - 1)
-            groups = self._store.labelled_by(previous)
-            return None if groups is None else dict.fromkeys(groups, previous)
-        phases = [Phase(number) for number in range(2 * self._recipe.mutual.cycles + 1)]
-        newest: dict[str, Phase | None] = dict.fromkeys(self._members())
-        for posted in phases:
-            newest |= {name: posted for name in self._store.posted(posted) if name in newest}
-        return label_sources(self._rule, phase, newest)
-
-    def _combine(self, sources: Mapping[str, Phase], phase: Phase) -> Scores:
-        """Combine scores of the same formulation as those of a phase; with `learn_from: both`, also those one phase older."""
-        taken = [*sources.items()]
-        if self._recipe.mutual.learn_from == "both":
-            taken += [(name, Phase(source.number - 1)) for name, source in sources.items() if source.number]
-        scores = [self._store.scores(name, source) for name, source in taken]
-        weights = [self._weight(name, source) for name, source in taken]
-        return combine(scores, weights, self._recipe.mutual, phase.kind == "bi")
+    def _combine(self, members: Sequence[str], phase: Phase) -> Scores:
+        """Combine the members' scores of a phase; with `learn_from: both`, also those of the phase before."""
+        phases = (
+            [phase, Phase(phase.number - 1)] if self._recipe.mutual.learn_from == "both" and phase.number else [phase]
+        )
+        taken = [(name, each) for each in phases for name in members]
+        scores = [self._store.scores(name, each) for name, each in taken]
+        weights = [self._weight(name, each) for name, each in taken]
+        return combine(scores, weights, self._recipe.mutual.standardize)
 
     def _weight(self, name: str, phase: Phase) -> float:
         """Return the weight of a group's scores of a phase in the labels."""

@@ -17,27 +17,24 @@ _LEAST_RHO = 0.01
 """Correlation of a model that is no better than chance, in its weight; and how far one stays from 1."""
 
 
-def combine(
-    scores: Sequence[NDArray[np.floating]], weights: Sequence[float], section: MutualSection, cosines: bool
-) -> NDArray[np.float32]:
-    """Combine the (n,) scores of G models into (n,) labels.
+def combine(scores: Sequence[NDArray[np.floating]], weights: Sequence[float], standardize: bool) -> NDArray[np.float32]:
+    """Combine the (n,) scores of G models into (n,) labels, their weighted mean.
 
     Args:
         scores: An array per group, or two with `mutual.learn_from: both`, which may be memory-mapped: raw cosines of bi-encoders
             or sigmoid outputs of cross-encoders, not logits.
         weights: Their weights in the mean; their scale does not matter.
-        section: How to combine the scores, whether to standardize them before, and whether to clamp cosines to [0, 1].
-        cosines: Whether the scores are cosines.
+        standardize: Whether to give the models' scores the same mean and standard deviation before.
     """
     number = len(scores[0])
-    bands = _bands(scores, weights) if section.standardize else None
+    bands = _bands(scores, weights) if standardize else None
     labels = np.empty(number, dtype=np.float32)
     parts = -(-number // PAIRS_PER_PART)
     for part in range(parts):
         rows = slice(number * part // parts, number * (part + 1) // parts)
         table = np.stack([group_scores[rows] for group_scores in scores]).astype(np.float64)
-        labels[rows] = _combine(table if bands is None else bands.align(table), weights, section)
-    return labels.clip(0, 1) if cosines and section.clamp else labels
+        labels[rows] = np.average(table if bands is None else bands.align(table), axis=0, weights=weights)
+    return labels
 
 
 def to_band(labels: NDArray[np.float32], cosines: NDArray[np.floating]) -> NDArray[np.float32]:
@@ -94,17 +91,3 @@ def _bands(scores: Sequence[NDArray[np.floating]], weights: Sequence[float]) -> 
 
 def _mean_and_deviation(scores: NDArray[np.floating]) -> tuple[float, float]:
     return float(scores.mean(dtype=np.float64)), float(scores.std(dtype=np.float64))
-
-
-def _combine(table: NDArray[np.float64], weights: Sequence[float], section: MutualSection) -> NDArray[np.float64]:
-    if section.combine == "median":
-        return np.asarray(np.median(table, axis=0))
-    if section.combine == "trimmed_mean":
-        trimmed = _num_trimmed(len(table), section.trim)
-        return np.asarray(np.sort(table, axis=0)[trimmed : len(table) - trimmed].mean(axis=0))
-    return np.asarray(np.average(table, axis=0, weights=weights))
-
-
-def _num_trimmed(groups: int, trim: float) -> int:
-    """Return how many scores to drop at either end: the share `trim`, but at least 1 of 3 or more groups."""
-    return max(int(groups * trim), 1 if groups >= 3 and trim > 0 else 0)

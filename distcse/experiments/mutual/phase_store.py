@@ -3,7 +3,7 @@
 <run>/phases.json                 the state, replaced atomically
       labels/start-bert.0f3a9c1b7e24.npy  scores of one group in a phase, with the first digits of their checksum
       labels/start.….npy                  labels from a phase, on which the next phase trains
-      labels/cycle-1-cross.for.bert.….npy labels on which one group trains a phase, if groups do not wait for all others
+      labels/cycle-1-bi.for.bert.….npy   labels on which one group trains a phase, in the band of its own start
 """
 
 from __future__ import annotations
@@ -125,37 +125,18 @@ class PhaseStore:
         entry = self._state["labels"].get(str(phase.number))
         return None if entry is None else self._stored(phase.name, entry)
 
-    def labelled_by(self, phase: Phase) -> list[str] | None:
-        """Return the groups whose scores the labels of a phase combine; None if not all groups have posted."""
-        entry = self._state["labels"].get(str(phase.number))
-        return None if entry is None else [*entry["groups"]]
-
-    def store_own_labels(self, group: str, phase: Phase, sources: Mapping[str, Phase], labels: Scores) -> None:
-        """Store the labels on which one group trains a phase, and whose scores they combine.
-
-        Args:
-            group: The group's name.
-            phase: The phase that it trains on them.
-            sources: The phase whose scores were taken, by group.
-            labels: (n,) labels.
-        """
+    def store_own_labels(self, group: str, phase: Phase, labels: Scores) -> StoredScores:
+        """Store the (n,) labels on which one group trains a phase, and return their file."""
         with self._lock:
-            entry = {
-                "sources": {name: source.number for name, source in sources.items()},
-                **self._write_scores(_own_name(group, phase), labels),
-            }
+            entry = self._write_scores(_own_name(group, phase), labels)
             self._state["own_labels"].setdefault(str(phase.number), {})[group] = entry
             self._write()
+        return self._stored(_own_name(group, phase), entry)
 
     def own_labels(self, group: str, phase: Phase) -> StoredScores | None:
         """Return the file with the labels on which one group trains a phase; None before `store_own_labels`."""
         entry = self._state["own_labels"].get(str(phase.number), {}).get(group)
         return None if entry is None else self._stored(_own_name(group, phase), entry)
-
-    def sources(self, group: str, phase: Phase) -> Mapping[str, Phase] | None:
-        """Return the phase whose scores were taken for a group's labels of a phase, by group; None before `store_own_labels`."""
-        entry = self._state["own_labels"].get(str(phase.number), {}).get(group)
-        return None if entry is None else {name: Phase(number) for name, number in entry["sources"].items()}
 
     def drop(self, group: str, why: str) -> None:
         """Record that the run continues without a group, and why."""

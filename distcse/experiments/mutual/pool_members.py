@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from distcse.experiments.mutual.max_workers import Parameters, count_parameters
 from distcse.experiments.mutual.phase_costs import PhaseCosts
 from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Phase, last_phase
 from distcse.experiments.mutual.scheduling import worker_counts
 from distcse.experiments.mutual.stored_costs import StoredCosts
 from distcse.experiments.mutual.worker_pool import PoolMember
-from distcse.recipe import MutualRecipe
-from distcse.recipe.exchange import Exchange
 
 
 def pool_members(
@@ -44,11 +41,3 @@ def pool_members(
         if (measured := stored.measured(name)) is not None:
             member.costs.restore(measured)
     return members
-
-
-def later_phases(recipe: MutualRecipe) -> Callable[[Phase], Sequence[Phase]]:
-    """Return a function of the phases after one that a group can do without waiting for all others."""
-    if Exchange.parse(recipe.mutual.exchange).kind == "all":
-        return lambda phase: []
-    last = last_phase(recipe.mutual.cycles)
-    return lambda phase: [Phase(number) for number in range(phase.number + 1, last.number + 1)]

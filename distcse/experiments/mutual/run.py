@@ -100,16 +100,13 @@ def _run_phases(
         if number:
             reporter.emit(GroupActivity(phase.name, "preparing", phase_index=number))
             group.prepare(phase)
-            if not exchange.has_labels(group.name, phase):
+            if not exchange.has_labels(phase):
                 reporter.emit(GroupActivity(phase.name, "waiting", exchange.missing(Phase(number - 1)), number))
-        group.acquire(phase, partial(exchange.has_labels, group.name, phase))
+        group.acquire(phase, partial(exchange.has_labels, phase))
         if number:
             labels = exchange.labels(group.name, phase)
             if labels is None:
                 break
-            if left_out := exchange.left_out(group.name, phase):
-                text = f"the labels of {phase.name} are without the newest scores of {', '.join(left_out)}"
-                reporter.emit(LogMessage(text))
             reporter.emit(GroupActivity(phase.name, "training", phase_index=number))
             trained = group.train(phase, labels)
             if trained is None:

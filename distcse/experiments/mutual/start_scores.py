@@ -93,7 +93,7 @@ def _labels(recipe: MutualRecipe, weights: Sequence[float], recorded: Sequence[R
     """Combine the groups' cosines of the dev pairs as the labels of the training pairs are."""
     first, second = zip(*recorded[0].known, strict=True)
     scores = [found.similarities(first, second) for found in recorded]
-    labels = combine(scores, weights, recipe.mutual, cosines=True)
+    labels = combine(scores, weights, recipe.mutual.standardize)
     return RecordedScores(dict(zip(zip(first, second, strict=True), labels.tolist(), strict=True)))
 
 

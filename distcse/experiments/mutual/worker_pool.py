@@ -68,8 +68,6 @@ class WorkerPool:
     Args:
         members: The groups, by name.
         usable: Returns the numbers of the slots whose nodes are alive, those of one node next to each other.
-        later_phases: Returns the phases after one that a group can do without waiting for all others: without a barrier after
-            each phase, a group's rest of the run counts. Default: none.
         clock: Returns seconds. Default: the time.
         stored: Where measured costs are stored for a resume. Default: nowhere.
     """
@@ -78,12 +76,11 @@ class WorkerPool:
         self,
         members: Mapping[str, PoolMember],
         usable: Callable[[], Sequence[int]],
-        later_phases: Callable[[Phase], Sequence[Phase]] = lambda phase: [],
         clock: Callable[[], float] = time.monotonic,
         stored: StoredCosts | None = None,
     ) -> None:
         self._members = dict(members)
-        self._usable, self._later_phases, self._clock = usable, later_phases, clock
+        self._usable, self._clock = usable, clock
         self._stored = stored
         self._pause_s = FIRST_PAUSE_S if stored is None or stored.pause_s is None else stored.pause_s
         self._changed = threading.Condition()
@@ -251,10 +248,8 @@ class WorkerPool:
             counts = range(counts[0], counts[-1] + 1)
         if member.stage == "scoring" and not begins_scoring:
             counts = [len(member.slots)]  # its parts are fixed
-        later = self._later_phases(phase)
         seconds = {
-            count: self._rest_s(member, count) + sum(member.costs.seconds(after, count) for after in later)
-            for count in {*counts, *([len(member.slots)] if member.slots else [])}
+            count: self._rest_s(member, count) for count in {*counts, *([len(member.slots)] if member.slots else [])}
         }
         return RemainingWork(name, seconds, len(member.slots), self._pause_s)
 

@@ -10,7 +10,6 @@ from pydantic import Field, ValidationError, model_validator
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
 from distcse.recipe.encoders import EncoderSection, TrainedSection
 from distcse.recipe.evaluation import Measure
-from distcse.recipe.exchange import Exchange, ExchangeRule
 from distcse.recipe.hub_names import HubName
 from distcse.recipe.loggers import LoggersSection
 from distcse.recipe.models import ModelsSection
@@ -32,7 +31,8 @@ class GroupSection(TrainedSection):
     """Initial model of the cross-encoder with `mutual.initialization: refresh`; null is `backbone`. The paper uses the language
     model that the bi-encoder came from."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of this group's scores in the labels (with `combine: mean`)."""
+    """Weight of this group's scores in the labels, a weighted mean of all groups' scores: raw cosines or sigmoid outputs, never
+    logits."""
     label_band: Literal["shared", "own"] = "shared"
     """Mean and standard deviation of the bi-encoder's labels: `shared`, those of the combined scores, as in the paper, or `own`,
     those of the group's start on the pairs. With `own`, a model with a narrow band of cosines, such as e5, learns the order of
@@ -100,14 +100,6 @@ class MutualSection(Section):
     """Workers that all groups share: a group takes some for each phase, more while it is the last one at work, and none while it
     waits for labels. `auto` is as many as fit on the cluster's GPUs, or CPUs. null gives each group its own `workers` for the
     entire run."""
-    exchange: ExchangeRule = "all"
-    """Whose scores a group waits for before it trains its next phase. `all`: all groups, as in the paper. `quorum(K)`: K groups;
-    the others are left out of its labels. `stale(S)`: all, but scores of a group that is behind may be up to S cycles old. With
-    the last two, labels depend on which groups are faster."""
-    combine: Literal["mean", "median", "trimmed_mean"] = "mean"
-    """How the groups' scores of a pair become its label. Scores are raw cosines or sigmoid outputs, never logits."""
-    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.25
-    """Share of scores that the trimmed mean drops at each end, at least one with three groups."""
     standardize: bool = False
     """Give each group's scores the same mean and standard deviation over the pairs, the weighted mean of the groups', before they
     are combined. Models with narrow bands of cosines, such as e5, then count as much as others. The paper combines raw scores."""
@@ -118,12 +110,10 @@ class MutualSection(Section):
     weigh_by: Literal["group", "group_and_dev"] = "group"
     """Weight of a model's scores in the mean: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²), where ρ is the
     model's dev score (Spearman's correlation): the best weights if the errors of standardized scores are independent. The
-    latter needs `standardize`, `combine: mean` and dev pairs with a `score`."""
+    latter needs `standardize` and dev pairs with a `score`."""
     precision: Precision = "auto"
     """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
     groups have fast bf16 units, else fp32."""
-    clamp: bool = False
-    """Clip cosine labels to [0, 1]; the paper's code does not."""
     best_of: Literal["cycles", "start_and_cycles"] = "cycles"
     """Bi-encoders among which the dev score selects a group's best: `cycles`, those of its cycles, as in the paper, or
     `start_and_cycles`, also its start. A group then ends with its start's weights if no cycle has a higher dev score."""
@@ -373,11 +363,6 @@ class MutualRecipe(BaseRecipe):
                     "two may be placed on one GPU; NCCL refuses that, and DeepSpeed communicates by NCCL on GPUs; "
                     f"write {' and '.join(changes)}, or gpus_per_worker: 1"
                 )
-        exchange = Exchange.parse(self.mutual.exchange)
-        if exchange.kind == "quorum" and exchange.number > len(names):
-            raise ValueError(
-                f"mutual.exchange is {self.mutual.exchange}, but there are {len(names)} groups; write quorum({len(names)}) or all"
-            )
         if self.mutual.learn_from == "both" and not self.mutual.standardize:
             raise ValueError(
                 "mutual.learn_from is both, but cosines and sigmoid outputs are not on one scale; write "
@@ -402,10 +387,10 @@ class MutualRecipe(BaseRecipe):
 
     def _check_dev_weights(self) -> None:
         """Check that scores can be weighed by the dev scores of their models."""
-        if not self.mutual.standardize or self.mutual.combine != "mean":
+        if not self.mutual.standardize:
             raise ValueError(
                 "mutual.weigh_by is group_and_dev, whose weights are those of a mean of standardized scores; write "
-                "mutual.standardize: true and mutual.combine: mean, or mutual.weigh_by: group"
+                "mutual.standardize: true, or mutual.weigh_by: group"
             )
         if self.evaluation.dev == "none":
             raise ValueError(
