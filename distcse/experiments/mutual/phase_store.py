@@ -3,7 +3,7 @@
 <run>/phases.json                 the state, replaced atomically
       labels/start-bert.0f3a9c1b7e24.npy  scores of one group in a phase, with the first digits of their checksum
       labels/start.….npy                  labels from a phase, on which the next phase trains
-      labels/cycle-1-bi.for.bert.….npy   labels on which one group trains a phase, in the band of its own start
+      labels/cycle-1-bi.for.bert.….npy   labels on which one group trains a phase, in the band of its start
 """
 
 from __future__ import annotations
