@@ -58,7 +58,7 @@ class LabelExchange:
     def has_labels(self, phase: Phase) -> bool:
         """Return whether groups can begin a phase: `labels` would return at once, or it is phase 0."""
         with self._changed:
-            return not phase.number or self._stops_before(phase) or self._common(phase) is not None
+            return not phase.number or self._stops_before(phase) or self._common_labels(phase) is not None
 
     def labels(self, group: str, phase: Phase) -> StoredScores | None:
         """Wait for the labels on which a group trains a phase; None if the run stops early before it.
@@ -73,7 +73,7 @@ class LabelExchange:
                     raise StoppedEarlyError(f"stopped while {group} waited for labels")
                 if self._stops_before(phase):
                     return None
-                if (common := self._common(phase)) is not None:
+                if (common := self._common_labels(phase)) is not None:
                     return self._of_group(group, phase, common)
                 self._changed.wait(_POLL_S)
 
@@ -117,7 +117,7 @@ class LabelExchange:
         stopped = self._store.stopped_after
         return stopped is not None and stopped < phase
 
-    def _common(self, phase: Phase) -> StoredScores | None:
+    def _common_labels(self, phase: Phase) -> StoredScores | None:
         """Return the labels of the phase before one, which all groups share; None if not all have posted."""
         return self._store.stored_labels(Phase(phase.number - 1))
 
