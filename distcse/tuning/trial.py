@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import DivergedError, StoppedEarlyError
+from distcse.errors import CheckpointError, DivergedError, StoppedEarlyError
 from distcse.events import CheckpointSaved, Event, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.local_backend import LocalBackend
@@ -61,7 +61,8 @@ def run_trial(
         values: Values by recipe path.
         report: Called with `metrics_of` the trial after every dev score, with its `checkpoint` if trials exchange them. It may
             end the trial by raising an exception.
-        donor: A checkpoint of this or another trial to continue from.
+        donor: A checkpoint of another trial to continue from, or the last one that this trial reported, which is not taken if the
+            trial has a newer one.
         stop_requested: Returns whether to write a checkpoint and stop. Called often. Default: never.
 
     Returns:
@@ -75,6 +76,7 @@ def run_trial(
     trial = read_trial(folder)
     if trial is not None and trial.ended:
         return _replay(trial, report)
+    has_same_values = trial is not None and trial.values == values
     if trial is None:
         trial = Trial(name, dict(values), started_at=time.time())
         if not context.exchanges_checkpoints and (equal := _find_equal_trial(context.trials.path, values)) is not None:
@@ -86,8 +88,9 @@ def run_trial(
     seconds_before = trial.seconds
     recipe = with_values(context.recipe, values)
     directory = RunDirectory.begin(folder, recipe)  # a process of an earlier start writes nothing more
-    if donor is not None:
-        CheckpointStore(folder, directory.lease).adopt(donor)
+    checkpoints = CheckpointStore(folder, directory.lease)
+    if donor is not None and not (has_same_values and _has_passed(donor, checkpoints)):
+        checkpoints.adopt(donor)
         trial = replace(trial, metrics=_scores_in_checkpoint(trial, donor))
     trial.write(directory.store)
 
@@ -135,6 +138,16 @@ def _replay(trial: Trial, report: Report) -> Trial:
     if trial.status == "diverged":
         report({**metrics_of(trial), "dev": WORST, "best": WORST})
     return trial
+
+
+def _has_passed(donor: Path, checkpoints: CheckpointStore) -> bool:
+    """Return whether a trial's newest intact checkpoint is of a training that went through another checkpoint."""
+    try:
+        restored = checkpoints.restore()
+    except CheckpointError:  # all are damaged
+        return False
+    passed = load_trainer_state(donor).scores
+    return restored is not None and restored[0].scores[: len(passed)] == passed
 
 
 def _scores_in_checkpoint(trial: Trial, donor: Path) -> list[TrialMetric]:

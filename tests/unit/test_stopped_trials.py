@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,40 @@ def test_a_stopped_trial_continues_from_its_checkpoint(
     assert [(metric.step, metric.score) for metric in moved.metrics] == [
         (metric.step, metric.score) for metric in undisturbed.metrics
     ]
+
+
+@pytest.mark.slow
+def test_a_stopped_trial_takes_another_trials_checkpoint_but_not_its_own_older_one(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    """Ray Tune passes a trial that starts again the last checkpoint that it reported, or another trial's with new values."""
+    recipe = make_recipe(
+        tmp_path, tiny("bert"), [tiny("minilm")], sentences, *LONGER, "evaluation.eval_steps=3", "training.engine=torch"
+    )
+    embed_tables(recipe)
+    context = TrialContext(recipe, open_store(tmp_path / "trials"), exchanges_checkpoints=True)
+    folder, donor = context.trials.path / "moved", tmp_path / "donor"
+
+    def report(metrics: dict[str, Any]) -> None:
+        if metrics["step"] == 6:
+            shutil.copytree(metrics["checkpoint"], donor, dirs_exist_ok=True)
+
+    def has_steps(number: int) -> bool:
+        return (folder / "events.jsonl").exists() and len(steps_of(folder)) >= number
+
+    def start(lr: float, steps: int) -> list[int]:
+        """Return the steps that the trial takes until it is asked to stop."""
+        known = donor if donor.exists() else None
+        done = steps_of(folder) if has_steps(1) else []
+        with pytest.raises(StoppedEarlyError):
+            run_trial(context, "moved", {LR: lr}, report, known, lambda: has_steps(len(done) + steps))
+        return steps_of(folder)[len(done) :]
+
+    first = start(1e-3, 8)
+    assert first[-1] > 6 and first[-1] % 3
+    second = start(1e-3, 2)
+    assert second[0] == first[-1] + 1
+    assert start(2e-3, 2)[0] == 7  # other values: the checkpoint is the one of step 6, from which the trial continues
 
 
 def test_a_stopped_trial_of_groups_is_not_finished(
