@@ -61,8 +61,7 @@ def train_static(
     Raises:
         StorageError: The folder cannot be written.
     """
-    folder = directory.path / "members" / member.label / "model"
-    stored = open_store(folder)
+    stored = directory.store / "members" / member.label / "model"
     if not stored.has_folder():
         spec, width = _targets(largest.recipe, corpus, largest.directory, reporter)
         rows = min(len(corpus), MAX_ROWS)
@@ -81,7 +80,7 @@ def train_static(
         )
         backend.run_on_devices([call], device_options(recipe, directory.path), reporter)
     stored.fetch_folder()
-    return folder
+    return stored.path
 
 
 def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory, reporter: Reporter) -> tuple[TargetSpec, int]:
@@ -126,7 +125,7 @@ def _train(
         device=device,
         on_step=partial(reporter.check_stop, "in the training of a static student"),
     )
-    trained.save(out.path)
+    trained.save(out)
     Contamination.read(largest.path).write(out.path)
     reporter.emit(
         StageProgress("static", len(rows), len(rows), "sentences", finished=True, note="trained by model2vec")
