@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from distcse.data import Corpus
 from distcse.errors import TeacherServerError, first_line
@@ -55,6 +56,7 @@ class EmbeddingActor(HeartbeatActor):
         self._table = EmbeddingTable(table.path, identity)
         self._tokens_per_batch = tokens_per_batch
         self._reuse = reuse
+        self._embedded = 0
 
     @cached_property
     def _reused(self) -> ReusedVectors | None:
@@ -68,13 +70,28 @@ class EmbeddingActor(HeartbeatActor):
     def embed(self, shards: Sequence[int]) -> int:
         """Complete shards, except those that were stored before the task was lost; return their number of embedded rows."""
         table, reused = self._table, self._reused
+        self._note_embedded(0)
         missing = [shard for shard in shards if not table.is_intact(shard)]
         earlier = sum(len(embedding.new_rows(table, shard, reused)) for shard in set(shards).difference(missing))
         return earlier + sum(
             embedding.complete_shards(
-                lambda: self._encoder, self._corpus, table, missing, self._tokens_per_batch, reused
+                lambda: self._encoder,
+                self._corpus,
+                table,
+                missing,
+                self._tokens_per_batch,
+                reused,
+                self._note_embedded,
             )
         )
+
+    def _note_embedded(self, rows: int) -> None:
+        self._embedded = rows
+
+    @ray.method(concurrency_group="heartbeat")  # type: ignore[untyped-decorator]
+    def embedded(self) -> int:
+        """Return the number of rows that the task of the moment has embedded; answers during the task."""
+        return self._embedded
 
 
 def embedding_tasks(missing: Sequence[int], actors: int, is_on_gpu: bool) -> list[Sequence[int]]:
@@ -146,7 +163,11 @@ class _EmbeddingTasks:
         self._idle: list[Any] = []
         self._losses: Counter[int] = Counter()
         """Times that a task was lost, by its first shard."""
-        self._done = 0
+        self._done = self._reported = 0
+        self._asked: dict[Any, Any] = {}
+        """Pending `embedded` calls -> the running task that each asks about."""
+        self._embedded: dict[Any, int] = {}
+        """Rows that running tasks have embedded."""
         self._wait_warning = WaitWarning(self._reporter)
         self._watchdog = ResourceWatchdog([request_embedding_actors(request.section, 1, each)], self._warn)
 
@@ -165,6 +186,21 @@ class _EmbeddingTasks:
                 # Without retries, which would wait with the lost actor for resources while others are idle.
                 call = actor.embed.options(name=_task_name(shards), max_task_retries=0)
                 self._running[call.remote(shards)] = actor, shards
+            self._report_progress()
+
+    def _report_progress(self) -> None:
+        """Take the answers of actors that were asked about their tasks, ask the others, and report what is embedded."""
+        for answer in ray.wait([*self._asked], num_returns=len(self._asked), timeout=0)[0] if self._asked else []:
+            with suppress(RayError):  # a lost actor's task is taken back, and its rows are embedded again
+                self._embedded[self._asked[answer]] = ray.get(answer)
+            del self._asked[answer]
+        for task in self._running.keys() - {*self._asked.values()}:
+            actor, _ = self._running[task]
+            self._asked[actor.embedded.options(max_task_retries=0).remote()] = task
+        self._embedded = {task: rows for task, rows in self._embedded.items() if task in self._running}
+        if (embedded := self._done + sum(self._embedded.values())) > self._reported:
+            self._reported = embedded
+            self._request.on_rows(embedded)
 
     def _take_start(self, answer: Any) -> None:
         actor = self._starting.pop(answer)
@@ -188,7 +224,6 @@ class _EmbeddingTasks:
             self._starting[actor.beat.remote()] = actor  # raises an error if Ray does not restart the actor
         else:
             self._idle.append(actor)
-            self._request.on_rows(self._done)
 
     def _check(self) -> None:
         """Hear a stop request, and report actors that wait for resources while there are shards for them.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import distcse
 from distcse import host
 from distcse.errors import ClusterTooSmallError, ModelNotFoundError, NodeLabelError
-from distcse.events import DevScore, Event, GroupEvent, Reporter, StepReport
+from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress, StepReport
 from distcse.experiments.distillation.resources import plan_run
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.models import Encoder
 from distcse.placement.resources import ResourceRequest
 from distcse.ray_backend.assigned_resources import use_assigned_gpus
@@ -24,6 +27,7 @@ from distcse.ray_backend.nodes import alive
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
 from tests.backends import run
+from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_two_worker_recipe, rows_embedded
 from tests.kills import CpuHolder
@@ -69,6 +73,25 @@ def test_a_run_moved_from_two_deepspeed_workers_to_one_equals_a_local_run(recipe
     assert all(a == pytest.approx(b, abs=0.1) for (_, a), (_, b) in pairs)  # two close pairs may swap ranks
     saved = Encoder.load(on_ray.directory.model)
     assert saved.encode(["A cat."]).shape == (1, 32)
+
+
+def test_an_embedding_actor_reports_rows_before_its_shard_is_stored(recipe_with: MakeRecipe) -> None:
+    """The endpoint answers its last request only when rows of the earlier ones have been reported."""
+    reported, answered = threading.Event(), list[int]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, StageProgress) and event.name == "teacher 0" and 0 < event.done < (event.total or 0):
+            reported.set()
+
+    def answer(body: dict[str, Any], _: object) -> Reply:
+        answered.append(len(body["input"]))
+        assert sum(answered) < 350 or reported.wait(timeout=60)
+        return reply_with([1.0, len(text)] for text in body["input"])
+
+    with open_endpoint(answer) as url:
+        teacher = f"teachers.encoders=[{{backbone: m, endpoint: {{url: '{url}', batch_size: 50, connections: 1}}}}]"
+        (table,) = embed_corpus(recipe_with(teacher, "teachers.shard_rows=auto"), RayBackend(), Reporter(note))
+    assert table is not None and table.identity.shards == 1 and not table.missing_shards() and reported.is_set()
 
 
 @pytest.mark.slow
