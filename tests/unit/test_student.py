@@ -180,7 +180,7 @@ def test_invalid_runs_fail_before_the_teachers_embed(recipe_with: MakeRecipe, tm
         (["evaluation.num_heldout=2"], InvalidValueError, ("evaluation.num_heldout", "3")),
         ([f"evaluation.data={tmp_path}"], EvaluationDataError, ("STS-B dev", "stsb/dev.tsv.gz")),
         (["evaluation.num_heldout=1000"], CorpusTooSmallError, ("evaluation.num_heldout", "1000", "384")),
-        (["training.batch_size=512"], CorpusTooSmallError, ("352", "512")),
+        (["training.batch_size=512"], CorpusTooSmallError, ("384", "544")),
     )
     for overrides, error, named in cases:
         with fails_with(error, *named):
