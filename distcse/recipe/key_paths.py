@@ -44,6 +44,11 @@ def key_paths(model: type[BaseModel]) -> Iterator[tuple[str, bool]]:
             yield f"{path}.{name}".removeprefix("."), section_in(field.annotation)[1] is not None
 
 
+def is_inside(path: str, keys: Iterable[str]) -> bool:
+    """Return whether a key is one of some keys or inside one of them; `training.lr` is not inside `training.l`."""
+    return f"{path}.".startswith(tuple(f"{key}." for key in keys))
+
+
 def moved_path(model: type[BaseModel], path: str) -> str | None:
     """Return the path of a key that exists, but elsewhere: for `tau2` and `objective.tau2`, `objective.rank.tau2`.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from distcse.errors import FrozenKeyError
 from distcse.recipe import BaseRecipe
+from distcse.recipe.key_paths import is_inside
 
 _LIST_INDEX = re.compile(r"\.\d+\.")
 
@@ -29,7 +30,7 @@ def refuse_changes(recipe: BaseRecipe, changed: Sequence[str], also: Sequence[st
         FrozenKeyError: A key would change what is learned.
     """
     allowed = (*recipe.resumable_keys, *also)
-    if forbidden := [key for key in changed if not _LIST_INDEX.sub(".", key).startswith(allowed)]:
+    if forbidden := [key for key in changed if not is_inside(_LIST_INDEX.sub(".", key), allowed)]:
         raise FrozenKeyError(
             f"{forbidden[0]} cannot change in a resumed run; start a new run, or remove the override. "
             f"A resumed run may change: {', '.join(allowed)}"

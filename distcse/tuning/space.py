@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from simpleeval import InvalidExpression, NameNotDefined, simple_eval
 from distcse.errors import SearchSpaceError
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import BaseRecipe, ParameterSection, Sweep, with_values
+from distcse.recipe.key_paths import is_inside
 from distcse.recipe.losses.loss_section import registered_losses
 
 Sample = dict[str, Any]
@@ -25,11 +27,11 @@ _FIXED_IN_TRAINING = tuple(
     f"objective.{loss.key}.{name}" for loss in registered_losses() for name in loss.section.fixed_in_training
 )
 _CHANGEABLE_IN_TRAINING = (
-    "objective.",
+    "objective",
     "training.lr",
     "training.weight_decay",
     "training.gradient_clipping",
-    "teachers.",
+    "teachers",
 )
 
 
@@ -170,9 +172,7 @@ class Space:
         """Raise `SearchSpaceError` for a parameter that no recipe of the space reads."""
         unread = [experiment_of(recipe).unread_keys() for recipe in corners]
         for path in self.parameters:
-            reasons = [
-                next((why for key, why in keys.items() if f"{path}.".startswith(f"{key}.")), None) for keys in unread
-            ]
+            reasons = [next((why for key, why in keys.items() if is_inside(path, [key])), None) for keys in unread]
             if reasons and all(reasons):
                 raise SearchSpaceError(f"parameters.{path} has no effect: {reasons[0]}; remove it from the space")
 
@@ -191,7 +191,7 @@ class Space:
         searched = self._recipe.searchable_keys
         parts = path.split(".")
         is_fixed_of_teacher = path.startswith("teachers.encoders.") and parts[-1] not in _SEARCHABLE_OF_TEACHER
-        if is_fixed_of_teacher or not f"{path}.".startswith(tuple(f"{root}." for root in searched)):
+        if is_fixed_of_teacher or not is_inside(path, searched):
             allowed = ", ".join(searched).replace("encoders", "encoders.N.alpha")
             raise SearchSpaceError(
                 f"parameters.{path} cannot be searched: all trials share the corpus, the teachers' tables and the dev score; "
@@ -199,7 +199,7 @@ class Space:
             )
         if parts[0] in ("training", "groups") and parts[-1] in _WITHOUT_EFFECT:
             raise SearchSpaceError(f"parameters.{path} does not affect what the student learns; set it in the recipe")
-        may_change = path.startswith(_CHANGEABLE_IN_TRAINING) and not path.startswith(_FIXED_IN_TRAINING)
+        may_change = is_inside(path, _CHANGEABLE_IN_TRAINING) and not is_inside(path, _FIXED_IN_TRAINING)
         if sweep.schedule.kind == "pbt" and not may_change:
             raise SearchSpaceError(
                 f"parameters.{path} cannot change during training, as pbt requires; search "
@@ -214,9 +214,9 @@ def _solve(path: str, text: str, values: Mapping[str, Any]) -> float | int | Non
     """Return an expression's value; None if it contains a name that is not known yet."""
     names = _names(values)
     for number, known_path in enumerate(sorted(values, key=len, reverse=True)):
-        if known_path in text:  # dots are not allowed in an expression's names
-            text = text.replace(known_path, f"parameter_{number}")
-            names[f"parameter_{number}"] = values[known_path]
+        # Dots are not allowed in an expression's names.
+        text = re.sub(rf"(?<![\w.]){re.escape(known_path)}(?![\w.])", f"parameter_{number}", text)
+        names[f"parameter_{number}"] = values[known_path]
     try:
         found = simple_eval(text, names=names)
     except NameNotDefined:

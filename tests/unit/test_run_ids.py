@@ -15,6 +15,7 @@ from distcse.events import DevScore, Reporter
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep
+from distcse.runs.changes import refuse_changes
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import atomic_write
@@ -191,3 +192,15 @@ def test_a_sweep_is_not_resumed_on_other_data(tmp_path: Path, tiny: Callable[...
                 prepare()
             file.write_bytes(before)
         prepare()
+
+
+@pytest.mark.parametrize(
+    "key", ["training.engine_of_mine", "loggers_of_mine.tensorboard", "storage.cached", "training"]
+)
+def test_a_key_whose_name_begins_with_one_that_may_change_is_refused(
+    key: str, recipe_with: Callable[..., Recipe]
+) -> None:
+    recipe = recipe_with()
+    refuse_changes(recipe, ["training.engine", "training.deepspeed.bf16", "loggers", "loggers.mlflow.uri"])
+    with fails_with(FrozenKeyError, f"{key} cannot change"):
+        refuse_changes(recipe, ["training.engine", key])
