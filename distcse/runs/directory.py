@@ -136,7 +136,7 @@ class RunDirectory:
         Raises:
             RunInUseError: Another start with the same id recorded its data meanwhile.
         """
-        if self.store.fetch(_RECORD):
+        if self.is_recorded():
             raise RunInUseError(f"another start has just begun {self.store}; start again to resume it")
         write_recipe(self.store, recipe, _REQUESTED)
         write_recipe(self.store, recipe)
@@ -195,12 +195,16 @@ class RunDirectory:
             FrozenKeyError: The recipe would change what is learned.
         """
         directory = cls(open_store(recipe.storage.runs).path / str(recipe.storage.run_id))
-        if not directory.store.fetch(_RECORD) or not directory.store.fetch(_REQUESTED):
+        if not directory.is_recorded() or not directory.store.fetch(_REQUESTED):
             return None, recipe
         changed = differences(directory.requested(), recipe)
         refuse_changes(recipe, [key for key, value in changed.items() if not is_location(value)])
         directory, stored = cls.reopen(directory.path, [])
         return directory, with_values(stored, changed)
+
+    def is_recorded(self) -> bool:
+        """Return whether the run has recorded its data: what it stored before may be of other data, or another recipe."""
+        return self.store.fetch(_RECORD)
 
     def record(self, seed: int, data: Mapping[str, str]) -> None:
         """Record what a rerun needs. Raises `ResumeMismatchError` if the data have changed since the run began.
@@ -209,7 +213,7 @@ class RunDirectory:
             seed: The recipe's seed.
             data: Fingerprints by name: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
         """
-        if self.store.fetch(_RECORD):
+        if self.is_recorded():
             if changed := other_data(recorded(self.path)["data"], data):
                 raise ResumeMismatchError(
                     f"the {changed[0]} has changed since {self.store} began{_format_fingerprints(*changed)}; restore it, "

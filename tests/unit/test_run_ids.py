@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 
 from distcse import running, train
+from distcse.data import Pairs
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import DevScore, Reporter
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.registry import experiment_of
-from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep
+from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep, with_values
 from distcse.runs.changes import refuse_changes
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import atomic_write
 from distcse.tuning import sweep as sweeps
+from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.labelled import make_data
@@ -95,6 +97,23 @@ def test_a_mistake_before_the_data_are_recorded_can_be_corrected(recipe: Path, t
     assert RunDirectory.reopen_by_id(read_recipe(str(recipe), settings))[0] is None
     run = running.run(str(recipe), *settings, "training.max_steps=1", listen=lambda event: None)
     assert not run.interrupted and load_recipe(str(run.directory / "recipe.yaml")).training.lr != 0.5
+
+
+def test_pairs_of_a_start_that_was_killed_before_its_record_are_read_again(
+    tiny: Callable[..., Path], tmp_path: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("storage.run_id=nightly", "mutual.cycles=1", "bi.epochs=1", "evaluation.dev=none")
+    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "record", lambda *record: pytest.exit("killed"))
+        with pytest.raises(pytest.exit.Exception):
+            run_mutual(recipe, Reporter())
+    other = tmp_path / "other.tsv"
+    other.write_text("\n".join(["sentence1\tsentence2", *(f"{one}\t{sentences[0]}" for one in sentences[:40])]))
+    directory, changed = RunDirectory.reopen_by_id(with_values(recipe, {"pairs.path": str(other)}))
+    assert directory is None
+    result = run_mutual(changed, Reporter())
+    assert set(Pairs.open(result.directory.path / "pairs").distinct()) == set(sentences[:40])
 
 
 def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Path, tmp_path: Path) -> None:

@@ -98,10 +98,13 @@ class MutualDistillation(Experiment[MutualRecipe]):
             if recipe != self.recipe:
                 directory.decide(recipe)
             store = PhaseStore(directory.path, lease)
-            if (is_new and not backend.is_for_trials) or _lacks_starts(recipe, groups, store):
+            is_recorded = directory.is_recorded()
+            if (not is_recorded and not backend.is_for_trials) or _lacks_starts(recipe, groups, store):
                 starts = score_starts(recipe, groups, backend, reporter)
                 store.record_starts(starts.dev)
                 report_warnings(starts.warnings, reporter)
+            if not is_recorded:
+                (directory.store / "pairs").delete_folder()
             pairs = load_pairs(recipe, directory.path, backend, reporter)
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
             store.record_pairs(pairs.fingerprint)
