@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from distcse.data.pairs import Pairs
 from distcse.data.ragged import RaggedRows, RaggedWriter, fetch_label, find_cached, write_cache_folder
 from distcse.data.token_table import id_dtype, tokenizer_fingerprint, tokenizing, truncation_side
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 
 FORMAT = 1
 _LABEL = "pair_tokens.json"
@@ -65,7 +64,7 @@ class PairTokenTable:
         """
         has_kinds = "token_type_ids" in tokenizer.model_input_names
         settings = [truncation_side(tokenizer), max_length, both_orders, has_kinds]
-        key = text_checksum(json.dumps([FORMAT, pairs.fingerprint, tokenizer_fingerprint(tokenizer), *settings]))
+        key = content_key([FORMAT, pairs.fingerprint, tokenizer_fingerprint(tokenizer), *settings])
         directory = cache / "pair_tokens" / key
         if (label := find_cached(directory, _LABEL)) is not None:
             return cls(directory, label, reused=True)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from distcse.data.corpus import Corpus
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
 from distcse.errors import TokenizationError
-from distcse.storage import ArtifactStore, open_store, text_checksum
+from distcse.storage import ArtifactStore, content_key, open_store, text_checksum
 
 FORMAT = 2
 PART_ROWS = 1_000_000
@@ -66,7 +66,7 @@ class Tokenization:
             self.max_length,
             self.prompt,
         ]
-        return self.cache / "tokens" / text_checksum(json.dumps(identity))
+        return self.cache / "tokens" / content_key(identity)
 
     @property
     def parts_directory(self) -> Path:

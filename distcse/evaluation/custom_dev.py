@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask
 from distcse.evaluation.tables import read_table
 from distcse.evaluation.triplets import TripletTask
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,7 @@ class CustomDev:
     @property
     def fingerprint(self) -> str:
         """Hash of all texts, their order and their labels."""
-        others = [*self.task.dataset.documents] if isinstance(self.task, RetrievalTask) else []
-        return text_checksum(json.dumps([self.first, self.second, self.gold, others]))
+        return content_key(self.task)
 
     def score(self, model: Any) -> float:
         """Compute the dev score of a `PairModel`, for retrieval of a `VectorModel`; higher is better."""

@@ -13,7 +13,7 @@ from distcse.evaluation.catalogue import DEV_SETS, DatasetFolder
 from distcse.evaluation.estimates import spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.sts import ScoredPairs, sts_score
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class LabelledDev:
     @property
     def fingerprint(self) -> str:
         """Hash of the pairs, their order and their scores."""
-        each = [pairs.fingerprint for pairs in self.sets]
-        return each[0] if len(each) == 1 else text_checksum("\n".join(each))
+        return content_key(self.sets)
 
     def score(self, model: PairModel) -> float:
         """Compute the Spearman correlation, times 100; with several sets the mean of theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from distcse.evaluation.tasks import TaskResult
 class PairClassificationTask:
     """Area under the ROC curve, times 100, of similarities for labels 0 and 1."""
 
-    name: str
+    name: str = field(compare=False)
     first: list[str]
     second: list[str]
     labels: NDArray[np.int64]

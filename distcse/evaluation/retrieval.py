@@ -8,7 +8,7 @@ All are means over queries, times 100. On ties, an irrelevant document ranks bef
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -112,7 +112,7 @@ class RetrievalDataset:
 class RetrievalTask:
     """Recall, MRR and NDCG on one dataset."""
 
-    name: str
+    name: str = field(compare=False)
     dataset: RetrievalDataset
     document_model: VectorModel | None = None
     """Model that encodes the documents, such as the teacher of a student with the same space; None is the evaluated model."""

@@ -6,9 +6,8 @@ own `mean` and `wmean` over the subsets' correlations are other quantities; neve
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -20,7 +19,7 @@ from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import TaskResult
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 
 Aggregate = Literal["all", "mean", "wmean"]
 AGGREGATES: tuple[Aggregate, ...] = ("all", "mean", "wmean")
@@ -30,7 +29,7 @@ AGGREGATES: tuple[Aggregate, ...] = ("all", "mean", "wmean")
 class ScoredPairs:
     """Sentence pairs with gold scores, and the subset that each pair is from."""
 
-    name: str
+    name: str = field(compare=False)
     first: list[str]
     second: list[str]
     gold: NDArray[np.float64]
@@ -54,8 +53,8 @@ class ScoredPairs:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the pairs, their order and their scores."""
-        return text_checksum(json.dumps([self.first, self.second, self.gold.tolist()]))
+        """Hash of the pairs, their order, scores and subsets."""
+        return content_key(self)
 
     @cached_property
     def unique(self) -> list[str]:

@@ -29,7 +29,7 @@ from distcse.evaluation.tables import ENDINGS, Table, find_table, read_table
 from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.transfer import Mode, TransferTask
 from distcse.evaluation.triplets import TripletTask
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Tasks:
         return [*self.tasks[0].sentences()] if self.tasks else []
 
     def fingerprints(self) -> dict[str, str]:
-        """Compute a hash of each set's sentences, by suite and name."""
-        return {f"test set {task.suite}/{task.name}": text_checksum("\n".join(task.sentences())) for task in self.tasks}
+        """Compute a hash of all that determines each task's scores, sentences and labels, by suite and name."""
+        return {f"test set {task.suite}/{task.name}": content_key(task) for task in self.tasks}
 
 
 @dataclass(frozen=True)

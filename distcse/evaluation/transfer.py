@@ -12,7 +12,7 @@ strength on one stratified fifth of the training rows: similar scores, not compa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -105,13 +105,13 @@ class TransferTask:
         on_progress: Called with the number of finished fits.
     """
 
-    name: str
+    name: str = field(compare=False)
     train: Labelled
     dev: Labelled | None
     test: Labelled | None
     mode: Mode = "strict"
-    device: str | None = None
-    on_progress: Callable[[int], None] | None = None
+    device: str | None = field(default=None, compare=False)
+    on_progress: Callable[[int], None] | None = field(default=None, compare=False)
     suite: str = "transfer"
     pairs_only: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from distcse.evaluation.tasks import TaskResult
 class TripletTask:
     """Accuracy, in percent: the share of triplets whose positive is more similar to the anchor; a tie counts as wrong."""
 
-    name: str
+    name: str = field(compare=False)
     anchors: list[str]
     positives: list[str]
     negatives: list[str]

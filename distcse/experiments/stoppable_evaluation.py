@@ -14,7 +14,7 @@ from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.placement.devices import DeviceOptions
-from distcse.storage import ArtifactStore, text_checksum
+from distcse.storage import ArtifactStore, content_key
 
 _FOLDER = "evaluation"
 
@@ -65,9 +65,9 @@ def measure_models(
     Returns:
         What the calls returned, in their order, with named tuples as tuples; None for models that were left out.
     """
-    determined_by = [*settings, *(f"{name} {checksum}" for name, checksum in tasks.fingerprints().items())]
-    keys = ["\n".join([str(number), call.name, *determined_by]) for number, call in enumerate(calls)]
-    files = [f"{_FOLDER}/{text_checksum(key)}.json" for key in keys]
+    determined_by = [settings, tasks.fingerprints()]
+    keys = [content_key([number, call.name, determined_by]) for number, call in enumerate(calls)]
+    files = [f"{_FOLDER}/{key}.json" for key in keys]
     results = [_read(run, file, call.name, reporter) for file, call in zip(files, calls, strict=True)]
     missing = [number for number, result in enumerate(results) if result is None]
     if len(missing) < len(calls):

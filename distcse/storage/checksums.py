@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,43 @@ def sha256(parts: Iterable[bytes | memoryview]) -> str:
 def text_checksum(text: str) -> str:
     """Compute the checksum of a text, equal to that of a file with this text."""
     return bytes_checksum(text.encode())
+
+
+def content_key(content: Any) -> str:
+    """Compute the checksum of a value, the key of whatever depends on it: no other value of these types has the same encoding.
+
+    Args:
+        content: Dataclasses (fields that take part in comparisons), mappings, sequences, sets, arrays, texts and numbers.
+
+    Raises:
+        TypeError: It contains a value of another type.
+    """
+    digest = Digest()
+    _encode(content, digest)
+    return digest.hexdigest()
+
+
+def _encode(value: Any, digest: Digest) -> None:
+    if value is None or isinstance(value, bool | int | float | str):
+        text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else json.dumps(value).encode()
+        digest.update(f"{type(value).__name__} {len(text)} ".encode() + text)
+        return
+    if hasattr(value, "tobytes"):  # a numpy array or number
+        digest.update(f"array {value.dtype.str} {value.shape} ".encode() + value.tobytes())
+        return
+    if is_dataclass(value):
+        kind, parts = type(value).__name__, [getattr(value, field.name) for field in fields(value) if field.compare]
+    elif isinstance(value, Mapping):
+        kind, parts = "mapping", [part for key in sorted(value) for part in (key, value[key])]
+    elif isinstance(value, set | frozenset):
+        kind, parts = "set", sorted(value)
+    elif isinstance(value, list | tuple):
+        kind, parts = "sequence", list(value)
+    else:
+        raise TypeError(f"a {type(value).__name__} has no key of its content")
+    digest.update(f"{kind} {len(parts)} ".encode())
+    for part in parts:
+        _encode(part, digest)
 
 
 def text_hashes(texts: Iterable[str]) -> bytes:

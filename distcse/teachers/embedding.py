@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from distcse.data import Corpus
 from distcse.models import Encoder
 from distcse.recipe import TeacherSection
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import ReusedVectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
@@ -80,7 +80,7 @@ def embed_texts(
     Returns:
         (n, d) float32 unit vectors.
     """
-    identity = _identity(teacher, text_checksum("\n".join(texts)), len(texts), shard_rows=len(texts))
+    identity = _identity(teacher, content_key(list(texts)), len(texts), shard_rows=len(texts))
     table = EmbeddingTable.locate(cache, identity)
     if table.missing_shards():
         embedder = kind_of(teacher).open_embedder()

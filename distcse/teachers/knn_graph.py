@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EmbeddingTableError
-from distcse.storage import ArtifactStore, dump_label, load_checked_label, open_store, text_checksum
+from distcse.storage import ArtifactStore, content_key, dump_label, load_checked_label, open_store
 from distcse.teachers.knn import knn
 from distcse.teachers.table import EmbeddingTable, TableLocation
 
@@ -57,7 +57,7 @@ class KnnGraphSpec:
     @property
     def store(self) -> ArtifactStore:
         """The graph's folder in the cache."""
-        return self.cache / "knn_graphs" / text_checksum(json.dumps(self._identity))
+        return self.cache / "knn_graphs" / content_key(self._identity)
 
     def find(self) -> Path | None:
         """Return the graph's folder; None if the cache has no intact graph."""

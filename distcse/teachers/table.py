@@ -34,11 +34,11 @@ from distcse.storage import (
     ArtifactStore,
     StoredFile,
     atomic_write,
+    content_key,
     dump_label,
     load_checked_label,
     open_store,
     storage_errors,
-    text_checksum,
     write_text_atomic,
 )
 from distcse.teachers.row_reader import RowReader
@@ -80,10 +80,7 @@ class TableIdentity:
     @property
     def key(self) -> str:
         """Name of the table's folder: a hash of all fields, as 32 hexadecimal digits."""
-        fields = asdict(self)
-        if self.distinct is None:  # as before there was this field
-            del fields["distinct"]
-        return text_checksum(json.dumps(fields, sort_keys=True))
+        return content_key(self)
 
     @property
     def vectors(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from safetensors.numpy import save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.runs.directory import RunDirectory
-from distcse.storage import ArtifactStore, bytes_checksum, open_store, text_checksum, to_uri
+from distcse.storage import ArtifactStore, bytes_checksum, content_key, open_store, to_uri
 from distcse.teachers.knn_graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableLocation
 
@@ -43,8 +42,7 @@ class TargetSpec:
     def key(self) -> str:
         """Hash of what a projection was fitted to: the tables and the teachers' relative weights."""
         shares = [alpha / sum(self.alphas) for alpha in self.alphas]
-        identity = json.dumps([[table.identity.key for table in self.tables], shares])
-        return text_checksum(identity)
+        return content_key([[table.identity.key for table in self.tables], shares])
 
     def open(self) -> Targets:
         """Open the tables and read the projection.

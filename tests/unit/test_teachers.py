@@ -112,23 +112,6 @@ def test_missing_damaged_and_half_written_shards_are_found(tmp_path: Path) -> No
         EmbeddingTable(table.directory, table.identity).vectors([3])
 
 
-def test_anything_that_changes_vectors_changes_the_key() -> None:
-    keys = {identity().key}
-    changes = {
-        "model": "n",
-        "corpus": "d",
-        "rows": 26,
-        "pooling": "cls",
-        "max_length": 9,
-        "prompt": "q",
-        "precision": "bf16",
-    }
-    for name, value in changes.items():
-        keys.add(identity(**{name: value}).key)
-    assert len(keys) == len(changes) + 1
-    assert identity().key == identity().key
-
-
 def test_vectors_that_are_zero_or_not_finite_are_refused_with_their_row(tmp_path: Path) -> None:
     table = EmbeddingTable.locate(tmp_path, identity())
     vectors = np.ones((10, 4), dtype=np.float32)

@@ -5,7 +5,6 @@ The selection is cached, so that trials, seeds and resumed runs of the same stud
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -28,7 +27,7 @@ from distcse.experiments.distillation.devices import device_options
 from distcse.losses import mix_lists
 from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_layer, only_layers
 from distcse.recipe import Recipe, TeacherSection, with_layers
-from distcse.storage import ArtifactStore, open_store, text_checksum
+from distcse.storage import ArtifactStore, content_key, open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher_weights import TeacherWeights
 
@@ -192,7 +191,7 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
     ]
     backbone = model_fingerprint(student.backbone, student.trust_remote_code)
     inputs = [_FORMAT, backbone, settings, teachers, corpus.content]
-    return text_checksum(json.dumps(inputs))
+    return content_key(inputs)
 
 
 def _report(reporter: Reporter, layers: Sequence[int], note: str) -> None:

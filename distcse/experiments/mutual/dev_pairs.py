@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, PairModel, StsT
 from distcse.evaluation.tables import find_table
 from distcse.evaluation.tasks import EvalTask
 from distcse.recipe import MutualRecipe
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class DevPairs:
     @property
     def fingerprint(self) -> str:
         """Checksum of the pairs, their order and their labels."""
-        return text_checksum(json.dumps([self.first, self.second, self.gold]))
+        return content_key(list(self.tasks))
 
     @property
     def is_correlation(self) -> bool:

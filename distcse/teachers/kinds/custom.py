@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Protocol, cast
 
 from distcse.checks import Check, fail, ok
 from distcse.errors import CustomClassError, RecipeError
 from distcse.recipe import TeacherSection
 from distcse.recipe.custom import load_class
-from distcse.storage import text_checksum
+from distcse.storage import content_key
 from distcse.teachers.kinds.base import TeacherKind
 from distcse.teachers.kinds.registry import register_kind
 from distcse.teachers.teacher import Embedder
@@ -40,7 +39,7 @@ class CustomKind(TeacherKind):
     def source_fingerprint(self) -> str:
         """Hash the class's path, its arguments and its `fingerprint`."""
         identity = [self.section.class_path, self.section.kwargs, self.open_embedder().fingerprint]
-        return text_checksum(json.dumps(identity, sort_keys=True))
+        return content_key(identity)
 
     def open_embedder(self) -> CustomTeacher:
         """Create an object of the class, with `kwargs` as its arguments.

@@ -1,0 +1,234 @@
+"""Keys of what is cached or recorded: whatever changes the content changes the key, or a resumed run is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from distcse.data import Corpus, Pairs, PairTokenTable
+from distcse.data.token_table import Tokenization
+from distcse.errors import ResumeMismatchError
+from distcse.evaluation import EvalConfig, collect
+from distcse.evaluation.suites import CustomSet
+from distcse.experiments.distillation.experiment import Distillation
+from distcse.recipe import CorpusSection, Recipe
+from distcse.runs.directory import RunDirectory
+from distcse.storage import content_key, open_store
+from distcse.teachers.embedding import identity_of
+from distcse.teachers.knn_graph import KnnGraphSpec
+from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.targets import TargetSpec
+from tests.failures import fails_with
+from tests.jobs import make_recipe
+from tests.models import make_custom_code
+
+MakeRecipe = Callable[..., Recipe]
+
+
+@dataclass(frozen=True)
+class Settings:
+    value: Any
+    note: str = field(default="", compare=False)
+
+
+def test_values_have_one_key_each() -> None:
+    numbers = np.arange(4)
+    values: list[Any] = [
+        *(None, True, 1, 1.0, "1", "", "None", float("nan"), b"".hex() + "0"),
+        *([], [[]], [""], ["a", "b"], ["a\nb"], ["ab"], [["a"], "b"], {"a": "b"}, {"a": None}, {1: 2.0}, {"x", "y"}),
+        *(numbers, numbers.reshape(2, 2), numbers.astype(np.int32), np.array(["0", "1"]), Settings([1]), Settings("1")),
+    ]
+    keys = [content_key(value) for value in values]
+    assert len(set(keys)) == len(values) and keys == [content_key(value) for value in values]
+    assert content_key({"a": 1, "b": 2}) == content_key({"b": 2, "a": 1}) and content_key((1, 2)) == content_key([1, 2])
+    assert content_key(Settings(1, "one")) == content_key(Settings(1, "other"))
+    with pytest.raises(TypeError):
+        content_key([object()])
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def changes_of_files(folder: Path) -> dict[str, Callable[[], object]]:
+    """Changes of a model folder, by name; each makes other vectors, or may."""
+    weights = folder / "model.safetensors"
+    return {
+        "weights": lambda: weights.write_bytes(weights.read_bytes()[:-1] + b"x"),
+        "config": lambda: edit_json(folder / "config.json", layer_norm_eps=1e-3),
+        "tokenizer": lambda: edit_json(folder / "tokenizer_config.json", do_lower_case=False),
+        "vocabulary": lambda: (folder / "words.tiktoken").write_text("IQ== 0"),
+        "code": lambda: (folder / "own.py").write_text("changed = True"),
+        "pooling": lambda: (folder / "modules.json").write_text("[]"),
+    }
+
+
+def test_a_teachers_table_depends_on_its_files_its_settings_and_the_sentences(
+    recipe_with: MakeRecipe, sentences: list[str], tmp_path: Path
+) -> None:
+    model = make_custom_code(tmp_path / "own", sentences)
+    recipe = recipe_with()
+    source, cache = Path(str(recipe.corpus.path)), Path(recipe.storage.cache)
+    section = recipe.teachers.encoders[0].model_copy(update={"backbone": str(model), "trust_remote_code": True})
+
+    def identity(shard_rows: int = 100, **settings: Any) -> TableIdentity:
+        corpus = Corpus.prepare(recipe.corpus, cache)
+        return identity_of(section.model_copy(update=settings), corpus, shard_rows)
+
+    first = identity()
+    found = {
+        "code that does not run": identity(trust_remote_code=False),
+        "part size": identity(shard_rows=64),
+        "pooling": identity(pooling="cls"),
+        "length": identity(max_length=9),
+        "prompt": identity(prompt="query: "),
+        "precision": identity(precision="bf16"),
+        "model": identity(backbone=str(recipe.teachers.encoders[1].backbone), trust_remote_code=False),
+    }
+    for name, lines in {
+        "rows": sentences[1:],
+        "order": sentences[::-1],
+        "duplicates": [*sentences, sentences[0]],
+    }.items():
+        source.write_text("\n".join(lines) + "\n")
+        found[name] = identity()
+    source.write_text("\n".join(sentences) + "\n")
+    for name, change in changes_of_files(model).items():
+        change()
+        found[f"file: {name}"] = identity()
+    keys = [first.key, *(each.key for each in found.values())]
+    assert len(set(keys)) == len(keys), [name for name, each in found.items() if keys.count(each.key) > 1]
+    differing = {
+        each.name
+        for other in found.values()
+        for each in fields(other)
+        if getattr(other, each.name) != getattr(first, each.name)
+    }
+    assert differing == {each.name for each in fields(TableIdentity)} - {"format"}, "a field that no change reaches"
+
+
+def test_tokens_depend_on_sentences_tokenizer_length_side_and_prompt_and_parts_on_their_rows(
+    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    tokenizer, others = (AutoTokenizer.from_pretrained(tiny(kind)) for kind in ("bert", "roberta"))
+    left = AutoTokenizer.from_pretrained(tiny("bert"), truncation_side="left")
+    added = AutoTokenizer.from_pretrained(tiny("bert"))
+    added.add_tokens(["guitar"])
+
+    def corpus_of(lines: list[str]) -> Corpus:
+        (tmp_path / "corpus.txt").write_text("\n".join(lines) + "\n")
+        return Corpus.prepare(CorpusSection(path=str(tmp_path / "corpus.txt")), tmp_path / "cache")
+
+    corpus = corpus_of(sentences)
+    first = Tokenization(corpus, tokenizer, 16, tmp_path)
+    changed = [
+        replace(first, corpus=corpus_of(sentences[1:])),
+        *(replace(first, tokenizer=other) for other in (others, left, added)),
+        replace(first, max_length=15),
+        replace(first, prompt="q: "),
+    ]
+    assert len({each.directory for each in (first, *changed)}) == 1 + len(changed)
+    assert replace(first, part_rows=50).directory == first.directory, "a table does not depend on its parts"
+    pairs, pair_tokens = Pairs.write(tmp_path / "pairs", pairwise(sentences)), []
+    fewer = Pairs.write(tmp_path / "fewer", pairwise(sentences[:10]))
+    for of, by, length, both in [
+        (pairs, tokenizer, 32, True),
+        (fewer, tokenizer, 32, True),
+        (pairs, others, 32, True),
+        (pairs, left, 32, True),
+        (pairs, tokenizer, 31, True),
+        (pairs, tokenizer, 32, False),
+    ]:
+        PairTokenTable.prepare(of, by, length, both, tmp_path)
+        pair_tokens.append(len([*(tmp_path / "pair_tokens").iterdir()]))
+    assert pair_tokens == [1, 2, 3, 4, 5, 6]
+
+
+def test_graphs_and_projections_depend_on_the_tables_and_the_teachers_weights(tmp_path: Path) -> None:
+    identity = TableIdentity("m", "c", 25, "mean", 8, "", "fp32", 10)
+    tables = [EmbeddingTable.at(tmp_path, replace(identity, model=name)).location for name in ("m", "n")]
+    graph = KnnGraphSpec(tables, [1.0, 2.0], 4, open_store(tmp_path))
+    graphs = [
+        graph,
+        replace(graph, tables=tables[::-1]),
+        replace(graph, alphas=[1.0, 1.0]),
+        replace(graph, num_neighbors=5),
+    ]
+    assert len({str(each.store) for each in graphs}) == 4
+    assert replace(graph, alphas=[2.0, 4.0]).store == graph.store, "only the weights' shares matter"
+    targets = TargetSpec(tables, [1.0, 2.0])
+    assert len({targets.key, replace(targets, tables=tables[::-1]).key, replace(targets, alphas=[1.0, 1.0]).key}) == 3
+
+
+LABELLED = {
+    "sts": ("score\tsentence1\tsentence2", ["5\ta\tb", "1\tc\td", "2\te\tf"], "4\ta\tb"),
+    "pairs": ("label\tsentence1\tsentence2", ["1\ta\tb", "0\tc\td", "1\te\tf"], "0\ta\tb"),
+    "triplets": ("anchor\tpositive\tnegative", ["a\tb\tc", "d\te\tf", "g\th\ti"], "a\tc\tb"),
+}
+
+
+@pytest.mark.parametrize("suite", LABELLED)
+def test_a_test_set_depends_on_its_sentences_labels_and_order(suite: str, tmp_path: Path) -> None:
+    header, rows, other_label = LABELLED[suite]
+
+    def key(lines: list[str], name: str = "set.tsv") -> str:
+        file = tmp_path / name
+        file.write_text("\n".join([header, *lines]))
+        (found,) = (
+            collect(None, [], [replace(CustomSet.parse(f"{suite}={file}"), name="set")], EvalConfig())
+            .fingerprints()
+            .values()
+        )
+        return found
+
+    variants = [rows, [other_label, *rows[1:]], rows[::-1], [*rows, rows[0]], [f"{rows[0]}x", *rows[1:]]]
+    assert len({key(lines) for lines in variants}) == len(variants)
+    assert key(rows) == key(rows, "elsewhere.tsv")
+
+
+def replace_in(file: Path, old: str, new: str) -> None:
+    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
+    assert old in text
+    changed = text.replace(old, new, 1).encode()
+    file.write_bytes(gzip.compress(changed) if file.suffix == ".gz" else changed)
+
+
+CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "corpus": ("corpus.txt", lambda file: replace_in(file, "guitar", "violin")),
+    "student": ("student/config.json", lambda file: edit_json(file, layer_norm_eps=1e-3)),
+    "teacher 0": ("teacher/tokenizer.json", lambda file: replace_in(file, "{", "{ ")),
+    "dev set": ("data/sts/stsb/dev.tsv.gz", lambda file: replace_in(file, "5.00", "4.00")),
+    "test set sts/STS-B": ("data/sts/stsb/test.tsv.gz", lambda file: replace_in(file, "5.00", "4.00")),
+    "test set pairs/MRPC": ("data/pairs/mrpc/test.tsv", lambda file: replace_in(file, "\n1\t", "\n0\t")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_records_its_data_labels_included_and_refuses_others(
+    name: str, tmp_path: Path, tiny: Callable[..., Path], labelled: Path, sentences: list[str]
+) -> None:
+    student, teacher = (
+        shutil.copytree(tiny(kind), tmp_path / to) for kind, to in (("bert", "student"), ("minilm", "teacher"))
+    )
+    data = shutil.copytree(labelled, tmp_path / "data")
+    settings = (f"evaluation.data={data}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
+    experiment = Distillation(make_recipe(tmp_path, student, [teacher], sentences, *settings))
+    before, run = experiment.fingerprints(), RunDirectory.create(experiment.recipe)
+    assert before.keys() >= CHANGES.keys()
+    run.record(0, before)
+    file, change = CHANGES[name]
+    change(tmp_path / file)
+    after = experiment.fingerprints()
+    assert {key for key in before if before[key] != after[key]} == {name}
+    with fails_with(ResumeMismatchError, name):
+        run.record(0, after)
