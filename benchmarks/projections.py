@@ -1,7 +1,8 @@
 """What a projection to the student's width keeps of all inner products of the teachers' joined vectors.
 
-Teachers are those of benchmarks/unlike_teachers.py, whose tables are used. Projections are fitted to the first 20,000 Wikipedia
-sentences, and measured on the first 2,000. docs/explanation/students.md#unlike-teachers has the figures.
+Teachers are those of benchmarks/unlike_teachers.py, whose tables are used. Projections are measured on the first 2,000 Wikipedia
+sentences, and fitted to the other 18,000 of the first 20,000. docs/explanation/students.md#unlike-teachers has figures of a fit
+to all of them.
 
     python -m benchmarks.projections --data ../shared/data --models FOLDER
 """
@@ -52,7 +53,9 @@ def main() -> None:
     for name, vectors in cases.items():
         width = vectors.shape[1]
         projections = {
-            "principal components": fit_projection(vectors, vectors[:WIDTH], np.eye(WIDTH, dtype=np.float32)),
+            "principal components": fit_projection(
+                vectors[MEASURED:], vectors[:WIDTH], np.eye(WIDTH, dtype=np.float32)
+            ),
             "random directions": orthogonal(random, width)[:, :WIDTH],
             "first dimensions": np.eye(width, WIDTH, dtype=np.float32),
         }

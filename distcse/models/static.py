@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import takewhile
@@ -19,6 +20,7 @@ from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.host import pip_install
 from distcse.models.encoder import Encoder
 from distcse.models.json_files import read_json, refuse_pointers
+from distcse.models.loading import embedding_shape
 from distcse.models.st_format import replacing
 from distcse.storage import ArtifactStore
 
@@ -104,24 +106,31 @@ class StaticEncoder:
         """
         from model2vec import StaticModel
 
-        tokenizer = encoder.tokenizer.backend_tokenizer
-        size, special = tokenizer.get_vocab_size(), set(encoder.tokenizer.all_special_ids)
+        tokenizer, special = encoder.tokenizer.backend_tokenizer, set(encoder.tokenizer.all_special_ids)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        own = tokenizer.get_vocab(with_added_tokens=False)
+        # As `tokenizers` numbers them in a file: added tokens follow those of the model.
+        tokens = sorted(vocabulary, key=lambda token: (token not in own, vocabulary[token]))
+        ids, size = [vocabulary[token] for token in tokens], len(tokens)
         frame = special - {encoder.tokenizer.unk_token_id}  # "a" may be unknown
         (sample,) = encoder.token_ids(["a"], prompt="")
         before = [*takewhile(frame.__contains__, sample)]
         after = [*takewhile(frame.__contains__, reversed(sample))][::-1]
         vectors = np.zeros((size, encoder.dimension), dtype=np.float32)
+        embeddings = embedding_shape(encoder.backbone)[0]
+        known = [number for number, token in enumerate(ids) if not embeddings or token < embeddings]
         with torch.inference_mode():
-            for begin in range(0, size, TOKENS_PER_BATCH):
+            for begin in range(0, len(known), TOKENS_PER_BATCH):
                 on_progress(begin)
-                tokens = range(begin, min(size, begin + TOKENS_PER_BATCH))
-                rows = [[*before, token, *after] for token in tokens]
-                ids = torch.tensor(rows, device=encoder.device)
-                vectors[begin : begin + len(rows)] = encoder(ids, torch.ones_like(ids)).cpu().numpy()
+                numbers = known[begin : begin + TOKENS_PER_BATCH]
+                batch = torch.tensor([[*before, ids[number], *after] for number in numbers], device=encoder.device)
+                vectors[numbers] = encoder(batch, torch.ones_like(batch)).cpu().numpy()
         probabilities = 1 / np.arange(2, size + 2)
         probabilities /= probabilities.sum()
         vectors *= (_SMOOTHING / (_SMOOTHING + probabilities))[:, None].astype(np.float32)
-        vectors[sorted(special)] = 0
+        vectors[[number for number, token in enumerate(ids) if token in special]] = 0
+        if ids != [*range(size)]:
+            tokenizer = _renumbered(tokenizer, {token: number for number, token in enumerate(tokens)})
         return cls(StaticModel(vectors, tokenizer, normalize=True, max_length=encoder.max_length))
 
     def train(
@@ -199,3 +208,14 @@ class StaticEncoder:
         """
         with replacing(path) as temporary:
             self._model.save_pretrained(temporary)
+
+
+def _renumbered(tokenizer: Any, numbers: Mapping[str, int]) -> Any:
+    """Return a tokenizer without gaps in its ids, which are the rows of a static model's vectors; it adds no special tokens."""
+    content = json.loads(tokenizer.to_str())
+    if isinstance(content["model"]["vocab"], dict):  # the ids of a list are its indices
+        content["model"]["vocab"] = {token: numbers[token] for token in content["model"]["vocab"]}
+    for added in content["added_tokens"]:
+        added["id"] = numbers[added["content"]]
+    content["post_processor"] = None
+    return type(tokenizer).from_str(json.dumps(content))

@@ -140,7 +140,7 @@ def kept_share(joined: NDArray[np.float32], projection: NDArray[np.float32]) -> 
     """Measure what a projection keeps of all inner products.
 
     Args:
-        joined: (n, D) joined teacher vectors of a sample.
+        joined: (n, D) joined teacher vectors of rows on which the projection was not fitted.
         projection: (D, d) projection.
 
     Returns:

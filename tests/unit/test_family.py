@@ -35,6 +35,7 @@ from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
+from tests.models import make_custom_code
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -318,3 +319,17 @@ def test_a_plan_names_static_students(file: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["static"] == ["static"]
     assert plan.main(arguments) == 0
     assert ["static", "not", "counted"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.slow
+def test_a_static_student_of_a_backbone_with_its_own_code_is_trained(
+    recipe_with: MakeRecipe, tmp_path: Path, sentences: list[str]
+) -> None:
+    pytest.importorskip("model2vec")
+    backbone = make_custom_code(tmp_path / "own", sentences)
+    changes = (f"student.backbone={backbone}", "student.trust_remote_code=true", "training.max_steps=2")
+    (tmp_path / "student.yaml").write_text(recipe_yaml(recipe_with(*VECTORS, *changes)))
+    done = distcse.run(
+        str(tmp_path / "student.yaml"), "family=[{layers: 1}, {static: true, name: words}]", listen=lambda event: None
+    )
+    assert StaticEncoder.load(done.models["words"]).encode(["a guitar"]).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,18 @@ def test_joined_targets_have_the_cosines_of_the_mixed_lists(recipe_with: MakeRec
     mixed = (units[0] @ units[0].T + 2 * units[1] @ units[1].T) / 3
     upper = np.triu_indices(100, 1)
     assert np.corrcoef((targets @ targets.T)[upper], mixed[upper])[0, 1] > 0.99
+
+
+def test_what_a_projection_keeps_is_measured_on_rows_that_it_was_not_fitted_to(recipe_with: MakeRecipe) -> None:
+    spec, _ = make_spec(recipe_with(*ONTO_ALL))
+    assert spec.targets is not None and spec.targets.projection is not None
+    joined = replace(spec.targets, projection=None).open().vectors(np.random.default_rng(0).permutation(384))
+    file = spec.targets.projection.path
+    projection, told = read_projection(file), kept_by(file)
+    fitted, others = kept_share(joined[:-38], projection), kept_share(joined[-38:], projection)
+    assert told == pytest.approx(others) and told != pytest.approx(fitted)
+    again = fit_projection(joined[:-38], joined[:10], np.eye(10, 32, dtype=np.float32))
+    np.testing.assert_allclose(again @ again.T, projection @ projection.T, atol=1e-4)
 
 
 def test_a_target_that_the_projection_maps_to_zero_is_zero(recipe_with: MakeRecipe) -> None:

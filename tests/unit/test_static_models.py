@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.evaluation import LoadOptions, open_candidate
-from distcse.models import StaticEncoder, is_static, static
+from distcse.models import Encoder, StaticEncoder, is_static, static
 from tests.failures import fails_with
 
 model2vec = pytest.importorskip("model2vec", reason="model2vec is not installed")
@@ -66,3 +68,33 @@ def test_another_version_of_model2vec_is_named(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(static, "version", lambda name: "0.4.1")
     with fails_with(MissingDependencyError, "0.4.1 is installed", 'pip install "model2vec[train]>='):
         StaticEncoder.load(folder)
+
+
+@pytest.mark.parametrize("rows", [312, 302])
+def test_a_token_has_its_own_row_where_ids_have_gaps(rows: int, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Also where the last tokens have no embeddings, which get no vectors."""
+    from sentence_transformers import SentenceTransformer
+    from transformers import AutoModel
+
+    source = shutil.copytree(tiny("bert"), tmp_path / "source")
+    file = source / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    size, last = len(vocabulary), max(vocabulary, key=lambda token: vocabulary[token])
+    vocabulary[last] += 7
+    content["added_tokens"].append({**content["added_tokens"][0], "id": size + 7, "content": "extra", "special": False})
+    file.write_text(json.dumps(content))
+    backbone = AutoModel.from_pretrained(source)
+    backbone.resize_token_embeddings(rows)
+    backbone.save_pretrained(source)
+    encoder = Encoder.load(source, pooling="mean", max_length=16).eval()
+    ids = encoder.tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True)
+    assert max(ids.values()) + 1 > len(ids)
+    StaticEncoder.of_tokens(encoder).save(tmp_path / "static")
+    words = [word for word in ("guitar", "neighbour", "extra") if ids.get(word, rows) < rows]
+    assert words
+    loaded = StaticEncoder.load(tmp_path / "static")
+    expected = encoder.encode(words, normalize=True)
+    np.testing.assert_allclose(loaded.encode(words), expected, atol=1e-5)
+    theirs = SentenceTransformer(str(tmp_path / "static"), device="cpu")
+    np.testing.assert_allclose(theirs.encode(words), expected, atol=1e-5)

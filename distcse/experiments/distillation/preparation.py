@@ -47,7 +47,8 @@ _FIT_ROWS = 20_000
 _ALIGN_ROWS = 4000
 """The first of these rows, which the student encodes to rotate the components towards its own vectors."""
 _KEPT_ROWS = 2000
-"""The first of these rows, on whose inner products it is measured what the projection keeps."""
+"""Other rows, on whose inner products it is measured what the projection keeps; of a small corpus a tenth, or `_MIN_KEPT`."""
+_MIN_KEPT = 10
 
 _GRAPH_COPIES = 4
 """Copies of all vectors during the search for neighbors: the teachers', the joined ones, the index's, and scratch."""
@@ -236,15 +237,16 @@ def _fit_projection(
     encoder, corpus, targets = initial.get(), Corpus.open(prepared.path), spec.open()
     if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
         return False
-    rows = np.random.default_rng(0).permutation(len(corpus))[:_FIT_ROWS]
-    joined, align_rows = targets.vectors(rows), rows[:_ALIGN_ROWS]
+    rows = np.random.default_rng(0).permutation(len(corpus))[: _FIT_ROWS + _KEPT_ROWS]
+    fitted = len(rows) - min(_KEPT_ROWS, max(_MIN_KEPT, len(rows) // 10), len(rows) // 2)
+    joined, align_rows = targets.vectors(rows), rows[: min(_ALIGN_ROWS, fitted)]
     vectors = encoder.to(default_device()).encode(
         corpus.texts(align_rows),
         normalize=True,
         on_progress=partial(reporter.advance, "targets", total=len(align_rows), unit="sentences encoded"),
     )
-    projection = fit_projection(joined, joined[: len(align_rows)], vectors)
-    write_projection(projection, spec.key, file.path, kept_share(joined[:_KEPT_ROWS], projection))
+    projection = fit_projection(joined[:fitted], joined[: len(align_rows)], vectors)
+    write_projection(projection, spec.key, file.path, kept_share(joined[fitted:], projection))
     return True
 
 

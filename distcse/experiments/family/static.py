@@ -110,7 +110,8 @@ def _train(
     rows = _evenly_spaced(train.ids(), MAX_ROWS)
     checked = held_out if len(held_out) else rows[:_CHECKED_ROWS]
     progress = partial(reporter.advance, "static", total=None, unit="tokens")
-    start = StaticEncoder.of_tokens(Encoder.load(largest.path).to(device).eval(), progress)
+    encoder = Encoder.load(largest.path, trust_remote_code=recipe.student.trust_remote_code)
+    start = StaticEncoder.of_tokens(encoder.to(device).eval(), progress)
     vectors = []
     for begin in range(0, len(rows), _BLOCK):
         reporter.advance("static", begin, len(rows), "sentences")
