@@ -13,7 +13,7 @@ import pytest
 
 import distcse
 from distcse.errors import RunArgumentError
-from distcse.events import DevScore, Event
+from distcse.events import DevScore, Event, StepReport
 from distcse.recipe import Recipe
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -74,7 +74,12 @@ def test_a_run_its_student_and_its_scores(
 
 def test_a_run_that_is_stopped_goes_on(recipe_with: Callable[..., Recipe]) -> None:
     recipe = recipe_with("training.log_every=1", "training.max_steps=8")
-    stopped = distcse.run(recipe, listen=lambda event: None, stop_requested=lambda: True)
+    steps: list[Event] = []
+    stopped = distcse.run(
+        recipe,
+        listen=lambda event: steps.append(event) if isinstance(event, StepReport) else None,
+        stop_requested=lambda: bool(steps),
+    )
     assert stopped.interrupted and stopped.scores is None and stopped.reports == []
     done = distcse.resume(stopped.directory, "training.log_every=2", listen=lambda event: None)
     assert not done.interrupted and done.directory == stopped.directory and done.scores is not None

@@ -48,14 +48,14 @@ def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes
 
 
 def stopped_run(recipe: Path, runs: Path) -> Path:
-    """Begin a run and stop it after its first dev score."""
+    """Begin a run and stop it after its first dev score in training."""
     scores: list[DevScore] = []
     run = running.run(
         str(recipe),
         *SETTINGS,
         f"storage.runs={runs}",
         listen=lambda event: scores.append(event) if isinstance(event, DevScore) else None,
-        stop_requested=lambda: bool(scores),
+        stop_requested=lambda: any(score.step for score in scores),
     )
     assert run.interrupted
     return run.directory
