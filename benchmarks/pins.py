@@ -3,8 +3,8 @@
 python -m benchmarks.pins record FOLDER [--data ../shared/data] [--only NAME …]    # in each checkout: writes FOLDER/COMMIT.json
 python -m benchmarks.pins compare FOLDER/A.json FOLDER/B.json
 
-Runs are of all-MiniLM-L6-v2 in fp32 on one thread, through the command line alone. Checksums hold on one machine only: kernels differ
-between CPUs. Material (text, pairs, a generator) is made once, in FOLDER/material.
+Runs are of all-MiniLM-L6-v2 in fp32 on one thread, through the command line alone. Checksums hold on one machine only, because
+kernels differ between CPUs. Material (text, pairs, a generator) is made once, in FOLDER/material.
 """
 
 from __future__ import annotations
@@ -58,16 +58,24 @@ MUTUAL = [
     *("evaluation.precision=fp32", "evaluation.final_suites=[]", "mutual.cycles=1"),
 ]
 ONE_TEACHER = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: 64, precision: fp32}}]"
+LABELLED = ["evaluation.dev=material/dev.tsv", "evaluation.final_suites=[]"]
 RUNS: dict[str, list[str]] = {
     "list-net": ["train", "minilm-3layer", *STUDENT, *SHORT, *LOCAL],
     "list-mle": ["train", "minilm-3layer", *STUDENT, *SHORT, *LOCAL, "objective.rank={form: list_mle}"],
     "vectors": ["train", "best-small", *STUDENT, *SHORT, *LOCAL],
-    "simcse": ["train", "simcse-bert-base", *STUDENT[::2], *SHORT[:-1], *LOCAL],
+    "simcse": ["train", "simcse-bert-base", *STUDENT[::2], *SHORT[:-1], *LOCAL, *LABELLED],
     "diffcse": [
-        *("train", "diffcse-bert-base", *STUDENT[::2], *SHORT[:-1], *LOCAL),
+        *("train", "diffcse-bert-base", *STUDENT[::2], *SHORT[:-1], *LOCAL, *LABELLED),
         "objective.detection.generator=material/generator",
     ],
-    "rank-space": ["train", "rankcse-in-rank-space", *STUDENT, *SHORT, *LOCAL],
+    "rank-space": [
+        "train",
+        "rankcse-in-rank-space",
+        *STUDENT[::2],
+        *SHORT[:-1],
+        *LOCAL,
+        ONE_TEACHER.replace("}", ", similarity: rank}"),
+    ],
     "family": [
         *("train", "three-teachers-family", STUDENT[0], STUDENT[2], *SHORT[:-1], *LOCAL, ONE_TEACHER),
         "family=[{layers: 3}, {layers: 1}]",
