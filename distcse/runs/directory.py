@@ -177,7 +177,8 @@ class RunDirectory:
         refuse_changes(after, list(differences(before, after)), also)
         directory = cls(path)
         directory._fetch_events()
-        return directory, after
+        # Before its data were recorded, nothing was decided from them: defaults may still follow a small corpus.
+        return directory, after if store.fetch(_RECORD) else after.with_given_keys(())
 
     @classmethod
     def reopen_by_id(cls, recipe: BaseRecipe) -> tuple[RunDirectory | None, BaseRecipe]:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from distcse.data import Corpus
 from distcse.doctor import main as doctor
-from distcse.errors import CorpusTooSmallError
+from distcse.errors import CorpusTooSmallError, StoppedEarlyError
 from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
@@ -436,6 +436,19 @@ def test_a_run_keeps_the_values_that_it_lowered(recipe_with: Callable[..., Recip
     _, stored = RunDirectory.reopen(result.directory.path, [])
     assert isinstance(stored, Recipe) and stored == result.recipe
     assert (stored.evaluation.num_heldout, stored.training.batch_size) == (4, 3) and result.train_result.steps == 12
+
+
+def test_a_run_that_ended_before_its_text_was_read_lowers_them_when_it_is_resumed(
+    recipe_with: Callable[..., Recipe],
+) -> None:
+    recipe = recipe_with("corpus.limit=40", "evaluation.final_suites=[]").with_given_keys([])
+    with pytest.raises(StoppedEarlyError):
+        Distillation(recipe).run(LocalBackend(), Reporter(stop_requested=lambda: True))
+    (folder,) = Path(recipe.storage.runs).iterdir()
+    directory, stored = RunDirectory.reopen(folder, [])
+    assert isinstance(stored, Recipe)
+    resumed = Distillation(stored).run(LocalBackend(), Reporter(), directory).recipe
+    assert (resumed.evaluation.num_heldout, resumed.training.batch_size) == (4, 3)
 
 
 @pytest.mark.parametrize(
