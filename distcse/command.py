@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from distcse import host
 from distcse.compat.argparse import actions_of
-from distcse.errors import DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
+from distcse.errors import CommandLineError, DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
 from distcse.spelling import PATHS_BY_NAME, nearest
 
 NO_GAIN, INTERRUPTED = 3, 130
@@ -24,6 +24,14 @@ NO_GAIN, INTERRUPTED = 3, 130
 # Ray's job supervisor sets the first for a job's process, and reads the second from its own environment, which the job inherits.
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _RAY_WAITS = "RAY_JOB_STOP_WAIT_TIME_S"
+
+# Each launcher's number of processes and this one's number. A Slurm allocation without a step has SLURM_NTASKS, but one process.
+_LAUNCHERS = {
+    "torchrun, accelerate or deepspeed": ("WORLD_SIZE", "RANK"),
+    "mpirun (Open MPI)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "mpirun": ("PMI_SIZE", "PMI_RANK"),
+    "srun": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+}
 
 _MODULE = "distcse."
 _RECIPE_OPTIONS = ("config", "config_file", "cfg", "recipe")
@@ -61,6 +69,23 @@ def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
     if "subcommand" not in dests and (hint := _hint_at_option(parser, words, takes_recipe="recipe" in dests)):
         parser.error(hint)
     return parser.parse_intermixed_args(words) if "overrides" in dests else parser.parse_args(words)
+
+
+def refuse_launchers() -> None:
+    """Raise `CommandLineError` if a launcher started several processes, each of which would do the same work.
+
+    A Ray job is one process, although it inherits the variables of its node.
+    """
+    if _RAY_JOB in os.environ:
+        return
+    for launcher, (size_variable, rank_variable) in _LAUNCHERS.items():
+        size, rank = os.environ.get(size_variable, ""), os.environ.get(rank_variable, "")
+        if size.isdecimal() and rank.isdecimal() and int(size) > 1:
+            raise CommandLineError(
+                f"{launcher} started this process as number {rank} of {size} ({rank_variable}, {size_variable}), and each would "
+                f"do the same work; start one process, without the launcher, which starts its own: training.workers={size} "
+                f"(unset {size_variable} if this is the only one)"
+            )
 
 
 def _hint_at_option(parser: argparse.ArgumentParser, words: Sequence[str], takes_recipe: bool) -> str:

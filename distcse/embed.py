@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 
-from distcse.command import STATUSES, StopOnSignal, add_output_options, exit_status, parse_command, program
+from distcse.command import (
+    STATUSES,
+    StopOnSignal,
+    add_output_options,
+    exit_status,
+    parse_command,
+    program,
+    refuse_launchers,
+)
 from distcse.gc_paused import gc_paused
 from distcse.inputs import require_inputs
 from distcse.recipe import Recipe, load_recipe
@@ -22,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
+    refuse_launchers()
     recipe = load_recipe(options.recipe, options.overrides)
     require_inputs(recipe)
     if options.dry_run:

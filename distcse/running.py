@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distcse.command import refuse_launchers
 from distcse.device import use_available_cpus
 from distcse.errors import RunArgumentError
 from distcse.events import Listener, LogMessage, Reporter
@@ -179,6 +180,7 @@ def rerun(
 @contextmanager
 def _reporting(listen: Listener | None, stop_requested: Callable[[], bool]) -> Iterator[Reporter]:
     """Context manager: use all available CPUs, and yield a reporter for the run's listener."""
+    refuse_launchers()
     use_available_cpus()
     with open_listener(listen) as post:
         yield Reporter(post, stop_requested)

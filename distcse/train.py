@@ -17,6 +17,7 @@ from distcse.command import (
     add_start_options,
     parse_command,
     program,
+    refuse_launchers,
 )
 from distcse.errors import CommandLineError
 from distcse.gc_paused import gc_paused
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_command(build_parser(), arguments)
     try:
         with ErrorStatus(kept="the last checkpoint is kept", as_json=options.json) as failed:
+            refuse_launchers()
             overrides = _overrides(options)
             if options.print_recipe:
                 source = options.recipe if options.resume is None else _stored(options.resume)

@@ -18,6 +18,7 @@ from distcse.command import (
     exit_status,
     parse_command,
     program,
+    refuse_launchers,
 )
 from distcse.errors import CommandLineError, MissingDependencyError, UnknownKeyError, WorkFailedError
 from distcse.gc_paused import gc_paused
@@ -58,6 +59,7 @@ def _with_extra(options: argparse.Namespace) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
+    refuse_launchers()
     if options.resume is not None:
         if options.recipe or options.space:
             raise CommandLineError("--resume takes recipe and space from the sweep's folder; name only the folder")

@@ -32,6 +32,7 @@ def run_workers(function: Callable[..., Any], workers: int, *arguments: Any) -> 
 def _worker(rank: int, function: Callable[..., Any], workers: int, folder: str, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers))
+    os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "0"  # as if mpirun had started this test
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/group", rank=rank, world_size=workers, timeout=_TIMEOUT
     )

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distcse import embed, evaluate, train, tune
-from distcse.errors import CorpusNotFoundError, EncoderSettingError
+from distcse import embed, evaluate, run, train, tune
+from distcse.command import refuse_launchers
+from distcse.errors import CommandLineError, CorpusNotFoundError, EncoderSettingError
 from distcse.experiments.required_models import require_models
 from distcse.models import Encoder
 from distcse.recipe import Recipe, read_recipe, recipe_yaml
@@ -260,6 +261,51 @@ def test_what_is_missing_is_found_before_torch_is_imported_and_ray_starts(overri
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1"], done.stdout
     assert done.stderr.startswith("distcse: [DCSE-")
+
+
+LAUNCHED = {
+    "torchrun": {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"},
+    "mpirun (Open MPI)": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+    "mpirun": {"PMI_SIZE": "2", "PMI_RANK": "1"},
+    "srun": {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+@pytest.mark.parametrize("command", ["train", "tune", "embed"])
+def test_one_of_several_processes_of_a_launcher_is_refused(
+    launcher: str, command: str, place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in LAUNCHED[launcher].items():
+        monkeypatch.setenv(name, value)
+    before = sorted(place.folder.rglob("*"))
+    assert COMMANDS[command]([str(place.recipe)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"[{CommandLineError.code}]" in line and "number 1 of 2" in line and "training.workers=2" in line
+    assert launcher in line and sorted(place.folder.rglob("*")) == before
+    with fails_with(CommandLineError, "number 1 of 2"):
+        run(read_recipe(str(place.recipe)), listen=lambda event: None)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # salloc's shell
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # sbatch's script
+        {
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_PROCID": "0",
+            "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}",
+        },  # srun ray start, a job
+    ],
+)
+def test_the_only_process_of_a_launcher_is_not_refused(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refuse_launchers()
 
 
 def test_a_number_as_people_write_it_is_a_number(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,6 +166,8 @@ def _step_count(updates: int, device: torch.device) -> Tensor:
 
 
 def _open_group_of_one() -> bool:
+    # Of an mpirun that started this process or Ray's. DeepSpeed compares it with LOCAL_RANK, which Ray Train sets.
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     if dist.is_initialized():
