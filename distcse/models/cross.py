@@ -26,7 +26,7 @@ from distcse.models.loading import (
     position_limit,
     refuse_other_shapes,
     require_finite,
-    save_tokenizer,
+    save_model,
     set_dropout,
     set_shortcuts,
 )
@@ -258,8 +258,7 @@ class CrossEncoder(nn.Module):
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
         write_activation(self.model.config, self.activation)
         with replacing(path) as folder:
-            self.model.save_pretrained(folder)  # type: ignore[operator]
-            save_tokenizer(self.tokenizer, folder, self.max_length)
+            save_model(self.model, self.tokenizer, folder, self.max_length)
 
 
 def is_cross_encoder(folder: Path) -> bool:

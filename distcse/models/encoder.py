@@ -34,7 +34,7 @@ from distcse.models.loading import (
     refuse_unsupported_preprocessing,
     require_finite,
     resolve_pooling,
-    save_tokenizer,
+    save_model,
 )
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, pool, token_position
 from distcse.models.prompts import apply_prompt, is_template
@@ -419,8 +419,7 @@ class Encoder(nn.Module):
                 "the sentence-transformers layout cannot express a prompt template or pooling mask; "
                 "save a model with another pooling and a prefix as its prompt"
             )
-        self.backbone.save_pretrained(folder)  # type: ignore[operator]
-        save_tokenizer(self.tokenizer, folder, self.max_length)
+        save_model(self.backbone, self.tokenizer, folder, self.max_length)
         write_layout(folder, self._layout(), self.width, depth_of(self.backbone), self.head)
 
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Read the JSON files of a model's folder."""
+"""Read and write the JSON files of a model's folder."""
 
 from __future__ import annotations
 
@@ -59,3 +59,8 @@ def refuse_pointers(files: Iterable[Path]) -> None:
     for file in files:
         if is_lfs_pointer(file):
             raise lfs_pointer_error(file)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file."""
+    file.write_text(json.dumps(content, indent=2), encoding="utf-8")

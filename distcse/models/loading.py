@@ -26,7 +26,7 @@ from distcse.errors import (
 from distcse.gc_paused import gc_paused
 from distcse.models.fast.dropout import fast_dropout
 from distcse.models.fast.switch import forbid_shortcuts
-from distcse.models.json_files import read_json
+from distcse.models.json_files import read_json, write_json
 from distcse.models.layers import require_layers
 from distcse.models.precision import halve_matrices
 from distcse.models.prompts import SENTENCE
@@ -298,12 +298,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str,
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Any, folder: Path, max_length: int) -> None:
-    """Save a tokenizer in a model's folder.
+def save_model(model: Any, tokenizer: Any, folder: Path, max_length: int) -> None:
+    """Save a transformers model and its tokenizer in a folder that transformers 4 reads too.
 
     A tokenizer without a padding token gets its end token as one: sentence-transformers pads every batch.
 
     Args:
+        model: The model.
         tokenizer: The tokenizer, changed in place.
         folder: The model's folder.
         max_length: Maximum number of tokens that the model reads.
@@ -311,7 +312,36 @@ def save_tokenizer(tokenizer: Any, folder: Path, max_length: int) -> None:
     tokenizer.model_max_length = max_length
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    config, settings = read_json(folder / "config.json"), read_json(folder / "tokenizer_config.json")
+    write_json(folder / "config.json", {**config, **_positions_of_4(config)})
+    if settings["tokenizer_class"] == "TokenizersBackend":  # in version 4, whose default also has token_type_ids:
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        settings["model_input_names"] = list(tokenizer.model_input_names)
+    if "extra_special_tokens" in settings:  # a dictionary in version 4
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def _positions_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys by which transformers 4 reads rotary positions and ModernBERT's kinds of layers.
+
+    It ignores `rope_parameters` and ModernBERT's `layer_types`, and would compute other vectors.
+    """
+    parameters = config.get("rope_parameters") or {}
+    if "full_attention" in parameters:  # of Gemma 3, then of ModernBERT
+        names = {"full_attention": ("rope_theta", "global_rope_theta")}
+        names["sliding_attention"] = ("rope_local_base_freq", "local_rope_theta")
+        keys = {key: parameters[kind]["rope_theta"] for kind in names.keys() & parameters for key in names[kind]}
+        is_full = [kind == "full_attention" for kind in config["layer_types"]]
+        for period in range(1, len(is_full) + 1):
+            if is_full == [layer % period == 0 for layer in range(len(is_full))]:
+                return {**keys, "global_attn_every_n_layers": period}
+        return keys
+    theta = {key: value for key, value in parameters.items() if key == "rope_theta"}
+    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    return theta if scaling.get("rope_type", "default") == "default" else {**theta, "rope_scaling": scaling}
 
 
 def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:

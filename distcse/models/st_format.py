@@ -6,7 +6,6 @@ both forms, and writes the legacy form that all of them, and sentence-transforme
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch import nn
 
 from distcse.errors import MissingWeightsError, ModelFormatError, UnsupportedModelError
 from distcse.models.head import VECTOR_NAME, Dense, DenseShape, head_weights
-from distcse.models.json_files import leads_outside, read_json
+from distcse.models.json_files import leads_outside, read_json, write_json
 from distcse.models.pooling import NEEDS_ALL_LAYERS
 from distcse.models.st_settings import read_model_settings, read_transformer_settings
 from distcse.models.weight_files import WEIGHTS, require_module_weights, write_checksums
@@ -248,7 +247,7 @@ def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (kind, path) in enumerate(zip(kinds, paths, strict=True))
     ]
-    _dump(folder / "modules.json", modules)
+    write_json(folder / "modules.json", modules)
     for path in paths:
         (folder / path).mkdir(exist_ok=True)
     if pooling in NEEDS_ALL_LAYERS:
@@ -256,19 +255,19 @@ def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.
     after_pooling = kinds.index("Pooling") + 1
     for path, module in zip(paths[after_pooling:], head, strict=False):
         if isinstance(module, Dense):
-            _dump(folder / path / "config.json", module.shape.to_config())
+            write_json(folder / path / "config.json", module.shape.to_config())
             save_file(head_weights(module), folder / path / WEIGHTS)
     after_average: Pooling = "mean" if pooling in NEEDS_ALL_LAYERS else pooling
     flags = {key: kind == after_average for kind, key in _LEGACY_KEYS.items()} | dict.fromkeys(
         _OTHER_LEGACY_KEYS, False
     )
-    _dump(
+    write_json(
         folder / paths[after_pooling - 1] / "config.json",
         {"word_embedding_dimension": width, **flags, "include_prompt": layout.pools_prompt},
     )
-    _dump(folder / "sentence_bert_config.json", {"max_seq_length": layout.max_length, "do_lower_case": False})
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": layout.max_length, "do_lower_case": False})
     prompts, default = _named_prompts(layout)
-    _dump(
+    write_json(
         folder / "config_sentence_transformers.json",
         {
             "model_type": "SentenceTransformer",
@@ -295,12 +294,12 @@ def _write_layer_average(folder: Path, pooling: Pooling, width: int, depth: int)
     weights = torch.zeros(depth + 1 - start)
     weights[0] = weights[-1] = 1.0
     save_file({"layer_weights": weights}, folder / WEIGHTS)
-    _dump(
+    write_json(
         folder / "config.json",
         {"word_embedding_dimension": width, "layer_start": start, "num_hidden_layers": depth},
     )
     backbone = folder.parent / "config.json"
-    _dump(backbone, {**read_json(backbone), "output_hidden_states": True})
+    write_json(backbone, {**read_json(backbone), "output_hidden_states": True})
 
 
 def _layer_average(folder: Path) -> Pooling:
@@ -345,7 +344,3 @@ def _pooling(file: Path) -> Pooling:
     raise UnsupportedModelError(
         f"{file}: pooling {chosen!r} is not supported; supported: {', '.join(get_args(Pooling))}"
     )
-
-
-def _dump(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=2), encoding="utf-8")

@@ -305,7 +305,9 @@ def worker_environment(gpus: float) -> dict[str, str]:
         for name, value in public.items()
         if name.startswith(_PASSED_PREFIXES) and name not in _NODE_VARIABLES
     }
-    return {**allocator.MALLOC_ENV, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+    # Of a torchrun that started one process: the first worker would look for torchrun's store instead of opening one.
+    own_store = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return {**allocator.MALLOC_ENV, **own_store, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 def _set_local_environment() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +31,7 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.health.sources import check_model
-from distcse.models import CrossEncoder, Encoder
+from distcse.models import CrossEncoder, Encoder, StaticEncoder
 from distcse.models.detection import build_detector
 from distcse.models.loading import dropouts
 from distcse.models.tokenizer_spec import TokenizerSpec
@@ -38,8 +41,10 @@ from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
 from tests.models import (
     FAMILIES,
+    KINDS,
     make_cross_encoder,
     make_custom_code,
+    make_encoder,
     make_family,
     make_masked_lm,
     their_vectors,
@@ -990,3 +995,100 @@ def test_pairs_come_in_any_container(scorer: CrossEncoder) -> None:
     for container in (tuple, iter, np.array, lambda pairs: [list(pair) for pair in pairs]):
         np.testing.assert_array_equal(scorer.score(container(pairs)), expected)
     assert scorer.score([]).shape == (0,)
+
+
+WITH_VERSION_4 = (
+    "transformers==4.57.*",
+    "sentence-transformers==5.1.*",
+    "huggingface-hub<1",
+    "tokenizers<0.23",
+    "datasets<4.5",
+)
+READ = """
+import json, sys
+from pathlib import Path
+import numpy as np
+from sentence_transformers import CrossEncoder, SentenceTransformer
+texts, found = json.loads(sys.argv[2]), {}
+for folder in sorted(Path(sys.argv[1]).iterdir()):
+    if folder.name == "cross":
+        found["cross"] = CrossEncoder(str(folder), device="cpu").predict([(texts[0], text) for text in texts])
+    else:
+        found[folder.name] = SentenceTransformer(str(folder), device="cpu").encode(texts)
+np.savez(sys.argv[3], **found)
+"""
+
+
+def as_version_4_wrote(folder: Path, **config: Any) -> Path:
+    """Give a start the names that transformers 4 wrote."""
+    change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", additional_special_tokens=[])
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "rope_parameters": None, **config}))
+    return folder
+
+
+def student_of_modernbert(tmp_path: Path, sentences: list[str], layers: list[int]) -> Encoder:
+    start = make_encoder(tmp_path / f"start{layers}", "modernbert", sentences, layers=6)
+    section = StudentSection(backbone=str(start), layers=layers, pooling="mean", max_length=12)
+    as_version_4_wrote(start, global_rope_theta=40000.0, local_rope_theta=1000.0)
+    return Encoder.from_section(section)
+
+
+def test_a_folder_has_the_names_that_transformers_4_reads(
+    sentences: list[str], tiny_cross: Path, tmp_path: Path
+) -> None:
+    student_of_modernbert(tmp_path, sentences, [0, 2, 4]).save(tmp_path / "odd")
+    student_of_modernbert(tmp_path, sentences, [0, 1, 3]).save(tmp_path / "encoder")
+    start = as_version_4_wrote(shutil.copytree(tiny_cross, tmp_path / "cross-start"))
+    CrossEncoder.load(start).save(tmp_path / "cross")
+    for name in ("encoder", "cross"):
+        settings = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        assert settings["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in settings
+        assert settings["model_input_names"] == ["input_ids", "attention_mask"]
+    config = json.loads((tmp_path / "encoder" / "config.json").read_text())
+    assert (config["global_rope_theta"], config["local_rope_theta"]) == (40000.0, 1000.0)
+    assert same_kinds(config) and same_kinds(json.loads((tmp_path / "odd" / "config.json").read_text()))
+
+
+def same_kinds(config: dict[str, Any]) -> bool:
+    """Whether transformers 4, which does not read `layer_types`, has the same layers."""
+    period = config["global_attn_every_n_layers"]
+    kinds = ["sliding_attention" if layer % period else "full_attention" for layer in range(len(config["layer_types"]))]
+    return kinds == config["layer_types"]
+
+
+@pytest.mark.slow
+def test_transformers_4_reads_a_student_of_each_family(
+    tiny: Callable[..., Path], sentences: list[str], tiny_cross: Path, tmp_path: Path
+) -> None:
+    """In another environment: older packages in a folder that Python reads first, with this one's torch."""
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "older")]
+    subprocess.run([*install, *WITH_VERSION_4], check=True)
+    written, ours = tmp_path / "written", {}
+
+    def save(name: str, encoder: Encoder) -> None:
+        encoder.save(written / name)
+        ours[name] = encoder.encode(TEXTS)
+
+    for kind in KINDS:
+        start = as_version_4_wrote(shutil.copytree(tiny(kind), tmp_path / kind))
+        save(kind, Encoder.load(start, pooling="mean", max_length=12))
+    for family in FAMILIES:
+        theta = {"rope_theta": 40000.0} if FAMILIES[family].get("head_dim") else {}
+        start = as_version_4_wrote(make_family(tmp_path / family, family, sentences), **theta)
+        save(family, Encoder.load(start, pooling="mean", max_length=12))
+    save("modernbert of three layers", student_of_modernbert(tmp_path, sentences, [0, 1, 3]))
+    static = StaticEncoder.of_tokens(Encoder.load(tiny("bert"), pooling="mean", max_length=12))
+    static.save(written / "static")
+    ours["static"] = static.encode(TEXTS)
+    cross = CrossEncoder.load(as_version_4_wrote(shutil.copytree(tiny_cross, tmp_path / "cross")))
+    cross.save(written / "cross")
+    ours["cross"] = cross.score([(TEXTS[0], text) for text in TEXTS])
+
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "older")}
+    call = [sys.executable, "-c", READ, str(written), json.dumps(TEXTS), str(tmp_path / "theirs.npz")]
+    subprocess.run(call, env=environment, check=True)
+    theirs = np.load(tmp_path / "theirs.npz")
+    assert set(theirs) == set(ours)
+    for name, vectors in ours.items():
+        np.testing.assert_allclose(theirs[name], vectors, atol=1e-4, err_msg=name)
