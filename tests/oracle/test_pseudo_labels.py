@@ -10,7 +10,6 @@ import torch
 
 from distcse.experiments.mutual.labels import combine
 from distcse.losses import bce_soft, mse_cosine
-from distcse.recipe import MutualSection
 
 
 def tensor(values: Any) -> torch.Tensor:
@@ -74,8 +73,8 @@ def test_cosines_without_a_zero_vector_have_the_bits_of_torchs(dimension: int) -
 def test_mutual_average(oracles: dict[str, Any]) -> None:
     case = oracles["mutual_average"]
     inputs = {name: np.array(values) for name, values in case["inputs"].items()}
-    found = combine([inputs["bi1"], inputs["bi2"]], [1, 1], MutualSection(), cosines=True)
+    found = combine([inputs["bi1"], inputs["bi2"]], [1, 1], standardize=False)
     assert found == pytest.approx(case["expected"]["bi_labels"], abs=2e-6)
     probabilities = [1 / (1 + np.exp(-inputs[name])) for name in ("cross_logits1", "cross_logits2")]
-    found = combine(probabilities, [1, 1], MutualSection(), cosines=False)
+    found = combine(probabilities, [1, 1], standardize=False)
     assert found == pytest.approx(case["expected"]["cross_labels"], abs=2e-6)

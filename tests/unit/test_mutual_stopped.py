@@ -263,3 +263,27 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
         with pytest.raises(StoppedEarlyError):
             LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]
+
+
+def test_a_run_that_stops_while_it_waits_for_nodes_decides_what_an_undisturbed_one_does(
+    both: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise StoppedEarlyError("asked to stop")
+
+    def decided(*stops_at: str) -> tuple[list[int | None], dict[str, float]]:
+        """Stop a new run in one function after the other, and return its decisions and the dev scores of its starts."""
+        recipe, directory = both("mutual.shared_workers=2", f"storage.runs={tmp_path / stops_at[0]}"), None
+        for name in stops_at:
+            with monkeypatch.context() as patch, pytest.raises(StoppedEarlyError):
+                patch.setattr(f"distcse.experiments.mutual.experiment.{name}", stop)
+                run_mutual(recipe, Reporter(), directory)
+            (folder,) = (tmp_path / stops_at[0]).iterdir()
+            directory, reopened = RunDirectory.reopen(folder, [])
+            assert isinstance(reopened, MutualRecipe)
+            recipe = reopened
+        return [group.max_workers for group in recipe.groups], dict(PhaseStore(folder).starts)
+
+    undisturbed = decided("prepare_tokens")
+    assert undisturbed[0] == [1, 1] and len(undisturbed[1]) == 2
+    assert decided("waited_for_nodes", "prepare_tokens") == undisturbed

@@ -81,7 +81,6 @@ class MutualDistillation(Experiment[MutualRecipe]):
             joined.enter_context(joined_for_devices(backend.cluster))
             groups = [self.recipe.groups[number] for number in active]
             _check_models(self.recipe, groups, backend, reporter)
-            is_new = directory is None  # a resumed run keeps what it began with
             directory, lease, reporter = joined.enter_context(open_run(self, backend, reporter, directory))
             requests = least_requests(self.recipe, groups)
             joined.enter_context(waited_for_nodes(backend.cluster, self.recipe, requests, reporter))
@@ -90,16 +89,17 @@ class MutualDistillation(Experiment[MutualRecipe]):
             if lease.has_local_changes:
                 for phase in (directory.path / "groups").glob("*/*"):
                     CheckpointStore(phase, lease).rescue(reporter.emit)
-            recipe = with_max_workers(self.recipe, reporter) if is_new else self.recipe
+            store = PhaseStore(directory.path, lease)
+            is_recorded = directory.is_recorded()
+            has_begun = is_recorded or backend.is_for_trials
+            recipe = self.recipe if has_begun else with_max_workers(self.recipe, reporter)
             groups = [recipe.groups[number] for number in active]
             recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
             groups = [recipe.groups[number] for number in active]
             report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
-            store = PhaseStore(directory.path, lease)
-            is_recorded = directory.is_recorded()
-            if (not is_recorded and not backend.is_for_trials) or _lacks_starts(recipe, groups, store):
+            if not has_begun or _lacks_starts(recipe, groups, store):
                 starts = score_starts(recipe, groups, backend, reporter)
                 store.record_starts(starts.dev)
                 report_warnings(starts.warnings, reporter)
