@@ -12,6 +12,7 @@ What is named here is what the package promises (docs/reference/stability.md). N
 from __future__ import annotations
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def __getattr__(name: str) -> Any:
         value: Any = _version()
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
+        if isinstance(value, FunctionType):
+            value = import_module("distcse.arguments").with_checked_arguments(value)
     else:
         raise AttributeError(f"module 'distcse' has no attribute {name!r}")
     globals()[name] = value

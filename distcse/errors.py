@@ -508,7 +508,7 @@ class StoppedEarlyError(RunError):
 
 
 class RunArgumentError(RunError):
-    """The Python API was called with arguments that do not fit together."""
+    """The Python API was called with an argument of another type, or with arguments that do not fit together."""
 
     code = "DCSE-X18"
 

@@ -97,7 +97,7 @@ class Measurement:
 
 
 def measure(
-    models: Mapping[str, Model] | Sequence[str] | str,
+    models: Mapping[str, str | Path | Encoder] | Sequence[str] | str,
     data: str | Path | None = None,
     suites: Iterable[str] = ("sts",),
     add: Iterable[str] = (),

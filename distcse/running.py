@@ -111,7 +111,7 @@ def run(
         DistcseError: The run failed; the message names the fix. Finished work is kept.
     """
     if isinstance(recipe, str | Path):
-        recipe = read_recipe(str(recipe), overrides)
+        recipe = read_recipe(recipe, overrides)
     elif overrides:
         raise RunArgumentError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"

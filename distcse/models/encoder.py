@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
@@ -43,6 +44,7 @@ from distcse.models.st_settings import find_prompt
 from distcse.models.texts import as_texts
 from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
+from distcse.recipe.validation_errors import explain
 from distcse.storage import ArtifactStore, Digest
 
 T = TypeVar("T")
@@ -94,7 +96,11 @@ class Encoder(nn.Module):
         Raises:
             EncoderError: As for `from_section`.
         """
-        return cls.from_section(EncoderSection(backbone=str(path), **settings).with_switch(is_fast))
+        try:
+            section = EncoderSection(backbone=str(path), **settings)
+        except ValidationError as invalid:
+            raise EncoderSettingError(explain(invalid, EncoderSection, source="Encoder.load")) from None
+        return cls.from_section(section.with_switch(is_fast))
 
     @classmethod
     def from_section(cls, section: EncoderSection, dtype: torch.dtype = torch.float32) -> Encoder:

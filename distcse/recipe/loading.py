@@ -95,7 +95,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     return _validated(Recipe, document, name).with_given_keys(given).with_absolute_paths()
 
 
-def read_recipe(name: str, overrides: Sequence[str] = ()) -> BaseRecipe:
+def read_recipe(name: str | Path, overrides: Sequence[str] = ()) -> BaseRecipe:
     """Read a packaged recipe (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it.
 
     The keys of the document decide its kind: one with `groups` is a recipe of mutual distillation (see `register_recipe`).
@@ -105,8 +105,8 @@ def read_recipe(name: str, overrides: Sequence[str] = ()) -> BaseRecipe:
         RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
-    document, given = _document(name, overrides)
-    return _validated(recipe_class(document), document, name).with_given_keys(given).with_absolute_paths()
+    document, given = _document(str(name), overrides)
+    return _validated(recipe_class(document), document, str(name)).with_given_keys(given).with_absolute_paths()
 
 
 def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Sweep:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import distcse
-from distcse.errors import RunArgumentError
+from distcse.errors import EncoderSettingError, RunArgumentError
 from distcse.events import DevScore, Event, StepReport
 from distcse.recipe import Recipe
 from tests.conftest import ROOT
@@ -70,6 +71,38 @@ def test_a_run_its_student_and_its_scores(
     assert figures[0] == figures[1]
     assert "STS-B" in measured._repr_markdown_()
     assert {file.name for file in measured.write(tmp_path / "out")} == {"report.html", "report.md"}
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a recipe as a dict": (lambda: distcse.run({"name": "x"}), "BaseRecipe | str | Path"),  # type: ignore[arg-type]
+    "settings as a dict": (lambda: distcse.run("best-small", {"training.lr": 1e-4}), "'training.lr=0.0001'"),  # type: ignore[arg-type]
+    "texts as a corpus": (lambda: distcse.run("best-small", corpus=["A."]), "'corpus.path=…'"),  # type: ignore[call-arg]
+    "another keyword": (lambda: distcse.run("best-small", epoch_s=3), "stop_requested"),  # type: ignore[call-arg]
+    "no recipe": (lambda: distcse.run(), "'recipe'"),  # type: ignore[call-arg]
+    "a number": (lambda: distcse.resume(3), "directory"),  # type: ignore[arg-type]
+    "an unset variable": (lambda: distcse.rerun(""), "directory"),
+    "a name as a recipe": (lambda: distcse.with_values("best-small", {}), "distcse.read_recipe('best-small')"),  # type: ignore[type-var]
+    "one override": (lambda: distcse.read_recipe("best-small", "seed=3"), "['seed=3']"),
+    "texts": (lambda: distcse.measure({"m": "M"}, texts=["A.", "B."]), "texts"),  # type: ignore[arg-type]
+    "several runs": (lambda: distcse.measure({"m": ["A", "B"]}), "['m=A', 'm=B']"),  # type: ignore[dict-item]
+    "one suite": (lambda: distcse.measure({"m": "M"}, data=".", suites="sts"), "['sts']"),
+    "a model of torch": (lambda: distcse.measure({"m": torch.nn.Linear(1, 1)}), "Encoder"),  # type: ignore[dict-item]
+    "limits as a dict": (lambda: distcse.measure({"m": "M"}, limits={"ms": 3}), "Limits"),  # type: ignore[arg-type]
+    "no function": (lambda: distcse.measure({"m": "M"}, stop_requested=True), "Callable"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_one_error_that_says_what_to_pass(case: str) -> None:
+    call, named = WRONG[case]
+    with fails_with(RunArgumentError, named):
+        call()
+
+
+def test_a_recipe_is_read_from_a_path_and_an_encoder_names_its_settings(tiny: Callable[..., Path]) -> None:
+    assert distcse.read_recipe(Path("minilm-3layer")).name == "minilm-3layer"
+    with fails_with(EncoderSettingError, "poling", "pooling"):
+        distcse.Encoder.load(tiny("bert"), poling="mean")
 
 
 def test_a_run_that_is_stopped_goes_on(recipe_with: Callable[..., Recipe]) -> None:
