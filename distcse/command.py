@@ -1,8 +1,9 @@
-"""What the commands have in common: how they tell, how they end, and what Ctrl-C and SIGTERM mean to them."""
+"""What the commands have in common: how they tell, how they end, and what signals and a closed pipe mean to them."""
 
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shlex
@@ -10,8 +11,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from distcse import host
 from distcse.compat.argparse import actions_of
@@ -20,6 +23,8 @@ from distcse.spelling import PATHS_BY_NAME, nearest
 
 NO_GAIN, INTERRUPTED = 3, 130
 """Exit status of a command that was asked to stop."""
+_NO_READER = 141
+"""Exit status of a command whose output nobody reads any more: what shells report for SIGPIPE."""
 
 # Ray's job supervisor sets the first for a job's process, and reads the second from its own environment, which the job inherits.
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -158,7 +163,8 @@ def add_start_options(parser: argparse.ArgumentParser, noun: str, checked: str) 
 class ErrorStatus:
     """Context manager of a command: an error becomes one line on stderr, and sets the exit status.
 
-    SIGTERM ends the command as Ctrl-C does, at once; inside `StopOnSignal`, the first signal only requests a stop.
+    SIGTERM and SIGHUP (a closed terminal; not under nohup) end the command as Ctrl-C does, at once; inside `StopOnSignal`, the
+    first signal only requests a stop. Output that nobody reads any more (`| head -1`) counts as SIGHUP.
 
     Args:
         kept: What remains after a second Ctrl-C, for the message.
@@ -166,18 +172,29 @@ class ErrorStatus:
     """
 
     status = 0
-    """1 for a failure, 2 for a mistake in the recipe or the arguments, 130 for a stop without a new checkpoint."""
+    """1 for a failure, 2 for a mistake in the recipe or the arguments, 130 for a stop without a new checkpoint, 141 if nobody
+    read the output."""
 
     def __init__(self, kept: str, as_json: bool = False) -> None:
         self._kept = kept
         self._as_json = as_json
 
     def __enter__(self) -> Self:
-        self._before = _handle({signal.SIGTERM: signal.default_int_handler})
+        self._before = _handle(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler))
+        self._streams = sys.stdout, sys.stderr
+        if self._streams == (sys.__stdout__, sys.__stderr__):
+            sys.stdout, sys.stderr = map(_Output, self._streams)  # type: ignore[assignment]
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        output = sys.stdout
+        with suppress(KeyboardInterrupt):
+            output.flush()
+        sys.stdout, sys.stderr = self._streams
         _handle(self._before)
+        if isinstance(error, KeyboardInterrupt) and isinstance(output, _Output) and output.is_closed:
+            self.status = _NO_READER
+            return True
         if isinstance(error, DistcseError):
             self._print(error)
             is_mistake = isinstance(error, RecipeError | EncoderSettingError)
@@ -208,8 +225,44 @@ def exit_status(work: Callable[[], int], kept: str, as_json: bool = False) -> in
     return failed.status
 
 
+class _Output:
+    """Standard output or standard error. Once nobody reads it any more, it is discarded, and the process gets SIGHUP.
+
+    Args:
+        stream: The stream.
+    """
+
+    is_closed = False
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._write(partial(self._stream.write, text))
+
+    def flush(self) -> None:
+        self._write(self._stream.flush)
+
+    def _write(self, work: Callable[[], int | None]) -> int:
+        try:
+            return work() or 0
+        except OSError as refused:
+            if refused.errno not in (errno.EPIPE, errno.EIO):
+                raise
+        self.is_closed = True
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
+        signal.raise_signal(signal.SIGHUP)
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class StopOnSignal:
-    """Handles Ctrl-C and SIGTERM: the first requests a stop, the second stops at once.
+    """Handles Ctrl-C, SIGTERM and SIGHUP: the first requests a stop, the second stops at once, unless it is SIGHUP.
+
+    A closed terminal sends SIGHUP, and makes the next output send it again. Under nohup, it stays ignored.
 
     Args:
         outcome: Returns what the requested stop waits for and keeps, for the message.
@@ -224,13 +277,15 @@ class StopOnSignal:
         return self._requested
 
     def __enter__(self) -> Self:
-        self._before = _handle(dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._on_signal))
+        self._before = _handle(dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._on_signal))
         return self
 
     def __exit__(self, *raised: object) -> None:
         _handle(self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._requested and number == signal.SIGHUP:
+            return
         if self._requested:
             raise KeyboardInterrupt
         self._requested = True
@@ -238,10 +293,14 @@ class StopOnSignal:
 
 
 def _handle(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:
-    """Set the handlers of signals, and return those before; does nothing outside the main thread, which has no signals."""
+    """Set the handlers of signals, and return those before.
+
+    Does nothing outside the main thread, which has no signals, and leaves SIGHUP to nohup, which ignores it.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
-    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    return {number: signal.signal(number, handler) for number, handler in handlers.items() if number not in kept}
 
 
 def _limit(number: int) -> str:

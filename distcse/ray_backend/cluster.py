@@ -87,6 +87,8 @@ class StartingCluster:
         return self.up.done() and not _is_up()
 
     def _run(self) -> None:
+        # A closed terminal asks the driver to stop with a checkpoint. Ray's processes inherit the mask, and outlast it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             self.config.connect()
             _restore_sigterm()

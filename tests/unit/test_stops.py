@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ast
 import fcntl
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -45,6 +49,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import open_store
 from distcse.teachers.comparison import compare
+from tests.commands import TRAIN, user_environment
 from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import embed_tables
@@ -561,3 +566,44 @@ def _called(node: ast.Call) -> str:
 
 def _is_of_a_string(node: ast.Call) -> bool:
     return _called(node) == "encode" and (not node.args or isinstance(node.args[0], ast.Constant))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_hung_up", [True, False])
+def test_a_closed_pipe_or_terminal_leaves_a_checkpoint(
+    is_hung_up: bool, recipe_with: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    recipe_with("training.log_every=1", "training.max_steps=100000", "training.workers=0")
+    command = [*TRAIN, str(tmp_path / "recipe.yaml"), "--json"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=user_environment(), cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if json.loads(line)["event"] == "StepReport":
+                break
+        if is_hung_up:
+            process.send_signal(signal.SIGHUP)
+            assert json.loads(process.stdout.read().splitlines()[-1])["interrupted"]
+        else:
+            process.stdout.close()
+        error = process.stderr.read()
+    assert process.returncode == INTERRUPTED and "Traceback" not in error and "Exception" not in error, error
+    assert list(tmp_path.glob("runs/*/checkpoints/step-*"))
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "distcse.recipe", "reference"]
+    done = subprocess.run(command, stdout=writer, stderr=PIPE, text=True, env=user_environment(), cwd=ROOT, check=False)
+    os.close(writer)
+    assert done.returncode == 141 and done.stderr == ""
+
+
+def test_nohup_is_left_alone() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopOnSignal(lambda: "") as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.stop_requested() and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
