@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
 from distcse import host
 from distcse.compat.argparse import actions_of
@@ -183,7 +183,7 @@ class ErrorStatus:
         self._before = _handle(dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler))
         self._streams = sys.stdout, sys.stderr
         if self._streams == (sys.__stdout__, sys.__stderr__):
-            sys.stdout, sys.stderr = map(_Output, self._streams)  # type: ignore[assignment]
+            sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", (_Output(sys.stdout), _Output(sys.stderr)))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distcse.errors import MissingWeightsError, ModelFormatError, PickledWeightsError, UnsupportedModelError
+from distcse.errors import (
+    MissingWeightsError,
+    ModelFormatError,
+    ModelNotFoundError,
+    PickledWeightsError,
+    UnsupportedModelError,
+)
 from distcse.models.json_files import leads_outside, read_json, refuse_pointers
 from distcse.storage import checksum, dump_checked_json, load_checked_json
 
@@ -28,6 +34,7 @@ def require_weights(folder: Path) -> None:
         UnsupportedModelError: The folder has an adapter, or quantized weights.
         PickledWeightsError: The weights are pickles, which can run code when they are loaded.
         MissingWeightsError: Weights are missing.
+        ModelNotFoundError: The folder is above that of a model.
         ModelFormatError: A weight file is a Git LFS pointer, or the index of shards names a file outside the folder.
     """
     _refuse_adapter(folder)
@@ -141,7 +148,7 @@ def _refuse_quantized(folder: Path) -> None:
         )
 
 
-def _without_weights(folder: Path) -> PickledWeightsError | MissingWeightsError:
+def _without_weights(folder: Path) -> PickledWeightsError | MissingWeightsError | ModelNotFoundError:
     if os.path.lexists(folder / WEIGHTS):
         return MissingWeightsError(
             f"{folder / WEIGHTS} is no file, but a folder or a link to a file that does not exist; get the model again"
@@ -158,7 +165,21 @@ def _without_weights(folder: Path) -> PickledWeightsError | MissingWeightsError:
         return MissingWeightsError(
             f"{folder} has {others[0]}, but neither {WEIGHTS} nor {_INDEX}, which transformers loads; save the model again"
         )
+    if inside := _models_inside(folder):
+        several = f" (the newest of {len(inside)} models)" if len(inside) > 1 else ""
+        return ModelNotFoundError(f"{folder} is no model's folder; write {inside[0]}{several}")
     return MissingWeightsError(f"{folder} has no weights; add {WEIGHTS}")
+
+
+def _models_inside(folder: Path) -> list[Path]:
+    """Return the folders of models below one of a hub's cache, of runs or of a sweep, the newest first.
+
+    For a folder inside a run, such as `checkpoints`, those of the run.
+    """
+    run = next((above for above in folder.absolute().parents[:2] if (above / "recipe.yaml").is_file()), folder)
+    found = [file.parent for depth in range(1, 5) for file in run.glob(f"{'*/' * depth}{WEIGHTS}")]
+    inside = [model for model in found if (model / "config.json").is_file()]
+    return sorted(inside, key=lambda model: (model / WEIGHTS).stat().st_mtime, reverse=True)
 
 
 def _conversion(folder: Path) -> str:

@@ -24,6 +24,7 @@ from distcse.errors import (
     MissingWeightsError,
     ModelFormatError,
     ModelLoadError,
+    ModelNotFoundError,
     PickledWeightsError,
     TextInputError,
     TokenizerMismatchError,
@@ -1092,3 +1093,24 @@ def test_transformers_4_reads_a_student_of_each_family(
     assert set(theirs) == set(ours)
     for name, vectors in ours.items():
         np.testing.assert_allclose(theirs[name], vectors, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("named", "inside"),
+    [
+        ("models--x--y", "models--x--y/snapshots/0a1b"),
+        ("runs", "runs/one/model"),
+        ("sweep", "sweep/runs/t1/model"),
+        ("runs/one/checkpoints", "runs/one/model"),
+        ("runs/one/checkpoints/step-000100", "runs/one/model"),
+    ],
+)
+def test_a_folder_above_a_model_names_the_models(
+    named: str, inside: str, tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny("bert"), tmp_path / inside)
+    (tmp_path / named).mkdir(parents=True, exist_ok=True)
+    if inside == "runs/one/model":
+        (tmp_path / "runs" / "one" / "recipe.yaml").touch()
+    with fails_with(ModelNotFoundError, str(tmp_path / inside)):
+        Encoder.load(tmp_path / named, pooling="mean")
