@@ -38,7 +38,6 @@ PATHS_BY_NAME = {
     "train_batch_size": "training.batch_size",
     "train_file": "corpus.path",
     "warmup_ratio": "training.warmup",
-    "warmup_steps": "training.warmup",
     "weight_decay": "training.weight_decay",
     "workers": "training.workers",
 }

@@ -57,8 +57,9 @@ def moved_path(model: type[BaseModel], path: str) -> str | None:
         path: A path that does not exist.
 
     Returns:
-        The path that ends with what newcomers call so, or else with the same key; the shorter of several, then the nearer. None
-        if there is none, or several in other sections than the path's.
+        A path with the same last key; without one, our name for what other libraries call it (`PATHS_BY_NAME`). Of several, the
+        shortest, then the most similar. For a path of several keys, only paths in a similarly named section count. None if none
+        is left.
     """
     first, *inner = path.split(".")
     last = path.rpartition(".")[2]

@@ -96,7 +96,11 @@ def _complaint(error: ErrorDetails, model: type[BaseModel], prefix: str) -> str:
     if kind == "finite_number":
         return f"{key} is {found!r:.200}; expected a finite number"
     if kind in _TYPES:
-        form = _text_form(found) if kind == "string_type" else _section_form(found, model, prefix, path)
+        form = ""
+        if kind == "string_type":
+            form = _text_form(found)
+        elif kind in ("list_type", "dict_type", "model_type", "model_attributes_type"):
+            form = _section_form(found, model, prefix, path)
         if kind == "list_type" and not form:
             form = _list_form(found)
         return f"{key} is {found!r:.200}; expected {_TYPES[kind]}{_or_null(model, path)}{form}"

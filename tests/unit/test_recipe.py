@@ -283,3 +283,10 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
             load_recipe(str(file))
     with fails_with(RecipeNotFoundError, "'quickstart'"):
         load_recipe("quikstart")
+
+
+@pytest.mark.parametrize("key", ["batch_size", "lr", "epochs", "max_steps"])
+def test_a_value_of_the_wrong_type_is_not_advised_again(key: str) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        read_recipe("quickstart", [f"training.{key}=abc"])
+    assert f"training.{key} is 'abc'; expected a" in str(raised.value) and "write" not in str(raised.value)
