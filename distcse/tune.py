@@ -171,11 +171,12 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
             from distcse.report.terminal import print_summary
             from distcse.tuning.sweep import begin, check, reopen, run_sweep
 
+        given = set[tuple[str, str]]()
         if recipe is not None and sweep is not None:
             check(recipe, sweep)
-            directory = begin(recipe, sweep, Reporter(view.show))
+            directory, given = begin(recipe, sweep, Reporter(view.show)), recipe.given_keys
         assert directory is not None
-        recipe, sweep = reopen(directory)
+        recipe, sweep = reopen(directory, given)
         line = StopLine(view.show)
         stop = StopOnSignal(line.text)
         with stop:

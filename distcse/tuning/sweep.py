@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +125,13 @@ def _take_up(directory: RunDirectory, recipe: BaseRecipe, sweep: Sweep) -> None:
         write_recipe(directory.store, with_values(stored, moved))
 
 
-def reopen(path: Path) -> tuple[BaseRecipe, Sweep]:
+def reopen(path: Path, given: Collection[tuple[str, str]] = ()) -> tuple[BaseRecipe, Sweep]:
     """Read the recipe and the search space of an earlier sweep.
+
+    Args:
+        path: The sweep's folder.
+        given: `BaseRecipe.given_keys` of a new sweep's recipe. Not used once the sweep has recorded its data: by then, all
+            values are decided.
 
     Raises:
         RunDirectoryError: The folder is not that of a sweep.
@@ -140,7 +145,9 @@ def reopen(path: Path) -> tuple[BaseRecipe, Sweep]:
         )
     for file in inputs:
         check_stored(file)
-    return read_recipe(str(inputs[0])), read_sweep(str(inputs[1]))
+    recipe = read_recipe(str(inputs[0]))
+    recipe = recipe if RunDirectory(path).is_recorded() else recipe.with_given_keys(given)
+    return recipe, read_sweep(str(inputs[1]))
 
 
 def check(recipe: BaseRecipe, sweep: Sweep) -> Space:
@@ -213,6 +220,8 @@ def _run(
         shared = experiment_of(recipe).trials
         _require_shared(recipe, shared, backend.cluster, directory)
         with _trial_backend(shared, backend, resources, reporter, folder) as trial_backend:
+            recipe, _ = reopen(directory)  # with what was decided from the data, as a resumed sweep reads it
+            shared = experiment_of(recipe).trials
             try:
                 trained = shared.recipe(resources.cpus, resources.gpus)
                 context = TrialContext(trained, store / _TRIALS, trial_backend)

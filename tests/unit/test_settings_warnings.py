@@ -20,6 +20,7 @@ from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.preflight import check_embedding
 from distcse.experiments.distillation.tables import embed_corpus
+from distcse.experiments.distillation.trials import DistillationTrials
 from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
@@ -35,12 +36,22 @@ from distcse.experiments.settings_warnings import (
 from distcse.measuring import check_measurement
 from distcse.models import Encoder, TokenizerSpec
 from distcse.plan import main as plan
-from distcse.recipe import FamilyRecipe, Recipe, StorageSection, load_recipe, read_recipe, recipe_yaml, with_values
+from distcse.recipe import (
+    FamilyRecipe,
+    Recipe,
+    StorageSection,
+    load_recipe,
+    read_recipe,
+    read_sweep,
+    recipe_yaml,
+    with_values,
+)
 from distcse.recipe.training import TrainingSection
 from distcse.runs.directory import RunDirectory
 from distcse.storage import resolve_path
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.vector_statistics import SAMPLE, VectorStatistics, table_statistics
+from distcse.tuning.sweep import begin, reopen
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
@@ -449,6 +460,22 @@ def test_a_run_that_ended_before_its_text_was_read_lowers_them_when_it_is_resume
     assert isinstance(stored, Recipe)
     resumed = Distillation(stored).run(LocalBackend(), Reporter(), directory).recipe
     assert (resumed.evaluation.num_heldout, resumed.training.batch_size) == (4, 3)
+
+
+@pytest.mark.parametrize(("given", "expected"), [((), (4, 3)), ((("evaluation", "num_heldout"),), (8, 3))])
+def test_a_sweep_lowers_the_defaults_once_and_a_resumed_one_keeps_them(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, given: tuple[tuple[str, str], ...], expected: tuple[int, int]
+) -> None:
+    (tmp_path / "space.yaml").write_text("parameters:\n  training.lr: {values: [1e-4, 1e-3]}\n")
+    recipe = recipe_with("corpus.limit=40", "evaluation.num_heldout=8").with_given_keys(given)
+    folder = begin(recipe, read_sweep(str(tmp_path / "space.yaml")))
+    stored, _ = reopen(folder, recipe.given_keys)
+    assert isinstance(stored, Recipe) and stored.given_keys == {*given}
+    DistillationTrials(stored).prepare(LocalBackend(), Reporter(), RunDirectory(folder))
+    resumed, _ = reopen(folder)
+    assert isinstance(resumed, Recipe)
+    assert (resumed.evaluation.num_heldout, resumed.training.batch_size) == expected
+    assert fit_to_corpus(resumed, 40, Reporter()) == resumed
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,9 @@ class DistillationTrials(Trials):
 
     def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> SharedTables:
         prepared = PreparedCorpus.prepare(self._recipe, backend, reporter)
+        # Fitted once, for all trials and for best.yaml.
+        if (fitted := fit_to_corpus(self._recipe, prepared.corpus, Reporter())) != self._recipe:
+            sweep.decide(fitted)
         sweep.record(self._recipe.seed, data_fingerprints(self._recipe, prepared.corpus, self.labelled_tasks()))
         require_shared_projection(prepared.recipe, prepared.corpus)  # once, and before the teachers embed
         prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
@@ -126,8 +129,7 @@ class DistillationTrials(Trials):
     def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
         if self._contamination is None:  # all runs train on the same corpus
             corpus = read_corpus(self._recipe, reporter)
-            recipe = fit_to_corpus(self._recipe, corpus, reporter)
-            self._contamination = contamination_of(recipe, corpus, tasks, reporter)
+            self._contamination = contamination_of(self._recipe, corpus, tasks, reporter)
         return self._contamination
 
 
