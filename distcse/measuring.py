@@ -83,6 +83,7 @@ class Measurement:
     def write(self, folder: str | Path) -> list[Path]:
         """Write the pages, evaluation.json, scores.csv and scores.tex into a folder, which is created; return the pages."""
         resolve_path(folder).mkdir(parents=True, exist_ok=True)
+        self.evaluation.write(resolve_path(folder))
         return list(write_pages(self.evaluation, resolve_path(folder)))
 
     def __repr__(self) -> str:

@@ -193,5 +193,5 @@ def _finished(result: Result) -> Run:
         return Run(result, [])
     from distcse.report.page import write_pages  # imports the plotting library, which takes 0.5 s
 
-    folder = result.directory.path
-    return Run(result, write_pages(result.evaluation, folder, read_run(folder)))
+    history = read_run(result.directory.path)
+    return Run(result, write_pages(result.evaluation, result.directory.store, history))

@@ -15,7 +15,7 @@ from pathlib import Path
 from distcse.data import normalized_key
 from distcse.errors import EvaluationResultError
 from distcse.model_source import resolve_model
-from distcse.storage import open_store, sha256, storage_errors, to_uri, write_text_atomic
+from distcse.storage import ArtifactStore, open_store, sha256, to_uri
 
 _FILE = Path("distcse") / "contamination.json"
 _OLD_FILE = Path("distcse") / "exposure.json"
@@ -66,18 +66,16 @@ class Contamination:
             f"punctuation{advice}"
         )
 
-    def write(self, model: Path) -> Contamination:
+    def write(self, model: Path | ArtifactStore) -> Contamination:
         """Add the result to what a model's folder records, such as that of its initial model, and return both."""
-        both = Contamination.of_several([self, Contamination.read(model)])
-        file = model / _FILE
-        with storage_errors(file):
-            file.parent.mkdir(exist_ok=True)
+        store = open_store(model)
+        both = Contamination.of_several([self, Contamination.read(store.path)])
         found = {
             key: {"share": share, **(asdict(both.overlap_counts[key]) if key in both.overlap_counts else {})}
             for key, share in both.overlap.items()
         }
-        write_text_atomic(file, json.dumps(found, indent=2))
-        open_store(model).publish()
+        store.write_part(str(_FILE), json.dumps(found, indent=2))
+        store.publish()
         return both
 
     @classmethod

@@ -13,7 +13,7 @@ from distcse.experiments.experiment import Result
 from distcse.experiments.model_card import ModelCard
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import MEASURES, TITLES, grids, legend, markdown_table
-from distcse.storage import open_store, write_text_atomic
+from distcse.storage import open_store
 
 _NO_MEASUREMENTS = ("dev", "texts")
 """Suites that the hub's metadata leave out: the dev set that chose the model, and agreement with another model on texts."""
@@ -22,13 +22,12 @@ _NO_MEASUREMENTS = ("dev", "texts")
 def write_cards(result: Result) -> None:
     """Write README.md (the card), distcse/recipe.yaml and the card's files into the folder of every model."""
     for card in result.cards:
-        details = card.model / "distcse"
-        details.mkdir(exist_ok=True)
+        model = open_store(card.model, result.directory.store.guard)
+        model.write_part("distcse/recipe.yaml", recipe_yaml(result.recipe))
         for file in card.files:
-            shutil.copyfile(file, details / file.name)
-        write_text_atomic(details / "recipe.yaml", recipe_yaml(result.recipe))
-        write_text_atomic(card.model / "README.md", card_markdown(card, result.evaluation))
-        open_store(card.model).publish()
+            shutil.copyfile(file, card.model / "distcse" / file.name)
+        model.write_part("README.md", card_markdown(card, result.evaluation))
+        model.publish()
 
 
 def card_markdown(card: ModelCard, evaluation: Evaluation | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distcse.evaluation import Evaluation
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore, open_store
 from distcse.tuning.summary import SummaryRow
 
 _NEEDS = r"% Needs \usepackage{booktabs}."
@@ -26,7 +26,7 @@ _SPECIAL |= {sign: f"\\{sign}" for sign in "&%$#_{}"}
 _SPECIAL |= {"→": r"$\rightarrow$", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
 
 
-def write_exports(evaluation: Evaluation, folder: Path) -> None:
+def write_exports(evaluation: Evaluation, folder: Path | ArtifactStore) -> None:
     """Write scores.csv and scores.tex into a folder."""
     store = open_store(folder)
     store.write_text("scores.csv", scores_csv(evaluation))
@@ -53,7 +53,7 @@ def scores_tex(evaluation: Evaluation) -> str:
     return "\n".join([_NEEDS, *(f"% {_escape(line)}" for line in legend(evaluation)), *map(_table, grids(evaluation))])
 
 
-def write_summary(rows: Sequence[SummaryRow], folder: Path) -> None:
+def write_summary(rows: Sequence[SummaryRow], folder: Path | ArtifactStore) -> None:
     """Write a sweep's final runs, averaged over seeds, as summary.csv and summary.tex into a folder."""
     store = open_store(folder)
     store.write_text("summary.csv", summary_csv(rows))

@@ -19,24 +19,23 @@ from distcse.report.history import History
 from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
 from distcse.report.plots import colour_of, pictures
 from distcse.report.published import find_published
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore, open_store
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")
 
 
-def write_pages(evaluation: Evaluation, folder: Path, history: History | None = None) -> list[Path]:
-    """Write evaluation.json, scores.csv, scores.tex and the pages into a folder; return the paths of the two pages."""
-    evaluation.write(folder)
+def write_pages(evaluation: Evaluation, folder: Path | ArtifactStore, history: History | None = None) -> list[Path]:
+    """Write scores.csv, scores.tex and the pages into a folder; return the paths of the two pages."""
     write_exports(evaluation, folder)
     return write_page_files(folder, html(evaluation, history), markdown(evaluation, history))
 
 
-def write_page_files(folder: Path, page: str, text: str) -> list[Path]:
+def write_page_files(folder: Path | ArtifactStore, page: str, text: str) -> list[Path]:
     """Write report.html and report.md, each atomically, and return their paths."""
     store = open_store(folder)
     store.write_text("report.html", page)
     store.write_text("report.md", text)
-    return [folder / "report.html", folder / "report.md"]
+    return [store.path / "report.html", store.path / "report.md"]
 
 
 def html(evaluation: Evaluation, history: History | None = None) -> str:

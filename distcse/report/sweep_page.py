@@ -26,10 +26,10 @@ def write_sweep_pages(result: SweepResult) -> list[Path]:
     page = environment(escape=True).get_template("sweep.html").render(**content, pictures=drawn)
     text = environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n"
     if result.evaluation is not None:
-        write_exports(result.evaluation, result.directory)
+        write_exports(result.evaluation, result.store)
     if rows := rows_of(result):
-        write_summary(rows, result.directory)
-    return write_page_files(result.directory, page, text)
+        write_summary(rows, result.store)
+    return write_page_files(result.store, page, text)
 
 
 def rows_of(result: SweepResult) -> list[SummaryRow]:

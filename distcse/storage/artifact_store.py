@@ -93,6 +93,12 @@ class ArtifactStore(ABC):
         with self.write(name) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
+    def write_part(self, name: str, text: str) -> None:
+        """Write a local text file of the folder as `write` does; `publish` stores it with the other files."""
+        self._create_parents(name)
+        with atomic_write(self.path / name, self._check_here) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
     def append_line(self, name: str, line: str) -> None:
         """Append a line to a local text file, which only `upload` stores. A crash may leave a part of the line."""
         self._check_here()

@@ -153,19 +153,19 @@ def kept_share(joined: NDArray[np.float32], projection: NDArray[np.float32]) -> 
     return float(np.corrcoef(before, after)[0, 1] ** 2)
 
 
-def write_projection(projection: NDArray[np.float32], key: str, file: Path, kept: float) -> None:
+def write_projection(projection: NDArray[np.float32], key: str, file: ArtifactStore, kept: float) -> None:
     """Store a (D, d) projection, which also maps new teacher vectors into the student's space.
 
     Args:
         projection: The projection.
         key: `TargetSpec.key` of what it was fitted to.
         kept: Its `kept_share`.
-        file: Path of the safetensors file.
+        file: The safetensors file.
 
     Raises:
         StorageWriteError: The file cannot be written.
     """
-    with open_store(file.parent).write(file.name) as temporary:
+    with file.parent.write(file.name) as temporary:
         stored = np.ascontiguousarray(projection)
         save_file(
             {_NAME: stored},
@@ -174,21 +174,21 @@ def write_projection(projection: NDArray[np.float32], key: str, file: Path, kept
         )
 
 
-def copy_projection(run: str, key: str, dimension: int, file: Path) -> None:
+def copy_projection(run: str, key: str, dimension: int, file: ArtifactStore) -> None:
     """Store another run's projection as a run's, so that both students' vectors lie in one space.
 
     Args:
         run: The other run's folder, or its address in object storage.
         key: `TargetSpec.key` of this run.
         dimension: The student's.
-        file: Path of this run's file.
+        file: This run's file.
 
     Raises:
         InvalidValueError: The other run has no projection, or one of other tables, weights or width.
         EmbeddingTableError: It is damaged.
     """
     other = find_projection(run, key, dimension)
-    with open_store(file.parent).write(file.name) as temporary:
+    with file.parent.write(file.name) as temporary:
         shutil.copyfile(other, temporary)
 
 

@@ -68,7 +68,7 @@ def measure(
             continue
         contamination = trials.contamination(run_folder, tasks, reporter)
         for name, (model, section) in models.items():
-            contamination.write(model)
+            contamination.write(open_store(model, folder.guard))
             found.append((f"{title}, {name}" if name else title, model, section))
     if not found:
         return FinalScores(None)

@@ -63,6 +63,8 @@ class SweepResult:
     recipe: BaseRecipe
     sweep: Sweep
     directory: Path
+    store: ArtifactStore
+    """The directory, guarded by this start's lease."""
     trials: list[Trial]
     best_trial: Trial | None
     """The trial with the best dev score; None if no trial has one."""
@@ -245,7 +247,9 @@ def _run(
         final = measure(shared, final_results, final_runs, recipe.gpu_mode, backend.run_backend, reporter)
         final.write(store, final_runs)
     evaluation, is_stopped = final.evaluation, final.stopped
-    return SweepResult(recipe, sweep, directory, trials, best_trial, final_results, evaluation, is_stopped, result_grid)
+    return SweepResult(
+        recipe, sweep, directory, store, trials, best_trial, final_results, evaluation, is_stopped, result_grid
+    )
 
 
 def _with_precisions(

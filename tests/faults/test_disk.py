@@ -34,7 +34,7 @@ from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.storage import dump_checked_json, load_checked_json, sha256, write_text_atomic
+from distcse.storage import dump_checked_json, load_checked_json, open_store, sha256, write_text_atomic
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
 from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_model_state, load_trainer_state
@@ -260,7 +260,7 @@ RECORDS = (
     Record(
         "projection.safetensors",
         lambda folder: write_projection(
-            np.ones((4, 2), dtype=np.float32), "key", folder / "projection.safetensors", 1.0
+            np.ones((4, 2), dtype=np.float32), "key", open_store(folder) / "projection.safetensors", 1.0
         ),
         lambda folder: read_projection(folder / "projection.safetensors"),
         EmbeddingTableError,
@@ -357,7 +357,7 @@ def write_labels(folder: Path, step: int) -> None:
         lambda folder, step: write_text_atomic(folder / "report.html", f"{step}" * 10_000),
         write_pairs,
         lambda folder, step: write_projection(
-            np.full((99, 99), step, np.float32), "key", folder / "p.safetensors", 1.0
+            np.full((99, 99), step, np.float32), "key", open_store(folder) / "p.safetensors", 1.0
         ),
     ],
     ids=["checkpoint", "table", "corpus", "labels", "report", "pairs", "projection"],

@@ -186,7 +186,9 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, tm
     narrow = tmp_path / "narrow"
     narrow.mkdir()
     assert spec.targets is not None
-    write_projection(np.eye(64, 16, dtype=np.float32), spec.targets.key, narrow / "projection.safetensors", 1.0)
+    write_projection(
+        np.eye(64, 16, dtype=np.float32), spec.targets.key, open_store(narrow) / "projection.safetensors", 1.0
+    )
     with fails_with(InvalidValueError, "objective.regression.projection", "16 dimensions", "32"):
         make_spec(recipe_with(*ONTO_ALL, f"objective.regression.projection={narrow}"))
     with fails_with(InvalidValueError, "objective.regression.projection", str(tmp_path), "no projection.safetensors"):

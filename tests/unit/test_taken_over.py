@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from distcse.errors import DistcseError
-from distcse.evaluation import Evaluation, Tasks
+from distcse.evaluation import Contamination, Evaluation, Tasks
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import DeviceCall
 from distcse.experiments.local_backend import LocalBackend
@@ -33,9 +33,11 @@ from distcse.experiments.mutual.stored_costs import StoredCosts
 from distcse.experiments.stoppable_evaluation import FinalScores, measure_models
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import Recipe, read_sweep
+from distcse.report.page import write_page_files
 from distcse.runs.directory import RunDirectory, check_stored, recorded
 from distcse.runs.lease import Lease
 from distcse.storage import open_store
+from distcse.teachers.targets import has_projection, write_projection
 from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_trainer_state, load_weights
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trials
@@ -128,7 +130,11 @@ def write_run(job: Job, start: int) -> None:
         calls = [DeviceCall[float](f"model {number}", lambda reporter: 1.0) for number in range(2)]
         results = measure_models(calls, Tasks(), [], directory.store, LocalBackend(), DeviceOptions(), Reporter())
         assert results == [1.0, 1.0] or start == 1
+        write_projection(np.eye(2, dtype=np.float32), "key", directory.store / "projection.safetensors", 1.0)
+        directory.model.mkdir(exist_ok=True)
+        Contamination({"set": 0.5}).write(directory.store / "model")
         FinalScores(EVALUATION).write(directory.store)
+        write_page_files(directory.store, "<html>", "#")
         directory.store_events()
 
 
@@ -137,6 +143,9 @@ def check_run(job: Job) -> None:
     assert directory is not None and recorded(job.run)["data"] == {"corpus": "content"}
     check_stored(job.run / "recipe.yaml")
     assert Evaluation.read(job.run / "evaluation.json").base == "student"
+    assert Contamination.read(job.run / "model").overlap == {"set": 0.5} and has_projection(
+        open_store(job.run / "projection.safetensors"), "key"
+    )
     assert all(json.loads(line) for line in (job.run / "events.jsonl").read_text().splitlines())
 
 

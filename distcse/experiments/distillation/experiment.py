@@ -51,7 +51,7 @@ from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.tracking import Tracking, track_run
@@ -214,15 +214,16 @@ def _export(
     recipe: Recipe, student: EncoderHandle, directory: RunDirectory, backend: Backend, reporter: Reporter
 ) -> None:
     """Save the trained student in the run's folder, with its initial model's contamination, also after a stop request."""
+    model = directory.store / directory.model.name
     call = DeviceCall(
         "export of the student",
-        partial(_save, student, directory.store / directory.model.name),
+        partial(_save, student, model),
         model_memory(recipe.student.backbone),
     )
     options = device_options(recipe, directory.path, uses_gpu=False)
     backend.run_on_devices([call], options, Reporter(reporter.emit))
-    open_store(directory.model).fetch_folder()
-    Contamination.of_model(recipe.student.backbone).write(directory.model)
+    model.fetch_folder()
+    Contamination.of_model(recipe.student.backbone).write(model)
 
 
 def _save(student: EncoderHandle, model: ArtifactStore, reporter: Reporter) -> None:

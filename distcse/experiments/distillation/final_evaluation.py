@@ -50,6 +50,7 @@ from distcse.losses import mix_lists
 from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
 from distcse.runs.directory import RunDirectory
+from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher import Embedder
 from distcse.teachers.teacher_weights import TeacherWeights
@@ -142,7 +143,9 @@ def final_scores(
         return FinalScores(None)
     started_at = time.perf_counter()
     contamination = contamination_of(recipe, corpus, labelled, reporter)
-    seen = {each.name: contamination.write(each.trained) for each in students if each.trained is not None}
+    guard = run.store.guard
+    trained = {each.name: open_store(each.trained, guard) for each in students if each.trained is not None}
+    seen = {name: contamination.write(model) for name, model in trained.items()}
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
     if "docstring_retrieval" in selected:
         tasks.tasks.append(_docstring_task(recipe))

@@ -137,7 +137,7 @@ class PreparedCorpus:
             RunDirectory(run, lease).record_checksum("neighbors", knn_graph_checksum(neighbors))
         if chosen := recipe.objective.vector_teachers(len(tables)):
             selected = _select_tables(tables, chosen)
-            targets = self._target_spec(selected, [alphas[number] for number in chosen], run, backend, reporter)
+            targets = self._target_spec(selected, [alphas[number] for number in chosen], run, lease, backend, reporter)
         return TrainSpec(
             recipe,
             open_store(run),
@@ -178,6 +178,7 @@ class PreparedCorpus:
         tables: Sequence[EmbeddingTable],
         alphas: Sequence[float],
         run: Path,
+        lease: Lease | None,
         backend: Backend,
         reporter: Reporter,
     ) -> TargetSpec:
@@ -187,8 +188,8 @@ class PreparedCorpus:
         """
         objective = self.recipe.objective
         spec = TargetSpec([table.location for table in tables], alphas)
-        directory = RunDirectory(run)
-        file = open_store(directory.projection)
+        directory = RunDirectory(run, lease)
+        file = directory.store / directory.projection.name
         if has_projection(file, spec.key):
             return replace(spec, projection=file)
         call = DeviceCall(
@@ -232,7 +233,7 @@ def _fit_projection(
         Whether the targets need the projection.
     """
     if other_run is not None:
-        copy_projection(other_run, spec.key, initial.get().dimension, file.path)
+        copy_projection(other_run, spec.key, initial.get().dimension, file)
         return True
     encoder, corpus, targets = initial.get(), Corpus.open(prepared.path), spec.open()
     if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
@@ -246,7 +247,7 @@ def _fit_projection(
         on_progress=partial(reporter.advance, "targets", total=len(align_rows), unit="sentences encoded"),
     )
     projection = fit_projection(joined[:fitted], joined[: len(align_rows)], vectors)
-    write_projection(projection, spec.key, file.path, kept_share(joined[fitted:], projection))
+    write_projection(projection, spec.key, file, kept_share(joined[fitted:], projection))
     return True
 
 

@@ -76,8 +76,8 @@ def _measure(
         rank_method=section.rank_method,
         on_progress=partial(reporter.advance, _NAME, total=len(texts), unit="references encoded"),
     )
-    ranker.save(folder.path)
-    contamination.write(folder.path)
+    ranker.save(folder)
+    contamination.write(folder)
     candidate = make_candidate(_NAME, str(folder), ranker, contamination, precision, reporting(reporter, _NAME))
     results = measure_model(candidate, tasks, reporter)
     return (replace(results, vectors=None),)  # its vectors are the student's

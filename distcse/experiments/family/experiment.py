@@ -81,7 +81,7 @@ class Family(Experiment[FamilyRecipe]):
             joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here))
             joined.enter_context(joined_for_devices(backend.cluster))
             recipe = with_member_layers(self.recipe, backend, reporter)  # before the folder is made
-            directory, _, logged = joined.enter_context(open_run(self, backend, reporter, directory))
+            directory, lease, logged = joined.enter_context(open_run(self, backend, reporter, directory))
             recipe = with_precisions(recipe, backend.cluster, logged)
             largest, cluster = recipe.student_recipe(recipe.largest_first[0]), backend.cluster
             with waited_for_nodes(cluster, largest, least_requests(largest), logged):
@@ -91,7 +91,7 @@ class Family(Experiment[FamilyRecipe]):
                 if recipe != self.recipe:
                     directory.decide(recipe)
                 directory.record(recipe.seed, data_fingerprints(recipe, prepared.corpus, labelled))
-                is_projected = prepare_targets(prepared, directory, backend, logged)
+                is_projected = prepare_targets(prepared, directory, lease, backend, logged)
             recipes = [member_recipe(recipe, member, directory, is_projected) for member in recipe.largest_first]
             if plan_side_by_side(recipe, backend.cluster, logged):
                 results = train_side_by_side(recipe, recipes, directory, backend, logged)

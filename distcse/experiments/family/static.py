@@ -127,7 +127,7 @@ def _train(
         on_step=partial(reporter.check_stop, "in the training of a static student"),
     )
     trained.save(out)
-    Contamination.read(largest.path).write(out.path)
+    Contamination.read(largest.path).write(out)
     reporter.emit(
         StageProgress("static", len(rows), len(rows), "sentences", finished=True, note="trained by model2vec")
     )

@@ -23,6 +23,7 @@ from distcse.placement.cluster import Cluster
 from distcse.placement.devices import DeviceOptions, OwnNode, plan_devices
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
 from distcse.runs.directory import RunDirectory
+from distcse.runs.lease import Lease
 from distcse.storage import to_uri
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
@@ -32,7 +33,9 @@ _TRAINING_MEMORY = 2 * GIB
 """Memory of a process that trains a student, in addition to that of one that encodes with it."""
 
 
-def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: Backend, reporter: Reporter) -> bool:
+def prepare_targets(
+    prepared: PreparedCorpus, directory: RunDirectory, lease: Lease, backend: Backend, reporter: Reporter
+) -> bool:
     """Complete the teachers' tables, and fit in the family's folder the projection that puts all students into one space.
 
     It is rotated towards the vectors of the largest student before training, or copied from the run that the recipe names.
@@ -40,6 +43,7 @@ def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: 
     Args:
         prepared: The corpus of the largest student's recipe.
         directory: The family's run.
+        lease: Lease on it.
         backend: Where the teachers embed.
         reporter: Receives progress.
 
@@ -50,7 +54,7 @@ def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: 
     with joined_for_run(prepared.recipe, backend.cluster, directory.path):
         reporter = backend.metered(reporter, directory.path.name)
         tables = prepared.tables(backend, reporter)
-        targets = prepared.spec(directory.path, tables, backend, reporter).targets
+        targets = prepared.spec(directory.path, tables, backend, reporter, lease).targets
     return targets is not None and targets.projection is not None
 
 

@@ -160,7 +160,8 @@ def final_scores(
     }
     for model in best:
         start = groups[model.group].backbone
-        (Contamination.of_model(start) if model.is_start else seen[model.group, model.kind]).write(model.model)
+        found = Contamination.of_model(start) if model.is_start else seen[model.group, model.kind]
+        found.write(open_store(model.model, run.store.guard))
     if not tasks.tasks:
         return FinalScores(None)
     if number := len(contamination.overlap):
