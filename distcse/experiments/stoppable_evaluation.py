@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation import Evaluation, ModelResults, Tasks, compare_models
@@ -16,6 +16,7 @@ from distcse.experiments.backend import Backend, DeviceCall
 from distcse.placement.devices import DeviceOptions
 from distcse.storage import ArtifactStore, content_key
 
+P = ParamSpec("P")
 _FOLDER = "evaluation"
 
 
@@ -40,6 +41,19 @@ class FinalScores:
         self.evaluation.write(run)
         if not self.stopped:
             delete_results(results or run)
+
+
+def stoppable(evaluate: Callable[P, FinalScores]) -> Callable[P, FinalScores]:
+    """Make a final evaluation return no scores where a stop ends its preparation, so that the run ends with its models."""
+
+    @wraps(evaluate)
+    def evaluated(*args: P.args, **kwargs: P.kwargs) -> FinalScores:
+        try:
+            return evaluate(*args, **kwargs)
+        except StoppedEarlyError:
+            return FinalScores(None, stopped=True)
+
+    return evaluated
 
 
 def measure_models(

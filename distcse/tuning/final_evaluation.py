@@ -20,7 +20,7 @@ from distcse.evaluation import (
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
-from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
+from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.experiments.trials import Trials
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import TrainedSection
@@ -30,6 +30,7 @@ from distcse.tuning.records import Trial
 from distcse.tuning.summary import BEST, variant_of
 
 
+@stoppable
 def measure(
     trials: Trials,
     runs: Sequence[Trial],

@@ -120,21 +120,36 @@ def test_a_static_student_needs_model2vec(file: Path, monkeypatch: pytest.Monkey
     assert not list((tmp_path / "runs").glob("*"))
 
 
-@pytest.mark.parametrize("stop_in", ["wide", "1-layer"])
-def test_a_stopped_family_resumes_to_the_same_weights(file: Path, stop_in: str) -> None:
+@pytest.mark.parametrize(
+    ("stop_in", "stop_at", "side_by_side", "models"),
+    [
+        ("wide", StepReport, False, 1),
+        pytest.param("wide", StepReport, True, 1, marks=pytest.mark.slow),
+        ("1-layer", StepReport, False, 2),
+        pytest.param("1-layer", LogMessage, False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_family_resumes_to_the_same_weights(
+    file: Path, stop_in: str, stop_at: type, side_by_side: bool, models: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A student that took no step counts as not begun."""
+    monkeypatch.setattr("distcse.experiments.family.experiment.plan_side_by_side", lambda *arguments: side_by_side)
     whole = distcse.run(str(file), FAMILY, listen=lambda event: None)
-    seen: list[str] = []
+    seen: list[tuple[str, type]] = []
 
     def listen(event: Event) -> None:
-        if isinstance(event, GroupEvent) and isinstance(event.event, StepReport):
-            seen.append(event.group)
+        if isinstance(event, GroupEvent):
+            seen.append((event.group, type(event.event)))
 
-    stopped = distcse.run(str(file), FAMILY, listen=listen, stop_requested=lambda: stop_in in seen)
-    assert stopped.interrupted and len(stopped.models) == (1 if stop_in == "wide" else 2)
+    stopped = distcse.run(str(file), FAMILY, listen=listen, stop_requested=lambda: (stop_in, stop_at) in seen)
+    assert stopped.interrupted and len(stopped.models) == models
+    assert all((model / "README.md").is_file() for model in stopped.models.values())
     seen.clear()
     resumed = distcse.resume(stopped.directory, listen=listen)
     assert not resumed.interrupted and resumed.scores is not None
-    assert set(seen) == ({"wide", "1-layer"} if stop_in == "wide" else {"1-layer"})
+    assert {group for group, kind in seen if kind is StepReport} == (
+        {"wide", "1-layer"} if stop_in == "wide" else {"1-layer"}
+    )
     for name in ("wide", "1-layer"):
         assert_equal_weights(*(weights_of(each.directory / "members" / name) for each in (whole, resumed)))
     with pytest.raises(FrozenKeyError):

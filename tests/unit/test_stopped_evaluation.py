@@ -103,6 +103,16 @@ def test_a_stop_before_there_is_a_score_leaves_all_out(recipe_with: MakeRecipe, 
     assert not done.interrupted and done.scores is not None
 
 
+def test_a_stop_before_the_first_model_keeps_the_student(recipe_with: MakeRecipe, labelled: Path) -> None:
+    """While its training text is compared with the labelled sets."""
+    recipe = recipe_with(*SHORT, f"evaluation.data={labelled}", "evaluation.final_suites=[sts]")
+    runs = Path(recipe.storage.runs)
+    stopped = distcse.run(recipe, listen=lambda event: None, stop_requested=lambda: any(runs.glob("*/model")))
+    assert stopped.interrupted and stopped.scores is None and (stopped.model / "README.md").is_file()
+    done = distcse.resume(stopped.directory, listen=lambda event: None)
+    assert not done.interrupted and done.scores is not None
+
+
 def test_damaged_results_are_measured_again(recipe_with: MakeRecipe) -> None:
     stop = StopAt("teacher 1")
     stopped = distcse.run(recipe_with(*SHORT), listen=stop.listen, stop_requested=stop.stop_requested)

@@ -275,7 +275,13 @@ def train_static(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
     recipe, _ = corpus_of(*VECTORS, "training.max_steps=2", "training.batch_size=8")
     (tmp / "student.yaml").write_text(recipe_yaml(recipe))
     family = read_recipe(str(tmp / "student.yaml"), ["family=[{layers: 2}, {static: true}]"])
-    return lambda reporter: experiment_of(family).run(LocalBackend(), reporter)
+
+    def train(reporter: Reporter) -> None:
+        done = experiment_of(family).run(LocalBackend(), reporter)
+        assert done.interrupted and list(done.models) == ["2-layers"]
+        raise StoppedEarlyError("as a result")
+
+    return train
 
 
 def measure_models(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
@@ -441,6 +447,7 @@ ASKS = {
     "experiments/distillation/tables:_verifying": _PASS,
     "experiments/distillation/tokens:prepare_tokens": _RUN,
     "experiments/distillation/tokens:_write_part": _PASS,
+    "experiments/family/experiment:Family.run": "as static:_train",
     "experiments/family/static:_train": _PASS,
     "experiments/local_backend:LocalBackend.run_on_devices": _EVALUATION,
     "experiments/mutual/final_evaluation:contamination_of": "as the other contamination_of",

@@ -45,7 +45,7 @@ from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.rank_inference import rank_inference_call
-from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
+from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.losses import mix_lists
 from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
 from distcse.recipe import Recipe, TeacherSection, decided
@@ -112,6 +112,7 @@ class ScoredStudent:
     """Folder of the trained student; None before training."""
 
 
+@stoppable
 def final_scores(
     recipe: Recipe,
     corpus: Corpus,

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from distcse.device import DeviceSpeed
+from distcse.errors import StoppedEarlyError
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.experiment import Distillation, load_trained
@@ -102,14 +103,16 @@ class Family(Experiment[FamilyRecipe]):
                 directory.store_events()
                 return FamilyResult(recipe, directory, students, {}, None, interrupted=True)
             static: dict[str, Path] = {}
-            for member in recipe.static_members:
-                if logged.stop_requested():
-                    directory.store_events()
-                    return FamilyResult(recipe, directory, students, static, None, interrupted=True)
-                reports = logged.of_group(member.label)
-                static[member.label] = train_static(
-                    recipe, member, results[0], prepared.corpus, directory, backend, reports
-                )
+            try:
+                for member in recipe.static_members:
+                    logged.check_stop(f"before {member.label}")
+                    reports = logged.of_group(member.label)
+                    static[member.label] = train_static(
+                        recipe, member, results[0], prepared.corpus, directory, backend, reports
+                    )
+            except StoppedEarlyError:
+                directory.store_events()
+                return FamilyResult(recipe, directory, students, static, None, interrupted=True)
             scored = [
                 ScoredStudent(
                     name,

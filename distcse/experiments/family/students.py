@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from distcse.data import Corpus
+from distcse.errors import StoppedEarlyError
 from distcse.events import Event, GroupEvent, LogMessage, Reporter
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.devices import model_memory
@@ -86,13 +87,16 @@ def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporte
         reporter: Receives each student's events, as those of a group.
 
     Returns:
-        Their results, in their order. After a stop request, the last one is interrupted, and later students have none.
+        Their results, in their order. After a stop request, the last one may be interrupted, and later students have none.
     """
     results: list[DistillationResult] = []
     for recipe in recipes:
         reports = reporter.of_group(recipe.name)
         begun, student = _reopened(recipe)
-        results.append(student.run(backend, reports, begun))
+        try:
+            results.append(student.run(backend, reports, begun))
+        except StoppedEarlyError:  # before its first step: it has no model
+            break
         _warn_of_start(results[-1], reports)
         if results[-1].interrupted:
             break
@@ -140,7 +144,7 @@ def train_side_by_side(
         reporter: Receives each student's events, as those of a group.
 
     Returns:
-        Results of the students that were begun, in their order. After a stop request, they may be interrupted.
+        Results of the students that took a step, in their order. After a stop request, they may be interrupted.
     """
     with ExitStack() as scope:
         runs: dict[str, OpenDistillation] = {}
@@ -165,7 +169,11 @@ def train_side_by_side(
         ]
         options = _options(recipe, backend.cluster, directory.path)
         trained = backend.run_on_devices(calls, options, Reporter(report, reporter.stop_requested))
-        results = [run.end(result) for run, result in zip(runs.values(), trained, strict=True) if result is not None]
+        results = []
+        for run, trained_student in zip(runs.values(), trained, strict=True):
+            if trained_student is not None:
+                with suppress(StoppedEarlyError):  # before its first step: it has no model
+                    results.append(run.end(trained_student))
         for result in results:
             _warn_of_start(result, reporter.of_group(result.recipe.name))
     return results

@@ -40,7 +40,7 @@ from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.experiments.mutual.result import Best
-from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models
+from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import KINDS, GroupSection, MutualRecipe, decided
 from distcse.runs.directory import RunDirectory
@@ -120,6 +120,7 @@ def unlabelled_tasks(recipe: MutualRecipe, pairs: Pairs, reference: str) -> Task
     return found
 
 
+@stoppable
 def final_scores(
     recipe: MutualRecipe,
     tasks: Tasks,
