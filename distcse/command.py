@@ -21,7 +21,9 @@ from distcse.compat.argparse import actions_of
 from distcse.errors import CommandLineError, DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
 from distcse.spelling import PATHS_BY_NAME, nearest
 
-NO_GAIN, INTERRUPTED = 3, 130
+NO_GAIN = 3
+"""Exit status of a command of which no model is better than its start."""
+INTERRUPTED = 130
 """Exit status of a command that was asked to stop."""
 _NO_READER = 141
 """Exit status of a command whose output nobody reads any more: what shells report for SIGPIPE."""
@@ -172,8 +174,8 @@ class ErrorStatus:
     """
 
     status = 0
-    """1 for a failure, 2 for a mistake in the recipe or the arguments, 130 for a stop without a new checkpoint, 141 if nobody
-    read the output."""
+    """Exit status by the error alone, 0 without one: 1 for a failure, 2 for a mistake in the recipe or the arguments, 130 for a
+    stop without a new checkpoint, 141 if nobody read the output. `NO_GAIN` is a command's own result."""
 
     def __init__(self, kept: str, as_json: bool = False) -> None:
         self._kept = kept

@@ -150,7 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--texts",
         type=Path,
         metavar="FILE",
-        help="texts of yours without labels, a text per line: agreement with the model called teacher, or else with the first, "
+        help="your own texts without labels, one per line: agreement with the model called teacher, or else with the first, "
         "neighbors kept, and speed",
     )
     parser.add_argument(

@@ -73,7 +73,7 @@ class Run:
 
     @property
     def improved(self) -> bool:
-        """Whether a model has a better dev score than its start; also True without dev scores, which nothing denies."""
+        """Whether a model has a better dev score than its start; True without dev scores."""
         return not self.models or len(self.result.unchanged) < len(self.models)
 
     @property

@@ -19,7 +19,7 @@ def fix_of_hub_error(error: BaseException, without_network: str, access: str = "
         without_network: What to do without a network, such as `write a local folder`.
         access: What a token is needed for.
     """
-    chain = list(_chain(error))
+    chain = list(causes(error))
     kinds = {kind.__name__ for each in chain for kind in type(each).__mro__}
     statuses = [getattr(getattr(each, "response", None), "status_code", None) for each in chain]
     status = next((status for status in statuses if isinstance(status, int)), 0)
@@ -41,7 +41,8 @@ def fix_of_hub_error(error: BaseException, without_network: str, access: str = "
     return ""
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what caused it, the first cause last; also what `raise … from None` hides, as `datasets` has it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.compat.datasets import is_packaged_reader, split_fingerprint
-from distcse.compat.hub_client import fix_of_hub_error
+from distcse.compat.hub_client import causes, fix_of_hub_error
 from distcse.data.readers import Row, clean, describe_missing_column
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
@@ -117,9 +117,7 @@ def _select_split(loaded: Any, section: CorpusSection) -> Any:
 
 def _reason(error: BaseException) -> str:
     """Describe an error and what caused it: `datasets` says in the cause alone which file is malformed, and how."""
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
+    chain = list(causes(error))
     ends = chain if len(chain) < 3 else (chain[0], chain[-1])
     message = ", because ".join(f"{type(each).__name__}: {' '.join(str(each).split())[:300]}" for each in ends)
     fix = fix_of_hub_error(error, "write corpus.dataset=FOLDER or corpus.path=FILE", "a private data set")

@@ -45,13 +45,8 @@ class Limits:
 
     def allow(self, model: ModelInfo) -> bool:
         """Return whether a model keeps the limits; one whose time or size was not measured, such as an ensemble, does not."""
-        is_fast = self.ms is None or (model.latency_ms is not None and _keeps(model.latency_ms, self.ms))
-        return is_fast and (self.mb is None or (model.size_bytes > 0 and _keeps(model.size_bytes / 1e6, self.mb)))
-
-
-def _keeps(value: float, limit: float) -> bool:
-    """Return whether a value keeps a limit, which may be the figure that tables show, with one decimal."""
-    return value <= limit or round(value, 1) == limit
+        is_fast = self.ms is None or (model.latency_ms is not None and model.latency_ms <= self.ms)
+        return is_fast and (self.mb is None or (model.size_bytes > 0 and model.size_bytes / 1e6 <= self.mb))
 
 
 NO_LIMITS = Limits()

@@ -3,8 +3,7 @@
 Needs the extra `mteb`. Any of MTEB's tasks accepts a student:
 
     import mteb
-    from distcse.models import Encoder, model_fingerprint
-from distcse.models.prompts import is_template
+    from distcse.models import Encoder
     from distcse.evaluation.mteb import MtebEncoder
 
     mteb.evaluate(MtebEncoder.of(Encoder.load("runs/my-run/model"), "my-student"), mteb.get_tasks(tasks=["STS22.v2"]))
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, EvaluationDependencyError
+from distcse.evaluation.candidates import LoadOptions
 from distcse.evaluation.catalogue import STS, KnownSet
 from distcse.evaluation.contamination import NOTICED_FROM, Contamination
 from distcse.evaluation.evaluation import Candidate
@@ -31,6 +31,7 @@ from distcse.evaluation.tables import find_table, read_table
 from distcse.host import pip_install
 from distcse.models import Encoder, model_fingerprint
 from distcse.models.prompts import is_template
+from distcse.storage import content_key
 
 try:
     import mteb
@@ -134,10 +135,16 @@ def sts_tasks(data: Path) -> list[Any]:
     return tasks
 
 
-def write_results(candidates: Sequence[Candidate], data: Path, out: Path) -> Path:
+def write_results(candidates: Sequence[Candidate], data: Path, out: Path, options: LoadOptions) -> Path:
     """Run MTEB's STS tasks on bi-encoders, write MTEB's result files, and return their folder.
 
     Cross-encoders are skipped, because they have no vectors.
+
+    Args:
+        candidates: The models.
+        data: Folder with the published sets.
+        out: Folder of MTEB's cache.
+        options: How the models were loaded, which is a part of their revisions.
     """
     logging.getLogger("mteb").setLevel(logging.ERROR)  # MTEB warns that the papers' STS-B is superseded
     with warnings.catch_warnings():
@@ -148,7 +155,7 @@ def write_results(candidates: Sequence[Candidate], data: Path, out: Path) -> Pat
                     MtebEncoder(
                         candidate.model,
                         candidate.info.name,
-                        _revision(candidate),
+                        _revision(candidate, options),
                         training_datasets=_trained_on(candidate.contamination, data),
                     ),
                     sts_tasks(data),
@@ -169,11 +176,14 @@ def _trained_on(contamination: Contamination, data: Path) -> set[str] | None:
     return {_TASKS[test.name] for test in pairs if (contamination.overlap_of(test.unique) or 0.0) >= NOTICED_FROM}
 
 
-def _revision(candidate: Candidate) -> str:
+def _revision(candidate: Candidate, options: LoadOptions) -> str:
     if candidate.folder is not None:  # the loaded weights may be in another layout, such as oneDNN's
-        return model_fingerprint(candidate.folder)
-    assert isinstance(candidate.model, VectorModel) and candidate.model.encoder is not None
-    return candidate.model.encoder.fingerprint()
+        model = model_fingerprint(candidate.folder, options.trust_remote_code)
+    else:
+        assert isinstance(candidate.model, VectorModel) and candidate.model.encoder is not None
+        model = candidate.model.encoder.fingerprint()
+    prompt = options.prompt_of(candidate.info.name)
+    return content_key([model, options.pooling, options.max_length, prompt, options.resolved_precision])
 
 
 def _pairs(data: Path, known: KnownSet) -> ScoredPairs | None:

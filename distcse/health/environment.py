@@ -9,7 +9,7 @@ from distcse import host
 from distcse.checks import gib
 from distcse.device import default_device, gpu_count, gpu_module, local_speed
 from distcse.host import installed_version
-from distcse.recipe.validation_errors import is_secret
+from distcse.recipe.section import is_secret
 from distcse.runs.directory import RunDirectory
 
 _PACKAGES = (

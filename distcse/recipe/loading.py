@@ -373,7 +373,7 @@ def _enter(node: Any, key: str, path: str) -> Any:
 
 
 def _index(node: list[Any], key: str, path: str) -> int:
-    """Return the place of an index in a list, which the index after the last extends."""
+    """Return an index of a list as a number; the index after the last appends an empty mapping to the list."""
     if not key.isdecimal() or int(key) > len(node):
         size = len(node)
         raise OverrideError(

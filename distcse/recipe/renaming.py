@@ -17,7 +17,7 @@ import yaml
 
 from distcse.errors import RenamedKeyError
 from distcse.recipe.renamed_keys import RENAMED_KEYS, RENAMED_SWEEP_KEYS, RENAMED_VALUES
-from distcse.recipe.validation_errors import is_secret
+from distcse.recipe.section import is_secret
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,12 @@ Gpus = Annotated[float, Field(ge=0), AfterValidator(_divides_one_gpu)]
 """GPUs of one process."""
 
 
-_SECRET = re.compile(r"key|token|secret|passw|auth|credential|^(sig|code|pwd)", re.IGNORECASE)
-"""Names of a query's parameters whose values are secrets."""
+_SECRET = re.compile(r"key|token|secret|passw|auth$|authori|credential|^(sig|code|pwd)", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the name of a key, variable or query parameter suggests a secret, which messages must not show."""
+    return _SECRET.search(name) is not None
 
 
 def refuse_secrets(url: str, key: str, place: str) -> None:
@@ -50,7 +54,7 @@ def refuse_secrets(url: str, key: str, place: str) -> None:
     """
     server, _, _ = (url.partition("://")[2] or url).partition("/")
     query = url.partition("?")[2]
-    secrets = [name for name, _ in parse_qsl(query, keep_blank_values=True) if _SECRET.search(name)]
+    secrets = [name for name, _ in parse_qsl(query, keep_blank_values=True) if is_secret(name)]
     found = None
     if "@" in server:
         found = "a user's name or password"

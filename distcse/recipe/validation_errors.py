@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 from datetime import date
 from typing import Any, Union, get_args, get_origin
@@ -12,12 +11,10 @@ from pydantic_core import ErrorDetails
 
 from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
 from distcse.recipe.key_paths import moved_path
-from distcse.recipe.section import KeyValueError
+from distcse.recipe.section import KeyValueError, is_secret
 from distcse.spelling import PATHS_BY_NAME, nearest
 
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-_SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
-"""Names of keys whose values are not shown: messages end in logs."""
 _TYPES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -52,11 +49,6 @@ def error_class(invalid: ValidationError, model: type[BaseModel]) -> type[Recipe
     """Return `UnknownKeyError` if all errors of a validation are unknown keys, else `InvalidValueError`."""
     kinds = {error["type"] for error in _one_per_place(invalid.errors(include_url=False), model)}
     return UnknownKeyError if kinds == {"extra_forbidden"} else InvalidValueError
-
-
-def is_secret(key: str) -> bool:
-    """Return whether a key's name suggests a secret, which messages must not show."""
-    return _SECRET.search(key) is not None
 
 
 def _one_per_place(errors: list[ErrorDetails], model: type[BaseModel]) -> list[ErrorDetails]:

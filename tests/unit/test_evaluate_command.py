@@ -316,12 +316,7 @@ def test_the_choice_has_the_best_score_among_the_models_that_keep_the_limits(eva
         assert str(choice).startswith(f"best within {Limits(ms, mb)}: {name}, sts average")
     assert Choice.of(found, Limits()) is None
     shown = replace(found, models=[replace(model, latency_ms=6.04, size_bytes=80_040_000) for model in models])
-    for limits, is_kept in (
-        (Limits(6, 80), True),
-        (Limits(5.9), False),
-        (Limits(6.03), False),
-        (Limits(mb=79.9), False),
-    ):
+    for limits, is_kept in ((Limits(6.04, 80.04), True), (Limits(6), False), (Limits(mb=80), False)):
         assert bool((kept := Choice.of(shown, limits)) and kept.model) == is_kept, limits
     unscored = [
         replace(score, values={"wide": 70.0, "cross": math.nan}) if score.average else score for score in scores
@@ -402,17 +397,16 @@ def test_documents_without_retrieval(
     assert f"[{EvaluationOptionError.code}]" in shown and "--documents" in shown and "--add retrieval=FOLDER" in shown
 
 
-def test_mteb_is_told_which_of_its_tasks_were_in_the_training_text(
+def test_mteb_is_told_which_of_its_tasks_were_in_the_training_text_and_keeps_load_options_apart(
     labelled: Path, tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("mteb")
     from distcse.evaluation.mteb import write_results
 
-    candidate = open_candidate("small", str(tiny()), LoadOptions(pooling="mean", precision="fp32"))
+    options = LoadOptions(pooling="mean", precision="fp32")
+    candidate = open_candidate("small", str(tiny()), options)
     seen = ScoredPairs.of("STS-B", read_table(labelled / "sts" / "stsb" / "test.tsv.gz")).unique
-    for number, (known, expected) in enumerate(
-        [(Contamination({}), None), (Contamination.measure(seen, [seen]), ["STSBenchmark"])]
-    ):
-        write_results([replace(candidate, contamination=known)], labelled, tmp_path / str(number))
-        (meta,) = (tmp_path / str(number)).rglob("model_meta.json")
-        assert json.loads(meta.read_text())["training_datasets"] == expected
+    for known, prompt in [(Contamination({}), ""), (Contamination.measure(seen, [seen]), "query: ")]:
+        write_results([replace(candidate, contamination=known)], labelled, tmp_path, replace(options, prompt=prompt))
+    found = [json.loads(meta.read_text())["training_datasets"] for meta in tmp_path.rglob("model_meta.json")]
+    assert sorted(found, key=str) == [None, ["STSBenchmark"]]

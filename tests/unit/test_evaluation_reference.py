@@ -152,11 +152,11 @@ def test_geometry_and_retrieval_of_stsb(model: VectorModel, sets: dict[str, Scor
 
 def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], data: Path, tmp_path: Path) -> None:
     mteb = pytest.importorskip("mteb")
-    from distcse.evaluation import Candidate, ModelInfo
+    from distcse.evaluation import Candidate, LoadOptions, ModelInfo
     from distcse.evaluation.mteb import write_results
 
     info = ModelInfo("minilm", "x", "bi-encoder", "mean", 256, 22_713_216)
-    folder = write_results([Candidate(info, model)], data, tmp_path)
+    folder = write_results([Candidate(info, model)], data, tmp_path, LoadOptions())
     files = {file.stem: file for file in folder.rglob("*.json") if file.stem != "model_meta"}
     assert set(files) == {"STS12", "STS13", "STS14", "STSBenchmark", "SICK-R"}
     for name, file in files.items():

@@ -187,6 +187,7 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             "teachers.encoders.0.endpoint={url: 'http://x', api_key: sk-hush}",
             "unknown key teachers.encoders.0.endpoint.api_key; ",
         ),
+        ("loggers.passwd=hush", "unknown key loggers.passwd; "),
         ("trainig.lr=3", "unknown key trainig (value {'lr': 3}); did you mean 'training.lr'?"),
         ("tau2=0.1", "unknown key tau2 (value 0.1); did you mean 'objective.rank.tau2'?"),
         ("learning_rate=3", "unknown key learning_rate (value 3); did you mean 'training.lr'?"),

@@ -54,6 +54,7 @@ def test_a_stored_run_contains_no_secret(tmp_path: Path, tiny: Callable[..., Pat
         ({"url": "https://me:SentinelOfMine@host/v1"}, "url"),
         ({"url": "https://host/v1?api-key=SentinelOfMine"}, "url"),
         ({"url": "https://host/v1?SentinelOfMine"}, "url"),
+        ({"url": "https://host/v1?auth=SentinelOfMine"}, "url"),
         ({"url": "me:SentinelOfMine@host/v1"}, "url"),
     ],
 )

@@ -47,7 +47,7 @@ def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
         CorpusTooSmallError: The corpus has too few rows for the held-out rows, the anchors and a batch.
     """
     rows, given = corpus if isinstance(corpus, int) else len(corpus), recipe.given_keys
-    training, evaluation, queue = recipe.training, recipe.evaluation, recipe.objective.queue
+    training, evaluation = recipe.training, recipe.evaluation
     if ("evaluation", "num_heldout") not in given:
         most = max(_FEWEST_HELD_OUT, rows // _ROWS_PER_HELD_OUT)
         evaluation = evaluation.model_copy(update={"num_heldout": min(evaluation.num_heldout, most)})
@@ -59,10 +59,7 @@ def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
             f"{evaluation.num_heldout} to hold out (evaluation.num_heldout), and a batch of {batches[-1]} "
             f"(training.batch_size); add text{', or lower these' if given else ''}"
         )
-    if isinstance(corpus, int):
-        learned = rows - evaluation.num_heldout - (queue.num_anchors if queue else 0)
-    else:
-        learned = len(split_rows(fitted, corpus)[0])
+    learned = _learned_rows(fitted, rows) if isinstance(corpus, int) else len(split_rows(fitted, corpus)[0])
     unlimited = training.model_copy(update={"max_steps": None})
     has_steps = (
         size for size in batches if size <= learned and total_steps(unlimited, learned // size) >= _FEWEST_STEPS
@@ -166,7 +163,11 @@ def sample_texts(corpus: Corpus) -> list[str]:
 
 def planned_steps(recipe: Recipe, rows: int) -> tuple[int, int, int | None]:
     """Return the steps of a run on a number of rows, the steps of an epoch, and `training.max_steps`."""
-    queue = recipe.objective.queue
-    learned = rows - recipe.evaluation.num_heldout - (queue.num_anchors if queue else 0)
-    steps_per_epoch = max(1, learned // recipe.training.batch_size)
+    steps_per_epoch = max(1, _learned_rows(recipe, rows) // recipe.training.batch_size)
     return total_steps(recipe.training, steps_per_epoch), steps_per_epoch, recipe.training.max_steps
+
+
+def _learned_rows(recipe: Recipe, rows: int) -> int:
+    """Return the rows of so many that are trained on: neither held out nor anchors."""
+    queue = recipe.objective.queue
+    return rows - recipe.evaluation.num_heldout - (queue.num_anchors if queue else 0)

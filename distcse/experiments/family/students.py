@@ -97,7 +97,6 @@ def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporte
             results.append(student.run(backend, reports, begun))
         except StoppedEarlyError:  # before its first step: it has no model
             break
-        _warn_of_start(results[-1], reports)
         if results[-1].interrupted:
             break
     return results
@@ -174,8 +173,6 @@ def train_side_by_side(
             if trained_student is not None:
                 with suppress(StoppedEarlyError):  # before its first step: it has no model
                     results.append(run.end(trained_student))
-        for result in results:
-            _warn_of_start(result, reporter.of_group(result.recipe.name))
     return results
 
 
@@ -202,15 +199,3 @@ def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:
     begun, student = RunDirectory.reopen_by_id(recipe)
     assert isinstance(student, Recipe)
     return begun, Distillation(student)
-
-
-def _warn_of_start(student: DistillationResult, reporter: Reporter) -> None:
-    """Warn of a student that is saved as it began, because its vectors are not the targets'."""
-    if student.unchanged:
-        reporter.emit(
-            LogMessage(
-                f"{student.recipe.name} has its best dev score before training, and is saved so: its vectors are not in the "
-                "family's space; train longer, or write evaluation.dev: none, which saves the last weights",
-                warning=True,
-            )
-        )
