@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from distcse.errors import StoppedEarlyError
 
 T = TypeVar("T")
-FOLLOWED = 8192
-"""Items of a stream between two questions: a fraction of a second of reading."""
+CHUNK = 8192
+"""Sentences or pairs that are read between two questions whether to stop: a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Reporter:
     def follow(self, items: Iterable[T], name: str) -> Iterator[T]:
         """Yield the items of a long stream, and end it at a stop request."""
         for done, item in enumerate(items):
-            if done % FOLLOWED == 0:
+            if done % CHUNK == 0:
                 self.check_stop(f"in {name} after {done:,} sentences")
             yield item
 

@@ -10,7 +10,7 @@ from distcse.data.neighbor_batching import Grouping
 from distcse.data.normalized_key import Excluded, normalized_key
 from distcse.data.pair_tokens import PairTokenTable
 from distcse.data.pairs import Pairs
-from distcse.data.sampler import BatchSampler, duplicate_mask, split_held_out
+from distcse.data.sampler import BatchSampler, duplicate_mask
 from distcse.data.token_table import Tokenization, TokenTable, tokenizer_fingerprint
 
 __all__ = [
@@ -27,6 +27,5 @@ __all__ = [
     "duplicate_mask",
     "normalized_key",
     "source_rows",
-    "split_held_out",
     "tokenizer_fingerprint",
 ]

@@ -24,6 +24,7 @@ from distcse.data.row_keys import RowKeys
 from distcse.data.row_set import RowSet
 from distcse.data.sampler import split_held_out
 from distcse.errors import CorpusCacheError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
+from distcse.events import CHUNK
 from distcse.recipe import CorpusSection
 from distcse.storage import Digest, bytes_checksum, checksum, text_checksum, to_uri
 
@@ -31,7 +32,6 @@ FORMAT = 2
 _LABEL = "corpus.json"
 _DOMAINS = "domains.npy"
 _MAX_DOMAINS = 65_535
-CHUNK = 8192
 
 Progress = Callable[[int], None]
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from distcse.data.pairs import Pairs
 from distcse.data.ragged import RaggedRows, RaggedWriter, fetch_label, find_cached, write_cache_folder
 from distcse.data.token_table import id_dtype, tokenizer_fingerprint, tokenizing, truncation_side
+from distcse.events import CHUNK
 from distcse.storage import content_key
 
 FORMAT = 1
 _LABEL = "pair_tokens.json"
-CHUNK = 8192
 
 
 class PairTokenTable:

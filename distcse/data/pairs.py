@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from distcse.data.corpus import Corpus, Progress, write_sentences
 from distcse.data.ragged import RaggedRows, RaggedWriter, fetch_label, load_verified_label, write_cache_folder
 from distcse.errors import CorpusCacheError
+from distcse.events import CHUNK
 from distcse.storage import bytes_checksum, open_store, sha256
 
 _LABEL = "pairs.json"
 _ROWS = "rows.npy"
-CHUNK = 8192
 _DIGEST = np.dtype([("high", np.uint64), ("low", np.uint64)])
 
 PairRows = NDArray[np.integer]

@@ -20,10 +20,10 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from distcse.data.ragged import find_cached, write_cache_folder
+from distcse.events import CHUNK
 from distcse.storage import text_hashes
 
 _LABEL, _KEYS, _ROWS, _UNSORTED = "row_keys.json", "keys.npy", "rows.npy", "unsorted.bin"
-_CHUNK = 8192
 RANGE_ROWS = 2**20
 """Rows of a range, at most about; a million rows' keys and ids take 24 MB."""
 
@@ -151,8 +151,8 @@ def _write_hashes(texts: Texts, rows: int, file: Path) -> NDArray[np.int64]:
     number = _ranges_of(rows)
     counts = np.zeros(number, dtype=np.int64)
     with open(file, "wb") as out:
-        for first in range(0, rows, _CHUNK):
-            hashes = text_hashes(texts(range(first, min(first + _CHUNK, rows))))
+        for first in range(0, rows, CHUNK):
+            hashes = text_hashes(texts(range(first, min(first + CHUNK, rows))))
             out.write(hashes)
             upper = np.frombuffer(hashes, dtype="<u8").reshape(-1, 2)[:, 0]
             counts += np.bincount(_range_numbers(upper, number), minlength=number)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from distcse.data.corpus import Corpus
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
 from distcse.errors import TokenizationError
+from distcse.events import CHUNK
 from distcse.storage import ArtifactStore, content_key, open_store, text_checksum
 
 FORMAT = 2
@@ -32,7 +33,6 @@ PART_ROWS = 1_000_000
 """Rows of a part; half a minute of one thread. A corpus with no more has no parts."""
 _LABEL = "tokens.json"
 _PART = re.compile(r"\d+-\d+")
-CHUNK = 8192
 
 
 @dataclass(frozen=True)

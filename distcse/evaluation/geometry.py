@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -42,6 +43,7 @@ def uniformity(vectors: NDArray[np.floating]) -> float:
 class GeometryTask:
     """Alignment, uniformity and ranking of similar pairs, for one set with gold scores from 0 to 5."""
 
+    content_name: ClassVar[str] = "GeometryTask"
     pairs: ScoredPairs
     suite: str = "geometry"
     pairs_only: bool = False

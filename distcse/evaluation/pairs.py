@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from distcse.evaluation.tasks import TaskResult
 class PairClassificationTask:
     """Area under the ROC curve, times 100, of similarities for labels 0 and 1."""
 
+    content_name: ClassVar[str] = "PairClassificationTask"
     name: str = field(compare=False)
     first: list[str]
     second: list[str]

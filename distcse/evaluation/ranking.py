@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,7 @@ def ndcg(similarities: NDArray[np.floating], gold: NDArray[np.float64]) -> float
 class RankingTask:
     """KCC and NDCG, times 100, over the lists of one set."""
 
+    content_name: ClassVar[str] = "RankingTask"
     pairs: ScoredPairs
     suite: str = "ranking"
     pairs_only: bool = True

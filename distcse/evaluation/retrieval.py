@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ class RetrievalDataset:
         excluded: n indices of the document that is the query itself and is not ranked; None if there is none.
     """
 
+    content_name: ClassVar[str] = "RetrievalDataset"
     queries: list[str]
     documents: list[str]
     relevant: list[dict[int, float]]
@@ -112,6 +114,7 @@ class RetrievalDataset:
 class RetrievalTask:
     """Recall, MRR and NDCG on one dataset."""
 
+    content_name: ClassVar[str] = "RetrievalTask"
     name: str = field(compare=False)
     dataset: RetrievalDataset
     document_model: VectorModel | None = None

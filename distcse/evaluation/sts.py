@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ AGGREGATES: tuple[Aggregate, ...] = ("all", "mean", "wmean")
 class ScoredPairs:
     """Sentence pairs with gold scores, and the subset that each pair is from."""
 
+    content_name: ClassVar[str] = "ScoredPairs"
     name: str = field(compare=False)
     first: list[str]
     second: list[str]
@@ -71,6 +72,7 @@ class StsTask:
         aggregate: Score that tables show first.
     """
 
+    content_name: ClassVar[str] = "StsTask"
     pairs: ScoredPairs
     aggregate: Aggregate = "all"
     suite: str = "sts"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ class TextsTask:
         pairs_only: False leaves out cross-encoders, which take minutes for thousands of pairs.
     """
 
+    content_name: ClassVar[str] = "TextsTask"
     name: str
     texts: list[str]
     reference: str | None = None

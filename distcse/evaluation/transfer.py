@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ class Labelled:
         names: Names of the classes.
     """
 
+    content_name: ClassVar[str] = "Labelled"
     sides: list[list[str]]
     labels: Rows
     names: list[str]
@@ -105,6 +106,7 @@ class TransferTask:
         on_progress: Called with the number of finished fits.
     """
 
+    content_name: ClassVar[str] = "TransferTask"
     name: str = field(compare=False)
     train: Labelled
     dev: Labelled | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from distcse.evaluation.tasks import TaskResult
 class TripletTask:
     """Accuracy, in percent: the share of triplets whose positive is more similar to the anchor; a tie counts as wrong."""
 
+    content_name: ClassVar[str] = "TripletTask"
     name: str = field(compare=False)
     anchors: list[str]
     positives: list[str]

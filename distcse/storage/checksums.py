@@ -61,8 +61,12 @@ def text_checksum(text: str) -> str:
 def content_key(content: Any) -> str:
     """Compute the checksum of a value, the key of whatever depends on it: no other value of these types has the same encoding.
 
+    A dataclass counts by its `content_name`, a class variable, and by the fields that take part in comparisons. So
+    `field(compare=False)` also means: whatever depends on the content doesn't depend on this. Classes and fields can be renamed,
+    and what users have stored is still found; another `content_name`, or other fields or their order, make other keys.
+
     Args:
-        content: Dataclasses (fields that take part in comparisons), mappings, sequences, sets, arrays, texts and numbers.
+        content: Dataclasses with a `content_name`, mappings, sequences, sets, arrays, texts and numbers.
 
     Raises:
         TypeError: It contains a value of another type.
@@ -80,8 +84,8 @@ def _encode(value: Any, digest: Digest) -> None:
     if hasattr(value, "tobytes"):  # a numpy array or number
         digest.update(f"array {value.dtype.str} {value.shape} ".encode() + value.tobytes())
         return
-    if is_dataclass(value):
-        kind, parts = type(value).__name__, [getattr(value, field.name) for field in fields(value) if field.compare]
+    if is_dataclass(value) and isinstance(kind := getattr(value, "content_name", None), str):
+        parts = [getattr(value, field.name) for field in fields(value) if field.compare]
     elif isinstance(value, Mapping):
         kind, parts = "mapping", [part for key in sorted(value) for part in (key, value[key])]
     elif isinstance(value, set | frozenset):

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,7 @@ _MOST_OPEN = 8192
 class TableIdentity:
     """Everything that determines a table's values, and thus its key in the cache."""
 
+    content_name: ClassVar[str] = "TableIdentity"
     model: str
     """Fingerprint of the model's files."""
     corpus: str

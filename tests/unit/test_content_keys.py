@@ -6,10 +6,10 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,6 +37,7 @@ MakeRecipe = Callable[..., Recipe]
 
 @dataclass(frozen=True)
 class Settings:
+    content_name: ClassVar[str] = "settings"
     value: Any
     note: str = field(default="", compare=False)
 
@@ -52,8 +53,11 @@ def test_values_have_one_key_each() -> None:
     assert len(set(keys)) == len(values) and keys == [content_key(value) for value in values]
     assert content_key({"a": 1, "b": 2}) == content_key({"b": 2, "a": 1}) and content_key((1, 2)) == content_key([1, 2])
     assert content_key(Settings(1, "one")) == content_key(Settings(1, "other"))
-    with pytest.raises(TypeError):
-        content_key([object()])
+    renamed = make_dataclass("Renamed", ["value"], namespace={"content_name": "settings"})
+    assert content_key(renamed([1])) == content_key(Settings([1])), "the key of what users have stored"
+    for value in (object(), make_dataclass("Unnamed", ["value"])(1)):
+        with pytest.raises(TypeError):
+            content_key([value])
 
 
 def edit_json(file: Path, **changes: Any) -> None:

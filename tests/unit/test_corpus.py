@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.data import BatchSampler, Corpus, TokenTable, split_held_out
+from distcse.data import BatchSampler, Corpus, TokenTable
 from distcse.data import token_table as tokens_module
 from distcse.data.collate import collate
 from distcse.data.docstrings import docstring_sentences, held_out_documentation
 from distcse.data.hub import read_dataset
 from distcse.data.prose import split_sentences
+from distcse.data.sampler import split_held_out
 from distcse.errors import (
     CorpusCacheError,
     CorpusError,

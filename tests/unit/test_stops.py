@@ -74,7 +74,7 @@ SMALL = {
     "distcse.data.pair_tokens.CHUNK": 16,
     "distcse.data.corpus.CHUNK": 16,
     "distcse.data.pairs.CHUNK": 4,
-    "distcse.events.FOLLOWED": 16,
+    "distcse.events.CHUNK": 16,
     "distcse.teachers.knn.QUERIES": 16,
     "distcse.models.static.TOKENS_PER_BATCH": 16,
     "distcse.experiments.distillation.tokens.PART_ROWS": 100,
