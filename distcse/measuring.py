@@ -122,7 +122,7 @@ def measure(
         data: Folder with the published sets.
         suites: Suites to measure on `data`: sts, transfer, pairs, ranking, geometry, retrieval.
         add: Custom sets: "SUITE[:NAME]=PATH".
-        texts: File of texts without labels, on which the models are compared with that one, and their speed is measured.
+        texts: File of texts without labels, on which the models are also compared, and their speed is measured.
         column: Column of the texts, if the file has columns.
         documents: Model to encode the documents; each retrieval set is measured once more with it.
         mteb: Folder to write MTEB's results of its STS tasks into.

@@ -38,7 +38,9 @@ def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
     if corpus.removed_duplicates:
         skipped += f", {corpus.removed_duplicates:,} that equal an earlier one left out"
     reused = ", reused" if corpus.reused else ""
-    report_finished(reporter, "corpus", len(corpus), f"{len(corpus):,} sentences{skipped}{reused}")
+    report_finished(
+        reporter, "corpus", len(corpus), f"{len(corpus):,} sentence{'' if len(corpus) == 1 else 's'}{skipped}{reused}"
+    )
     return corpus
 
 

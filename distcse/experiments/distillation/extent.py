@@ -168,6 +168,6 @@ def planned_steps(recipe: Recipe, rows: int) -> tuple[int, int, int | None]:
 
 
 def _learned_rows(recipe: Recipe, rows: int) -> int:
-    """Return the rows of so many that are trained on: neither held out nor anchors."""
+    """Return how many of a corpus's rows are trained on: neither held out nor anchors."""
     queue = recipe.objective.queue
     return rows - recipe.evaluation.num_heldout - (queue.num_anchors if queue else 0)
