@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distcse.data import Corpus
 from distcse.events import Reporter
@@ -83,10 +83,12 @@ class LocalBackend:
         return lambda: value
 
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
-        results: list[T] = []
+        results: list[Any] = []
         for call in calls:
-            if not call.returns_on_stop:
-                reporter.check_stop(f"before the {call.name}")
+            if call.returns_on_stop and reporter.stop_requested():
+                results.append(None)
+                continue
+            reporter.check_stop(f"before the {call.name}")
             results.append(call.function(reporter))
             allocator.release_memory()  # training workers may use the same GPU
         return results

@@ -22,6 +22,7 @@ from distcse.errors import (
     EncoderError,
     ProcessLostError,
     RunError,
+    StoppedEarlyError,
     WorkersLostError,
     last_line,
 )
@@ -128,7 +129,7 @@ def _run_trainer(
         nodes: The nodes at the start of the run, those lost since included.
 
     Returns:
-        The result; None if the workers wrote a checkpoint because nodes leave, and others must continue.
+        The result; None if the workers stopped because nodes leave, and others must continue.
     """
     is_elastic = spec.recipe.training.min_workers is not None
     per_worker = resources.per_worker
@@ -181,14 +182,24 @@ def _run_trainer(
         # Not awaited: a second Ctrl-C must not wait for the trainer, which ends with the cluster.
         thread.shutdown(wait=False)
         channel.close()
-    if isinstance(returned, DistcseError):
-        raise returned
     if returned is None:
         raise ProcessLostError(
             f"the run lost its result, which its event channel no longer has; resume it: --resume {spec.run}"
         )
-    result: TrainResult = returned
-    return None if is_pausing and result.interrupted and not reporter.stop_requested() else result
+    return result_unless_paused(returned, is_pausing and not reporter.stop_requested())
+
+
+def result_unless_paused(returned: TrainResult | DistcseError, is_paused: bool) -> TrainResult | None:
+    """Return what the workers returned; None if it is incomplete because they were paused, so that others must continue.
+
+    Raises:
+        DistcseError: The workers returned it.
+    """
+    if isinstance(returned, DistcseError):
+        if is_paused and isinstance(returned, StoppedEarlyError):
+            return None
+        raise returned
+    return None if is_paused and returned.interrupted else returned
 
 
 def _make_trainer(spec: TrainSpec, servers: Any, channel: EventChannel, workers: int, resources: RunResources) -> Any:

@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
-from distcse.errors import StoppedEarlyError
+from distcse.errors import StorageError, StoppedEarlyError
 from distcse.events import LogMessage, Reporter, TrialUpdate
 from distcse.placement.resources import format_resources
 from distcse.placement.waiting import WaitWarning
@@ -119,7 +119,8 @@ def _fit(
     trainable = tune.with_resources(trial, placement(resources))
     listener = TrialListener(context, reporter, resources)
     if _can_restore(folder):
-        tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=False, param_space=space)
+        # Those that storage ended continue; a trial with a record of its end only repeats its scores (see `run_trial`).
+        tuner = tune.Tuner.restore(to_uri(folder), trainable, resume_errored=True, param_space=space)
         set_callbacks(tuner, [listener])
     else:
         tuner = tune.Tuner(
@@ -275,6 +276,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
     def __init__(self, context: TrialContext, reporter: Reporter, resources: TrialResources) -> None:
         self._context, self._reporter, self._resources = context, reporter, resources
         self._wait_warning = WaitWarning(reporter)
+        self._storage_failure: StorageError | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return nothing, since Ray Tune pickles its callbacks; a resumed sweep sets a new listener."""
@@ -293,13 +295,20 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         self.note_end(trial.trial_id, "stopped")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.note_end(trial.trial_id, "failed", _last_error(trial))
+        error = trial.get_pickled_error()
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, StorageError):  # every trial would fail so: the sweep ends, and continues them when resumed
+            self._storage_failure = cause
+        else:
+            self.note_end(trial.trial_id, "failed", _last_error(trial))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         text = f"trial {trial.trial_id} starts again from its last checkpoint: {_last_error(trial)}"
         self._reporter.emit(LogMessage(text, warning=True))
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if self._storage_failure is not None:
+            raise self._storage_failure
         if self._reporter.stop_requested():
             raise StoppedError
         self._warn_of_wait([trial.status for trial in trials])

@@ -12,7 +12,7 @@ import torch
 
 from distcse.device import is_gpu
 from distcse.distributed import broadcast, on_all_ranks, on_rank_zero
-from distcse.errors import DivergedError, OutOfMemoryError
+from distcse.errors import DivergedError, OutOfMemoryError, StoppedEarlyError
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_files import ModelState, TrainerState
@@ -103,6 +103,8 @@ class CheckpointManager:
         Returns:
             The state with the scores that have arrived; finished, if training must stop early.
 
+        A score whose evaluator waits for a node when a stop is requested is left out, so that the checkpoint is written.
+
         Raises:
             DivergedError: A dev score is not finite, or a weight or optimizer moment of a checkpoint.
             OutOfMemoryError: A rank has no memory for a copy of the state.
@@ -132,8 +134,9 @@ class CheckpointManager:
                 self._begin(evaluator, partial(self._finite_state, snapshot, state.step))
             else:
                 self._begin_in_background(evaluator, snapshot, state.step)
-            if state.finished:  # the last checkpoint contains its own score
-                state = self._take_pending(evaluator, state)
+            if state.finished:  # the last checkpoint contains its own score, or a resumed run computes it
+                scored = self._take_pending(evaluator, state)
+                state = scored or TrainerState(state.step, state.scores)
         on_rank_zero(partial(self._write_or_keep, snapshot, state))
         if not self._in_background:
             on_rank_zero(self._take_written)
@@ -230,7 +233,7 @@ class CheckpointManager:
         step = self._pending
         if self._evaluator is None or step is None:
             return state
-        state = self._take_pending(self._evaluator, state)
+        state = self._take_pending(self._evaluator, state) or state
         scored = TrainerState(step, state.scores)
         on_rank_zero(partial(self._keep_best, scored))
         return state
@@ -240,12 +243,17 @@ class CheckpointManager:
         if self._waiting is not None:
             self._waiting = (self._waiting[0], state) if _is_best(state) else None
 
-    def _take_pending(self, evaluator: AsyncEvaluator, state: TrainerState) -> TrainerState:
+    def _take_pending(self, evaluator: AsyncEvaluator, state: TrainerState) -> TrainerState | None:
+        """Wait for the pending score. Returns None if a stop was requested before the evaluator had started."""
         step, self._pending = self._pending, None
         assert step is not None
         with self._blocking():
             on_rank_zero(self._score_request.take)
-            score = on_rank_zero(evaluator.take)
+            try:
+                score = on_rank_zero(evaluator.take)
+            except StoppedEarlyError as stopped:
+                self._emit(LogMessage(f"step {step} has no dev score yet: {stopped}", warning=True))
+                return None
         return self._with_score(state, step, score)
 
     def _evaluate_here(self, state: TrainerState) -> TrainerState:

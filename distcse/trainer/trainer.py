@@ -93,6 +93,9 @@ def train(
     with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator) as manager:
         if restored is None and task.evaluates_initial_model:
             state = manager.evaluate_and_save(state, should_evaluate=True)
+        elif state.step == task.steps:  # a stop ended the wait for the last score
+            state = TrainerState(state.step, state.scores, finished=True)
+            state = manager.evaluate_and_save(state, should_evaluate=True, must_save=True)
         elif restored is not None:
             manager.resume(state, restored, should_evaluate=task.should_evaluate(state.step))
 
@@ -132,7 +135,7 @@ def train(
             if stop or state.finished:
                 break
     engine.close()
-    return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=stop and not state.finished)
+    return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=not state.finished)
 
 
 def training_step(

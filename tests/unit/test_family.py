@@ -248,10 +248,11 @@ def test_memory_limits_the_students_of_a_node(file: Path) -> None:
     ]
 
 
-def test_a_function_that_returns_on_stop_is_not_ended() -> None:
-    calls = [DeviceCall("training", lambda reporter: "trained", returns_on_stop=True)] * 2
-    stopped = Reporter(stop_requested=lambda: True)
-    assert LocalBackend().run_on_devices(calls, DeviceOptions(), stopped) == ["trained", "trained"]
+def test_a_function_that_returns_on_stop_is_not_ended_and_none_begins_afterwards() -> None:
+    begun: list[str] = []
+    stopping, stopped = Reporter(stop_requested=lambda: bool(begun)), Reporter(stop_requested=lambda: True)
+    calls = [DeviceCall("training", lambda reporter: begun.append("one") or len(begun), returns_on_stop=True)] * 2
+    assert LocalBackend().run_on_devices(calls, DeviceOptions(), stopping) == [1, None]
     with fails_with(StoppedEarlyError, "before the training"):
         LocalBackend().run_on_devices([DeviceCall("training", lambda reporter: None)] * 2, DeviceOptions(), stopped)
 

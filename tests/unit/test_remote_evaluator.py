@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from distcse.errors import InvalidValueError, WorkFailedError
+from distcse.errors import InvalidValueError, StoppedEarlyError, WorkFailedError
 from distcse.events import DevScore, Event, LogMessage, Reporter, StepReport
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
@@ -48,6 +48,17 @@ class LocalEvaluator:
 
     def take(self) -> float:
         return self._task.evaluate()
+
+
+class WaitingEvaluator(LocalEvaluator):
+    """An evaluator without a node, from the score number `waits_from` on, until a stop is requested."""
+
+    waits_from = 0
+
+    def take(self) -> float:
+        if self.begun < self.waits_from:
+            return super().take()
+        raise StoppedEarlyError("stopped while the evaluator waited for a node")
 
 
 class FailingEvaluator(LocalEvaluator):
@@ -111,6 +122,30 @@ def test_a_checkpoint_lacks_its_own_score_and_a_resumed_run_computes_it(recipe_w
     resumed = LocalEvaluator(spec, tables, ready=False)
     second = train_async(spec, tables, resumed, [])
     assert [step for step, _ in second.state.scores] == [0, 6, 12, 18, 22] and resumed.begun == 3
+    assert_equal_weights(weights_of(uninterrupted.run.path), weights_of(spec.run.path))
+
+
+@pytest.mark.parametrize(("stop_at", "waits_from", "scores"), [(8, 2, [0, 12, 18, 22]), (22, 5, [0, 6, 12, 18, 22])])
+def test_a_stop_writes_its_checkpoint_while_the_evaluator_waits_for_a_node(
+    stop_at: int, waits_from: int, scores: list[int], recipe_with: MakeRecipe
+) -> None:
+    recipe = recipe_with("training.log_every=2")
+    uninterrupted, tables = make_spec(recipe)
+    train(uninterrupted, tables)
+    spec, tables = make_spec(recipe)
+    evaluator, events = WaitingEvaluator(spec, tables, ready=False), []  # type: ignore[var-annotated]
+    evaluator.waits_from = waits_from
+    first = train_async(
+        spec,
+        tables,
+        evaluator,
+        events,
+        stop=lambda: any(isinstance(event, StepReport) and event.step == stop_at for event in events),
+    )
+    latest = CheckpointStore(spec.run.path).latest()
+    assert first.interrupted and latest is not None and latest.name == f"step-{stop_at:06}"
+    second = train_async(spec, tables, LocalEvaluator(spec, tables, ready=False), [])
+    assert second.state.finished and [step for step, _ in second.state.scores] == scores
     assert_equal_weights(weights_of(uninterrupted.run.path), weights_of(spec.run.path))
 
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
+
+from distcse.errors import DivergedError, StoppedEarlyError
 from distcse.events import Event, LogMessage, Reporter
-from distcse.ray_backend.train_workers import WorkerWait
+from distcse.ray_backend.train_workers import WorkerWait, result_unless_paused
+from distcse.trainer.checkpoint_files import TrainerState
+from distcse.trainer.trainer import TrainResult
+from tests.failures import fails_with
 
 
 def test_each_time_without_a_worker_is_warned_of_once_within_a_minute() -> None:
@@ -27,3 +35,17 @@ def test_each_time_without_a_worker_is_warned_of_once_within_a_minute() -> None:
     (first, second) = events
     assert first == second and isinstance(first, LogMessage)
     assert first.warning and "wait for room for 2 workers of 1 CPU each" in first.text
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_workers_that_are_paused_before_they_train_do_not_end_the_run(is_paused: bool) -> None:
+    state = TrainerState(3)
+    done = TrainResult(state, 5, 0.0, 0.0)
+    stopped = TrainResult(state, 5, 0.0, 0.0, interrupted=True)
+    assert result_unless_paused(done, is_paused) is done
+    assert result_unless_paused(stopped, is_paused) is (None if is_paused else stopped)
+    early = StoppedEarlyError("stopped while a teacher was loaded")
+    with nullcontext() if is_paused else fails_with(StoppedEarlyError, "teacher"):
+        assert result_unless_paused(early, is_paused) is None
+    with fails_with(DivergedError, "loss"):
+        result_unless_paused(DivergedError("the loss is not finite"), is_paused)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from distcse.data import Corpus
-from distcse.errors import StoppedEarlyError
+from distcse.errors import DistcseError, StoppedEarlyError
 from distcse.events import Event, GroupEvent, LogMessage, Reporter
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.devices import model_memory
@@ -28,7 +28,8 @@ from distcse.runs.lease import Lease
 from distcse.storage import to_uri
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.trainer import TrainResult
+from distcse.trainer.checkpoints import CheckpointStore
+from distcse.trainer.trainer import TrainResult, finished_state
 
 _TRAINING_MEMORY = 2 * GIB
 """Memory of a process that trains a student, in addition to that of one that encodes with it."""
@@ -144,6 +145,9 @@ def train_side_by_side(
 
     Returns:
         Results of the students that took a step, in their order. After a stop request, they may be interrupted.
+
+    Raises:
+        DistcseError: A student failed. Those that have finished are exported, unless storage or the cluster failed.
     """
     with ExitStack() as scope:
         runs: dict[str, OpenDistillation] = {}
@@ -167,13 +171,26 @@ def train_side_by_side(
             for name, run in runs.items()
         ]
         options = _options(recipe, backend.cluster, directory.path)
-        trained = backend.run_on_devices(calls, options, Reporter(report, reporter.stop_requested))
+        try:
+            trained = backend.run_on_devices(calls, options, Reporter(report, reporter.stop_requested))
+        except DistcseError as error:
+            if error.is_own_failure:  # of a student, which a resumed family repeats: others must not wait for it
+                _end_finished(list(runs.values()))
+            raise
         results = []
         for run, trained_student in zip(runs.values(), trained, strict=True):
             if trained_student is not None:
                 with suppress(StoppedEarlyError):  # before its first step: it has no model
                     results.append(run.end(trained_student))
     return results
+
+
+def _end_finished(runs: Sequence[OpenDistillation]) -> None:
+    """Export the students whose training has finished."""
+    for run in runs:
+        state = finished_state(CheckpointStore(run.directory.path, run.spec.lease))
+        if state is not None:
+            run.end(TrainResult(state, state.step, 0.0, 0.0))
 
 
 def _train(name: str, spec: TrainSpec, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> TrainResult:
