@@ -23,7 +23,7 @@ from ray.exceptions import RayActorError
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
-from distcse.errors import StorageError, StoppedEarlyError
+from distcse.errors import StoppedEarlyError, StorageError
 from distcse.events import LogMessage, Reporter, TrialUpdate
 from distcse.placement.resources import format_resources
 from distcse.placement.waiting import WaitWarning
@@ -295,9 +295,12 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         self.note_end(trial.trial_id, "stopped")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        error = trial.get_pickled_error()
+        file = trial.pickled_error_file
+        error = file and ray.cloudpickle.loads(Path(file).read_bytes())
         cause = getattr(error, "cause", error)
-        if isinstance(cause, StorageError):  # every trial would fail so: the sweep ends, and continues them when resumed
+        if isinstance(
+            cause, StorageError
+        ):  # every trial would fail so: the sweep ends, and continues them when resumed
             self._storage_failure = cause
         else:
             self.note_end(trial.trial_id, "failed", _last_error(trial))

@@ -40,7 +40,7 @@ class CheckpointManager:
 
     With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, unless it waited,
     and a run that resumes from it requests that score again. A killed and resumed run therefore has the same scores as an
-    undisturbed one. No checkpoint is left out before its score has arrived: while the best waits, the next evaluation waits for
+    undisturbed one, except that a stop leaves out a score whose evaluator waits for a node. No checkpoint is left out before its score has arrived: while the best waits, the next evaluation waits for
     the writer.
 
     Args:
@@ -102,8 +102,6 @@ class CheckpointManager:
 
         Returns:
             The state with the scores that have arrived; finished, if training must stop early.
-
-        A score whose evaluator waits for a node when a stop is requested is left out, so that the checkpoint is written.
 
         Raises:
             DivergedError: A dev score is not finite, or a weight or optimizer moment of a checkpoint.

@@ -38,7 +38,7 @@ class TrainResult:
     teacher_wait_s: float
     """Part of `seconds` spent waiting for teachers."""
     interrupted: bool = False
-    """Whether a stop request ended the run before its last step."""
+    """Whether a stop request ended the run before its last step, or before the last dev score."""
 
 
 def train(

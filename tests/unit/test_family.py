@@ -14,6 +14,7 @@ import pytest
 import distcse
 from distcse import plan, train
 from distcse.errors import (
+    DivergedError,
     EncoderSettingError,
     FrozenKeyError,
     InvalidValueError,
@@ -24,6 +25,7 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, VectorModel, open_candidate
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.experiments.backend import DeviceCall
+from distcse.experiments.family import experiment, students
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.family.layers import evenly_spaced
 from distcse.experiments.family.students import plan_side_by_side
@@ -33,6 +35,7 @@ from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node
 from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
+from distcse.trainer.trainer import TrainResult
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.models import make_custom_code
@@ -154,6 +157,24 @@ def test_a_stopped_family_resumes_to_the_same_weights(
         assert_equal_weights(*(weights_of(each.directory / "members" / name) for each in (whole, resumed)))
     with pytest.raises(FrozenKeyError):
         RunDirectory.reopen(stopped.directory, ["family.0.layers=2"])
+
+
+def test_a_student_that_diverges_does_not_keep_a_finished_one_from_its_export(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train_one = students._train
+
+    def train_or_diverge(name: str, *arguments: Any) -> TrainResult:
+        if name == "1-layer":
+            raise DivergedError("the loss is not finite")
+        return train_one(name, *arguments)
+
+    monkeypatch.setattr(students, "_train", train_or_diverge)
+    monkeypatch.setattr(experiment, "plan_side_by_side", lambda *arguments: True)
+    with fails_with(DivergedError, "not finite"):
+        distcse.run(str(file), FAMILY, "training.max_steps=2", listen=lambda event: None)
+    exported = [folder.parent.name for folder in (tmp_path / "runs").glob("*/members/*/model")]
+    assert exported == ["wide"]
 
 
 def test_a_student_whose_start_is_the_best_is_reported(file: Path) -> None:
@@ -281,6 +302,8 @@ def test_mistakes_are_refused_before_anything_is_read(
         read("family=[{layers: 1, static: true}]")
     with fails_with(InvalidValueError, "either layers or static: true"):
         read("family=[{name: none}]")
+    with fails_with(InvalidValueError, "family.0.lr"):
+        read("family=[{layers: 1, lr: 2}]")
     with fails_with(InvalidValueError, "static students only", "{layers: 3}"):
         read("family=[{static: true}]")
     with fails_with(EncoderSettingError, "family.0.layers is 9", "has 3 layers"):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
+from ray.exceptions import RayTaskError
 
+from distcse.errors import DistcseError, ModelOutputError, StorageWriteError
 from distcse.events import Event, LogMessage, Reporter
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend import tune
@@ -21,6 +25,7 @@ from distcse.tuning.records import Trial, TrialMetric, read_trials
 from distcse.tuning.space import Space
 from distcse.tuning.trial import TrialContext
 from distcse.tuning.trial_resources import TrialResources
+from tests.failures import fails_with
 from tests.sweeps import LR, TAU2, make_sweep
 
 ONE = TrialResources(concurrent=1, cpus=1.0, gpus=0.5, workers=1)
@@ -75,6 +80,31 @@ def test_a_final_run_that_fails_after_its_last_score_is_not_finished(tmp_path: P
         TrialListener(context, Reporter(), ONE).note_end("one", status, "No space left on device")  # type: ignore[arg-type]
         (record,) = read_trials(folder)
         assert record.status == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(StorageWriteError("the disk is full"), "running"), (ModelOutputError("no output"), "failed")]
+)
+def test_a_trial_that_storage_ends_is_not_failed_for_good_and_ends_the_sweep(
+    error: DistcseError, status: str, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "one").mkdir()
+    Trial("one", {}).write(folder)
+    (tmp_path / "error.pkl").write_bytes(ray.cloudpickle.dumps(RayTaskError("trial", "traceback", error)))
+    (tmp_path / "error.txt").write_text(str(error))
+    trial = SimpleNamespace(
+        trial_id="one",
+        status="ERROR",
+        error_file=str(tmp_path / "error.txt"),
+        pickled_error_file=str(tmp_path / "error.pkl"),
+    )
+    context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
+    listener = TrialListener(context, Reporter(), ONE)
+    listener.on_trial_error(1, [trial], trial)
+    (record,) = read_trials(tmp_path)
+    assert record.status == status
+    with fails_with(StorageWriteError, "disk") if status == "running" else nullcontext():
+        listener.on_step_end(1, [trial])
 
 
 def test_a_sweep_without_a_running_trial_says_what_it_waits_for(

@@ -25,7 +25,7 @@ class MemberSection(Section):
     and learns the same targets in model2vec, last and at once: a resumed run trains it anew."""
     name: Name | None = None
     """Name in tables, and of its run's folder. null: its number of layers, such as `3-layers`, or `static`."""
-    lr: Annotated[float, Field(gt=0)] | None = None
+    lr: Annotated[float, Field(gt=0, le=1)] | None = None
     """Peak learning rate. null: `training.lr`; for a static student, 1e-2."""
 
     @property
