@@ -40,8 +40,8 @@ class CheckpointManager:
 
     With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, unless it waited,
     and a run that resumes from it requests that score again. A killed and resumed run therefore has the same scores as an
-    undisturbed one, except that a stop leaves out a score whose evaluator waits for a node. No checkpoint is left out before its score has arrived: while the best waits, the next evaluation waits for
-    the writer.
+    undisturbed one, except that a stop leaves out a score whose evaluator waits for a node. No checkpoint is left out before its
+    score has arrived: while the best waits, the next evaluation waits for the writer.
 
     Args:
         task: The training task, which computes dev scores.
