@@ -25,6 +25,7 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, VectorModel, open_candidate
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.experiments.backend import DeviceCall
+from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.family import experiment, students
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.family.layers import evenly_spaced
@@ -162,14 +163,13 @@ def test_a_stopped_family_resumes_to_the_same_weights(
 def test_a_student_that_diverges_does_not_keep_a_finished_one_from_its_export(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    train_one = students._train
+    class DivergingBackend(LocalBackend):
+        def train(self, spec: TrainSpec, *arguments: Any) -> TrainResult:
+            if spec.recipe.name == "1-layer":
+                raise DivergedError("the loss is not finite")
+            return super().train(spec, *arguments)
 
-    def train_or_diverge(name: str, *arguments: Any) -> TrainResult:
-        if name == "1-layer":
-            raise DivergedError("the loss is not finite")
-        return train_one(name, *arguments)
-
-    monkeypatch.setattr(students, "_train", train_or_diverge)
+    monkeypatch.setattr(students, "LocalBackend", DivergingBackend)
     monkeypatch.setattr(experiment, "plan_side_by_side", lambda *arguments: True)
     with fails_with(DivergedError, "not finite"):
         distcse.run(str(file), FAMILY, "training.max_steps=2", listen=lambda event: None)
