@@ -267,10 +267,12 @@ class StopOnSignal:
     A closed terminal sends SIGHUP, and makes the next output send it again. Under nohup, it stays ignored.
 
     Args:
-        outcome: Returns what the requested stop waits for and keeps, for the message.
+        outcome: What the requested stop waits for and keeps, for the message.
     """
 
-    def __init__(self, outcome: Callable[[], str]) -> None:
+    def __init__(
+        self, outcome: str = "stopping after the current step (with a checkpoint) or batch; what is stored is kept"
+    ) -> None:
         self._outcome = outcome
         self._requested = False
 
@@ -291,7 +293,7 @@ class StopOnSignal:
         if self._requested:
             raise KeyboardInterrupt
         self._requested = True
-        sys.stderr.write(f"{self._outcome()}; {_limit(number)}\n")
+        sys.stderr.write(f"{self._outcome}; {_limit(number)}\n")
 
 
 def _handle(handlers: Mapping[signal.Signals, Any]) -> dict[signal.Signals, Any]:

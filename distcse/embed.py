@@ -48,7 +48,7 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
             from distcse.experiments.distillation.tables import embed_corpus
             from distcse.ray_backend.backend import choose_backend
 
-        with (stop := StopOnSignal(lambda: "stopping after the current batch; completed shards are kept")):
+        with (stop := StopOnSignal("stopping after the current batch; completed shards are kept")):
             tables = embed_corpus(recipe, choose_backend(recipe), Reporter(view.show, stop.stop_requested))
     folders = [None if table is None else to_uri(table.directory) for table in tables]
     if options.json:
@@ -101,7 +101,7 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
             from distcse.report.terminal import print_comparison, print_ensemble_scores
             from distcse.teachers.comparison import compare
 
-        stop = StopOnSignal(lambda: "stopping after the current batch; the dev sets' vectors are kept")
+        stop = StopOnSignal("stopping after the current batch; the dev sets' vectors are kept")
         stack.enter_context(stop)
         reporter = Reporter(view.show, stop.stop_requested)
         stack.enter_context(gpu_policy(recipe.gpu_mode, computes_here=True))

@@ -505,6 +505,11 @@ class StoppedEarlyError(RunError):
     """The command was asked to stop outside of training, so that there is no new checkpoint; it exits with 130."""
 
     code = "DCSE-X17"
+    run: str | None = None
+    """The folder or address of the run or sweep that can be resumed; None outside of one."""
+
+    def __str__(self) -> str:
+        return super().__str__() + ("" if self.run is None else f"; continue with --resume {self.run}")
 
 
 class RunArgumentError(RunError):

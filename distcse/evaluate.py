@@ -29,7 +29,7 @@ def _main(options: argparse.Namespace) -> int:
     from distcse.report.lines import print_json, print_lines
     from distcse.report.progress import open_view
 
-    stop = StopOnSignal(lambda: "stopping after the current batch; the models measured so far are kept")
+    stop = StopOnSignal("stopping after the current batch; the models measured so far are kept")
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
             from distcse.measuring import check_measurement, measure

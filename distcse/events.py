@@ -13,7 +13,7 @@ from distcse.errors import StoppedEarlyError
 
 T = TypeVar("T")
 CHUNK = 8192
-"""Sentences or pairs that are read between two questions whether to stop: a fraction of a second."""
+"""Sentences or pairs that are read between two stop checks: a fraction of a second."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Reporter:
             StoppedEarlyError: A stop was requested.
         """
         if self.stop_requested():
-            raise StoppedEarlyError(f"stopped {place}; what is stored is kept: start it again to continue")
+            raise StoppedEarlyError(f"stopped {place}; what is stored is kept")
 
     def advance(self, name: str, done: int, total: int | None, unit: str) -> None:
         """Report the progress of a stage between two batches or shards, and end it at a stop request.
@@ -193,10 +193,18 @@ class Reporter:
         self.check_stop(f"in {name} after {done:,}{'' if total is None else f' of {total:,}'} {unit}")
 
     def follow(self, items: Iterable[T], name: str) -> Iterator[T]:
-        """Yield the items of a long stream, and end it at a stop request."""
+        """Yield the items of a long stream, and end it at a stop request.
+
+        Args:
+            items: The stream.
+            name: The stage's name.
+
+        Raises:
+            StoppedEarlyError: A stop was requested.
+        """
         for done, item in enumerate(items):
             if done % CHUNK == 0:
-                self.check_stop(f"in {name} after {done:,} sentences")
+                self.check_stop(f"in {name} after {done:,} items")
             yield item
 
     def of_group(self, name: str) -> Reporter:

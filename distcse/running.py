@@ -170,7 +170,7 @@ def rerun(
         earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), reporter)
         require_labelled(earlier.recipe)
         experiment = experiment_of(earlier.recipe)
-        earlier.check_data(experiment.fingerprints())
+        earlier.check_data(experiment.fingerprints(reporter))
         for warning in earlier.warnings:
             reporter.emit(LogMessage(f"other than in the first run: {warning}", warning=True))
         done = _finished(experiment.run(choose_backend(earlier.recipe), reporter))

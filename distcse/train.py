@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Report mistakes in the recipe and missing files first.
             is_new = options.resume is None and options.rerun is None
             recipe = _read(options.recipe, overrides) if is_new else None
-            from distcse.report.progress import StopLine, open_view
+            from distcse.report.progress import open_view
 
             with open_view(options.quiet, options.json, is_loading=True) as view:
                 if recipe is not None and recipe.uses_ray:
@@ -57,15 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 with gc_paused():
                     from distcse.running import rerun, resume, run
 
-                line = StopLine(view.show)
-                stop = StopOnSignal(line.text)
-                with stop:
+                with (stop := StopOnSignal()):
                     if recipe is not None:
-                        done = run(recipe, listen=line.show, stop_requested=stop.stop_requested)
+                        done = run(recipe, listen=view.show, stop_requested=stop.stop_requested)
                     else:
                         again = resume if options.rerun is None else rerun
                         earlier = options.rerun or options.resume
-                        done = again(earlier, *overrides, listen=line.show, stop_requested=stop.stop_requested)
+                        done = again(earlier, *overrides, listen=view.show, stop_requested=stop.stop_requested)
             _print(done, options.json)
             return INTERRUPTED if done.interrupted else 0 if done.improved else NO_GAIN
         return failed.status

@@ -158,7 +158,7 @@ def _plan(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> list[GpuPl
 
 def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseRecipe | None, sweep: Sweep | None) -> int:
     # A new sweep's recipe and space are read by now.
-    from distcse.report.progress import StopLine, open_view
+    from distcse.report.progress import open_view
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         start_ray(fast_allocator=True)  # while torch and transformers are imported: each takes seconds
@@ -177,10 +177,8 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
             directory, given = begin(recipe, sweep, Reporter(view.show)), recipe.given_keys
         assert directory is not None
         recipe, sweep = reopen(directory, given)
-        line = StopLine(view.show)
-        stop = StopOnSignal(line.text)
-        with stop:
-            reporter = Reporter(line.show, stop.stop_requested)
+        with (stop := StopOnSignal()):
+            reporter = Reporter(view.show, stop.stop_requested)
             result = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
     pages = write_sweep_pages(result)
     if options.json:

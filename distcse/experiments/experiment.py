@@ -115,8 +115,15 @@ class Experiment(ABC, Generic[R]):
         """
 
     @abstractmethod
-    def fingerprints(self) -> dict[str, str]:
-        """Read the run's data, and fingerprint data and models by name: a rerun must match those of the first run."""
+    def fingerprints(self, reporter: Reporter) -> dict[str, str]:
+        """Read the run's data, and fingerprint data and models by name: a rerun must match those of the first run.
+
+        Args:
+            reporter: Receives progress; its stop request ends the reading.
+
+        Raises:
+            StoppedEarlyError: A stop was requested.
+        """
 
     @abstractmethod
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> Result:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+from distcse.errors import StoppedEarlyError
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.experiment import Experiment
@@ -66,7 +67,12 @@ def open_run(
         if not backend.is_for_trials:
             # A begun run has its models, apart from those that it has given up.
             report_warnings(experiment.settings_warnings(only_local=not is_new), reporter)
-        yield RunScope(directory, lease, reporter)
+        try:
+            yield RunScope(directory, lease, reporter)
+        except StoppedEarlyError as stopped:
+            if not backend.is_for_trials:
+                stopped.run = to_uri(directory.path)  # a family's own, after its student's
+            raise
 
 
 def waited_for_nodes(

@@ -62,7 +62,7 @@ def _wait(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
     began, shown = time.monotonic(), ""
     while (shortfall := find_shortfall(requests, alive())) is not None:
         if reporter.stop_requested():
-            raise StoppedEarlyError("stopped while the run waited for nodes; start it again with --resume or --run-id")
+            raise StoppedEarlyError("stopped while the run waited for nodes; what is stored is kept")
         if time.monotonic() - began >= wait_s:
             text = f"no nodes for {shortfall} after {wait_s:g} s (resources.wait_s); continuing with the nodes that are there"
             reporter.emit(LogMessage(text, warning=True))

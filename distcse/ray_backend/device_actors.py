@@ -154,7 +154,7 @@ class _DeviceCalls:
         """
         if not all(call.returns_on_stop for call in unfinished):
             names = ", ".join(call.name for call in unfinished)
-            raise StoppedEarlyError(f"stopped before the end of the {names}; continue with --resume")
+            raise StoppedEarlyError(f"stopped before the end of the {names}; what is stored is kept")
         self._results |= dict.fromkeys(self._waiting)
         self._waiting.clear()
         self._end_unstarted()

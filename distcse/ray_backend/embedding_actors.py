@@ -90,7 +90,7 @@ class EmbeddingActor(HeartbeatActor):
 
     @ray.method(concurrency_group="heartbeat")  # type: ignore[untyped-decorator]
     def embedded(self) -> int:
-        """Return the number of rows that the task of the moment has embedded; answers during the task."""
+        """Return the number of rows that the running task has embedded; answers during the task."""
         return self._embedded
 
 
@@ -226,7 +226,7 @@ class _EmbeddingTasks:
             self._idle.append(actor)
 
     def _check(self) -> None:
-        """Hear a stop request, and report actors that wait for resources while there are shards for them.
+        """End at a stop request, and report actors that wait for resources while there are shards for them.
 
         Raises:
             StoppedEarlyError: A stop was requested.

@@ -137,7 +137,7 @@ class RayGroup:
     def _train(
         self, phase: Phase, labels: StoredScores, passes: int, should_pause: Callable[[], bool]
     ) -> PhaseResult | None:
-        # Preparing takes minutes with many pairs, and hears no stop request: this waits for it, and does.
+        # Preparing takes minutes with many pairs, and does not check for stops: this waits for it, and does.
         self._get([trainer.prepare.remote(phase) for trainer in self._trainers])
         channel = EventChannel(f"{self._context.run.name}-{self.name}")
         stop_requested = self._reporter.stop_requested

@@ -46,37 +46,6 @@ class View(Protocol):
         ...
 
 
-class StopLine:
-    """Listener that knows what a stop request waits for, and what it keeps.
-
-    Args:
-        listen: Receives the events too.
-    """
-
-    def __init__(self, listen: Listener) -> None:
-        self._listen = listen
-        self._stage, self._training = "", set[str]()
-
-    def show(self, event: Event) -> None:
-        """Note what the event reports, and pass it on."""
-        group, inner = (event.group, event.event) if isinstance(event, GroupEvent) else ("", event)
-        if isinstance(inner, StepReport | DevScore) or getattr(inner, "activity", "") == "training":
-            self._training.add(group)
-        elif isinstance(inner, StageProgress | GroupActivity):
-            self._training.discard(group)
-            self._stage = inner.name if isinstance(inner, StageProgress) and not inner.finished else ""
-        elif isinstance(inner, TrialUpdate):
-            self._stage = "the trials, which continue from their last checkpoints"
-        self._listen(event)
-
-    def text(self) -> str:
-        """Return the line that answers a stop request now."""
-        if self._training:
-            return "stopping after the current step, with a checkpoint"
-        place = f" in {self._stage}" if self._stage else ""
-        return f"stopping{place} after the current batch; what is stored is kept"
-
-
 class QuietView:
     """Prints only warnings."""
 

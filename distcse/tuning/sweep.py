@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import FrozenKeyError, RunDirectoryError, SearchSpaceError
+from distcse.errors import FrozenKeyError, RunDirectoryError, SearchSpaceError, StoppedEarlyError
 from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
@@ -197,7 +197,11 @@ def run_sweep(
     policy, folder = gpu_policy(recipe.gpu_mode, computes_here=False), RunDirectory(directory)
     with policy, folder.leased(reporter), joined_for_devices(backend.cluster):
         reporter = Reporter(combine_listeners(reporter.emit), reporter.stop_requested)
-        return _run(recipe, sweep, space, folder, backend, reporter)
+        try:
+            return _run(recipe, sweep, space, folder, backend, reporter)
+        except StoppedEarlyError as stopped:
+            stopped.run = str(folder.store)
+            raise
 
 
 def _run(

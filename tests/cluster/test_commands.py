@@ -95,10 +95,7 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
     assert re.search(r"^\(TrainController pid=\d+\) .*training worker group", stderr, re.M)  # DISTCSE_WORKER_LOGS
     assert "(RayTrainWorker pid=" in stderr
     assert_silent_libraries(stderr + rest + stdout)
-    assert (
-        "stopping after the current step, with a checkpoint" in rest
-        and "resume  python -m distcse.train --resume" in stdout
-    )
+    assert "stopping after the current step" in rest and "resume  python -m distcse.train --resume" in stdout
     run = Path(next(line for line in stdout.splitlines() if line.startswith("run ")).split()[1])
     step = json.loads(
         (run / "checkpoints" / (run / "checkpoints" / "latest").read_text() / "trainer_state.json").read_text()

@@ -123,7 +123,7 @@ def test_a_job_needs_the_token_is_stopped_and_resumes_under_another_id(
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     logs = job(head, "logs", "first").stdout
     assert "steps/s" in logs and f"--resume {run}" in logs
-    assert "stopping after the current step, with a checkpoint; Ray kills a stopped job after 60 s (" in logs
+    assert "what is stored is kept; Ray kills a stopped job after 60 s (" in logs
     assert "'first' was stopped" in job(head, "status", "first").stdout
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
     before = json.loads((latest / "trainer_state.json").read_text())

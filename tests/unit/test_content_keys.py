@@ -20,6 +20,7 @@ from distcse.data.token_table import Tokenization
 from distcse.errors import ResumeMismatchError
 from distcse.evaluation import EvalConfig, collect
 from distcse.evaluation.suites import CustomSet
+from distcse.events import Reporter
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
@@ -227,12 +228,12 @@ def test_a_run_records_its_data_labels_included_and_refuses_others(
     data = shutil.copytree(labelled, tmp_path / "data")
     settings = (f"evaluation.data={data}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
     experiment = Distillation(make_recipe(tmp_path, student, [teacher], sentences, *settings))
-    before, run = experiment.fingerprints(), RunDirectory.create(experiment.recipe)
+    before, run = experiment.fingerprints(Reporter()), RunDirectory.create(experiment.recipe)
     assert before.keys() >= CHANGES.keys()
     run.record(0, before)
     file, change = CHANGES[name]
     change(tmp_path / file)
-    after = experiment.fingerprints()
+    after = experiment.fingerprints(Reporter())
     assert {key for key in before if before[key] != after[key]} == {name}
     with fails_with(ResumeMismatchError, name):
         run.record(0, after)

@@ -122,7 +122,7 @@ class Soup(Experiment[SoupRecipe]):
             Encoder.load(model)
             reporter.emit(StageProgress(f"model {number}", 1, 1, "", finished=True, note="loads"))
 
-    def fingerprints(self) -> dict[str, str]:
+    def fingerprints(self, reporter: Reporter) -> dict[str, str]:
         return {f"model {number}": model_fingerprint(m) for number, m in enumerate(self.recipe.soup)}
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
@@ -130,7 +130,7 @@ class Soup(Experiment[SoupRecipe]):
 
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> SoupResult:
         with open_run(self, backend, reporter, directory) as (directory, _, reporter):
-            directory.record(self.recipe.seed, self.fingerprints())
+            directory.record(self.recipe.seed, self.fingerprints(reporter))
             file = directory.path / "sum.safetensors"
             weights = load_file(file) if file.exists() else {}
             done = int(weights.pop("count", torch.tensor(0)))

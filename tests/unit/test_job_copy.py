@@ -16,7 +16,6 @@ from distcse import doctor, embed, evaluate, export, plan, train, tune
 from distcse.command import StopOnSignal
 from distcse.errors import TemporaryPathError
 from distcse.recipe import Recipe, recipe_yaml
-from distcse.report.progress import StopLine
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, open_store, resolve_path
 from distcse.tracking import require_mlflow_server, require_packages
@@ -159,7 +158,7 @@ def test_a_stopped_job_reports_when_ray_kills_it(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    stop = StopOnSignal(StopLine(print).text)
+    stop = StopOnSignal()
     with stop:
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.stop_requested()

@@ -54,11 +54,11 @@ def test_a_run_of_an_earlier_version_is_not_resumed_in_another_order(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(str(run / "recipe.yaml"))
-    directory, few = RunDirectory(run), read_fingerprints(recipe)
+    directory, few = RunDirectory(run), read_fingerprints(recipe, Reporter())
     directory.record(42, few)
     monkeypatch.setattr(fingerprints, "MAX_ARRAY_ROWS", 10)
     with fails_with(ResumeMismatchError, "order of rows", "by position", "was shuffled", "start a new run"):
-        directory.record(42, read_fingerprints(recipe))
+        directory.record(42, read_fingerprints(recipe, Reporter()))
 
 
 def test_a_run_records_everything_that_it_depends_on(first: tuple[Path, Path]) -> None:

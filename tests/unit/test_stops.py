@@ -26,7 +26,7 @@ from distcse.command import INTERRUPTED, StopOnSignal, exit_status
 from distcse.data import Corpus
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation import Contamination, RetrievalDataset, RetrievalTask, Tasks
-from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
+from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
 from distcse.experiments.distillation.dev_ensemble import score_ensemble
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.final_evaluation import (
@@ -43,7 +43,6 @@ from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.registry import experiment_of
 from distcse.models import Encoder, EncoderHandle
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
-from distcse.report.progress import StopLine
 from distcse.runs import lease as leases
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -125,11 +124,12 @@ class Work:
 
         return counted
 
-    def stops(self, operation: Callable[[Reporter], Any]) -> None:
-        """Check that an operation ends within one more batch, and only because it asks."""
-        with pytest.raises(StoppedEarlyError):
+    def stops(self, operation: Callable[[Reporter], Any]) -> str:
+        """Check that an operation ends within one more batch, and only because it asks. Returns its message."""
+        with pytest.raises(StoppedEarlyError) as stopped:
             operation(self.reporter)
         assert self.requested and self.afterwards <= self.allowed
+        return str(stopped.value)
 
 
 def _in_batches(texts: int) -> list[list[int]]:
@@ -172,10 +172,10 @@ def test_a_stop_before_training_ends_the_run_at_once(
     stage: str, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, work = recipe_with(*EVERYTHING), Work(monkeypatch, stage)
-    work.stops(lambda reporter: Distillation(recipe).run(LocalBackend(), reporter))
-    runs = [*Path(recipe.storage.runs).iterdir()]
+    message = work.stops(lambda reporter: Distillation(recipe).run(LocalBackend(), reporter))
+    (run,) = Path(recipe.storage.runs).iterdir()
+    assert message.endswith(f"--resume {run}") and not (run / "model").exists()
     assert not any(isinstance(event, StepReport) for event in work.events)
-    assert not any((run / "model").exists() for run in runs)
 
 
 def test_a_stop_in_the_first_dev_score_ends_the_run_without_a_model(recipe_with: MakeRecipe) -> None:
@@ -354,6 +354,19 @@ def test_a_stop_before_the_first_phase_ends_the_run_at_once(
     assert not any(isinstance(event, GroupEvent) for event in work.events)
 
 
+@pytest.mark.parametrize("mined", [False, True])
+def test_a_stop_ends_the_reading_of_a_sweeps_or_a_reruns_data(
+    mined: bool, groups: Callable[..., MutualRecipe], tmp_path: Path, sentences: list[str]
+) -> None:
+    (tmp_path / "corpus.txt").write_text("\n".join(sentences))
+    recipe = groups(*([f"pairs={{mine: {{corpus: {{path: '{tmp_path / 'corpus.txt'}'}}}}}}"] if mined else []))
+    stopped = Reporter(stop_requested=lambda: True)
+    with fails_with(StoppedEarlyError, "corpus" if mined else "pairs"):
+        experiment_of(recipe).trials.prepare(LocalBackend(), stopped, RunDirectory(tmp_path / "sweep"))
+    with pytest.raises(StoppedEarlyError):
+        experiment_of(recipe).fingerprints(stopped)
+
+
 @pytest.mark.parametrize("wait", ["lease", "lock"])
 def test_a_wait_for_another_process_says_so_once_and_hears_a_stop(
     wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -403,27 +416,6 @@ def test_commands_exit_with_the_status_of_ctrl_c(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("distcse: [DCSE-X17] stopped in a test; ")
     assert exit_status(lambda: os.kill(os.getpid(), signal.SIGTERM) or 0, kept="all") == INTERRUPTED  # type: ignore[func-returns-value]
     assert "stopped at once; all" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("event", "expected"),
-    [
-        (StageProgress("teacher 0", 3, 9, "sentences"), "in teacher 0 "),
-        (StageProgress("teacher 0", 9, 9, "sentences", finished=True), "stored is kept"),
-        (StepReport(3, 9, {}, 0.1, 0.1, 0.0), "checkpoint"),
-        (GroupEvent("one", GroupActivity("cycle 1, bi", "training")), "checkpoint"),
-    ],
-)
-def test_the_line_of_a_stop_says_what_is_waited_for(
-    event: Event, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = StopLine(lambda event: None)
-    line.show(StepReport(1, 9, {}, 0.1, 0.1, 0.0))
-    line.show(event)
-    with StopOnSignal(line.text) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-    assert stop.stop_requested() and expected in (said := capsys.readouterr().err)
-    assert ("checkpoint" in said) == (expected == "checkpoint")
 
 
 _RUN, _PASS = "test_a_stop_before_training_ends_the_run_at_once", "test_an_operation_stops_in_its_middle"
@@ -477,6 +469,8 @@ ASKS = {
 """The places that ask for a stop request between batches or shards, and the test that stops each in its middle."""
 SHORT = {
     "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
+    "evaluation/contamination:Contamination.write": "a small file of a model's folder",
+    "report/card:write_cards": "as Contamination.write",
     "experiments/distillation/sharded_encoding:make_dev_encode": "a dev score, of all workers: training stops after it",
     "experiments/distillation/sharded_encoding:encode_shares": "as make_dev_encode",
     "experiments/mutual/pair_task:PairBatch.encode": "a training step",
@@ -609,7 +603,7 @@ def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
 def test_nohup_is_left_alone() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopOnSignal(lambda: "") as stop:
+        with StopOnSignal() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
         assert not stop.stop_requested() and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:

@@ -175,6 +175,6 @@ def test_a_required_gpu_is_asked_for_where_rows_are_missing(recipe_with: MakeRec
     report_gpus(recipe, cluster, Reporter(messages.append))
     corpus = read_corpus(recipe, Reporter())
     with fails_with(GpuRequiredError, "the nodes with role=teachers have no GPU for the embedding actors"):
-        require_embedding_gpus(recipe, corpus, cluster)
+        require_embedding_gpus(recipe, corpus, cluster, Reporter())
     prepare_tables(recipe, corpus, LocalBackend(), Reporter())
-    require_embedding_gpus(recipe, corpus, cluster)
+    require_embedding_gpus(recipe, corpus, cluster, Reporter())

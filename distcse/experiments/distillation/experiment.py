@@ -80,8 +80,8 @@ class Distillation(Experiment[Recipe]):
     def check_resources(self, nodes: Sequence[Node]) -> None:
         plan_run(self.recipe, nodes)
 
-    def fingerprints(self) -> dict[str, str]:
-        return read_fingerprints(self.recipe)
+    def fingerprints(self, reporter: Reporter) -> dict[str, str]:
+        return read_fingerprints(self.recipe, reporter)
 
     def unread_keys(self) -> dict[str, str]:
         kinds = [kind_of(section, only_local=True) for section in self.recipe.teachers.encoders]
@@ -183,7 +183,7 @@ class OpenDistillation:
         """
         self.joined.close()
         if train_result.interrupted and not train_result.state.step:
-            raise StoppedEarlyError("stopped before the first training step; what is stored is kept: start it again")
+            raise StoppedEarlyError("stopped before the first training step; what is stored is kept")
         recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
         if not train_result.interrupted and not backend.is_for_trials:
             scores, steps = train_result.state.scores, train_result.steps

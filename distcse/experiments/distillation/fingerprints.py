@@ -43,6 +43,6 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
     return {**fingerprints, **labelled.fingerprints()}
 
 
-def read_fingerprints(recipe: Recipe) -> dict[str, str]:
+def read_fingerprints(recipe: Recipe, reporter: Reporter) -> dict[str, str]:
     """Read the corpus (or take it from the cache) and the labelled sets, and fingerprint them and the models."""
-    return data_fingerprints(recipe, read_corpus(recipe, Reporter()), labelled_tasks(recipe))
+    return data_fingerprints(recipe, read_corpus(recipe, reporter), labelled_tasks(recipe))

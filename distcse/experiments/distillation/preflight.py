@@ -130,7 +130,7 @@ def check_run(
         report_plans(plans, reporter.emit)
         if resources.warning and plans_of_trials is None:
             reporter.emit(LogMessage(resources.warning, warning=True))
-        require_embedding_gpus(recipe, corpus, cluster)
+        require_embedding_gpus(recipe, corpus, cluster, reporter)
         _report(reporter, "cluster", describe_resources(recipe, resources, nodes))
 
 
@@ -162,7 +162,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
                 note += f", {count_new_rows(table, corpus, cache):,} of {len(corpus):,} rows to embed"
             _report(reporter, f"teacher {number}", note)
         with joined_for_embedding(recipe, backend.cluster):  # checks that the nodes see the cache
-            require_embedding_gpus(recipe, corpus, backend.cluster)
+            require_embedding_gpus(recipe, corpus, backend.cluster, reporter)
 
 
 def check_comparison(recipe: Recipe, reporter: Reporter) -> None:

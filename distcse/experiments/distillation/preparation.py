@@ -216,7 +216,7 @@ def _load(encoder: EncoderHandle, reporter: Reporter) -> None:
 
 def _compute_graph(spec: KnnGraphSpec, reporter: Reporter) -> None:
     rows = spec.tables[0].identity.rows
-    spec.prepare(partial(reporter.advance, "neighbors", total=rows, unit="sentences searched for"))
+    spec.prepare(partial(reporter.advance, "neighbors", total=rows, unit="queries"))
 
 
 def _fit_projection(

@@ -136,19 +136,21 @@ def _embed(request: EmbeddingRequest, backend: Backend) -> None:
         backend.embed(replace(request, reuse=None, missing=request.table.not_intact(request.missing, progress)))
 
 
-def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None) -> None:
+def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:
     """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`.
 
     Args:
         recipe: The recipe with the teachers.
         corpus: Its sentences.
         cluster: The teachers' cluster; None checks nothing.
+        reporter: Its stop request ends the check.
 
     Raises:
         GpuRequiredError: A table is incomplete, and its embedding actors get no GPU.
+        StoppedEarlyError: A stop was requested.
     """
     if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
-        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True, reporter=Reporter())
+        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True, reporter=reporter)
         _require_gpus_for(found, recipe, cluster)
 
 

@@ -57,8 +57,8 @@ class Family(Experiment[FamilyRecipe]):
         with joined_for_devices(backend.cluster):
             plan_side_by_side(recipe, backend.cluster, reporter)
 
-    def fingerprints(self) -> dict[str, str]:
-        return read_fingerprints(self.recipe)
+    def fingerprints(self, reporter: Reporter) -> dict[str, str]:
+        return read_fingerprints(self.recipe, reporter)
 
     def unread_keys(self) -> dict[str, str]:
         layers = dict.fromkeys(

@@ -62,8 +62,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
     def check_resources(self, nodes: Sequence[Node]) -> None:
         plan_groups(self.recipe, self.recipe.groups, nodes)
 
-    def fingerprints(self) -> dict[str, str]:
-        return read_fingerprints(self.recipe)
+    def fingerprints(self, reporter: Reporter) -> dict[str, str]:
+        return read_fingerprints(self.recipe, reporter)
 
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> MutualResult:
         """Run the recipe; see `Experiment.run`.

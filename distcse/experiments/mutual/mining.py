@@ -161,7 +161,7 @@ def _mine_bands(
         normalize=True,
         on_progress=partial(reporter.advance, "mining", total=len(texts), unit="sentences encoded"),
     )
-    progress = partial(reporter.advance, "mining", total=len(texts), unit="sentences searched for")
+    progress = partial(reporter.advance, "mining", total=len(texts), unit="queries")
     cosines, neighbors = knn(vectors, section.num_neighbors, "pairs.mine", progress)
     rows = np.repeat(np.arange(len(texts)), neighbors.shape[1])
     pairs, flat = np.stack([rows, neighbors.ravel()], axis=1), cosines.ravel()

@@ -55,10 +55,10 @@ def require_pairs(recipe: MutualRecipe) -> None:
 
 
 @contextmanager
-def temporary_pairs(recipe: MutualRecipe) -> Iterator[Pairs]:
+def temporary_pairs(recipe: MutualRecipe, reporter: Reporter = _SILENT) -> Iterator[Pairs]:
     """Context manager: read the pairs in a recipe's files into a temporary folder (see `read_pairs`)."""
     with tempfile.TemporaryDirectory() as folder:
-        yield read_pairs(recipe, Path(folder) / "pairs")
+        yield read_pairs(recipe, Path(folder) / "pairs", reporter)
 
 
 def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Reporter) -> Pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distcse.data import Corpus, check_source
+from distcse.data import check_source
 from distcse.errors import InvalidValueError
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend
@@ -10,7 +10,7 @@ from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.max_workers import with_max_workers
-from distcse.experiments.mutual.mining import require_mining
+from distcse.experiments.mutual.mining import prepare_mining, require_mining
 from distcse.experiments.mutual.pairs import require_pairs, temporary_pairs
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
@@ -86,10 +86,10 @@ def check_groups(
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:
-        with temporary_pairs(recipe) as pairs:
+        with temporary_pairs(recipe, reporter) as pairs:
             _report(reporter, "pairs", f"{len(pairs):,} different pairs")
     else:
-        corpus = Corpus.prepare(recipe.pairs.mine.corpus, resolve_path(recipe.storage.cache))
+        corpus = prepare_mining(recipe, reporter)
         _report(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
         Encoder.from_section(group)

@@ -57,7 +57,7 @@ class MutualTrials(Trials):
         checked_tasks(self._recipe)
 
     def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> None:
-        sweep.record(self._recipe.seed, read_fingerprints(self._recipe))
+        sweep.record(self._recipe.seed, read_fingerprints(self._recipe, reporter))
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
         return CycleScores(self._recipe, run).of
