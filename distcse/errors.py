@@ -343,6 +343,12 @@ class RefusedTextError(TeacherError):
         return super().__str__() if self.place is None else f"{self.place}: {super().__str__()}"
 
 
+class ReusedTableError(EmbeddingTableError):
+    """An earlier table, from which vectors are copied, was removed or damaged in the meantime."""
+
+    code = "DCSE-T09"
+
+
 # E: evaluation.
 
 

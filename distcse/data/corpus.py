@@ -66,6 +66,7 @@ class Corpus:
         self.reused = reused
         self._rows = RaggedRows(directory, np.uint8)
         self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
+        self._keys: RowKeys | None = None
 
     @classmethod
     def prepare(
@@ -87,7 +88,12 @@ class Corpus:
             CorpusError: The source is missing or malformed, or the cache cannot be written. Nothing is left in the cache.
         """
         corpus = cls._prepare_all(section, cache, on_progress, excluded)
-        return corpus._without_duplicates(cache) if section.deduplicate == "exact" and corpus.doubled_rows else corpus
+        if not corpus.doubled_rows:
+            return corpus
+        if section.deduplicate == "exact":
+            return corpus._without_duplicates(cache)
+        corpus._keys = corpus.keys(cache)  # for `split_held_out`, verified once
+        return corpus
 
     @classmethod
     def _prepare_all(
@@ -143,8 +149,11 @@ class Corpus:
         if (cached := find_cached(directory, _LABEL)) is None:
             return None
         corpus = cls(directory, cached, reused=True)
-        if section.deduplicate == "none" or not corpus.doubled_rows:
+        if not corpus.doubled_rows:
             return corpus
+        if section.deduplicate == "none":
+            corpus._keys = RowKeys.find(corpus.fingerprint, cache)
+            return None if corpus._keys is None else corpus
         directory = corpus._without_duplicates_at(cache)
         return None if (cached := find_cached(directory, _LABEL)) is None else cls(directory, cached, reused=True)
 
@@ -187,12 +196,13 @@ class Corpus:
 
         Raises:
             CorpusTooSmallError: No row would remain for training.
-            CorpusCacheError: The sentences' keys cannot be read or written.
+            CorpusCacheError: The sentences' keys cannot be read.
         """
         train, chosen = split_held_out(len(self), held_out, seed)
         if held_out and self.doubled_rows:
-            cache = self.directory.parent.parent
-            train = RowSet(len(self), self.keys(cache).rows_of(self.texts(chosen)))
+            # `prepare` wrote and verified them; a worker only opens them.
+            self._keys = self._keys or RowKeys.open(self.fingerprint, self.directory.parent.parent)
+            train = RowSet(len(self), self._keys.rows_of(self.texts(chosen)))
         return train, chosen
 
     def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:

@@ -153,7 +153,7 @@ def find_cached(folder: Path, label: str) -> dict[str, Any] | None:
     stored = store.fetch_cached()
     content = load_verified_label(folder, label)
     if content is not None and not stored:
-        store.publish()
+        store.publish(is_new=True)
     return content
 
 
@@ -224,4 +224,4 @@ def write_cache_folder(target: Path, label: str, key: str = "storage.cache") -> 
         raise CorpusCacheError(
             f"folder {target.parent} cannot be written: {reason}; set {key} to another folder"
         ) from cause
-    store.publish()
+    store.publish(is_new=True)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from distcse.data.ragged import find_cached, write_cache_folder
+from distcse.data.ragged import fetch_label, find_cached, write_cache_folder
 from distcse.events import CHUNK
 from distcse.storage import text_hashes
 
@@ -79,6 +79,16 @@ class RowKeys:
         directory = _directory(fingerprint, cache)
         label = find_cached(directory, _LABEL)
         return None if label is None else cls(directory, label)
+
+    @classmethod
+    def open(cls, fingerprint: str, cache: Path) -> RowKeys:
+        """Open the keys that `prepare` wrote, without reading all of their files.
+
+        Raises:
+            CorpusCacheError: The folder is incomplete.
+        """
+        directory = _directory(fingerprint, cache)
+        return cls(directory, fetch_label(directory, _LABEL, "keys of sentences"))
 
     def __len__(self) -> int:
         return len(self._rows)

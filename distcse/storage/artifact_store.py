@@ -146,11 +146,12 @@ class ArtifactStore(ABC):
         return atomic_folder(self.path, is_complete, self._check_here)
 
     @abstractmethod
-    def publish(self, files: Mapping[str, Path] | None = None) -> None:
+    def publish(self, files: Mapping[str, Path] | None = None, is_new: bool = False) -> None:
         """Store the local folder as a unit, and wait until it is stored.
 
         Args:
             files: Its files by name, if they are in other places. Default: all files in it.
+            is_new: Store all files, also those that the stored folder has by its record, as it may be damaged.
 
         Raises:
             ObjectStorageError: The storage refuses the upload. What was stored before is intact.
@@ -171,12 +172,11 @@ class ArtifactStore(ABC):
         """
 
     def fetch_cached(self) -> bool:
-        """Fetch a folder that can be made again as `fetch_folder` does; a damaged one is deleted where it is stored."""
+        """Fetch a folder that can be made again as `fetch_folder` does. `publish` with `is_new` replaces a damaged one."""
         try:
             return self.fetch_folder()
         except RunRecordError as damaged:
             _LOG.warning("%s is made again: %s", self, damaged)
-            self.delete_all()
             return False
 
     @abstractmethod

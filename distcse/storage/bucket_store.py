@@ -86,9 +86,9 @@ class BucketStore(ArtifactStore):
     def read(self, name: str) -> bytes | None:
         return objects.read(f"{self.uri}/{name}")
 
-    def publish(self, files: Mapping[str, Path] | None = None) -> None:
+    def publish(self, files: Mapping[str, Path] | None = None, is_new: bool = False) -> None:
         sources = files or {file.relative_to(self.path).as_posix(): file for file in self._local_files()}
-        new, old = _Record.of(sources), self._stored_record()
+        new, old = _Record.of(sources), None if is_new else self._stored_record()
         if new != old:
             self._check()
             _run_parallel(sources, lambda name: self._store(name, sources[name], new, old))

@@ -37,7 +37,7 @@ class FolderStore(ArtifactStore):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def publish(self, files: Mapping[str, Path] | None = None) -> None:
+    def publish(self, files: Mapping[str, Path] | None = None, is_new: bool = False) -> None:
         """Do nothing."""
 
     def fetch_folder(self, into: Path | None = None) -> bool:

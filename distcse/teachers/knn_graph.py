@@ -62,10 +62,10 @@ class KnnGraphSpec:
     def find(self) -> Path | None:
         """Return the graph's folder; None if the cache has no intact graph."""
         store = self.store
-        store.fetch_cached()
+        stored = store.fetch_cached()
         if not _is_intact(store.path):
             return None
-        store.publish()
+        store.publish(is_new=not stored)
         return store.path
 
     def prepare(self, on_progress: Callable[[int], None] | None = None) -> Path:
@@ -86,7 +86,7 @@ class KnnGraphSpec:
         with store.write_folder(lambda: _is_intact(store.path)) as temporary:
             np.save(temporary / _FILE, _drop_self(found)[:, : self.num_neighbors].astype(np.int32))
             (temporary / _LABEL).write_text(dump_label(temporary / _FILE, inputs=self._identity))
-        store.publish()
+        store.publish(is_new=True)
         return store.path
 
     @property

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from distcse.data import Corpus
 from distcse.data.distinct_rows import DistinctRows
 from distcse.data.row_keys import RowKeys
+from distcse.errors import CorpusCacheError, EmbeddingTableError, ReusedTableError
 from distcse.storage import ArtifactStore
 from distcse.teachers.table import EmbeddingTable, StoredVectors, TableIdentity
 
@@ -67,13 +68,16 @@ class ReusedVectors:
         """Read those of the vectors with these numbers that the earlier table has; None if it has none.
 
         Raises:
-            EmbeddingTableError: A shard of the earlier table was removed or damaged in the meantime.
+            ReusedTableError: The earlier table was removed or damaged in the meantime.
         """
         is_stored = self.is_stored(numbers)
         if not is_stored.any():
             return None
         rows = self._rows[numbers.start : numbers.stop][is_stored]
-        return StoredVectors(is_stored, self._source.stored_vectors(rows))
+        try:
+            return StoredVectors(is_stored, self._source.stored_vectors(rows))
+        except (EmbeddingTableError, CorpusCacheError) as lost:
+            raise ReusedTableError(f"an earlier table is lost: {lost}") from lost
 
 
 def find_reuse(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +258,13 @@ def test_rows_with_the_text_of_held_out_ones_are_not_trained_on(lines: list[str]
     assert held_out.tolist() == split_held_out(60, 9, seed=3)[1].tolist()
     texts = set(corpus.texts(held_out))
     assert train.ids().tolist() == [row for row, line in enumerate(lines) if line not in texts]
+    keys = tmp_path / "cache" / "row_keys"
+    shutil.rmtree(keys)
+    assert corpus.split_held_out(9, seed=3)[0].ids().tolist() == train.ids().tolist(), "it has opened the keys"
+    if len({*lines}) < len(lines):
+        with fails_with(CorpusCacheError, "keys"):
+            Corpus.open(corpus.directory).split_held_out(9, seed=3)
+    assert not keys.exists(), "only prepare writes keys"
 
 
 def test_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

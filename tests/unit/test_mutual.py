@@ -23,6 +23,7 @@ from distcse.errors import (
     EvaluationFormatError,
     FrozenKeyError,
     InvalidValueError,
+    ModelLoadError,
     ModelNotFoundError,
     RecipeError,
     RunRecordError,
@@ -377,6 +378,17 @@ def test_a_sequential_runs_first_cross_encoder_starts_from_the_labelling_bi_enco
             torch.testing.assert_close(trained[name], tensor, atol=1e-6, rtol=0)
         (card,) = (card for card in result.cards if card.title.endswith("cross-encoder"))
         assert f"initialized from `{start.name}`" in card.sections[0]
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_has_a_folder(
+    both: MakeRecipe, tmp_path: Path, sentences: list[str]
+) -> None:
+    broken = make_encoder(tmp_path / "broken", "bert", sentences)
+    (broken / "model.safetensors").write_bytes(b"truncated")
+    recipe = both(f"groups.1.cross_backbone={broken}", "mutual.on_failure=drop")
+    with fails_with(ModelLoadError, str(broken)):
+        run_mutual(recipe, Reporter())
+    assert not Path(recipe.storage.runs).exists() or not list(Path(recipe.storage.runs).iterdir())
 
 
 def test_a_failed_group_is_dropped_or_ends_the_run(both: MakeRecipe, tmp_path: Path, sentences: list[str]) -> None:

@@ -176,7 +176,7 @@ def test_labels_are_one_mapped_file_for_all_groups(tmp_path: Path) -> None:
     store = PhaseStore(tmp_path)
     assert store.stored_labels(Phase(0)) is None
     written = np.linspace(0, 1, 9, dtype=np.float32)
-    store.store_labels(Phase(0), ["bert"], written)
+    store.store_labels(Phase(0), written)
     stored = store.stored_labels(Phase(0))
     digest = sha256([written.tobytes()])
     assert stored == StoredScores(open_store(tmp_path) / "labels", f"start.{digest[:12]}.npy", digest)

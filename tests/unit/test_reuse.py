@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.events import Event, Reporter
+from distcse.errors import EmbeddingTableError
+from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.preflight import check_embedding
@@ -19,6 +20,7 @@ from distcse.recipe import Recipe, with_values
 from distcse.teachers import table as table_module
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
+from tests.failures import fails_with
 from tests.jobs import make_recipe, rows_embedded
 
 
@@ -37,7 +39,7 @@ class Pass:
         self.corpus = read_corpus(recipe, Reporter())
         tables = prepare_tables(recipe, self.corpus, backend or LocalBackend(), Reporter(events.append))
         self.tables = [table for table in tables if table is not None]
-        self.embedded = rows_embedded(events)
+        self.embedded, self.events = rows_embedded(events), events
 
     def stored(self) -> np.ndarray:
         """The first teacher's vectors as they are stored."""
@@ -199,7 +201,19 @@ def test_rows_are_embedded_where_the_earlier_table_is_removed_during_the_pass(
             super().embed(request)
 
     after = Pass(recipe, sentences[:210], Removing())
-    assert after.tables[0].missing_shards() == []
+    assert after.tables[0].missing_shards() == [] and after.embedded == [210]
+    assert all(event.done <= event.total for event in after.events if isinstance(event, StageProgress) and event.total)
+
+
+def test_a_damaged_new_table_is_not_taken_for_a_lost_earlier_one(recipe: Recipe, sentences: list[str]) -> None:
+    Pass(recipe, sentences[:200])
+
+    class Damaged(LocalBackend):
+        def embed(self, request: EmbeddingRequest) -> None:
+            raise EmbeddingTableError("of the new table")
+
+    with fails_with(EmbeddingTableError, "of the new table"):
+        Pass(recipe, sentences[:210], Damaged())
 
 
 def test_a_dry_run_counts_the_new_sentences(recipe: Recipe, sentences: list[str]) -> None:

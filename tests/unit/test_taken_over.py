@@ -105,7 +105,7 @@ def store_phases(job: Job, start: int) -> None:
                 shards.write(0, scores)
             store.post("bert", phase, scores, None)
         if store.labels(phase) is None:
-            store.store_labels(phase, ["bert"], store.scores("bert", phase))
+            store.store_labels(phase, store.scores("bert", phase))
         StoredCosts(run, lease, {"CPU": 1.0}).record("bert", MeasuredCosts({"cross": {1: 3.0}}, {}), 5.0)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from distcse.data import Corpus
 from distcse.device import use_available_cpus
-from distcse.errors import CorpusCacheError, EmbeddingTableError
+from distcse.errors import ReusedTableError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend, EmbeddingRequest
 from distcse.experiments.distillation.corpus import read_corpus, report_finished, start_stage
@@ -28,7 +28,7 @@ from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.resources import least_embedding
-from distcse.teachers.reuse import find_reuse
+from distcse.teachers.reuse import Reuse, find_reuse
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.vector_statistics import table_statistics
 
@@ -97,8 +97,7 @@ def prepare_tables(
                 )  # fewer if another run embedded some while we waited
                 if missing:
                     reuse = find_reuse(table, corpus, cache, _verifying(reporter, stage, table.identity.shards))
-                    reused = None if reuse is None else reuse.open()
-                    embedded = sum(len(new_rows(table, shard, reused)) for shard in missing)
+                    embedded = _count_new(table, missing, reuse)
                     before_embedding()
                     request = EmbeddingRequest(
                         section.encoders[number],
@@ -112,7 +111,7 @@ def prepare_tables(
                         reuse,
                         recipe.name,
                     )
-                    _embed(request, backend)
+                    embedded = _embed(request, backend, stage, embedded)
                     if reuse is not None:
                         reuse.rows.delete_folder()
                     table_statistics(table, keep=True, is_complete=True)
@@ -123,17 +122,28 @@ def prepare_tables(
     return tables
 
 
-def _embed(request: EmbeddingRequest, backend: Backend) -> None:
-    """Embed missing rows; without the earlier table if it is removed or damaged in the meantime, as it only saves time."""
+def _embed(request: EmbeddingRequest, backend: Backend, stage: str, new: int) -> int:
+    """Embed missing rows; without the earlier table if it is removed or damaged in the meantime, as it only saves time.
+
+    Returns:
+        The number of embedded rows: `new`, or more without the earlier table.
+    """
     try:
         backend.embed(request)
-    except (EmbeddingTableError, CorpusCacheError) as damaged:
-        if request.reuse is None:
-            raise
-        text = f"teacher {request.teacher.backbone}: all missing rows are embedded, because an earlier table is lost: {damaged}"
-        request.reporter.emit(LogMessage(text, warning=True))
-        progress = _verifying(request.reporter, request.teacher.backbone, len(request.missing))
-        backend.embed(replace(request, reuse=None, missing=request.table.not_intact(request.missing, progress)))
+    except ReusedTableError as lost:
+        reporter, table = request.reporter, request.table
+        reporter.emit(LogMessage(f"{stage}: all missing rows are embedded, because {lost}", warning=True))
+        missing = table.not_intact(request.missing, _verifying(reporter, stage, len(request.missing)))
+        rest = _count_new(table, missing, None)
+        backend.embed(replace(request, reuse=None, missing=missing, on_rows=start_stage(reporter, stage, rest)))
+        return new - _count_new(table, missing, request.reuse) + rest
+    return new
+
+
+def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None) -> int:
+    """Return the number of rows of the shards that must be embedded."""
+    reused = None if reuse is None else reuse.open()
+    return sum(len(new_rows(table, shard, reused)) for shard in shards)
 
 
 def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:

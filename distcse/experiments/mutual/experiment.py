@@ -34,7 +34,7 @@ from distcse.experiments.mutual.trials import MutualTrials
 from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
 from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
 from distcse.experiments.stoppable_evaluation import FinalScores
-from distcse.models import Encoder, resolve_model
+from distcse.models import CrossEncoder, Encoder
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
@@ -144,7 +144,7 @@ def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: P
 
 
 def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter) -> None:
-    """Load each group's bi-encoder once, before the pairs are mined.
+    """Load each group's models once, before the pairs are mined: without one, the run ends.
 
     Raises:
         EncoderError: A model cannot be loaded.
@@ -157,4 +157,6 @@ def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend:
 def _load_models(recipe: MutualRecipe, groups: Sequence[GroupSection], reporter: Reporter) -> None:
     for group in groups:
         Encoder.from_section(group)
-        resolve_model(recipe.cross_start(group))
+        if (cross := recipe.cross_start(group)) != group.backbone:
+            length, trusts_code = recipe.cross_of(group).max_length, group.trust_remote_code
+            CrossEncoder.fresh(cross, length, group.named_layers, group.dropout, trusts_code, group.is_fast)

@@ -111,7 +111,7 @@ class LabelExchange:
         labels = self._combine(members, phase)
         if phase.ends_cycle and self._should_stop(phase, members):
             self._store.stop_after(phase)
-        self._store.store_labels(phase, members, labels)
+        self._store.store_labels(phase, labels)
 
     def _stops_before(self, phase: Phase) -> bool:
         stopped = self._store.stopped_after

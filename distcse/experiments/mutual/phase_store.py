@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,10 @@ class PhaseStore:
         """Map the (n,) scores that a group posted for a phase."""
         return self._stored(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]).read()
 
-    def store_labels(self, phase: Phase, groups: Sequence[str], labels: Scores) -> None:
-        """Store the final labels of a phase, and the groups whose scores they combine."""
+    def store_labels(self, phase: Phase, labels: Scores) -> None:
+        """Store the final labels of a phase."""
         with self._lock:
-            self._state["labels"][str(phase.number)] = {"groups": [*groups], **self._write_scores(phase.name, labels)}
+            self._state["labels"][str(phase.number)] = self._write_scores(phase.name, labels)
             self._write()
 
     def labels(self, phase: Phase) -> Scores | None:

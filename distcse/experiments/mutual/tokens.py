@@ -82,7 +82,6 @@ def _prepare(
             pairs.sentences, spec.tokenizer, spec.max_length, cache.path, report, prompt=spec.prompt
         )
         root = resolve_model(recipe.cross_start(group), group.trust_remote_code)
-        # Without its weights, the group fails when it trains, and may be dropped.
         tokenizer = ModelFolder.read(root, group.trust_remote_code).load_tokenizer()
         report = partial(reporter.advance, "tokens", total=orders * len(pairs), unit="pairs")
         both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache.path, report)
