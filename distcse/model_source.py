@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import ModelNotFoundError, first_line
@@ -14,6 +16,8 @@ from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
 PACKAGE = "package:"
 CONFIG_FILE = "config.json"
+
+_ADDRESS = re.compile(r"\w+://\S+")
 
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".model", ".tiktoken")
 """Suffixes of the files from which a model and its tokenizer are loaded; with its code, also `.py`."""
@@ -138,3 +142,17 @@ def fetch_from_hub(name: str, wanted: Sequence[str], only_local: bool) -> Path:
             f"model {name!r} is not a local folder and cannot be downloaded from the hub ({type(error).__name__}: "
             f"{first_line(error)}); {fix}"
         ) from error
+
+
+def shown_name(model: str) -> str:
+    """Return a name for readers elsewhere: of a folder or an address, the last part of its path, without host or bucket."""
+    if _ADDRESS.fullmatch(model):
+        address = urlsplit(model)
+        path = PurePosixPath(address.path)
+        if not path.name:
+            return address.scheme
+    elif os.path.isabs(model) and PurePosixPath(model).name:
+        path = PurePosixPath(model)
+    else:
+        return model
+    return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name

@@ -15,7 +15,7 @@ import yaml
 
 from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import HubUploadError, ModelNotFoundError
-from distcse.experiments.model_card import shown_name
+from distcse.model_source import shown_name
 from distcse.storage import find_model, open_store, to_uri, write_text_atomic
 
 _FILES_WITH_PATHS: dict[str, tuple[Callable[[str], Any], Callable[..., str]]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,8 @@ def agreement_per_sentence(student: NDArray[np.floating], similarities: NDArray[
 @dataclass(frozen=True)
 class HeldOutVectors:
     """Vectors of sentences held out from training; `agreement_result` computes the score once all teachers are measured."""
+
+    content_name: ClassVar[str] = "HeldOutVectors"
 
     texts: list[str]
     name: str = "held-out rows"

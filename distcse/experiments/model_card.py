@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
@@ -18,7 +16,6 @@ from distcse.model_source import PACKAGE
 from distcse.models import resolve_model
 from distcse.storage import is_uri
 
-_ADDRESS = re.compile(r"\w+://\S+")
 _INHERITED = ("language", "license", "license_name", "license_link")
 """Metadata that hold for a model because they hold for its initial model."""
 
@@ -75,20 +72,6 @@ def inherited_metadata(backbone: str) -> dict[str, Any]:
     except yaml.YAMLError:  # somebody else's card; ours is valid without it
         return {}
     return {key: metadata[key] for key in _INHERITED if key in metadata} if isinstance(metadata, dict) else {}
-
-
-def shown_name(model: str) -> str:
-    """Return a name for readers elsewhere: of a folder or an address, the last part of its path, without host or bucket."""
-    if _ADDRESS.fullmatch(model):
-        address = urlsplit(model)
-        path = PurePosixPath(address.path)
-        if not path.name:
-            return address.scheme
-    elif os.path.isabs(model) and PurePosixPath(model).name:
-        path = PurePosixPath(model)
-    else:
-        return model
-    return f"{path.parent.name}/{path.name}" if path.name == "model" and path.parent.name else path.name
 
 
 def base_model(backbone: str) -> dict[str, str]:

@@ -73,12 +73,16 @@ class StudentRun:
 
     @classmethod
     def of(cls, recipe: Recipe, lengths: Lengths) -> StudentRun:
-        """Read the shapes of all encoders, each from its config.json.
+        """Lower the recipe's defaults to a small corpus, and read the shapes of all encoders.
 
         Raises:
             CorpusTooSmallError: There are fewer rows than the recipe holds out and has in a batch.
         """
-        recipe = fit_to_corpus(recipe, lengths.rows, Reporter())
+        return cls.of_fitted(fit_to_corpus(recipe, lengths.rows, Reporter()), lengths)
+
+    @classmethod
+    def of_fitted(cls, recipe: Recipe, lengths: Lengths) -> StudentRun:
+        """Read the shapes of all encoders, each from its config.json."""
         detection = recipe.objective.active(DetectionSection)
         generator = None
         if detection is not None and detection.generator and detection.operation != "deletion":

@@ -83,7 +83,7 @@ def choose_serving(
         cluster = Cluster("", len(nodes), math.ceil(workers / len(nodes)), machine, _NETWORK)
         lengths = _lengths(spec)
         try:
-            run = StudentRun.of(recipe, lengths)
+            run = StudentRun.of_fitted(recipe, lengths)
         except _UNKNOWN_SIZES as error:
             reason += f", of a step whose time cannot be estimated ({type(error).__name__}: {error})"
         else:

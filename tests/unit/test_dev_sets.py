@@ -30,6 +30,7 @@ from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.preflight import check_recipe
 from distcse.experiments.mutual.dev_pairs import DevPairs
+from distcse.inputs import require_labelled
 from distcse.models import Encoder
 from distcse.planning.student import DEV_SENTENCES
 from distcse.recipe import Recipe
@@ -121,7 +122,7 @@ def test_a_missing_dev_set_is_named(recipe_with: MakeRecipe, labelled: Path) -> 
     with fails_with(EvaluationDataError, "SICK-R trial", "trial.tsv.gz"):
         read_labelled_dev(recipe_with(f"evaluation.data={labelled}", "evaluation.dev=stsb_sickr"))
     with fails_with(InvalidValueError, "evaluation.dev is stsb_sickr", "evaluation.data"):
-        recipe_with("evaluation.dev=stsb_sickr")
+        require_labelled(recipe_with("evaluation.dev=stsb_sickr"))
 
 
 def write_triplets(file: Path, sentences: list[str], model: VectorModel) -> None:

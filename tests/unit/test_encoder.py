@@ -289,7 +289,7 @@ def test_missing_models_are_errors(tmp_path: Path) -> None:
         ("package:no_such_package/x", ["'no_such_package'", "pip install no_such_package"]),
         ("package:numpy/no_folder", ["'numpy'", "'no_folder'"]),
         ("package:numpy/../scipy", ["'numpy'", "'../scipy'"]),
-        ("nobody/no-such-model", ["'nobody/no-such-model'", "HF_TOKEN"]),
+        ("nobody/no-such-model", ["'nobody/no-such-model'", "HF_HUB_OFFLINE"]),
     ):
         with fails_with(ModelNotFoundError, *named):
             resolve_model(name)

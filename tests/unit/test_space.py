@@ -23,6 +23,7 @@ from distcse.errors import (
 )
 from distcse.evaluation.runs import compute_spread
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
+from distcse.storage import open_store
 from distcse.tuning.importance import importances
 from distcse.tuning.records import Trial, TrialMetric, find_best_trial, read_trials, readable_trials
 from distcse.tuning.space import Space
@@ -274,7 +275,7 @@ def test_records_and_tables(tmp_path: Path) -> None:
     assert [entry.score for entry in again.metrics] == [50, 65]
     rows = rows_of(trials)
     assert rows[0]["a"] == "[0, 2]" and rows[0]["dev"] == 70 and rows[1]["status"] == "diverged"
-    write_tables(trials, tmp_path)
+    write_tables(trials, open_store(tmp_path))
     assert (tmp_path / "trials.csv").read_text().splitlines()[0].startswith('"trial","status","dev"')
     spread = compute_spread([1.0, 2.0, 3.0])
     assert (spread.mean, spread.deviation, spread.number) == (2.0, 1.0, 3)

@@ -10,7 +10,8 @@ from distcse.evaluation import Evaluation
 from distcse.experiments.distillation.result import USE, DistillationResult
 from distcse.experiments.experiment import ReferenceModel
 from distcse.experiments.family.static import MAX_ROWS
-from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
+from distcse.experiments.model_card import ModelCard, hub_metadata, limits, usage
+from distcse.model_source import shown_name
 from distcse.recipe import FamilyRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from distcse.evaluation import Evaluation
 from distcse.experiments.experiment import ReferenceModel
-from distcse.experiments.model_card import ModelCard, hub_metadata, limits, shown_name, usage
+from distcse.experiments.model_card import ModelCard, hub_metadata, limits, usage
 from distcse.experiments.mutual.phases import Kind, Phase
+from distcse.model_source import shown_name
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
