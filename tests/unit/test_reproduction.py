@@ -136,7 +136,8 @@ def test_changed_data_are_refused_in_one_line_before_any_work(
         assert train.main(["--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 1
     finally:
         corpus.write_text(before)
-    loading, error = capsys.readouterr().err.splitlines()
+    loading, *reading, error = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("corpus ") for line in reading), reading
     assert "loading" in loading and f"[{ResumeMismatchError.code}]" in error and "corpus" in error
     assert not (tmp_path / "runs").exists()
 

@@ -436,6 +436,7 @@ ASKS = {
     "experiments/distillation/preparation:_fit_projection": _RUN,
     "experiments/distillation/rank_inference:_measure": _PASS,
     "experiments/distillation/tables:prepare_tables": _RUN,
+    "experiments/distillation/tables:_embed": _PASS,
     "experiments/distillation/tables:_verifying": _PASS,
     "experiments/distillation/tokens:prepare_tokens": _RUN,
     "experiments/distillation/tokens:_write_part": _PASS,
