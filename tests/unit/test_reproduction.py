@@ -137,7 +137,7 @@ def test_changed_data_are_refused_in_one_line_before_any_work(
     finally:
         corpus.write_text(before)
     loading, *reading, error = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("corpus ") for line in reading), reading
+    assert all("] corpus " in line for line in reading), reading
     assert "loading" in loading and f"[{ResumeMismatchError.code}]" in error and "corpus" in error
     assert not (tmp_path / "runs").exists()
 
