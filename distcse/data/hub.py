@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.compat.datasets import is_packaged_reader, split_fingerprint
-from distcse.compat.hub_client import causes, fix_of_hub_error
+from distcse.compat.hub_client import fix_of_hub_error
 from distcse.data.readers import Row, clean, describe_missing_column
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
@@ -117,8 +117,10 @@ def _select_split(loaded: Any, section: CorpusSection) -> Any:
 
 def _reason(error: BaseException) -> str:
     """Describe an error and what caused it: `datasets` says in the cause alone which file is malformed, and how."""
-    chain = list(causes(error))
-    ends = chain if len(chain) < 3 else (chain[0], chain[-1])
+    last = error
+    while last.__cause__ is not None:  # what `from None` hides are other attempts to read the file
+        last = last.__cause__
+    ends = [error] if last is error else [error, last]
     message = ", because ".join(f"{type(each).__name__}: {' '.join(str(each).split())[:300]}" for each in ends)
     fix = fix_of_hub_error(error, "write corpus.dataset=FOLDER or corpus.path=FILE", "a private data set")
     return f"{message}; {fix}" if fix else message

@@ -333,7 +333,10 @@ def _positions_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
     if "full_attention" in parameters:  # of Gemma 3, then of ModernBERT
         names = {"full_attention": ("rope_theta", "global_rope_theta")}
         names["sliding_attention"] = ("rope_local_base_freq", "local_rope_theta")
-        keys = {key: parameters[kind]["rope_theta"] for kind in names.keys() & parameters for key in names[kind]}
+        found = {
+            kind: parameters[kind]["rope_theta"] for kind in names if parameters.get(kind)
+        }  # null: no positions there
+        keys = {key: theta for kind, theta in found.items() for key in names[kind]}
         is_full = [kind == "full_attention" for kind in config["layer_types"]]
         for period in range(1, len(is_full) + 1):
             if is_full == [layer % period == 0 for layer in range(len(is_full))]:
