@@ -23,7 +23,13 @@ from distcse.data.readers import Row, file_kind, find_files, has_columns, read_s
 from distcse.data.row_keys import RowKeys
 from distcse.data.row_set import RowSet
 from distcse.data.sampler import split_held_out
-from distcse.errors import CorpusCacheError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
+from distcse.errors import (
+    CorpusCacheError,
+    CorpusNotFoundError,
+    CorpusTooSmallError,
+    EmptyCorpusError,
+    MissingColumnError,
+)
 from distcse.events import CHUNK
 from distcse.recipe import CorpusSection
 from distcse.storage import Digest, bytes_checksum, checksum, text_checksum, to_uri
@@ -203,6 +209,11 @@ class Corpus:
             # `prepare` wrote and verified them; a worker only opens them.
             self._keys = self._keys or RowKeys.open(self.fingerprint, self.directory.parent.parent)
             train = RowSet(len(self), self._keys.rows_of(self.texts(chosen)))
+            if not len(train):
+                raise CorpusTooSmallError(
+                    f"each of the corpus's {len(self):,} rows has the text of one of the {held_out} held-out rows, so none is "
+                    "left to train on; add text, or set evaluation.num_heldout=0 and name a dev set in evaluation.data"
+                )
         return train, chosen
 
     def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:

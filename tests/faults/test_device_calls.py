@@ -178,7 +178,7 @@ def tokenize_in_parts(folder: Path) -> None:
     recipe, backend, events = load_recipe(str(folder / "recipe.yaml"), []), RayBackend(), list[Event]()
     corpus = read_corpus(recipe, Reporter())
     reporter = Reporter(events.append)
-    stopping = Reporter(stop_requested=lambda: len(list(folder.glob("cache/tokens/*.parts/part-*"))) > 1)
+    stopping = Reporter(stop_requested=lambda: len(list(folder.glob("cache/tokens/*.parts/[0-9]*-[0-9]*"))) > 1)
     with (
         backend.cluster.joined(),
         patch.object(tokens, "PART_ROWS", 50),
@@ -187,14 +187,14 @@ def tokenize_in_parts(folder: Path) -> None:
         try:
             tokens.prepare_tokens(recipe, corpus, backend, stopping)
         except StoppedEarlyError:
-            kept = len(list(folder.glob("cache/tokens/*.parts/part-*")))
+            kept = len(list(folder.glob("cache/tokens/*.parts/[0-9]*-[0-9]*")))
         made = tokens.prepare_tokens(recipe, corpus, backend, reporter)
     alone = with_values(recipe, {"storage.cache": str(folder / "alone")})
     whole = tokens.prepare_tokens(alone, corpus, LocalBackend(), Reporter())
     progress = [event.done for event in events if isinstance(event, StageProgress)]
     found = {
         "kept": kept,
-        "parts left": len(list(folder.glob("cache/tokens/*.parts/part-*"))),
+        "parts left": len(list(folder.glob("cache/tokens/*.parts/[0-9]*-[0-9]*"))),
         "progress": [min(progress), max(progress)],
         "rows": [len(corpus), len(made)],
         "files": [{file.name: checksum(file) for file in table.directory.iterdir()} for table in (made, whole)],

@@ -14,7 +14,14 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
-from distcse.errors import DivergedError, EmbeddingTableError, InvalidValueError, NotFiniteError, TeacherOutputError
+from distcse.errors import (
+    CorpusTooSmallError,
+    DivergedError,
+    EmbeddingTableError,
+    InvalidValueError,
+    NotFiniteError,
+    TeacherOutputError,
+)
 from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import DevMetric
@@ -166,11 +173,18 @@ def test_moments_that_are_not_finite_are_found() -> None:
     assert bad.first_not_finite() == "exp_avg of w"
 
 
-def test_a_corpus_of_one_repeated_sentence_trains(
-    tmp_path: Path, tiny: Callable[..., Path], recipe_with: MakeRecipe
+def test_a_corpus_of_one_repeated_sentence_trains_unless_it_is_held_out(
+    tmp_path: Path, recipe_with: MakeRecipe, labelled: Path
 ) -> None:
     recipe = recipe_with("training.batch_size=2", "training.max_steps=4", "evaluation.eval_steps=2")
     Path(str(recipe.corpus.path)).write_text("The same sentence.\n" * 100)
+    with fails_with(
+        CorpusTooSmallError, "each of the corpus's 100 rows", "one of the 32 held-out", "evaluation.num_heldout=0"
+    ):
+        run(recipe, Reporter())
+    recipe = with_values(
+        recipe, {"evaluation.num_heldout": 0, "evaluation.data": str(labelled), "evaluation.dev": "stsb"}
+    )
     events: list[Event] = []
     result = run(recipe, Reporter(events.append))
     scores = [event.score for event in events if isinstance(event, DevScore)]

@@ -17,8 +17,9 @@ import pytest
 
 import tests.workers  # noqa: F401  (preloads the imports of the fork server)
 from distcse import train
+from distcse.command import NO_GAIN
 from distcse.errors import ModelNotFoundError, RunInUseError
-from distcse.events import Event, Reporter, ignore
+from distcse.events import Event, Reporter, StepReport, ignore
 from distcse.measuring import measure
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
@@ -149,7 +150,7 @@ def test_a_running_run_is_in_use_and_can_be_resumed_once_killed(
         measure({"student": str(folder)}, labelled, ["pairs"])
     process.kill()
     process.join()
-    assert train.main(["--resume", str(folder), "--quiet"]) == 0
+    assert train.main(["--resume", str(folder), "--quiet"]) == (NO_GAIN if uninterrupted.unchanged else 0)
     assert_equal_weights(weights_of(uninterrupted.directory.path), weights_of(folder))
 
 
@@ -158,7 +159,8 @@ def test_the_model_of_an_interrupted_run_is_evaluated_while_the_run_continues(
 ) -> None:
     recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
     steps: list[Event] = []
-    interrupted_run = run(recipe, Reporter(steps.append, lambda: len(steps) > 20))
+    stops_while_training = Reporter(steps.append, lambda: sum(isinstance(event, StepReport) for event in steps) > 20)
+    interrupted_run = run(recipe, stops_while_training)
     assert interrupted_run.train_result.interrupted
     folder = interrupted_run.directory.path
 
