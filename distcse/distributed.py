@@ -98,24 +98,11 @@ def on_all_ranks(work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def all_gather_rows(rows: Tensor) -> Tensor:
-    """Gather the (R, d) rows of all W workers into (W R, d), in the order of their ranks, without gradient.
-
-    Args:
-        rows: This worker's rows; as many on every worker.
-    """
-    if world_size() == 1:
-        return rows
-    gathered, sent = rows.new_empty(world_size() * len(rows), *rows.shape[1:]), rows.contiguous()
-    _run(lambda: dist.all_gather_into_tensor(gathered, sent))
-    return gathered
-
-
 def all_gather_parts(part: Tensor) -> list[Tensor]:
     """Gather a tensor of every worker, in the order of their ranks, without gradient.
 
-    `all_gather_rows` copies less. This one also works where two workers share a GPU: gloo's documentation lists no
-    `all_gather_into_tensor` for a GPU's tensors.
+    `all_gather_into_tensor` would copy less, but gloo, which connects workers that share a GPU, does not have it for a GPU's
+    tensors.
 
     Args:
         part: This worker's tensor; of one shape on every worker.

@@ -160,6 +160,7 @@ class Soak:
             "dropout_rng_streams: 2, cpus_per_worker: 1.0, node_labels: {role: work}}",
             f"evaluation={{num_heldout: 32, eval_steps: {EVAL_STEPS}, final_suites: []}}",
             f"teachers.shard_rows={SHARD}",
+            "teachers.serve=actor",
             f"teachers.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}",
             "teachers.embedding_workers=1",
             "teachers.node_labels={role: work}",

@@ -53,9 +53,7 @@ class LocalBackend:
     def train(
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
-        section = spec.recipe.teachers
-        if section.serve == "worker":
-            spec = with_worker_tables(spec, tables)
+        section, spec = spec.recipe.teachers, with_worker_tables(spec, tables)
         served: dict[int, TeacherClient] = {
             number: LocalTeacherClient(
                 serving(teacher, table)

@@ -19,7 +19,7 @@ from distcse.planning.memory import WorkerMemory, gathered_bytes, states
 from distcse.planning.network import Traffic, gradient_bytes, waited_seconds
 from distcse.planning.passes import Pass, Terms, is_recorded, with_update
 from distcse.planning.shapes import Shape, masked_lm_head, read_shape
-from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds, served_seconds
+from distcse.planning.terms import ListSizes, ObjectiveWork, cosine_terms, list_seconds
 from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
 from distcse.teachers.ensemble import MAX_BLOCK_BYTES
 from distcse.teachers.kinds import Serving, TeacherKind, kind_of
@@ -220,16 +220,8 @@ class StudentRun:
         return self.trained - tables * ((words - seen) * self.student.embedding_size - words)
 
     def workers_serve(self, cluster: Cluster, workers: int, batch: int) -> bool:
-        """Return whether workers, rather than servers, compute the lists of teachers with tables (`teachers.serve`).
-
-        `auto` decides so where servers would be busy for more than half of a step.
-        """
-        section = self.recipe.teachers
-        if section.serve != "auto" or not self.recipe.uses_ray:
-            return section.serve == "worker"
-        dimensions, lists = self._computed_dimensions(True), self.lists(workers, batch)
-        served = served_seconds(cluster.machine, cluster.network, dimensions, lists, workers, section.num_servers)
-        return falls_behind(served, self.busy_seconds(cluster, workers, batch))
+        """Return whether workers, rather than servers, compute the lists of teachers with tables (`teachers.serve`)."""
+        return self.recipe.teachers.serve == "auto"
 
     def busy_seconds(self, cluster: Cluster, workers: int, batch: int) -> float:
         """Return the seconds of a worker's step without the teachers' lists."""

@@ -112,14 +112,13 @@ class RayBackend:
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         from distcse.experiments.distillation.resources import plan_run
-        from distcse.ray_backend.list_serving import choose_serving
+        from distcse.experiments.distillation.teacher_clients import with_worker_tables
         from distcse.ray_backend.nodes import alive
         from distcse.ray_backend.teacher_servers import served
         from distcse.ray_backend.train_workers import train_in_workers
 
-        nodes = alive()
-        resources = plan_run(spec.recipe, nodes)
-        spec = choose_serving(spec, tables, resources.per_worker, nodes, reporter)
+        resources = plan_run(spec.recipe, alive())
+        spec = with_worker_tables(spec, tables)
         served_teachers = [number for number in range(len(tables)) if number not in spec.worker_tables]
         gpus, run = resources.server_gpus, spec.run.name
         with served(spec.recipe.teachers, corpus, tables, gpus, reporter, run, served_teachers) as servers:

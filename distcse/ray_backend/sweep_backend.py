@@ -15,7 +15,7 @@ from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.ray_backend.backend import RayBackend, RayCluster
 from distcse.recipe import Sweep, TeachersSection
-from distcse.teachers.serving import cosine_tables
+from distcse.teachers.serving import worker_tables
 from distcse.teachers.table import EmbeddingTable
 from distcse.tuning.space import Space
 from distcse.tuning.trial import TrialContext
@@ -42,7 +42,7 @@ class RaySweepBackend:
         from distcse.ray_backend.trial_backend import TrialBackend
 
         in_own_process = resources.in_own_process
-        read_by_trials = cosine_tables(section, tables) if section.serve == "worker" else {}
+        read_by_trials = worker_tables(section, tables)
         numbers = [
             number
             for number, table in enumerate(tables)

@@ -161,7 +161,7 @@ def served(
     run: str,
     teacher_indices: Sequence[int] | None = None,
 ) -> Iterator[Any]:
-    """Context manager: yield the handle of a run's `TeacherServerPool`, and restart servers that hang.
+    """Context manager: yield the handle of a run's `TeacherServerPool`, and restart servers that hang; None without servers.
 
     Args:
         section: The teachers.
@@ -184,6 +184,9 @@ def served(
             else live_teacher(teacher, open_store(corpus.directory), section.tokens_per_batch)
         )
         factories[number] = make, server_resources(section, teacher, gpus)
+    if not factories:
+        yield None
+        return
     owner = f"{run}-{ray.get_runtime_context().get_job_id()}"  # unique among the runs of a cluster
     # Pinned to the driver's node: losing another node must not end the pool, which would end all servers.
     driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -217,6 +220,8 @@ def co_located_servers(
 ) -> dict[int, Any]:
     """In a worker: return its server for each teacher, by teacher index, and wait until the teachers are loaded.
 
+    `servers` is what `served` yields.
+
     There is no time limit, because loading may include a download, and a node may join the cluster; a server that hangs is
     restarted. A server without a node is reported.
 
@@ -225,6 +230,8 @@ def co_located_servers(
         DistcseError: A teacher failed to load; the specific class that its server raised.
         TeacherServerError: A server failed with an unexpected error.
     """
+    if servers is None:
+        return {}
     node = ray.get_runtime_context().get_node_id()
     own_servers: dict[int, Any] = ray.get(servers.get_servers.remote(run, worker, node))
     for number, server in own_servers.items():

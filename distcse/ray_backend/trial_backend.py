@@ -60,9 +60,7 @@ class TrialBackend:
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
         """Train the student with the shared teachers."""
-        section = spec.recipe.teachers
-        if section.serve == "worker":
-            spec = with_worker_tables(spec, tables)
+        section, spec = spec.recipe.teachers, with_worker_tables(spec, tables)
         if not self._in_own_process:
             # Ray Train, which trials in one process do not need
             from distcse.experiments.distillation.resources import plan_run
@@ -70,9 +68,7 @@ class TrialBackend:
             from distcse.ray_backend.train_workers import train_in_workers
 
             return train_in_workers(spec, self._servers, plan_run(spec.recipe, alive()), reporter)
-        servers = (
-            co_located_servers(self._servers, section, spec.run.name, 0, reporter) if self._servers is not None else {}
-        )
+        servers = co_located_servers(self._servers, section, spec.run.name, 0, reporter)
         served: dict[int, TeacherClient] = {
             number: LocalTeacherClient(serving(teacher, table))
             if table is not None

@@ -156,13 +156,11 @@ class TeachersSection(Section):
     mode: Literal["auto", "table", "live"] = "auto"
     """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is `table`
     wherever the rows are fixed. Cross-encoders have no sentence vectors and always run live."""
-    serve: Literal["auto", "actor", "worker"] = "auto"
-    """Who computes lists of cosines from a table during training. `actor`: servers, on CPUs, a block of steps ahead; without
-    Ray, a thread of this process. `worker`: every training worker reads the vectors of its rows a block ahead, gathers
-    those of the others and computes the cosines on its device, which scales to large batches on many workers. Lists are
-    equal to 1e-6. `auto` is `worker` where servers would slow the training down (only with Ray, and not in sweeps), else
-    `actor`; the log names the choice, and a resumed run keeps it. Live, cross-encoder and rank-space teachers always have
-    servers."""
+    serve: Literal["auto", "actor"] = "auto"
+    """Who computes lists of cosines from a table during training. `auto`: every training worker reads the vectors of its rows a
+    block ahead, gathers those of the others and computes the cosines on its device. `actor`: servers, on CPUs, a block of
+    steps ahead; without Ray, a thread of this process. Lists are bitwise equal on CPUs, and to 1e-6 on GPUs. Live,
+    cross-encoder and rank-space teachers always have servers."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster. Those that find none free
     wait without work, and take part once there is one."""

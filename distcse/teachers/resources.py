@@ -143,7 +143,7 @@ def server_demands(section: TeachersSection, gpus: float) -> list[ResourceReques
 
 
 def starts_servers(section: TeachersSection) -> bool:
-    """Return whether a run may start teacher servers: all but those with `serve: worker` whose teachers all have tables.
+    """Return whether a run starts teacher servers: not where the workers read the tables of all teachers.
 
     Args:
         section: The teachers.
@@ -151,7 +151,7 @@ def starts_servers(section: TeachersSection) -> bool:
     from distcse.teachers.kinds import kind_of
 
     servings = {kind_of(teacher).serving(section.mode) for teacher in section.encoders}
-    return bool(servings - {"table"}) or (bool(servings) and section.serve != "worker")
+    return bool(servings - {"table"}) or (bool(servings) and section.serve == "actor")
 
 
 def server_resources(section: TeachersSection, teacher: TeacherSection, gpus: float) -> dict[str, float]:

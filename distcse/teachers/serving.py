@@ -24,8 +24,8 @@ def serving(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
     return RankSpaceTeacher(table, references, teacher.rank_method, default_device(), teacher.is_fast)
 
 
-def cosine_tables(section: TeachersSection, tables: Sequence[EmbeddingTable | None]) -> dict[int, EmbeddingTable]:
-    """Return the tables whose cosines are their teacher's lists, by teacher index: what training workers can compute.
+def worker_tables(section: TeachersSection, tables: Sequence[EmbeddingTable | None]) -> dict[int, EmbeddingTable]:
+    """Return the tables whose lists the training workers compute, by teacher index: cosines, without `teachers.serve: actor`.
 
     Args:
         section: The teachers.
@@ -34,5 +34,5 @@ def cosine_tables(section: TeachersSection, tables: Sequence[EmbeddingTable | No
     return {
         number: table
         for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
-        if table is not None and teacher.similarity == "cosine"
+        if table is not None and teacher.similarity == "cosine" and section.serve == "auto"
     }

@@ -57,7 +57,7 @@ class TableTeacher:
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         steps, length = columns.shape
         vectors = self._table.vectors(columns.ravel()).reshape(steps, length, -1)
-        return _cosines(vectors, rows)
+        return cosines(vectors, rows)
 
 
 class LiveTeacher:
@@ -86,7 +86,7 @@ class LiveTeacher:
                 precision=self._precision,
                 normalize=False,
             )
-        return _cosines(normalize_rows(encoded, unique)[indices].reshape(steps, length, -1), rows)
+        return cosines(normalize_rows(encoded, unique)[indices].reshape(steps, length, -1), rows)
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def naming_rows(rows: Sequence[int] | NDArray[np.int64]) -> Iterator[None]:
         raise
 
 
-def _cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:
-    """Compute the (B, R, C) inner products of (B, C, d) unit vectors, clipped to [-1, 1] against rounding."""
+def cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:
+    """Return the (B, R, C) inner products of (B, C, d) unit vectors, clipped to [-1, 1] against rounding."""
     products: NDArray[np.float32] = np.matmul(vectors[:, rows], vectors.transpose(0, 2, 1))
     np.clip(products, -1.0, 1.0, out=products)
     return products

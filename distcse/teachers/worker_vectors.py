@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distcse.device import is_gpu, to_device
-from distcse.distributed import all_gather_rows
+from distcse.distributed import all_gather_parts
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.teacher import TableTeacher
+from distcse.teachers.teacher import TableTeacher, cosines
 
 
 class WorkerTable(LocalTeacherClient):
@@ -118,11 +118,17 @@ class WorkerVectors:
                 gathered[earlier] = self._gather(own if earlier == step else self.request(earlier, 1).result()[0])
         self._gathered = gathered
         parts = [*(gathered[earlier] for earlier in self._columns.steps(step)), *self._anchors]
-        mine = [_Vectors(values[self._rows], norms[self._rows]) for values, norms in gathered[step]]
-        return {
-            teacher: torch.cat([mine[number].cosines(part[number]) for part in parts], dim=1)
-            for number, teacher in enumerate(self._tables)
-        }
+        return {teacher: self._cosines([part[number] for part in parts]) for number, teacher in enumerate(self._tables)}
+
+    def _cosines(self, parts: Sequence[_Vectors]) -> Tensor:
+        """Return the (R, L) cosines of this worker's rows, which are of the first part, with the columns of all parts."""
+        if not is_gpu(self.device):  # as a `TableTeacher`: bit for bit
+            vectors = torch.cat([part.values for part in parts]).numpy()
+            vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+            return torch.from_numpy(cosines(vectors[None], self._rows)[0])
+        values, norms = parts[0]
+        mine = _Vectors(values[self._rows], norms[self._rows])
+        return torch.cat([mine.cosines(part) for part in parts], dim=1)
 
     def _own(self, step: int) -> NDArray[np.int64]:
         return self._columns.batch(step)[self._rows]
@@ -136,7 +142,7 @@ class WorkerVectors:
 
     def _gather(self, own: Tensor) -> list[_Vectors]:
         """Gather all workers' rows of a batch; one entry per teacher."""
-        return self._split(all_gather_rows(to_device(own, self.device)))
+        return self._split(torch.cat(all_gather_parts(to_device(own, self.device))))
 
     def _split(self, joined: Tensor) -> list[_Vectors]:
         parts = [part.float() for part in joined.split(self._dimensions, dim=1)]

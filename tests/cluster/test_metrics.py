@@ -95,6 +95,7 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
             )
 
     overrides = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=20", "evaluation.eval_steps=200")
+    overrides += ("teachers.serve=actor",)
     recipe = make_recipe(
         tmp_path, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences, *overrides, "evaluation.final_suites=[]"
     )

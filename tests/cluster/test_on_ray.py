@@ -53,7 +53,8 @@ def test_a_run_moved_from_two_deepspeed_workers_to_one_equals_a_local_run(recipe
         if isinstance(event, StepReport):
             steps.append(event.step)
 
-    overrides = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1", "teachers.num_servers=2")
+    overrides = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=1")
+    overrides += ("teachers.serve=actor", "teachers.num_servers=2")
     first = run(recipe_with(*overrides, "training.log_every=1"), Reporter(note, lambda: len(steps) >= 2))
     assert first.train_result.interrupted and 0 < first.train_result.state.step < first.train_result.steps
     assert first.evaluation is None and (first.directory.model / "model.safetensors").exists()
@@ -172,9 +173,8 @@ def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> Non
         "training.dropout_rng_streams=2",
     )
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    by_workers = ("teachers.serve=worker", "evaluation.async_eval={}")
-    on_ray = run(recipe_with(*overrides, *workers, *by_workers), Reporter())
-    local = run(recipe_with(*overrides, "training.workers=0"), Reporter())
+    on_ray = run(recipe_with(*overrides, *workers, "evaluation.async_eval={}"), Reporter())
+    local = run(recipe_with(*overrides, "training.workers=0", "teachers.serve=actor"), Reporter())
     assert on_ray.recipe.student.layers == local.recipe.student.layers
     assert_same_learning(weights_of(local.directory.path), weights_of(on_ray.directory.path))
 

@@ -265,9 +265,15 @@ def test_killed_workers_and_servers_and_a_hanging_evaluator_do_not_change_the_re
         if isinstance(event, StepReport) and event.step >= 16 and warnings and to_kill and kill_actor(to_kill[0]):
             to_kill.pop(0)
 
-    overrides = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.prefetch_steps=2")
+    overrides = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.serve=actor")
     disturbed = run(
-        recipe_with(*overrides, "evaluation.async_eval={}", "teachers.heartbeat_timeout_s=3"), Reporter(disturb)
+        recipe_with(
+            *overrides,
+            "teachers.prefetch_steps=2",
+            "evaluation.async_eval={}",
+            "teachers.heartbeat_timeout_s=3",
+        ),
+        Reporter(disturb),
     )
     assert not to_kill and stopped
     assert any(" 3 s" in text for text in warnings)

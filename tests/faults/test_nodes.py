@@ -51,6 +51,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[
 def recipe_file(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> Path:
     """A recipe with two workers of one CPU each, which these machines place on two of them."""
     overrides = ("training.workers=2", "training.cpus_per_worker=1", "evaluation.final_suites=[]")
+    overrides += ("teachers.serve=actor",)
     folder = tmp_path_factory.mktemp("student")
     make_recipe(folder, tiny("bert"), [tiny("minilm"), tiny("roberta")], sentences)
     file = folder / "recipe.yaml"

@@ -411,10 +411,9 @@ def test_cpus_of_labelled_servers_are_left_free(recipe_with: MakeRecipe) -> None
 def test_teachers_whose_lists_workers_compute_need_no_nodes(recipe_with: MakeRecipe) -> None:
     """Those that embedded the corpus may be gone."""
     nodes = [Node("students", {"CPU": 4.0}, {"role": "students"})]
-    assert plan_run(recipe_with("training.workers=1", TEACHERS, "teachers.serve=worker"), nodes)
-    for serve in ("teachers.serve=auto", "teachers.serve=actor"):
-        with fails_with(NodeLabelError, "teachers.node_labels"):
-            plan_run(recipe_with("training.workers=1", TEACHERS, serve), nodes)
+    assert plan_run(recipe_with("training.workers=1", TEACHERS), nodes)
+    with fails_with(NodeLabelError, "teachers.node_labels"):
+        plan_run(recipe_with("training.workers=1", TEACHERS, "teachers.serve=actor"), nodes)
 
 
 def test_ranks_of_an_endpoints_vectors_are_computed_on_a_gpu(recipe_with: MakeRecipe) -> None:

@@ -28,8 +28,9 @@ from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, resolve_path
 from distcse.teachers.embedding import table_of
-from distcse.teachers.kinds import Serving, kind_of
+from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
+from distcse.teachers.resources import starts_servers
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import (
     TargetSpec,
@@ -293,13 +294,17 @@ def require_vectors(recipe: Recipe, rows: int) -> None:
         rows: Number of rows of the corpus.
 
     Raises:
-        UnsuitableTeacherError: A required teacher computes its similarities live, or `teachers.serve` has no effect.
+        UnsuitableTeacherError: A required teacher computes its similarities live, or `teachers.num_servers` has no effect.
         CorpusTooSmallError: The corpus has no more rows than `training.neighbor_batching.min_rank`.
     """
     kinds = [kind_of(teacher) for teacher in recipe.teachers.encoders]
     for kind in kinds:
         kind.check_settings()
-    _check_serving(recipe, [kind.serving(recipe.teachers.mode) for kind in kinds])
+    if recipe.uses_ray and kinds and recipe.teachers.num_servers > 1 and not starts_servers(recipe.teachers):
+        raise UnsuitableTeacherError(
+            f"teachers.num_servers is {recipe.teachers.num_servers}, but no teacher has a server, because the workers read "
+            "the tables of all teachers; write teachers.num_servers: 1, or teachers.serve: actor"
+        )
     tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
     missing: list[tuple[str, int]] = []
     for key in recipe.objective.keys_that_need("vectors", active=True):
@@ -315,27 +320,6 @@ def require_vectors(recipe: Recipe, rows: int) -> None:
         raise UnsuitableTeacherError(
             f"{key} needs the vectors of teacher {number}, which has no table; write teachers.mode: table. "
             "A cross-encoder has no vectors: use another teacher"
-        )
-
-
-def _check_serving(recipe: Recipe, servings: Sequence[Serving]) -> None:
-    """Check that `teachers.serve: worker` leaves workers lists to compute, and no server without a teacher.
-
-    Raises:
-        UnsuitableTeacherError: A setting has no effect.
-    """
-    section = recipe.teachers
-    if section.serve != "worker":
-        return
-    if "table" not in servings:
-        raise UnsuitableTeacherError(
-            "teachers.serve is worker, but workers compute only cosines from a table, and every teacher is live or in rank "
-            "space; write teachers.serve: auto"
-        )
-    if section.num_servers > 1 and {*servings} == {"table"}:
-        raise UnsuitableTeacherError(
-            f"teachers.num_servers is {section.num_servers}, but with teachers.serve: worker no teacher has a server; write "
-            "teachers.num_servers: 1, or teachers.serve: actor"
         )
 
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.teachers.ensemble import TeacherClient
-from distcse.teachers.serving import cosine_tables
+from distcse.teachers.serving import worker_tables
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.worker_vectors import WorkerTable
 
 
 def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> TrainSpec:
-    """Let the workers compute the lists of all teachers that serve cosines from a table.
+    """Let the workers read the tables whose lists they compute themselves (`worker_tables`).
 
     Args:
         spec: The run.
         tables: One per teacher; None for a live teacher.
     """
-    found = cosine_tables(spec.recipe.teachers, tables)
+    found = worker_tables(spec.recipe.teachers, tables)
     return replace(spec, worker_tables={number: table.location for number, table in found.items()})
 
 

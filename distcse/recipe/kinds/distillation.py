@@ -220,10 +220,6 @@ class Recipe(BaseRecipe):
             raise ValueError(
                 "teachers.rank_noise_group is noise on lists, and no term learns from any; write teachers.rank_noise_group: null"
             )
-        if self.teachers.serve == "worker" and not (terms.keys_that_need("lists", "clean_lists") or terms.custom):
-            raise ValueError(
-                "teachers.serve: worker computes lists in the workers, and no term learns from any; write teachers.serve: auto"
-            )
         for section in terms.terms.values():
             section.check_recipe(self)
         return self
