@@ -8,11 +8,9 @@ from contextlib import contextmanager
 from distcse.events import Reporter
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.pool_members import pool_members
 from distcse.experiments.mutual.pooled_group import PooledGroup
 from distcse.experiments.mutual.resources import GroupResources
-from distcse.experiments.mutual.stored_costs import StoredCosts
-from distcse.experiments.mutual.worker_pool import WorkerPool
+from distcse.experiments.mutual.worker_pool import WorkerPool, pool_members
 from distcse.ray_backend.ray_group import RayGroup
 from distcse.ray_backend.slots import Reservation, SlotPool
 
@@ -46,9 +44,7 @@ def groups_of_shared_workers(
     slots = SlotPool(number, each, contexts[0].group.node_labels, contexts[0].run.name)
     groups: list[Group] = []
     try:
-        stored = StoredCosts(contexts[0].run, contexts[0].lease, each, reporters[0].emit)
-        members = pool_members(contexts, number, "GPU" in each, stored)
-        pool = WorkerPool(members, slots.usable, stored=stored)
+        pool = WorkerPool(pool_members(contexts, number, "GPU" in each), slots.usable)
         for context, reporter in zip(contexts, reporters, strict=True):
             group = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots)
             groups.append(PooledGroup(group, pool, reporter))

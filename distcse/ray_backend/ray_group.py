@@ -24,11 +24,11 @@ from distcse.errors import (
     last_line,
 )
 from distcse.events import LogMessage, Reporter
+from distcse.experiments.mutual.group import StepPasses
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.pooled_group import SlotsLost
 from distcse.experiments.mutual.scoring import ScoringProgress
-from distcse.experiments.mutual.step_passes import StepPasses
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.placement.resources import format_resources
 from distcse.placement.waiting import WaitWarning

@@ -15,7 +15,6 @@ from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Kind
 from distcse.experiments.mutual.scheduling import RemainingWork
 from distcse.recipe import LoopSection, with_values
-from distcse.storage import open_store
 from tests.backends import run_mutual
 from tests.drivers import Driver
 from tests.kills import Nodes, actor_names, kill_actor
@@ -119,14 +118,12 @@ def undisturbed(
 
 
 def test_a_run_resumes_after_its_driver_was_killed_twice(undisturbed: tuple[Path, Path]) -> None:
-    """Once while cross-encoders train, and once while bi-encoders do. The costs measured before are there for a resume."""
+    """Once while cross-encoders train, and once while bi-encoders do."""
     recipe, expected = undisturbed
     with Driver([str(recipe), *LONG, *SHARED]) as first:
         first.wait_for_steps("cycle-1-cross")
         first.end(signal.SIGKILL)
     run = first.run
-    state = open_store(run).read_json("costs.json")
-    assert state is not None and set(state["groups"]) == {"bert", "roberta", "minilm"}
     with Driver(["--resume", str(run)]) as second:
         second.wait_for_steps("cycle-1-bi")
         second.end(signal.SIGKILL)

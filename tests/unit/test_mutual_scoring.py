@@ -16,8 +16,8 @@ from distcse.experiments.mutual import scoring
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.score_shards import ScoreShards
 from distcse.experiments.mutual.scoring import PairScorer
+from distcse.experiments.mutual.stored_scores import ScoreShards
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease

@@ -17,11 +17,11 @@ from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecord
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.mutual import labels, mining
-from distcse.experiments.mutual.extent import report_extent
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import StoredScores
+from distcse.experiments.mutual.tokens import report_extent
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
 from distcse.report import cycles

@@ -25,11 +25,9 @@ from distcse.evaluation import Contamination, Evaluation, Tasks
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import DeviceCall
 from distcse.experiments.local_backend import LocalBackend
-from distcse.experiments.mutual.phase_costs import MeasuredCosts
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.score_shards import ScoreShards
-from distcse.experiments.mutual.stored_costs import StoredCosts
+from distcse.experiments.mutual.stored_scores import ScoreShards
 from distcse.experiments.stoppable_evaluation import FinalScores, measure_models
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import Recipe, read_sweep
@@ -106,7 +104,6 @@ def store_phases(job: Job, start: int) -> None:
             store.post("bert", phase, scores, None)
         if store.labels(phase) is None:
             store.store_labels(phase, store.scores("bert", phase))
-        StoredCosts(run, lease, {"CPU": 1.0}).record("bert", MeasuredCosts({"cross": {1: 3.0}}, {}), 5.0)
 
 
 def check_phases(job: Job) -> None:
@@ -114,7 +111,6 @@ def check_phases(job: Job) -> None:
     for phase in (Phase(0), Phase(1)):
         labels = store.labels(phase)
         assert labels is not None and np.array_equal(labels, store.scores("bert", phase))
-    assert StoredCosts(open_store(job.run), Lease.acquire(job.run), {"CPU": 1.0}).measured("bert") is not None
 
 
 def write_run(job: Job, start: int) -> None:

@@ -21,7 +21,6 @@ from distcse.errors import (
     OutOfMemoryError,
     RunTakenOverError,
     StoppedEarlyError,
-    StorageError,
     StorageWriteError,
     WorkersLostError,
     WorkFailedError,
@@ -30,7 +29,7 @@ from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepRepor
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.max_workers import Parameters, count_parameters, with_max_workers
-from distcse.experiments.mutual.phase_costs import MeasuredCosts, PhaseCosts
+from distcse.experiments.mutual.phase_costs import PhaseCosts
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
@@ -38,14 +37,12 @@ from distcse.experiments.mutual.pooled_group import PooledGroup, SlotsLost
 from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.run import run_groups
 from distcse.experiments.mutual.scheduling import StepTimes
-from distcse.experiments.mutual.stored_costs import StoredCosts
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.experiments.mutual.worker_pool import FIRST_PAUSE_S, PoolMember, WorkerPool
 from distcse.models import Encoder
 from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
-from distcse.storage import ArtifactStore, open_store
 from tests.failures import fails_with
 from tests.models import make_encoder
 from tests.pairs import labels_of, make_mutual_recipe
@@ -71,11 +68,11 @@ def make_member(step_s: float, counts: Sequence[int] = (1, 2, 4)) -> PoolMember:
 class Pool:
     """A pool of which each group waits for workers in a thread; a test moves the clock."""
 
-    def __init__(self, slots: int, stored: StoredCosts | None = None, **step_s: float) -> None:
+    def __init__(self, slots: int, **step_s: float) -> None:
         self.now = 0.0
         self.members = {name: make_member(seconds) for name, seconds in step_s.items()}
         self.usable = list(range(slots))
-        self.pool = WorkerPool(self.members, lambda: self.usable, clock=lambda: self.now, stored=stored)
+        self.pool = WorkerPool(self.members, lambda: self.usable, clock=lambda: self.now)
         self.stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -190,106 +187,40 @@ def test_slots_of_lost_nodes_are_not_given_away() -> None:
     ]
 
 
-def stored_costs(run: Path, cpus: float = 1.0) -> StoredCosts:
-    return StoredCosts(open_store(run), Lease.acquire(run), {"CPU": cpus})
-
-
-@pytest.mark.parametrize("cpus", [1.0, 2.0])
-def test_a_resumed_run_plans_with_the_costs_that_it_has_measured(tmp_path: Path, cpus: float) -> None:
-    """Estimates call both groups equal. Of a driver that was killed while they trained, the measurements remain."""
-    pool = Pool(2, stored=stored_costs(tmp_path), long=1.0, short=1.0)
-    for name in ("long", "short"):
-        pool.acquire(name)
-    pool.wait(long=1, short=1)
-    pool.now = 30.0
-    for name, seconds in {"long": 6.0, "short": 0.5}.items():
-        pool.pool.measure_steps(name, 2, seconds)
-    pool.stop()  # without leaving the pool
-
-    stored = stored_costs(tmp_path, cpus)
-    resumed = Pool(5, stored=stored, long=1.0, short=1.0)
-    for name, member in resumed.members.items():
-        if (measured := stored.measured(name)) is not None:
-            member.costs.restore(measured)
-    for name in ("short", "long"):
-        resumed.acquire(name)
-    if cpus == 1.0:
-        resumed.wait(short=1, long=4)
-        assert stored.pause_s is not None
-    else:
-        assert stored.measured("long") is None and stored.pause_s is None, "measured on other workers"
-    resumed.stop()
-
-
-def test_measured_steps_are_stored_every_half_minute_and_scores_at_the_end_of_a_phase(tmp_path: Path) -> None:
-    def steps() -> dict[int, float]:
-        found = StoredCosts(run, lease, {}).measured("only")
-        return {} if found is None else dict(found.steps.get("cross", {}))
-
-    run, lease = open_store(tmp_path), Lease.acquire(tmp_path)
-    pool = Pool(1, stored=StoredCosts(run, lease, {}), only=1.0)
+def test_scores_are_measured_at_the_end_of_a_phase() -> None:
+    pool = Pool(1, only=1.0)
     pool.acquire("only")
     pool.wait(only=1)
-    for now, seconds, expected in ((1.0, 3.0, 3.0), (30.0, 4.0, 3.0), (31.0, 5.0, 5.0), (40.0, 6.0, 5.0)):
-        pool.now = now
-        pool.pool.measure_steps("only", 1, seconds)
-        assert steps() == {1: expected}
+    pool.now = 40.0
+    pool.pool.measure_steps("only", 1, 6.0)
     pool.pool.begin_scoring("only")
     pool.now = 60.0
     pool.pool.release("only")
-    measured = StoredCosts(run, lease, {}).measured("only")
-    assert measured is not None and steps() == {1: 6.0} and measured.scoring_alone_s == {"cross": 20.0}
+    assert pool.members["only"].costs.scoring_alone_s["cross"] == 20.0
+    assert pool.members["only"].costs.times["cross"].seconds(1) == 6.0
     pool.stop()
 
 
-def test_the_measured_costs_of_a_phase_are_those_without_the_loss_of_its_node(tmp_path: Path) -> None:
+def test_the_measured_costs_of_a_phase_are_those_without_the_loss_of_its_node() -> None:
     """Steps from the last checkpoint on are repeated, and stored scores are not, so that neither time is that of a phase."""
-    run, lease = open_store(tmp_path), Lease.acquire(tmp_path)
-    pool = Pool(1, stored=StoredCosts(run, lease, {}), only=1.0)
+    pool = Pool(1, only=1.0)
     pool.acquire("only")
     pool.wait(only=1)
     pool.now = 30.0
     pool.pool.measure_steps("only", 20, 1.0)
-    started = StoredCosts(run, lease, {}).pause_s
-    assert started == (FIRST_PAUSE_S + 10) / 2
+    assert pool.pool.pause_s == (FIRST_PAUSE_S + 10) / 2
     assert pool.pool.exchange("only", Reporter()) == [0]
     pool.now = 65.0
     pool.pool.measure_steps("only", 15, 1.0)
-    assert StoredCosts(run, lease, {}).pause_s == started
+    assert pool.pool.pause_s == (FIRST_PAUSE_S + 10) / 2
     pool.pool.begin_scoring("only")
     pool.now = 95.0
+    estimate = dict(pool.members["only"].costs.scoring_alone_s)
     assert pool.pool.exchange("only", Reporter()) == [0]
     pool.now = 96.0
     pool.pool.release("only")
-    measured = StoredCosts(run, lease, {}).measured("only")
-    assert measured is not None and not measured.scoring_alone_s
+    assert pool.members["only"].costs.scoring_alone_s == estimate
     pool.stop()
-
-
-def test_costs_that_cannot_be_stored_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training does not end because an estimate cannot be written."""
-    events: list[Event] = []
-    run, lease = open_store(tmp_path), Lease.acquire(tmp_path)
-    stored = StoredCosts(run, lease, {}, events.append)
-
-    def fail(store: ArtifactStore, name: str, content: object) -> None:
-        raise StorageError(f"{name}: the disk is full")
-
-    monkeypatch.setattr(ArtifactStore, "write_json", fail)
-    for _ in range(2):
-        stored.record("only", MeasuredCosts({"cross": {1: 3.0}}, {}), 5.0)
-    (event,) = events
-    assert isinstance(event, LogMessage) and event.warning and "the disk is full" in event.text
-    assert stored.measured("only") == MeasuredCosts({"cross": {1: 3.0}}, {})
-
-
-def test_costs_that_cannot_be_read_are_measured_again(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_text("{")
-    events: list[Event] = []
-    stored = StoredCosts(open_store(tmp_path), Lease.acquire(tmp_path), {"CPU": 1.0}, events.append)
-    assert stored.measured("only") is None
-    (event,) = events
-    assert isinstance(event, LogMessage) and event.warning and "costs.json" in event.text
 
 
 @pytest.mark.parametrize(("on_gpu", "share"), [(False, 0.02), (True, 0.25)])

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from distcse.errors import StoppedEarlyError
-from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.labels import combine, score_weight, to_band
-from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_store import PhaseStore, best_phase, dev_scores
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores

@@ -22,7 +22,6 @@ from distcse.evaluation import evaluation_sentences
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pair_sample import sample_pairs
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
@@ -236,3 +235,25 @@ def draw_pairs(pools: Sequence[tuple[float, PairRows]], count: int, random: np.r
             new = keys[~np.isin(keys, drawn)]
             drawn = np.concatenate([drawn, new[: count - len(drawn)]])
     return np.stack(np.divmod(drawn, base), axis=1)
+
+
+_SAMPLE_STREAM = 2**31
+"""Random stream that samples the pairs."""
+
+
+def sample_pairs(number: int, recipe: MutualRecipe) -> NDArray[np.int64]:
+    """Sample `pairs.limit` rows of a number of different pairs, ascending; all of them without a limit.
+
+    Raises:
+        CorpusTooSmallError: There are fewer pairs than a batch needs.
+    """
+    batch_size = max(section.batch_size for section in recipe.loop_sections)
+    limit, rows = recipe.pairs.limit, np.arange(number)
+    if limit is not None and limit < number:
+        sample = np.random.Generator(np.random.PCG64([recipe.seed, _SAMPLE_STREAM])).permutation(number)[:limit]
+        rows = np.sort(sample)
+    if len(rows) < batch_size:
+        raise CorpusTooSmallError(
+            f"there are {len(rows)} different pairs, but a batch needs {batch_size}; add pairs, or lower batch_size"
+        )
+    return rows

@@ -15,8 +15,7 @@ from distcse.evaluation.tables import ENDINGS
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.mining import mine_into, mining_memory, prepare_mining
-from distcse.experiments.mutual.pair_sample import sample_pairs
+from distcse.experiments.mutual.mining import mine_into, mining_memory, prepare_mining, sample_pairs
 from distcse.recipe import MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path
 

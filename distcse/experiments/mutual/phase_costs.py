@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from distcse.experiments.mutual.max_workers import Parameters
 from distcse.experiments.mutual.phases import Kind, Phase
@@ -23,15 +22,6 @@ core (MiniLM-L3, E5), 23 to 31 on an H100 (BERT-base; bi and cross steps of benc
 _SERIAL_SHARE = 0.05
 """Assumed share of the passes that more workers do not shorten, until steps with several numbers of workers are measured. They do
 not shorten the update."""
-
-
-class MeasuredCosts(NamedTuple):
-    """Measured seconds of one group's work."""
-
-    steps: Mapping[Kind, Mapping[int, float]]
-    """Seconds of a training step by formulation, then by number of workers."""
-    scoring_alone_s: Mapping[Kind, float]
-    """Seconds of scoring all pairs with one worker, by formulation."""
 
 
 @dataclass
@@ -90,22 +80,6 @@ class PhaseCosts:
         """Return the expected seconds of scoring all pairs."""
         return self.scoring_alone_s[phase.kind] / workers
 
-    @property
-    def measured(self) -> MeasuredCosts:
-        """The measurements so far."""
-        steps = {kind: dict(self.times[kind].measured) for kind in KINDS if kind in self._measured_steps}
-        return MeasuredCosts(
-            steps, {kind: self.scoring_alone_s[kind] for kind in KINDS if kind in self._measured_scores}
-        )
-
-    def restore(self, measured: MeasuredCosts) -> None:
-        """Take over the measurements of the same group before a resume."""
-        for kind, seconds in measured.scoring_alone_s.items():
-            self.measure_scores(_phase_of(kind), 1, seconds)
-        for kind, steps in measured.steps.items():
-            for workers, seconds in steps.items():
-                self.measure_step(_phase_of(kind), workers, seconds)
-
     def measure_step(self, phase: Phase, workers: int, seconds: float) -> None:
         """Record the mean seconds of recent training steps."""
         self.times[phase.kind].measure(workers, seconds)
@@ -126,8 +100,3 @@ def _step_times(passes_s: float, update_s: float) -> StepTimes:
     """Estimate a step of forward and backward passes, and an update, with one worker each."""
     alone_s = passes_s + update_s
     return StepTimes(alone_s, (_SERIAL_SHARE * passes_s + update_s) / alone_s)
-
-
-def _phase_of(kind: Kind) -> Phase:
-    """Return a phase that trains a formulation."""
-    return Phase(1 if kind == "cross" else 2)

@@ -15,9 +15,9 @@ from typing import Any
 
 from distcse.errors import ResumeMismatchError, RunRecordError
 from distcse.experiments.mutual.phase_trainer import PhaseResult
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.score_shards import ScoreShards
-from distcse.experiments.mutual.stored_scores import Scores, StoredScores
+from distcse.experiments.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.stored_scores import Scores, ScoreShards, StoredScores
+from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
 from distcse.storage import open_store, storage_errors
 
@@ -156,9 +156,7 @@ class PhaseStore:
         return {"file": stored.name, "sha256": stored.sha256}
 
     def _stored(self, name: str, entry: Mapping[str, str]) -> StoredScores:
-        return StoredScores(
-            self._labels, entry.get("file", f"{name}.npy"), entry["sha256"]
-        )  # earlier runs named no file
+        return StoredScores(self._labels, entry["file"], entry["sha256"])
 
     def _write(self) -> None:
         self._store.write_json(_STATE, self._state)
@@ -166,3 +164,34 @@ class PhaseStore:
 
 def _own_name(group: str, phase: Phase) -> str:
     return f"{phase.name}.for.{group}"
+
+
+DevScores = Mapping[Phase, float | None]
+"""Dev scores of a group's models of one formulation, by phase; None without dev pairs."""
+
+
+def dev_scores(recipe: MutualRecipe, store: PhaseStore, group: str, kind: Kind, last: Phase | None = None) -> DevScores:
+    """Return the dev scores of the models among which a group's best of a formulation is selected.
+
+    Args:
+        recipe: The recipe; `mutual.best_of` decides whether the group's start is one of them.
+        store: The run's finished phases.
+        group: The group's name.
+        kind: The formulation.
+        last: The last phase to consider. Default: the run's.
+    """
+    last = last or last_phase(recipe.mutual.cycles)
+    phases = [Phase(number) for number in range(1, last.number + 1)]
+    found = {
+        phase: store.posted(phase)[group]["dev"]
+        for phase in phases
+        if phase.kind == kind and group in store.posted(phase)
+    }
+    if kind == "bi" and recipe.mutual.best_of == "start_and_cycles":
+        return {Phase(0): store.starts[group], **found}
+    return found
+
+
+def best_phase(scores: DevScores) -> Phase:
+    """Return the phase with the best dev score, the earliest of equal ones; without dev pairs the last."""
+    return max(scores, key=lambda phase: (phase.number if (score := scores[phase]) is None else score, -phase.number))

@@ -11,11 +11,10 @@ from functools import partial
 from distcse.errors import DistcseError, StoppedEarlyError
 from distcse.events import GroupActivity, LogMessage, Reporter
 from distcse.experiments.backend import Backend
-from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_store import PhaseStore, best_phase, dev_scores
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase, last_phase
 from distcse.experiments.mutual.result import Best

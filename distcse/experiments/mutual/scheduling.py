@@ -71,11 +71,6 @@ class StepTimes:
     serial_share: float
     _measured: dict[int, float] = field(default_factory=dict)
 
-    @property
-    def measured(self) -> Mapping[int, float]:
-        """Measured seconds by number of workers."""
-        return self._measured
-
     def measure(self, workers: int, seconds: float) -> None:
         """Record the mean seconds of recent steps with this number of workers."""
         self._measured[workers] = seconds

@@ -18,7 +18,7 @@ from distcse.events import Reporter, StageProgress
 from distcse.experiments.mutual.pair_task import pair_model
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.score_shards import ScoreShards
+from distcse.experiments.mutual.stored_scores import ScoreShards
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import decided

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import RunRecordError
+from distcse.evaluation.encoding import decode_result, encode_result
+from distcse.experiments.mutual.phases import Phase
+from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, sha256
 
 Scores = NDArray[np.float32]
@@ -49,3 +53,47 @@ class StoredScores:
         if sha256([scores.data]) != self.sha256:
             raise RunRecordError(f"{file} has changed since it was stored (checksum mismatch); start a new run")
         return scores
+
+
+_LOG = logging.getLogger(__name__)
+
+
+class ScoreShards:
+    """The stored shards of one group in one phase.
+
+    Args:
+        run: The run's directory.
+        group: The group's name.
+        phase: The phase.
+        lease: Lease on the directory, checked before each write and each deletion. Default: what guards `run`, if anything.
+    """
+
+    def __init__(self, run: ArtifactStore, group: str, phase: Phase, lease: Lease | None = None) -> None:
+        self._run = replace(run, guard=lease or run.guard)
+        self._folder = f"groups/{group}/{phase.name}/scores"
+
+    def read(self, begin: int, end: int) -> NDArray[np.float32] | None:
+        """Read the scores of the pairs from `begin` to before `end`; None if they are not stored, or damaged."""
+        file = self._file(begin, end)
+        try:
+            content = self._run.read_json(file)
+        except (OSError, ValueError) as broken:
+            _LOG.warning("%s/%s cannot be read (%s): its pairs are scored again", self._run, file, broken)
+            return None
+        return None if content is None else decode_result(content["scores"])
+
+    def write(self, begin: int, scores: NDArray[np.float32]) -> None:
+        """Store the (n,) scores of the pairs from `begin` on, unless a later start has taken over the run.
+
+        Raises:
+            RunTakenOverError: A later start has taken over the run.
+            StorageError: The file cannot be written.
+        """
+        self._run.write_json(self._file(begin, begin + len(scores)), {"scores": encode_result(scores)})
+
+    def delete(self) -> None:
+        """Delete all shards of the phase."""
+        (self._run / self._folder).delete_all()
+
+    def _file(self, begin: int, end: int) -> str:
+        return f"{self._folder}/{begin}-{end}.json"

@@ -9,11 +9,10 @@ from distcse.data import Pairs
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.backend import Backend
-from distcse.experiments.mutual.best_phase import best_phase, dev_scores
 from distcse.experiments.mutual.final_evaluation import checked_tasks, contamination_of, wanted_tasks
 from distcse.experiments.mutual.fingerprints import read_fingerprints
 from distcse.experiments.mutual.joining import read_by_groups
-from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_store import PhaseStore, best_phase, dev_scores
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.preflight import check_recipe
 from distcse.experiments.mutual.roles import with_precisions

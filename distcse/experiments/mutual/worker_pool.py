@@ -6,7 +6,6 @@ to do. While a group is between two phases nothing is decided, because what it w
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +13,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distcse.events import Event, GroupActivity, Reporter, StepReport
+from distcse.experiments.mutual.max_workers import Parameters, count_parameters
 from distcse.experiments.mutual.phase_costs import PhaseCosts
+from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.scheduling import RemainingWork, allocate_workers
-from distcse.experiments.mutual.stored_costs import StoredCosts
+from distcse.experiments.mutual.scheduling import RemainingWork, allocate_workers, worker_counts
 from distcse.placement.waiting import WaitWarning
 
 _POLL_S = 0.5
 """Seconds between checks for labels, nodes and a stop request while a group waits."""
-_STORE_S = 30.0
-"""Seconds between two writes of a group's measured steps."""
 FIRST_PAUSE_S = 20.0
 """Assumed seconds in which workers start, until they are measured."""
 
@@ -53,8 +51,6 @@ class PoolMember:
     """Whether its workers have not reported a step yet."""
     was_interrupted: bool = False
     """Whether it scores for the second time in its phase, and so without what it had scored."""
-    stored_at: float = -math.inf
-    """When its measured costs were stored."""
 
     @property
     def can_work(self) -> bool:
@@ -69,7 +65,6 @@ class WorkerPool:
         members: The groups, by name.
         usable: Returns the numbers of the slots whose nodes are alive, those of one node next to each other.
         clock: Returns seconds. Default: the time.
-        stored: Where measured costs are stored for a resume. Default: nowhere.
     """
 
     def __init__(
@@ -77,12 +72,11 @@ class WorkerPool:
         members: Mapping[str, PoolMember],
         usable: Callable[[], Sequence[int]],
         clock: Callable[[], float] = time.monotonic,
-        stored: StoredCosts | None = None,
     ) -> None:
         self._members = dict(members)
         self._usable, self._clock = usable, clock
-        self._stored = stored
-        self._pause_s = FIRST_PAUSE_S if stored is None or stored.pause_s is None else stored.pause_s
+        self.pause_s = FIRST_PAUSE_S
+        """Expected seconds in which workers start."""
         self._changed = threading.Condition()
 
     def observed(self, group: str, reporter: Reporter) -> Reporter:
@@ -150,9 +144,8 @@ class WorkerPool:
             member = self._members[group]
             if not member.was_interrupted:
                 elapsed_s = self._clock() - member.began_at
-                pause_s = 0.0 if member.phase.number else self._pause_s  # scorers start together with trainers
+                pause_s = 0.0 if member.phase.number else self.pause_s  # scorers start together with trainers
                 member.costs.measure_scores(member.phase, member.workers, max(elapsed_s - pause_s, elapsed_s / 10))
-            self._store(group)
             member.stage, member.slots, member.workers = "between phases", [], 0
 
     def leave(self, group: str) -> None:
@@ -177,11 +170,9 @@ class WorkerPool:
             if member.is_starting and not repeats:
                 worked_s = seconds * (step - member.done_steps)  # too much after a resume, whose first step is unknown
                 pause_s = self._clock() - member.began_at - worked_s
-                self._pause_s = (self._pause_s + pause_s) / 2 if pause_s > 0 else self._pause_s
+                self.pause_s = (self.pause_s + pause_s) / 2 if pause_s > 0 else self.pause_s
             member.is_starting, member.done_steps = False, step
             member.costs.measure_step(member.phase, member.workers, seconds)
-            if self._clock() - member.stored_at >= _STORE_S:
-                self._store(group)
             self._allocate()
 
     def _wait_for_slots(
@@ -206,13 +197,6 @@ class WorkerPool:
             if not self._usable():
                 warning.check("waiting for nodes with room for a shared worker")
             self._changed.wait(_POLL_S)
-
-    def _store(self, group: str) -> None:
-        """Store the measured costs of a group."""
-        if self._stored is not None:
-            member = self._members[group]
-            self._stored.record(group, member.costs.measured, self._pause_s)
-            member.stored_at = self._clock()
 
     def _begin(self, member: PoolMember, stage: Literal["training", "scoring"]) -> list[int]:
         """Let a group use all slots that are reserved for it, and return them."""
@@ -251,10 +235,34 @@ class WorkerPool:
         seconds = {
             count: self._rest_s(member, count) for count in {*counts, *([len(member.slots)] if member.slots else [])}
         }
-        return RemainingWork(name, seconds, len(member.slots), self._pause_s)
+        return RemainingWork(name, seconds, len(member.slots), self.pause_s)
 
     def _rest_s(self, member: PoolMember, count: int) -> float:
         """Return the expected seconds of the rest of a group's phase."""
         if member.stage == "scoring":
             return max(0.0, member.costs.scoring_s(member.phase, count) - (self._clock() - member.began_at))
         return member.costs.seconds(member.phase, count, member.done_steps)
+
+
+def pool_members(contexts: Sequence[GroupContext], slots: int, on_gpu: bool) -> dict[str, PoolMember]:
+    """Return the groups by name. A model whose size is not known counts as the mean of the others.
+
+    Args:
+        contexts: Each group's part of the run.
+        slots: Number of workers that the groups share.
+        on_gpu: Whether each worker has a GPU.
+
+    Raises:
+        ClusterTooSmallError: A group needs more workers.
+    """
+    sizes = [count_parameters(context.group) for context in contexts]
+    known = [size for size in sizes if size is not None] or [Parameters(1, 1)]
+    mean = Parameters(*(sum(numbers) // len(known) for numbers in zip(*known, strict=True)))
+    pairs = len(contexts[0].pairs)
+    return {
+        context.group.name: PoolMember(
+            PhaseCosts.of(context.recipe, context.group, pairs, size or mean, on_gpu),
+            worker_counts(context.group.rng_streams, slots, context.group.workers),
+        )
+        for context, size in zip(contexts, sizes, strict=True)
+    }
