@@ -23,7 +23,6 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.simulator import PhaseTimes
 from distcse.events import Reporter
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.group import Group, SerializedGroup
@@ -80,12 +79,10 @@ class Worked:
         return max(end for _, end in every) - min(begin for begin, _ in every)
 
     @property
-    def phases(self) -> list[list[PhaseTimes]]:
-        """Of each group, phase by phase."""
-        return [
-            [PhaseTimes(*(end - begin for begin, end in phases[number])) for number in sorted(phases)]
-            for _, phases in sorted(self.spans.items())
-        ]
+    def idle(self) -> float:
+        """Share of the groups' time up to the makespan in which they do not work."""
+        busy = sum(end - begin for phases in self.spans.values() for spans in phases.values() for begin, end in spans)
+        return 1 - busy / (len(self.spans) * self.makespan)
 
 
 class Clocked:

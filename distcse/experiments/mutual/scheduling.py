@@ -32,7 +32,7 @@ from distcse.errors import ClusterTooSmallError
 
 START_SLACK = 1.5
 """How much longer than `makespan_bound` a group may last with the workers it starts with. Fewer workers are more efficient, and
-growth corrects what turns out too few; benchmarks/mutual_schedule.py compares values."""
+growth corrects what turns out too few."""
 
 
 def worker_counts(streams: int, slots: int, least: int = 1) -> list[int]:

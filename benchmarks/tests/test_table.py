@@ -1,4 +1,4 @@
-"""The simulator of more workers than there are, on made-up seconds; and the table, from made-up reports."""
+"""The table of the rows, from made-up reports."""
 
 from __future__ import annotations
 
@@ -7,36 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.protocol import Figure, Report, counted, read_reports
-from benchmarks.simulator import PhaseTimes, Terms, dealt, efficiency, imbalance, in_turns, makespan, side_by_side
 from benchmarks.table import BEGIN, END, README, lines_of, rows_table, write_readme
 from benchmarks.targets import ROWS
-
-
-def test_a_step_of_many_waits_for_the_slowest_and_for_what_they_send() -> None:
-    terms = Terms([1.0, 1.2], communication=0.2, orchestration=0.1)
-    assert terms.step == pytest.approx(1.5)
-    assert efficiency(1.0, terms, work=2) == pytest.approx(2 / (2 * 1.5))
-    assert efficiency(1.0, Terms([1.0] * 4, 0.0), work=4) == 1.0
-    assert efficiency(1.0, Terms([0.5, 0.5], 0.0)) == 1.0  # strong: halves, in half the time
-    assert terms.figures()["slowest share"] == 1.2
-
-
-def test_whoever_is_free_takes_the_next_shard() -> None:
-    assert dealt([4, 1, 1, 1, 1], 2) == [4, 4]
-    assert dealt([1, 1, 1, 1, 4], 2) == [6, 2]  # in their order: a long last one is not foreseen
-    assert makespan([6, 2]) == 6
-    assert imbalance([6, 2]) == pytest.approx(0.5)
-    assert imbalance(dealt([1.0] * 8, 4)) == 0
-
-
-def test_groups_side_by_side_wait_for_each_other_in_every_phase() -> None:
-    equal = [[PhaseTimes(2.0, 1.0)] * 2] * 2
-    assert side_by_side(equal).makespan == 6 and side_by_side(equal).idle == 0
-    assert in_turns(equal).idle == 0.5
-    by_turns_slow = [[PhaseTimes(3.0, 0.0), PhaseTimes(1.0, 0.0)], [PhaseTimes(1.0, 0.0), PhaseTimes(3.0, 0.0)]]
-    day = side_by_side(by_turns_slow)
-    assert day.makespan == 6 and day.idle == pytest.approx(1 - 8 / 12) and day.stretch == pytest.approx(1.5)
-
 
 MACHINE = {"cpu": "made up", "cores": 2, "kernels": [], "threads": 1, "torch": "2"}
 
