@@ -208,13 +208,13 @@ def _spread(values: list[float]) -> str:
 
 
 def chosen_tasks(data: Path, suites: Sequence[str] = tuple(MEASURED)) -> Tasks:
-    everything = collect(data, list(suites), [], EvalConfig("all", "fast"))
+    everything = collect(data, list(suites), [], EvalConfig())
     wanted = [t for t in everything.tasks if t.suite == "retrieval" or t.name in (*STS, *TRANSFER)]
     return Tasks(wanted, everything.missing, everything.warnings)
 
 
 def measured(tasks: Tasks, model: Encoder, dev: float | None = None, seconds: float = 0.0) -> dict[str, float]:
-    """Test figures of a model: five STS sets, four transfer tasks (fast), recall@1 of paraphrases."""
+    """Test figures of a model: five STS sets, four transfer tasks, recall@1 of paraphrases."""
     found = evaluate([make_candidate("model", "", model, Contamination({}))], tasks)
     figures = {
         suite: {

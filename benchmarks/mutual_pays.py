@@ -90,7 +90,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 def main() -> None:
     options = parse()
     book = Book(options.out, options.runs / "locks")
-    collected = collect(options.data, ["sts"], [], EvalConfig("all", "fast"))
+    collected = collect(options.data, ["sts"], [], EvalConfig())
     tasks = Tasks([task for task in collected.tasks if task.name in STS], collected.missing, collected.warnings)
     book.once(START, 0, lambda: starts(options, tasks))
     failed = False

@@ -187,7 +187,7 @@ class Labelled:
 
     @classmethod
     def read(cls, data: Path) -> Labelled:
-        tasks = collect(data, ["sts"], [], EvalConfig("all", "fast")).tasks
+        tasks = collect(data, ["sts"], [], EvalConfig()).tasks
         tests = {task.pairs.name: task.pairs for task in tasks if isinstance(task, StsTask) and task.pairs.name in SETS}
         pairs = {"dev": labelled_dev(data), **tests}
         return cls(pairs, list(dict.fromkeys(text for each in pairs.values() for text in (*each.first, *each.second))))

@@ -45,7 +45,6 @@ def _main(options: argparse.Namespace) -> int:
                     options.data,
                     **inputs,
                     aggregate=options.aggregate,
-                    transfer=options.transfer,
                     listen=view.show,
                     stop_requested=stop.stop_requested,
                 )
@@ -179,9 +178,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--aggregate", choices=["all", "mean", "wmean"], default="all", help="STS over a year's subsets"
-    )
-    parser.add_argument(
-        "--transfer", choices=["strict", "fast"], default="strict", help="SentEval to the letter, or scikit-learn"
     )
     parser.add_argument(
         "--max-ms",

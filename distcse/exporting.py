@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distcse.data.docstrings import docstring_sentences
+from distcse.data.readers import find_files, read_sentences
 from distcse.errors import ExportError, UnsupportedModelError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Listener, StageProgress, ignore
@@ -25,7 +25,7 @@ FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
 _MAX_DIFFERENCE = 1e-4
 _MIN_COSINE = 0.95
 _MIN_SPEARMAN_CHANGE = -1.0
-_TEXT_PACKAGE = "requests"
+_TEXTS = "package:distcse/texts/export.txt.gz"
 _WEIGHT_FILES = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
 _HEADING = "## ONNX"
 
@@ -197,8 +197,8 @@ def _find_folder(model: str, out: Path | None) -> Path:
 
 
 def _sample_texts(encoder: Encoder) -> list[str]:
-    """Return texts of all lengths: docstrings of an installed package, the empty text, and texts longer than the maximum."""
-    sentences = docstring_sentences([_TEXT_PACKAGE])
+    """Return texts of all lengths: sentences, the empty text, and texts longer than the maximum."""
+    sentences = [text for file in find_files([_TEXTS]) for text in read_sentences(file, "") if text is not None]
     longest = " ".join(sentences)[: 12 * encoder.max_length]
     return [*sentences, "", *(longest[: len(longest) // part] for part in (1, 2, 4))]
 

@@ -7,8 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
+PACKAGE = "package:"
+"""Begins the name of a file or folder inside an installed package: `package:NAME/PATH`."""
 CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = ("max", "-1")
 _GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -117,6 +120,13 @@ def installed_version(package: str, missing: str = "not installed") -> str:
         return version(package)
     except PackageNotFoundError:
         return missing
+
+
+def package_folder(package: str) -> Path | None:
+    """Return the folder of an installed package, which is not imported; None if there is none."""
+    # For a dotted name, find_spec would import the parent.
+    spec = find_spec(package) if package.isidentifier() else None
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def pip_install(extra: str) -> str:

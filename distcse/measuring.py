@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from distcse.data.token_table import SampledTokens
 from distcse.device import default_device, speed_of, use_available_cpus
@@ -37,7 +37,6 @@ from distcse.evaluation import (
     reporting,
 )
 from distcse.evaluation.sts import AGGREGATES
-from distcse.evaluation.transfer import Mode
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
 from distcse.experiments.settings_warnings import (
     SettingsWarning,
@@ -109,7 +108,6 @@ def measure(
     mteb: str | Path | None = None,
     ensembles: Iterable[str] = (),
     aggregate: Any = "all",
-    transfer: Any = "strict",
     limits: Limits = NO_LIMITS,
     load_options: LoadOptions | None = None,
     listen: Listener | None = None,
@@ -128,7 +126,6 @@ def measure(
         mteb: Folder to write MTEB's results of its STS tasks into.
         ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
         aggregate: STS score over a year's subsets: all, mean or wmean.
-        transfer: Protocol of the transfer tasks: strict or fast.
         limits: What the model that is chosen at the end may need. Default: no choice.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
         listen: Receives every event. Default: shows progress on standard error.
@@ -141,9 +138,8 @@ def measure(
         EvaluationError: A labelled set is missing or malformed.
         EncoderError: A model cannot be loaded.
     """
-    for name, value, choices in (("aggregate", aggregate, AGGREGATES), ("transfer", transfer, get_args(Mode))):
-        if value not in choices:
-            raise EvaluationOptionError(f"{name} is {value!r}; set it to one of {', '.join(choices)}")
+    if aggregate not in AGGREGATES:
+        raise EvaluationOptionError(f"aggregate is {aggregate!r}; set it to one of {', '.join(AGGREGATES)}")
     if mteb is not None:
         _check_mteb(data)
     limits.check()
@@ -153,7 +149,7 @@ def measure(
     with open_listener(listen) as emit:
         reporter = Reporter(emit, stop_requested)
         report_precisions([_precision_role(load_options)], emit)
-        config = EvalConfig(aggregate, transfer, load_options.device)
+        config = EvalConfig(aggregate)
         own = None if texts is None else (Path(texts), column)
         candidates, tasks = _load(models, folder, suites, add, own, documents, config, load_options, reporter)
         limits.check_suites([task.suite for task in tasks.tasks])
@@ -162,7 +158,6 @@ def measure(
         combined = make_ensembles(ensembles, candidates)
         settings = {
             "STS": aggregate,
-            "transfer": transfer,
             "device": load_options.device,
             "precision": load_options.resolved_precision,
         }

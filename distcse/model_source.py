@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import ModelNotFoundError, first_line
+from distcse.host import PACKAGE, package_folder
 from distcse.recipe.hub_names import hub_id
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
-PACKAGE = "package:"
 CONFIG_FILE = "config.json"
 
 _ADDRESS = re.compile(r"\w+://\S+")
@@ -109,10 +108,10 @@ def model_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
 
 def _in_package(name: str) -> Path:
     package, _, subfolder = name.removeprefix(PACKAGE).partition("/")
-    spec = find_spec(package) if package.isidentifier() else None
-    if spec is None or spec.origin is None:
+    root = package_folder(package)
+    if root is None:
         raise ModelNotFoundError(f"{name}: package {package!r} is not installed; pip install {package}")
-    folder = Path(spec.origin).parent / subfolder
+    folder = root / subfolder
     if ".." in Path(subfolder).parts or Path(subfolder).is_absolute() or not os.path.isdir(folder):
         raise ModelNotFoundError(f"{name}: package {package!r} has no folder {subfolder!r}")
     return folder

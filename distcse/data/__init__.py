@@ -1,6 +1,6 @@
 """Training data: corpus readers, a memory-mapped corpus with stable row ids, its token table, and the batch sampler.
 
-A source (files, a data set, docstrings) is read once into a `Corpus`, and tokenized once into a `TokenTable`. Both are
+A source (files, a data set) is read once into a `Corpus`, and tokenized once into a `TokenTable`. Both are
 cached by their content, so that later runs memory-map them. `BatchSampler` selects the rows of each step's batch, and
 `distcse.data.collate` pads them. That module alone imports PyTorch, which servers of cached tables do not need.
 """

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data.distinct_rows import DistinctRows
-from distcse.data.docstrings import docstring_sentences, package_root, packages_fingerprint
 from distcse.data.hub import open_dataset, read_dataset
 from distcse.data.normalized_key import Excluded
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
@@ -68,7 +67,7 @@ class Corpus:
         self.removed_duplicates: int = label.get("removed_duplicates", 0)
         """Number of sentences that equal an earlier one and were left out."""
         self.sources: list[str] = label.get("sources", [])
-        """Files, the data set, or packages with their versions."""
+        """Files or the data set."""
         self.reused = reused
         self._rows = RaggedRows(directory, np.uint8)
         self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
@@ -271,17 +270,14 @@ def count_repeated_files(section: CorpusSection) -> int:
 
 
 def check_source(section: CorpusSection) -> None:
-    """Check in a moment that a corpus's files or packages exist and that the first file has its columns.
+    """Check in a moment that a corpus's files exist and that the first file has its columns.
 
     Reads one row. A data set is not opened, because that may download it.
 
     Raises:
         CorpusError: The source is missing, or its first row is malformed.
     """
-    if section.docstrings is not None:
-        for package in section.docstrings:
-            package_root(package)
-    elif section.dataset is None:
+    if section.dataset is None:
         for column in filter(None, (section.column, section.domain)):
             next(source_rows(section.model_copy(update={"column": column})), None)
 
@@ -291,8 +287,8 @@ class _Source:
     """The source that a recipe names.
 
     Attributes:
-        kind: `path`, `dataset` or `docstrings`.
-        names: Files, the data set, or packages with their versions, for the label.
+        kind: `path` or `dataset`.
+        names: Files or the data set, for the label.
         content: Hashes of the content, independent of its location.
         rows: Streams the values of a column; a source without columns ignores the name.
     """
@@ -322,10 +318,6 @@ def _source(section: CorpusSection, identified: bool = True) -> _Source:
         return _Source(
             "dataset", [section.dataset], [opened.fingerprint], lambda column: read_dataset(opened.rows, column)
         )
-    if section.docstrings is not None:
-        packages = section.docstrings
-        versions = packages_fingerprint(packages)
-        return _Source("docstrings", versions, versions, lambda column: iter(docstring_sentences(packages)))
     raise CorpusNotFoundError(
         "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
     )

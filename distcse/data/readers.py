@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
+from distcse.host import PACKAGE, package_folder
 from distcse.storage import is_uri
 
 Row = str | None
@@ -31,8 +32,6 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SEPARATOR_LINE = re.compile("sep=(.)")
 _OTHER_SEPARATORS = (",", ";", "\t", "|")
-_RARE_SEPARATORS = ("\x01", "\x1f", "^", "~", ":", "¦")
-"""Tried last, and only taken where they give the column: Hive's first, and characters that texts rarely contain."""
 _NULLS = ("\\N", "NULL")
 """Fields that are no text: what PostgreSQL, MySQL and SQL Server export for a missing value."""
 _CSV_FIXES = {
@@ -41,47 +40,14 @@ _CSV_FIXES = {
 }
 """Part of an error of `csv` -> the way out."""
 _LIST_FORM = 'write a list of objects, as pandas\' to_json(FILE, orient="records"), or an object on each line'
-_RENAME = "rename it to end with {}"
-_SIGNATURES = (
-    (b"\x1f\x8b", ".gz", "gzip data", _RENAME),
-    *((b"BZh%d1AY&SY" % level, ".bz2", "bzip2 data", _RENAME) for level in range(1, 10)),
-    (b"\xfd7zXZ\0", ".xz", "xz data", _RENAME),
-    (b"\x28\xb5\x2f\xfd", ".zst", "Zstandard data", _RENAME),
-    (b"\x04\x22\x4d\x18", "", "LZ4 data", "unpack it (lz4 -d)"),
-    (b"PAR1\x15", ".parquet", "Parquet data", _RENAME),
-    (b"ARROW1\0\0", "", "Arrow data", "write it as Parquet: pyarrow.parquet.write_table"),
-    (b"SQLite format 3\0", "", "an SQLite database", "export the table as CSV in UTF-8"),
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "", "an old Excel or Word file", "save it as CSV or text in UTF-8"),
-    (b"{\\rtf1", "", "a document in RTF", "save it as text in UTF-8"),
-    (b"%PDF-", "", "a PDF", "extract its text: pdftotext FILE"),
-    (b"PK\x03\x04", ".zip", "a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV in UTF-8"),
-    (b"version https://git-lfs.github.com/spec/", "", "a Git LFS pointer, not the text", "download it: git lfs pull"),
-    (b"\xff\xfe\0\0", "", "UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
-    (b"\0\0\xfe\xff", "", "UTF-32", "convert it to UTF-8 (iconv -f UTF-32 -t UTF-8)"),
-)
-"""First bytes of a file, the extension that belongs to them, what they are, and the way out under another extension."""
-
-_TAR = (257, b"ustar")
-"""Place and content of the signature of a tar archive."""
-
-_OTHER_FILES = {
-    (".xlsx", ".xlsb", ".xls", ".ods", ".numbers"): "save the sheet as CSV in UTF-8",
-    (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".7z", ".rar"): "unpack it",
-    (".lz4", ".br", ".lzma", ".z", ".snappy", ".parquet.gz", ".parquet.zst"): "unpack it",
-    (".zstd",): "rename it to end with .zst",
-    (".bgz", ".gzip"): "rename it to end with .gz",
-    (".text", ".md"): "rename it to end with .txt",
-    (".jl", ".jsonlines"): "rename it to end with .jsonl",
-    (".tab",): "rename it to end with .tsv",
-    (".psv",): "rename it to end with .csv",
-    (".pq", ".parq"): "rename it to end with .parquet",
-    (".warc", ".warc.gz", ".wet", ".wet.gz"): "extract its texts as JSON Lines",
-    (".sql", ".sql.gz"): "export the table as CSV in UTF-8",
-    (".arrow", ".feather", ".orc", ".avro"): "write it as Parquet",
-    (".db", ".sqlite", ".sqlite3"): "export the table as CSV in UTF-8",
-    (".pdf", ".doc", ".docx", ".odt", ".rtf", ".html", ".htm"): "save its text as .txt in UTF-8",
+_SIGNATURES = {
+    ".gz": rb"\x1f\x8b",
+    ".bz2": rb"BZh[1-9]1AY&SY",
+    ".xz": rb"\xfd7zXZ\0",
+    ".zst": rb"\x28\xb5\x2f\xfd",
+    ".parquet": rb"PAR1\x15",
 }
-"""Extensions of files that hold text and are not read -> the way out."""
+"""Extension -> pattern of the first bytes of its files."""
 
 csv.field_size_limit(2**27)  # the default of 128 KiB is smaller than many web pages
 
@@ -99,6 +65,9 @@ def find_files(paths: Sequence[str]) -> list[Path]:
             raise CorpusNotFoundError(
                 f"corpus.path {path} is an address, and files are read from disk; copy the file to a folder that all nodes see"
             )
+        if path.startswith(PACKAGE):
+            found.append(_in_package(path))
+            continue
         is_glob = glob.has_magic(path) and not os.path.exists(path)
         matches = sorted(glob.glob(path, recursive=True)) if is_glob else [path]
         if not matches:
@@ -116,6 +85,13 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     return found
 
 
+def _in_package(path: str) -> Path:
+    package, _, inside = path.removeprefix(PACKAGE).partition("/")
+    if (folder := package_folder(package)) is None:
+        raise CorpusNotFoundError(f"corpus.path {path}: package {package!r} is not installed; pip install {package}")
+    return folder / inside
+
+
 def file_kind(file: Path) -> str:
     """Return the extension that selects a file's reader, such as `.jsonl.gz`.
 
@@ -125,10 +101,8 @@ def file_kind(file: Path) -> str:
     for extension in _READERS:
         if file.name.lower().endswith(extension):
             return extension
-    name = file.name.lower()
-    way_out = next((f": {way}" for extensions, way in _OTHER_FILES.items() if name.endswith(extensions)), "")
     packed = f"{', '.join(_FORMATS)} (each also with {', '.join(_OPENERS)})"
-    raise CorpusFormatError(f"{file}: unknown file extension{way_out}; allowed: {packed}, .parquet")
+    raise CorpusFormatError(f"{file}: unknown format; accepted: {packed}, .parquet")
 
 
 def has_columns(file: Path) -> bool:
@@ -309,12 +283,10 @@ def _separator(header: str, column: str | None, is_tsv: bool) -> str:
     usual = _usual_separator(is_tsv)
     fields = {
         separator: next(csv.reader([header], delimiter=separator), [])
-        for separator in dict.fromkeys((usual, *_OTHER_SEPARATORS, *_RARE_SEPARATORS))
+        for separator in dict.fromkeys((usual, *_OTHER_SEPARATORS))
     }
     with_column = (separator for separator, names in fields.items() if column in names)
-    with_several = (
-        separator for separator, names in fields.items() if len(names) > 1 and separator not in _RARE_SEPARATORS
-    )
+    with_several = (separator for separator, names in fields.items() if len(names) > 1)
     return next(with_column, None) or next(with_several, usual)
 
 
@@ -380,7 +352,6 @@ def _lines(file: Path, text_per_line: bool = False) -> Iterator[tuple[int, str]]
             _refuse_other_content(file, packed.read(64), file.suffix.lower())
         with _open(file) as opened:
             _refuse_other_content(file, opened.peek(64)[:64])
-            _refuse_archive(file, opened.peek(512))
             if opened.peek(2)[:2] in _UTF16_MARKS:
                 for number, line in enumerate(TextIOWrapper(opened, "utf-16", newline="\n"), start=1):
                     if text_per_line and number == 1 and not line.endswith("\n") and "\r" in line.strip():
@@ -406,8 +377,7 @@ def _damage(file: Path, line: int, error: Exception) -> CorpusFormatError:
     """Return the error for a compressed file that cannot be read to its end, or that is not compressed at all."""
     with open(file, "rb") as opened:
         start = opened.read(64)
-    signatures = [signature for signature, extension, *_ in _SIGNATURES if extension == file.suffix.lower()]
-    if line == 0 and _starts_as_text(start) and not any(map(start.startswith, signatures)):
+    if line == 0 and _starts_as_text(start) and not re.match(_SIGNATURES[file.suffix.lower()], start):
         return CorpusFormatError(f"{file} is not compressed; rename it to {file.with_suffix('').name}")
     return CorpusFormatError(f"{file} is damaged after line {line}: {error}; copy it again")
 
@@ -422,17 +392,10 @@ def _starts_as_text(start: bytes) -> bool:
 
 
 def _refuse_other_content(file: Path, start: bytes, extension: str | None = None) -> None:
-    """Refuse content that its first bytes name, unless it is what the extension says."""
-    for signature, usual_extension, name, way_out in _SIGNATURES:
-        if start.startswith(signature) and usual_extension != extension:
-            raise CorpusFormatError(f"{file} contains {name}; {way_out.format(usual_extension)}")
-
-
-def _refuse_archive(file: Path, start: bytes) -> None:
-    """Refuse a tar archive, whose first name and text could be read as lines."""
-    place, signature = _TAR
-    if start[place : place + len(signature)] == signature:
-        raise CorpusFormatError(f"{file} contains a tar archive; unpack it")
+    """Refuse compressed data and Parquet, unless the extension says so."""
+    for known, pattern in _SIGNATURES.items():
+        if known != extension and re.match(pattern, start):
+            raise CorpusFormatError(f"{file} contains {known} data; rename it to end with {known}")
 
 
 def _refuse_unmarked_utf16(file: Path, start: bytes) -> None:

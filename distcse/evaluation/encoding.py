@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, PearsonOf, ReportedEstimate, SpearmanOf
+from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, PearsonOf, SpearmanOf
 from distcse.evaluation.evaluation import ModelInfo, ModelResults
 from distcse.evaluation.models import RecordedScores
 from distcse.evaluation.tasks import TaskResult
@@ -25,7 +25,6 @@ _CLASSES: Mapping[str, type[Any]] = {
         PearsonOf,
         SpearmanOf,
         AucOf,
-        ReportedEstimate,
         AverageOf,
         RecordedScores,
     )

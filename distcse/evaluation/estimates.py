@@ -139,18 +139,6 @@ class AucOf:
 
 
 @dataclass(frozen=True)
-class ReportedEstimate:
-    """A score rounded by its protocol, resampled as the exact estimate."""
-
-    value: float
-    exact: Estimate
-
-    @property
-    def resampled(self) -> NDArray[np.float64] | None:
-        return self.exact.resampled
-
-
-@dataclass(frozen=True)
 class AverageOf:
     """Unweighted mean of scores over sets, each rounded to two decimals first, as in the papers' tables."""
 

@@ -27,7 +27,7 @@ from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import Aggregate, ScoredPairs, StsTask
 from distcse.evaluation.tables import ENDINGS, Table, find_table, read_table
 from distcse.evaluation.tasks import EvalTask
-from distcse.evaluation.transfer import Mode, TransferTask
+from distcse.evaluation.transfer import TransferTask
 from distcse.evaluation.triplets import TripletTask
 from distcse.storage import content_key
 
@@ -38,10 +38,6 @@ class EvalConfig:
 
     aggregate: Aggregate = "all"
     """STS score that tables show first."""
-    transfer: Mode = "strict"
-    """Protocol of the transfer tasks."""
-    device: str | None = None
-    """Device of the transfer fits; None is the default device of the process that fits."""
 
 
 @dataclass
@@ -191,18 +187,14 @@ class _DatasetRegistry:
         tables = self._folder.load(known)
         if tables is None:
             return None
-        return _transfer_task(known.name, tables, self._config)
-
-
-def _transfer_task(name: str, tables: dict[str, Table], config: EvalConfig) -> TransferTask:
-    return TransferTask.of(name, tables, config.transfer, config.device)
+        return TransferTask.of(known.name, tables)
 
 
 def _custom_task(custom: CustomSet, config: EvalConfig, warnings: list[str]) -> EvalTask:
     if custom.suite == "retrieval":
         return RetrievalTask(custom.name, RetrievalDataset.read(custom.path))
     if custom.suite == "transfer":
-        return _transfer_task(custom.name, _splits(custom.path), config)
+        return TransferTask.of(custom.name, _splits(custom.path))
     every = read_table(custom.path)
     table = every.of_split("test")
     if len(table) < len(every):

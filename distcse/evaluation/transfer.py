@@ -1,28 +1,22 @@
-"""Transfer tasks: logistic regression on frozen vectors by SentEval's protocol (references: SentEval, SimCSE's evaluation).
+"""Transfer tasks: accuracy of scikit-learn's logistic regression on frozen vectors.
 
-MR, CR, SUBJ, MPQA: ten outer folds; the L2 strength of each is selected by ten inner folds.
-SST-2: the strength is selected on the dev set. TREC, MRPC: by ten folds of the training set. MRPC's features are
-|u − v| and u ∗ v. Vectors are used as the model outputs them.
-
-`strict` reproduces SentEval exactly: its order of sentences (by number of words, which decides the folds), its optimizer
-(`distcse.evaluation.logistic`), its seeds and its rounding. `fast` uses scikit-learn's LogisticRegression and selects the
-strength on one stratified fifth of the training rows: similar scores, not comparable with the papers'.
+MR, CR, SUBJ, MPQA: ten folds. SST-2, TREC, MRPC: their test sets. The L2 strength is selected on the dev set, or on one
+stratified fifth of the training rows. MRPC's features are |u − v| and u ∗ v. Vectors are used as the model outputs them.
+Order of sentences, folds and seed are SentEval's; its optimizer and its nested folds, which papers' scores are of, are in
+`benchmarks/senteval.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from distcse.device import default_device
 from distcse.errors import EvaluationFormatError, InsufficientLabelsError
-from distcse.evaluation.estimates import MeanOf, ReportedEstimate
-from distcse.evaluation.logistic import SEED, Problem, fit
+from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import TaskResult
@@ -30,11 +24,10 @@ from distcse.evaluation.tasks import TaskResult
 if TYPE_CHECKING:  # scikit-learn is slow to import, and training workers, which import this module, don't need it
     from sklearn.linear_model import LogisticRegression
 
-Mode = Literal["strict", "fast"]
 Rows = NDArray[np.int64]
 
+SEED = 1111
 FOLDS = 10
-STRENGTHS = tuple(10.0**power for power in range(-5, -1))
 _INVERSE_STRENGTHS = tuple(2.0**power for power in range(-2, 11, 2))
 _MAX_ITERATIONS = 1000
 
@@ -99,10 +92,8 @@ class TransferTask:
     Args:
         name: Name of the set.
         train: Training rows; all rows if there is no `test`.
-        dev: Rows for selecting the strength; None selects by folds.
+        dev: Rows for selecting the strength; None selects on a fifth of `train`.
         test: Test rows; None tests by folds of `train`.
-        mode: `strict` (SentEval) or `fast` (scikit-learn).
-        device: Device of the strict fits; None is the default device of the process that fits.
         on_progress: Called with the number of finished fits.
     """
 
@@ -111,20 +102,12 @@ class TransferTask:
     train: Labelled
     dev: Labelled | None
     test: Labelled | None
-    mode: Mode = "strict"
-    device: str | None = field(default=None, compare=False)
     on_progress: Callable[[int], None] | None = field(default=None, compare=False)
     suite: str = "transfer"
     pairs_only: bool = False
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        tables: dict[str, Table],
-        mode: Mode,
-        device: str | None,
-    ) -> TransferTask:
+    def of(cls, name: str, tables: dict[str, Table]) -> TransferTask:
         """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
 
         Raises:
@@ -134,15 +117,12 @@ class TransferTask:
         train = Labelled.of(tables["all"] if "all" in tables else tables["train"])
         dev, test = (Labelled.of(tables[key], train.names) if key in tables else None for key in ("dev", "test"))
         smallest = np.bincount(train.labels).min()
-        is_nested = test is None and mode == "strict"  # inner folds see nine tenths of the rows
-        needed = FOLDS + 2 if is_nested else FOLDS
-        if (test is None or dev is None) and smallest < needed:
+        if (test is None or dev is None) and smallest < FOLDS:
             file = tables["all" if "all" in tables else "train"].file
-            splits = f"{FOLDS} inner folds of {FOLDS} outer folds" if is_nested else f"{FOLDS} folds"
             raise InsufficientLabelsError(
-                f"{file}: a label has {smallest} rows; add rows: {splits} need {needed} per label"
+                f"{file}: a label has {smallest} rows; add rows: {FOLDS} folds need {FOLDS} per label"
             )
-        return cls(name, train, dev, test, mode, device)
+        return cls(name, train, dev, test)
 
     def sentences(self) -> Iterable[str]:
         parts = [part for part in (self.train, self.dev, self.test) if part is not None]
@@ -150,66 +130,19 @@ class TransferTask:
 
     def measure(self, model: VectorModel) -> TaskResult:
         """Measure `accuracy`; details have the selected strengths."""
-        if self.test is None:
-            return self._nested_cross_validation(model) if self.mode == "strict" else self._fast_cross_validation(model)
-        return self._on_test_set(model) if self.mode == "strict" else self._fast_on_test_set(model)
+        return self._cross_validation(model) if self.test is None else self._on_test_set(model)
 
-    def _nested_cross_validation(self, model: VectorModel) -> TaskResult:
-        features, labels = self._tensors(self.train, model)
-        outer = folds(self.train.labels)
-        inner = [
-            Problem(train[rows], train[dev_rows], STRENGTHS)
-            for train, _ in outer
-            for rows, dev_rows in folds(self.train.labels[train])
-        ]
-        classes = len(self.train.names)
-        tried = fit(features, labels, classes, inner, on_progress=self.on_progress)
-        chosen = [_best([tried[at + k].dev_scores for k in range(FOLDS)]) for at in range(0, len(tried), FOLDS)]
-        final_problems = [
-            Problem(train, None, (STRENGTHS[best],)) for (train, _), (best, _) in zip(outer, chosen, strict=True)
-        ]
-        refitted = fit(features, labels, classes, final_problems, on_progress=self.on_progress)
-        correct = np.zeros(len(labels), dtype=bool)
-        for (_, test), fitted in zip(outer, refitted, strict=True):
-            correct[test] = fitted.correct(0, features[test], labels[test])
-        accuracy = np.mean([round(100 * correct[test].mean(), 2) for _, test in outer])
-        return self._result(round(float(accuracy), 2), correct, [STRENGTHS[best] for best, _ in chosen])
-
-    def _on_test_set(self, model: VectorModel) -> TaskResult:
-        assert self.test is not None
-        train, labels = self._tensors(self.train, model)
-        test, test_labels = self._tensors(self.test, model)
-        classes, rows = len(self.train.names), np.arange(len(labels))
-        if self.dev is None:
-            split = [Problem(train_rows, dev_rows, STRENGTHS) for train_rows, dev_rows in folds(self.train.labels)]
-            tried = fit(train, labels, classes, split, on_progress=self.on_progress)
-            best, _ = _best([fitted.dev_scores for fitted in tried])
-            final = [Problem(rows, None, (STRENGTHS[best],))]
-            fitted, index = fit(train, labels, classes, final, on_progress=self.on_progress)[0], 0
-        else:
-            # SentEval fits again with the selected strength; same rows and seed give the same weights, so we don't.
-            dev, dev_labels = self._tensors(self.dev, model)
-            all_features, all_labels = torch.cat([train, dev]), torch.cat([labels, dev_labels])
-            dev_rows = np.arange(len(labels), len(all_labels))
-            fitted = fit(
-                all_features, all_labels, classes, [Problem(rows, dev_rows, STRENGTHS)], on_progress=self.on_progress
-            )[0]
-            index = best = _best([fitted.dev_scores])[0]
-        correct = fitted.correct(index, test, test_labels)
-        return self._result(round(float(100 * correct.mean()), 2), correct, [STRENGTHS[best]])
-
-    def _fast_cross_validation(self, model: VectorModel) -> TaskResult:
+    def _cross_validation(self, model: VectorModel) -> TaskResult:
         features, labels = self.train.features(model), self.train.labels
         correct, chosen = np.zeros(len(labels), dtype=bool), []
-        for done, (train, test) in enumerate(folds(labels)):
-            if self.on_progress is not None:
-                self.on_progress(done)
-            classifier = _select_regression(features[train], labels[train], *_holdout(labels[train]))
+        for fold, (train, test) in enumerate(folds(labels)):
+            done = fold * (len(_INVERSE_STRENGTHS) + 1)
+            classifier = self._select_regression(features[train], labels[train], *_holdout(labels[train]), done)
             correct[test] = classifier.predict(features[test]) == labels[test]
             chosen.append(float(classifier.C))
-        return self._result(float(100 * correct.mean()), correct, chosen)
+        return self._result(correct, chosen)
 
-    def _fast_on_test_set(self, model: VectorModel) -> TaskResult:
+    def _on_test_set(self, model: VectorModel) -> TaskResult:
         assert self.test is not None
         features, labels = self.train.features(model), self.train.labels
         if self.dev is None:
@@ -218,20 +151,28 @@ class TransferTask:
             rows, dev_rows = np.arange(len(labels)), np.arange(len(labels), len(labels) + len(self.dev.labels))
             features = np.concatenate([features, self.dev.features(model)])
             labels = np.concatenate([labels, self.dev.labels])
-        classifier = _select_regression(features, labels, rows, dev_rows)
+        classifier = self._select_regression(features, labels, rows, dev_rows)
         correct = classifier.predict(self.test.features(model)) == self.test.labels
-        return self._result(float(100 * correct.mean()), correct, [float(classifier.C)])
+        return self._result(correct, [float(classifier.C)])
 
-    def _tensors(self, part: Labelled, model: VectorModel) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self.device or default_device()
-        features = torch.from_numpy(part.features(model)).to(device)
-        return features, torch.from_numpy(part.labels).to(device)
+    def _select_regression(
+        self, features: NDArray[np.float32], labels: Rows, rows: Rows, dev_rows: Rows, done: int = 0
+    ) -> LogisticRegression:
+        """Select the strength with the best accuracy on held-out rows, and fit it on all rows."""
+        scores = []
+        for c in _INVERSE_STRENGTHS:
+            self._report(done + len(scores))
+            scores.append(_regression(c, features[rows], labels[rows]).score(features[dev_rows], labels[dev_rows]))
+        self._report(done + len(scores))
+        return _regression(_INVERSE_STRENGTHS[int(np.argmax(scores))], features, labels)
 
-    def _result(self, accuracy: float, correct: NDArray[np.bool_], strengths: list[float]) -> TaskResult:
-        estimate = MeanOf(correct.astype(np.float64), f"transfer/{self.name}")
-        return TaskResult(
-            {"accuracy": ReportedEstimate(accuracy, estimate)}, {"mode": self.mode, "strengths": strengths}
-        )
+    def _report(self, done: int) -> None:
+        if self.on_progress is not None:
+            self.on_progress(done)
+
+    def _result(self, correct: NDArray[np.bool_], strengths: list[float]) -> TaskResult:
+        accuracy = MeanOf(correct.astype(np.float64), f"transfer/{self.name}")
+        return TaskResult({"accuracy": accuracy}, {"strengths": strengths})
 
 
 def folds(labels: Rows) -> list[tuple[Rows, Rows]]:
@@ -242,27 +183,12 @@ def folds(labels: Rows) -> list[tuple[Rows, Rows]]:
     return [(train_rows, dev_rows) for train_rows, dev_rows in splitter.split(np.zeros(len(labels)), labels)]
 
 
-def _best(scores: list[list[float]]) -> tuple[int, float]:
-    """Return index and score of the best strength; means over folds are rounded as in SentEval, and the first of equals wins."""
-    means = [round(float(100 * np.mean(scores_of_one)), 2) for scores_of_one in zip(*scores, strict=True)]
-    return int(np.argmax(means)), max(means)
-
-
 def _holdout(labels: Rows) -> tuple[Rows, Rows]:
     from sklearn.model_selection import StratifiedShuffleSplit
 
     splitter = StratifiedShuffleSplit(1, test_size=0.2, random_state=SEED)
     train_rows, dev_rows = next(splitter.split(np.zeros(len(labels)), labels))
     return train_rows, dev_rows
-
-
-def _select_regression(features: NDArray[np.float32], labels: Rows, rows: Rows, dev_rows: Rows) -> LogisticRegression:
-    """Select the strength with the best accuracy on held-out rows, and fit it on all rows."""
-    scores = [
-        _regression(c, features[rows], labels[rows]).score(features[dev_rows], labels[dev_rows])
-        for c in _INVERSE_STRENGTHS
-    ]
-    return _regression(_INVERSE_STRENGTHS[int(np.argmax(scores))], features, labels)
 
 
 def _regression(inverse_strength: float, features: NDArray[np.float32], labels: Rows) -> LogisticRegression:

@@ -99,8 +99,6 @@ def _check_corpus(corpus: CorpusSection) -> list[Check]:
         return _check_files("corpus", corpus.path)
     if corpus.dataset is not None:
         return [ok("corpus", f"data set {corpus.dataset}, opened when the run starts")]
-    if corpus.docstrings is not None:
-        return [ok("corpus", f"docstrings of {', '.join(corpus.docstrings)}")]
     return [fail("corpus", "the recipe names no text", "set corpus.path=FILE")]
 
 

@@ -109,7 +109,7 @@ def assumed_lengths(rows: int, why: str) -> Lengths:
 
 def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
     """Return sentences spread over the corpus, the number of rows, and why anything was not read."""
-    if corpus.path is None and corpus.docstrings is None:
+    if corpus.path is None:
         why = "the recipe names no text" if corpus.dataset is None else f"data set {corpus.dataset} is not opened"
         return [], corpus.limit if corpus.dataset is not None else None, why
     sampled, count, thin = [], 0, 1

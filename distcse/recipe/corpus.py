@@ -13,11 +13,11 @@ from distcse.recipe.section import Section
 
 
 class CorpusSection(Section):
-    """The unlabelled sentences: exactly one of `path`, `dataset` and `docstrings`."""
+    """The unlabelled sentences: exactly one of `path` and `dataset`."""
 
     path: str | list[str] | None = None
     """File or list of files: .txt, .jsonl, .ndjson, .json (a list of objects), .csv or .tsv, each also compressed (.gz, .bz2,
-    .xz, .zst), or .parquet, with one sentence per line or row."""
+    .xz, .zst), or .parquet, with one sentence per line or row. `package:NAME/FILE` is a file inside an installed package."""
     dataset: HubDataSetName | None = None
     """Name of a Hugging Face data set, or a local folder. Only a name that is not a folder is looked up on the hub."""
     dataset_config: str | None = None
@@ -26,8 +26,6 @@ class CorpusSection(Section):
     """Split of `dataset`."""
     streaming: bool = False
     """Download only the first `limit` rows of `dataset` instead of all its files. They are cached like any corpus."""
-    docstrings: list[str] | None = None
-    """Names of installed packages whose docstrings are the corpus, as in the quickstart."""
     column: str = "text"
     """Column (.csv, .parquet, data set) or key (.jsonl) of the sentence."""
     domain: str | None = None
@@ -43,21 +41,14 @@ class CorpusSection(Section):
 
     @property
     def unread_keys(self) -> Mapping[str, str]:
-        of_data_sets = {} if self.dataset is not None else dict.fromkeys(("dataset_config", "split"), "dataset is null")
-        return {**of_data_sets, **({"column": "docstrings have no columns"} if self.docstrings is not None else {})}
+        return {} if self.dataset is not None else dict.fromkeys(("dataset_config", "split"), "dataset is null")
 
     @model_validator(mode="after")
     def _one_source(self) -> CorpusSection:
-        given = [key for key in ("path", "dataset", "docstrings") if getattr(self, key) is not None]
-        if len(given) > 1:
-            raise ValueError(
-                f"gives {' and '.join(given)}, but a corpus has one source; "
-                f"keep one, and set the others to null, such as {given[-1]}: null"
-            )
+        if self.path is not None and self.dataset is not None:
+            raise ValueError("gives path and dataset, but a corpus has one source; keep one, and set the other to null")
         if self.streaming and (self.dataset is None or self.limit is None):
             raise ValueError("streaming fetches the first rows of a data set; write dataset: NAME and limit: N")
-        if self.domain is not None and self.docstrings is not None:
-            raise ValueError("domain names a column, and docstrings have none; leave it null")
         return self
 
     def with_absolute_paths(self) -> CorpusSection:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from distcse.recipe.paths import is_path
 from distcse.recipe.section import Gpus, Precision, Section
 
-Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement", "docstring_retrieval"]
+Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement"]
 
 
 _DEV_SCORES = ("auto", "stsb", "sickr", "stsb_sickr", "agreement", "none")
@@ -73,8 +73,6 @@ class EvaluationSection(Section):
     rank_inference: RankInferenceSection | None = None
     """Also measure the student with ranks at inference, on the suites of pairs, and store it with its references as `ranker`
     in the run's folder; `{}` has RankEncoder's settings. null does not."""
-    transfer: Literal["strict", "fast"] = "strict"
-    """Classifier of the transfer tasks: `strict` fits it as SentEval does, `fast` with scikit-learn."""
 
     @field_validator("dev")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import overload
 
+from distcse.host import PACKAGE
 from distcse.storage import is_uri
 
 
@@ -18,10 +19,14 @@ def absolute(path: str | None) -> str | None:
 
 
 def absolute_paths(path: str | list[str] | None) -> str | list[str] | None:
-    """Make a path, or each path of a list, absolute; addresses stay as they are, for the message that refuses them."""
+    """Make a path, or each path of a list, absolute; files in packages, and addresses (refused later), stay as they are."""
     if isinstance(path, list):
-        return [absolute_location(one) for one in path]
-    return None if path is None else absolute_location(path)
+        return [_absolute_file(one) for one in path]
+    return None if path is None else _absolute_file(path)
+
+
+def _absolute_file(path: str) -> str:
+    return path if path.startswith(PACKAGE) else absolute_location(path)
 
 
 def is_path(name: str) -> bool:

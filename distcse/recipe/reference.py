@@ -40,7 +40,7 @@ has all keys of that recipe, and its own keys replace them: sections are merged 
 
 ```yaml
 extends: minilm-3layer
-corpus: {docstrings: null, path: sentences.txt.gz}
+corpus: {path: sentences.txt.gz}
 training: {epochs: 2}
 ```
 """

@@ -66,9 +66,7 @@ def environment(escape: bool) -> Environment:
 
 def _content(evaluation: Evaluation, history: History | None) -> dict[str, Any]:
     names = [about.name for about in evaluation.models]
-    # The fast protocol's accuracies are not comparable with the papers'.
-    fast = evaluation.settings.get("transfer") == "fast"
-    tables = [(grid, [] if grid.suite == "transfer" and fast else find_published(grid)) for grid in grids(evaluation)]
+    tables = [(grid, find_published(grid)) for grid in grids(evaluation)]
     sources = [f"{row.model}: {row.source}" for _, papers in tables for row, _ in papers]
     title = history.name if history else " · ".join(names)
     return {

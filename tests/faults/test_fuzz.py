@@ -273,7 +273,7 @@ def test_recipes_and_spaces_of_any_bytes(place: Path, data: st.DataObject, base:
     )
 )
 def test_arguments_of_train(place: Path, arguments: list[str]) -> None:
-    call(train.main, [*arguments, "student.backbone=./nowhere", "corpus.docstrings=null", "--print-recipe"], place)
+    call(train.main, [*arguments, "student.backbone=./nowhere", "--print-recipe"], place)
     with_resume = ["--resume", *arguments[:1], *arguments[1:]]
     call(train.main, with_resume if arguments else ["--resume", "nothing"], place)
 
@@ -330,7 +330,6 @@ def test_corpora_of_embed(place: Path, data: st.DataObject) -> None:
     (place / name).write_bytes(content)
     arguments = [
         "quickstart",
-        "corpus.docstrings=null",
         f"corpus.path={place / name}",
         "training.workers=0",
         f"storage.cache={place.parent / 'elsewhere'}",
@@ -532,7 +531,7 @@ def test_names_that_no_file_can_have(place: Path, name: str) -> None:
         call(tune.main, arguments, place)
     for arguments in ([name, "--add", "sts=x.tsv"], ["x", "--data", name], ["x", "--add", f"sts={name}.tsv"]):
         call(evaluate.main, arguments, place)
-    corpus = [f"corpus.path={json.dumps(name + '.txt')}", "corpus.docstrings=null", "training.workers=0"]
+    corpus = [f"corpus.path={json.dumps(name + '.txt')}", "training.workers=0"]
     call(embed.main, ["quickstart", *corpus, f"storage.cache={place.parent / 'elsewhere'}"], place)
 
 

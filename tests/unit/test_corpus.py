@@ -1,11 +1,10 @@
-"""Readers and their errors, row ids, fingerprints, the token table, the sampler, and docstrings."""
+"""Readers and their errors, row ids, fingerprints, the token table, and the sampler."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,7 @@ import pytest
 from distcse.data import BatchSampler, Corpus, TokenTable
 from distcse.data import token_table as tokens_module
 from distcse.data.collate import collate
-from distcse.data.docstrings import docstring_sentences, held_out_documentation
 from distcse.data.hub import read_dataset
-from distcse.data.prose import split_sentences
 from distcse.data.sampler import split_held_out
 from distcse.errors import (
     CorpusCacheError,
@@ -135,8 +132,10 @@ def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
     with fails_with(CorpusFormatError, "numbers.parquet", "'text'", "int64"):
         prepare(tmp_path, path=str(tmp_path / "numbers.parquet"))
-    with fails_with(CorpusNotFoundError, "corpus.docstrings", "'no_such_package'"):
-        prepare(tmp_path, docstrings=["no_such_package"])
+    with fails_with(CorpusNotFoundError, "corpus.path", "'no_such_package'"):
+        prepare(tmp_path, path="package:no_such_package/text.txt")
+    with fails_with(CorpusNotFoundError, "distcse/nowhere.txt"):
+        prepare(tmp_path, path="package:distcse/nowhere.txt")
 
 
 def test_data_sets(tmp_path: Path) -> None:
@@ -265,43 +264,3 @@ def test_rows_with_the_text_of_held_out_ones_are_not_trained_on(lines: list[str]
         with fails_with(CorpusCacheError, "keys"):
             Corpus.open(corpus.directory).split_held_out(9, seed=3)
     assert not keys.exists(), "only prepare writes keys"
-
-
-def test_docstrings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "documented_package"
-    (package / "tests").mkdir(parents=True)
-    functions = "\n".join(
-        f'def f{n}():\n    """Return the {word} of ``all`` the :class:`~np.numbers` in the list.\n\n'
-        f"    The {word} is found, e.g. by looking at every one of them in turn. Nothing is changed by it here.\n\n"
-        f'    Parameters\n    ----------\n    secret_{n} : never seen in the corpus of sentences at all\n    """\n'
-        for n, word in enumerate(
-            ["mean", "sum", "product", "mode", "range", "rank", "order", "size", "root", "head"] * 6
-        )
-    )
-    (package / "__init__.py").write_text("raise RuntimeError('imported')\n" + functions)
-    (package / "tests" / "x.py").write_text(
-        'def f():\n    """This sentence stands in a test and is no documentation."""\n'
-    )
-    (package / "broken.py").write_text("def (:\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = docstring_sentences(["documented_package"])
-    held_out = held_out_documentation(["documented_package"])
-    assert "documented_package" not in sys.modules
-    assert 0 < len(found) < 21 and all("secret" not in sentence and "test" not in sentence for sentence in found)
-    assert held_out
-    excluded = {entry.summary for entry in held_out} | {s for e in held_out for s in split_sentences(e.description)}
-    assert not excluded & set(found)
-    assert all("`" not in sentence and "~" not in sentence for sentence in [*found, *excluded])
-    assert any("in the list." in sentence for sentence in found)
-
-
-def test_sentences_do_not_end_at_abbreviations() -> None:
-    text = "Use it, e.g. For lists. See Fig. 3 of the paper by A. Smith. It works!"
-    assert split_sentences(text) == ["Use it, e.g. For lists.", "See Fig. 3 of the paper by A. Smith.", "It works!"]
-
-
-def test_numpy_has_a_thousand_distinct_sentences() -> None:
-    found = docstring_sentences(["numpy"])
-    assert len(found) > 1000
-    assert len(set(found)) == len(found)
-    assert all(5 <= len(sentence.split()) <= 60 and sentence[-1] in ".!?" for sentence in found)

@@ -6,8 +6,6 @@ import bz2
 import gzip
 import json
 import lzma
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from distcse.recipe import CorpusSection, load_recipe
 from tests.failures import fails_with
 
 TEXTS = ["Grüße; aus, Köln", 'She said "no".', "a\ttab | pipe"]
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 EXPECTED = ["Grüße; aus, Köln", 'She said "no".', "a tab | pipe"]
 
 
@@ -137,29 +134,22 @@ def test_a_damaged_file_is_named(compression: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["file.txt", "file.csv", "file.json", "file.jsonl", "file.txt.gz", "file.parquet"])
-@pytest.mark.parametrize("kind", [".gz", ".bz2", ".xz", ".zst", ".parquet", "Excel", "Git LFS", "UTF-32", "UTF-32-BE"])
+@pytest.mark.parametrize("kind", [".gz", ".bz2", ".xz", ".zst", ".parquet"])
 def test_content_under_another_name_is_named(kind: str, name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     if kind == ".parquet":
         table().to_parquet(file)
-    elif kind == "Excel":
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("xl/workbook.xml", "<workbook/>")
-    elif kind == "Git LFS":
-        file.write_bytes(POINTER)
-    elif kind.startswith("UTF-32"):
-        file.write_bytes("\ufeffa text".encode(f"utf-32-{kind[7:] or 'LE'}"))
     else:
         file.write_bytes(compress(kind, table().to_csv(index=False).encode()))
     if not name.endswith(kind):
-        with fails_with(CorpusFormatError, str(file), kind.removesuffix("-BE")):
+        with fails_with(CorpusFormatError, str(file), f"contains {kind} data", f"end with {kind}"):
             rows(file)
 
 
 @pytest.mark.parametrize("level", range(1, 10))
 def test_bzip2_data_of_every_level_is_named(level: int, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_bytes(bz2.compress(b"a text\n", level))
-    with fails_with(CorpusFormatError, "bzip2 data", ".bz2"):
+    with fails_with(CorpusFormatError, ".bz2 data"):
         rows(tmp_path / "file.txt")
 
 
@@ -186,44 +176,12 @@ def test_data_of_several_streams_is_read_to_its_end(extension: str, tmp_path: Pa
     assert rows(file) == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    ("start", "named"),
-    [
-        (b"%PDF-1.7\n%\xe2\xe3", "a PDF"),
-        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1\0", "an old Excel"),
-        (b"SQLite format 3\0\x10", "SQLite"),
-        (b"{\\rtf1\\ansi text}", "RTF"),
-        (b"ARROW1\0\0\xff", "Arrow"),
-    ],
-)
-@pytest.mark.parametrize("name", ["file.txt", "file.csv", "file.parquet"])
-def test_a_document_or_database_under_another_name_is_named(
-    start: bytes, named: str, name: str, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(start)
-    with fails_with(CorpusFormatError, name, named):
-        rows(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
-        *(("book.xlsx", "as CSV"), ("book.ods", "as CSV"), ("texts.csv.zip", "unpack"), ("texts.tar.gz", "unpack")),
-        *(("t.feather", "Parquet"), ("t.sqlite", "as CSV"), ("paper.PDF", ".txt"), ("page.html", ".txt")),
-        *(("t.txt.lz4", "unpack"), ("t.parquet.gz", "unpack"), ("t.rar", "unpack"), ("t.jsonl.zstd", "with .zst")),
-        *(("t.jl", "with .jsonl"), ("t.md", "with .txt"), ("t.tab", "with .tsv"), ("t.pq", "with .parquet")),
-        *(
-            ("crawl.warc.gz", "as JSON Lines"),
-            ("dump.sql", "as CSV"),
-            ("book.xlsb", "as CSV"),
-            ("t.txt.bgz", "with .gz"),
-        ),
-    ],
-)
-def test_a_file_that_is_not_read_says_how_to_make_one_that_is(name: str, way_out: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"")
-    with fails_with(CorpusFormatError, name, way_out, "allowed: .txt, .jsonl", "also with .gz"):
-        find_files([str(tmp_path / name)])
+def test_a_file_of_another_format_is_refused_with_the_accepted_ones(tmp_path: Path) -> None:
+    (tmp_path / "book.xlsx").write_bytes(b"")
+    with fails_with(
+        CorpusFormatError, "book.xlsx", "unknown format; accepted: .txt, .jsonl", "also with .gz", ".parquet"
+    ):
+        find_files([str(tmp_path / "book.xlsx")])
 
 
 def test_an_address_and_a_list_without_brackets_are_named() -> None:
@@ -248,16 +206,6 @@ def test_a_header_that_the_usual_separator_splits_is_not_split_otherwise(tmp_pat
         list(source_rows(CorpusSection(path=str(tmp_path / "a.txt.xz"))))
 
 
-@pytest.mark.parametrize("separator", ["\x01", "^", "~", ":", "¦"])
-def test_a_rare_separator_is_found_by_the_column(separator: str, tmp_path: Path) -> None:
-    lines = (["id", "text"], ["0", "one, two; three"])
-    (tmp_path / "file.csv").write_text("\n".join(separator.join(line) for line in lines))
-    assert rows(tmp_path / "file.csv") == ["one, two; three"]
-    (tmp_path / "other.csv").write_text("note: long\n1\n")  # a name with a colon, and no column of that name
-    with fails_with(MissingColumnError, "columns: note: long"):
-        rows(tmp_path / "other.csv")
-
-
 @pytest.mark.parametrize("missing", ["\\N", "NULL", ""])
 @pytest.mark.parametrize(("name", "separator"), [("file.tsv", "\t"), ("file.csv", ",")])
 def test_a_databases_missing_value_is_no_text(missing: str, name: str, separator: str, tmp_path: Path) -> None:
@@ -276,26 +224,10 @@ def test_quotes_that_are_not_doubled_say_what_to_do(line: str, named: str, tmp_p
         rows(tmp_path / "file.csv")
 
 
-def test_a_tar_archive_and_lz4_data_are_not_read_as_text(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a text\n")
-    with tarfile.open(tmp_path / "file.txt.gz", "w:gz") as archive:
-        archive.add(tmp_path / "text.txt", "text.txt")
-    with tarfile.open(tmp_path / "file.jsonl", "w") as archive:
-        archive.add(tmp_path / "text.txt", "text.txt")
-    for name in ("file.txt.gz", "file.jsonl"):
-        with fails_with(CorpusFormatError, name, "tar archive", "unpack it"):
-            rows(tmp_path / name)
-    (tmp_path / "file.txt").write_bytes(b"\x04\x22\x4d\x18 valid UTF-8\n")
-    with fails_with(CorpusFormatError, "file.txt", "LZ4"):
-        rows(tmp_path / "file.txt")
-
-
-def test_content_that_was_compressed_twice_or_after_the_pointer_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "file.txt.gz"
-    for inner, named in ((gzip.compress(b"a text\n"), "gzip"), (POINTER, "Git LFS")):
-        file.write_bytes(gzip.compress(inner))
-        with fails_with(CorpusFormatError, str(file), named):
-            rows(file)
+def test_content_that_was_compressed_twice_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file.txt.gz").write_bytes(gzip.compress(gzip.compress(b"a text\n")))
+    with fails_with(CorpusFormatError, "file.txt.gz", "contains .gz data"):
+        rows(tmp_path / "file.txt.gz")
 
 
 def test_a_json_list_under_the_name_of_json_lines_is_named(tmp_path: Path) -> None:

@@ -193,8 +193,6 @@ def test_a_masked_negative_has_no_effect_at_any_temperature(tau1: float) -> None
 def test_keys_that_need_teachers_or_columns_are_refused_without_them(recipe_with: MakeRecipe) -> None:
     with fails_with(InvalidValueError, "objective.info_nce.false_negatives", "teachers"):
         recipe_with("objective.info_nce.false_negatives={}", "teachers.encoders=[]", "objective.rank=null")
-    with fails_with(InvalidValueError, "corpus", "domain", "docstrings"):
-        recipe_with("corpus={docstrings: [numpy], domain: kind}")
     joined = ("objective.regression={}", "student.projection=none", "teachers.encoders.0.alpha_by_domain={legal: 2.0}")
     with fails_with(InvalidValueError, "objective.regression", "alpha_by_domain"):
         recipe_with(*joined)

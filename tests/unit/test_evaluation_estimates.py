@@ -15,7 +15,6 @@ from distcse.evaluation.estimates import (
     AverageOf,
     Fixed,
     MeanOf,
-    ReportedEstimate,
     SpearmanOf,
     difference,
     resample,
@@ -99,9 +98,6 @@ def test_averages_round_their_parts_and_resample_them_together() -> None:
     assert AverageOf(parts).value == pytest.approx((round(1.005, 2) + 2.01) / 2)
     assert AverageOf(parts).resampled is None and difference(AverageOf(parts), AverageOf(parts)) is None
     exact = MeanOf(GOOD, "x", scale=1)
-    reported = ReportedEstimate(9.0, exact)
-    assert reported.value == 9.0 and reported.resampled is not None
-    np.testing.assert_array_equal(reported.resampled, exact.resampled)
-    both = AverageOf([exact, reported])
+    both = AverageOf([exact, exact])
     assert both.resampled is not None
     np.testing.assert_allclose(both.resampled, exact.resampled)

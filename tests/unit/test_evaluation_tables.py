@@ -106,7 +106,7 @@ def test_errors_in_sts_files_name_file_and_line(
             "t.tsv",
             "label\ttext\n" + "a\tx\n" * 30 + "b\ty\n" * 9,
             InsufficientLabelsError,
-            ["9 rows", "12 per label"],
+            ["9 rows", "10 per label"],
         ),
         ("transfer", "t.tsv", "label\ttext\n\tx\n", EvaluationFormatError, ["line 2, column 'label'", "''"]),
         (

@@ -149,7 +149,7 @@ def test_one_message(
         "corpus.path=null",
         "corpus.path={p.folder}/text.jsonl",
         "corpus.domain=topic",
-        "corpus={{docstrings: [no_such_package]}}",
+        "corpus.path=package:no_such_package/text.txt",
         "student.backbone=./no-such-model",
         "student.backbone=package:no_such/model",
         "teachers.encoders.0.backbone=./no-such-model",

@@ -325,7 +325,6 @@ def test_the_quickstart_computes_in_the_precision_that_the_cpu_is_fast_at(
         "training.engine=torch",
         "training.max_steps=2",
         "training.batch_size=16",
-        "corpus.docstrings=null",
         f"corpus.path={text}",
         "evaluation.num_heldout=16",
         "evaluation.final_suites=[agreement]",

@@ -222,9 +222,8 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("training.dropout_rng_streams=3", "dropout_rng_streams is 3, which does not divide batch_size 128"),
         ("training.gradient_accumulation=7", "evaluation.eval_steps is 50, which is no multiple"),
         (
-            "corpus.path=x.txt",
-            "gives path and docstrings, but a corpus has one source; keep one, and set the others to null, "
-            "such as docstrings: null",
+            "corpus.dataset=x",
+            "gives path and dataset, but a corpus has one source; keep one, and set the other to null",
         ),
         ("teachers.encoders=[]", "objective.regression needs teachers"),
         ("objective.regression=null", "objective has no term"),

@@ -22,11 +22,11 @@ def write(file: Path, text: str) -> str:
 def test_a_recipe_extends_a_packaged_one(tmp_path: Path) -> None:
     file = write(
         tmp_path / "mine.yaml",
-        "extends: minilm-3layer\nname: mine\ncorpus: {docstrings: null, path: text.txt}\nstudent: {layers: [0, 5]}\n",
+        "extends: minilm-3layer\nname: mine\ncorpus: {path: text.txt}\nstudent: {layers: [0, 5]}\n",
     )
     base, mine = load_recipe("minilm-3layer"), load_recipe(file, ["training.lr=1e-4"])
     assert (mine.name, mine.student.layers, mine.training.lr) == ("mine", [0, 5], 1e-4)
-    assert mine.corpus.docstrings is None and mine.corpus.path == str(Path.cwd() / "text.txt")
+    assert mine.corpus.path == str(Path.cwd() / "text.txt")
     assert mine.student.backbone == base.student.backbone and mine.teachers == base.teachers
     assert mine.objective == base.objective
 

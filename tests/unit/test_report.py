@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from distcse.errors import RunDirectoryError
-from distcse.evaluation import Evaluation, Score
+from distcse.evaluation import Evaluation
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges
 from distcse.evaluation.runs import Spread, compute_spread
 from distcse.events import Reporter
@@ -124,13 +124,6 @@ def test_page_has_all_scores_charts_and_sources(page: Path, measured: Evaluation
         assert content in text, content
     assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
     assert "RankCSE ListMLE" in text and "Chuang et al. 2022, §6.2" in text
-
-
-def test_fast_transfer_is_not_compared_with_papers(measured: Evaluation) -> None:
-    accuracy = Score("transfer", "MR", "accuracy", dict.fromkeys((about.name for about in measured.models), 80.0))
-    for mode, shown in (("strict", True), ("fast", False)):
-        page = markdown(replace(measured, scores=[accuracy], settings={**measured.settings, "transfer": mode}))
-        assert ("RankCSE ListNet" in page) == shown
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import distcse
 from distcse.command import INTERRUPTED
 from distcse.evaluation import Evaluation, ModelInfo, ModelResults, RecordedScores
 from distcse.evaluation.encoding import decode_result, encode_result
-from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, ReportedEstimate, SpearmanOf
+from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, SpearmanOf
 from distcse.evaluation.tasks import TaskResult
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import DeviceCall
@@ -185,7 +185,7 @@ def results() -> Iterator[object]:
         "spearman": SpearmanOf(np.array([0.1, 0.7], np.float32), np.array([1.0, 2.0]), "pairs"),
         "area": AucOf(np.array([0.1, 0.7]), np.array([0, 1]), "pairs"),
         "fixed": Fixed(-1.25),
-        "average": AverageOf([Fixed(1.0), ReportedEstimate(2.0, MeanOf(np.array([True, False]), "hits", 1.0))]),
+        "average": AverageOf([Fixed(1.0), MeanOf(np.array([True, False]), "hits", 1.0)]),
     }
     info = ModelInfo("student", "here", "bi-encoder", "mean", 32, 5, 0.1, {"sts/STS-B": 0.5})
     details = {"vectors": np.eye(3, dtype=np.float32), "bins": [1, 2.5, None], "count": np.int64(3)}
@@ -201,7 +201,7 @@ def test_results_are_stored_exactly() -> None:
     stored = decode_result(json.loads(json.dumps(encode_result(next(iter(results()))))))
     found = stored.results["sts", "STS-B"]
     assert found.scores["mean"].value == next(iter(results())).results["sts", "STS-B"].scores["mean"].value  # type: ignore[attr-defined]
-    assert found.scores["average"].parts[1].exact.values.dtype == bool
+    assert found.scores["average"].parts[1].values.dtype == bool
     assert np.array_equal(found.details["vectors"], np.eye(3)) and found.details["vectors"].dtype == np.float32
     with pytest.raises(TypeError, match="Reporter"):
         encode_result({"reporter": Reporter()})

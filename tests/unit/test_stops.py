@@ -62,7 +62,7 @@ UNITS = {
     "distcse.data.ragged.RaggedWriter.append": 1,
     "distcse.data.ragged.RaggedWriter.append_rows": 1,
     "distcse.evaluation.contamination.normalized_key": 16,
-    "distcse.evaluation.logistic.adam": 16,
+    "distcse.evaluation.transfer._regression": 1,
     "distcse.teachers.table.EmbeddingTable.is_intact": 8,
     "faiss.IndexFlatIP.search": 1,
     "model2vec.train.base.BaseFinetuneable.forward": 1,

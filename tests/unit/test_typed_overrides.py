@@ -124,8 +124,6 @@ def test_arguments_of_custom_classes_keep_their_types() -> None:
 def test_a_list_key_names_the_list_form(typed: str) -> None:
     with fails_with(InvalidValueError, "student.layers", f"as a list: [{typed}]"):
         read_recipe("minilm-3layer", [f"student.layers={typed}"])
-    with fails_with(InvalidValueError, "corpus.docstrings", "as a list: [torch,numpy]"):
-        read_recipe("minilm-3layer", ["corpus.docstrings=torch,numpy"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.data import Corpus
-from distcse.data.docstrings import held_out_documentation
 from distcse.device import default_device
 from distcse.evaluation import (
     SUITES,
@@ -26,8 +25,6 @@ from distcse.evaluation import (
     Model,
     ModelInfo,
     ModelResults,
-    RetrievalDataset,
-    RetrievalTask,
     Tasks,
     VectorModel,
     agreement_result,
@@ -55,7 +52,6 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher import Embedder
 from distcse.teachers.teacher_weights import TeacherWeights
 
-_RETRIEVAL_SIZE = 1000
 _CHUNK_ROWS = 1 << 16
 _LABELLED_SUITES = ("sts", "ranking", "geometry", "retrieval")
 
@@ -92,7 +88,7 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
         if Path(model).is_dir():
             Contamination.of_model(model)
     data = Path(str(recipe.evaluation.data))
-    tasks = collect(data, suites, [], EvalConfig("all", recipe.evaluation.transfer))
+    tasks = collect(data, suites, [], EvalConfig())
     if (dev := read_labelled_dev(recipe)) is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
     return tasks
@@ -148,8 +144,6 @@ def final_scores(
     trained = {each.name: open_store(each.trained, guard) for each in students if each.trained is not None}
     seen = {name: contamination.write(model) for name, model in trained.items()}
     tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
-    if "docstring_retrieval" in selected:
-        tasks.tasks.append(_docstring_task(recipe))
     held_out = _held_out_rows(recipe, corpus) if "agreement" in selected else None
     texts = [] if held_out is None else corpus.texts(held_out)
     if texts:
@@ -181,7 +175,7 @@ def final_scores(
         call = partial(_measure_teacher, name, section, precision, shared)
         memory = model_memory(section.backbone if section.loads_model else None)
         calls.append(DeviceCall(f"evaluation of {name}", call, memory))
-    options, protocol = device_options(recipe, run.path), [precision, recipe.evaluation.transfer, repr(ranks)]
+    options, protocol = device_options(recipe, run.path), [precision, repr(ranks)]
     returned = measure_models(calls, tasks, protocol, run.store, backend, options, reporter)
     measured = [_Measured(*model) for model in returned if model is not None]
     results = [model.results for model in measured]
@@ -198,7 +192,6 @@ def final_scores(
         ]
     settings = {
         "STS": "all",
-        "transfer": recipe.evaluation.transfer,
         "device": ", ".join(sorted({model.device for model in results})),
         "precision": precision,
     }
@@ -297,14 +290,6 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_pr
 
 def _encode(embedder: Embedder, on_progress: Progress, texts: Sequence[str]) -> NDArray[np.float32]:
     return embedder.encode(texts, on_progress=lambda done: on_progress(done, len(texts)))
-
-
-def _docstring_task(recipe: Recipe) -> RetrievalTask:
-    documented = held_out_documentation(recipe.corpus.docstrings or [])[:_RETRIEVAL_SIZE]
-    documents = [entry.description for entry in documented]
-    queries = [entry.summary for entry in documented]
-    relevant: list[dict[int, float]] = [{index: 1.0} for index in range(len(documented))]
-    return RetrievalTask("docstrings", RetrievalDataset(queries, documents, relevant, [None] * len(relevant)))
 
 
 def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: Reporter) -> Contamination:

@@ -29,8 +29,6 @@ _KEYS_OF_RAY = (
 """Keys that only runs on Ray read."""
 _KEYS_OF_TABLES = ("teachers.embedding_workers", "teachers.shard_rows", "storage.local_budget")
 """Keys that only runs with embedding tables read."""
-_UNLABELLED_SUITES = ("agreement", "docstring_retrieval")
-"""Suites that need no labelled sets."""
 
 
 @register_recipe
@@ -149,7 +147,7 @@ class Recipe(BaseRecipe):
             and not is_path(self.dev_score),
             "corpus.exclude_evaluation is true": self.corpus.exclude_evaluation and not is_path(self.dev_score),
             "evaluation.rank_inference is set": evaluation.rank_inference is not None,
-            **{f"evaluation.final_suites has {name}": name not in _UNLABELLED_SUITES for name in suites},
+            **{f"evaluation.final_suites has {name}": name != "agreement" for name in suites},
         }
         return RecipeInputs(
             encoders,
@@ -289,6 +287,4 @@ class Recipe(BaseRecipe):
             raise ValueError(
                 "evaluation.patience needs a dev score; set evaluation.data: FOLDER, or write evaluation.patience: null"
             )
-        if "docstring_retrieval" in final and self.corpus.docstrings is None:
-            raise ValueError("evaluation.final_suites has docstring_retrieval, which needs corpus.docstrings")
         return self

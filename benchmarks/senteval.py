@@ -1,23 +1,30 @@
-"""SentEval's logistic regression, with many fits batched.
+"""Transfer tasks by SentEval's protocol, whose figures can be compared with papers', which `distcse.evaluate`'s cannot.
+
+    python -m benchmarks.senteval MODEL [--data ../shared/data] [--sets MR,TREC] [--device cuda] [--precision fp32]
 
 SentEval (Conneau and Kiela 2018; `tools/classifier.py`) trains one linear layer with Adam, for every fold and every L2
 strength from the same seed. Therefore all fits over the same number of rows have the same initial weights and the same
 order of batches, and are trained together here: the rows of a batch are gathered once for all strengths of a fold, and
 logits and gradients of all folds are one batched product. SentEval's behaviour is reproduced exactly, including:
 
+- sentences are ordered by number of words, then label, which decides the folds (`StratifiedKFold`, shuffled, seed 1111);
 - an epoch is `epoch_size` passes, and `max_epochs` counts passes;
 - an epoch without a new best is a miss; misses are never reset, and training ends one miss after `tenacity` misses;
 - L2 is Adam's weight decay (added to the gradient), on the bias too;
 - the loss is the mean of a batch, including a smaller last batch;
 - a fit without dev rows takes the first 5 % of a permutation of its rows as dev rows.
+
+MR, CR, SUBJ, MPQA: ten outer folds, the strength of each selected by ten inner folds. SST-2: on the dev set. TREC, MRPC: by ten
+folds of the training set. Accuracies are rounded where SentEval rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import argparse
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -25,8 +32,88 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.adam import adam
 
-SEED = 1111
+from distcse.evaluation import EvalConfig, LoadOptions, VectorModel, collect, open_candidate
+from distcse.evaluation.transfer import FOLDS, SEED, Labelled, TransferTask, folds
+
+STRENGTHS = tuple(10.0**power for power in range(-5, -1))
 DEV_SHARE = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--sets", default="", help="names of sets, separated by commas (default: all of the folder)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    options = parser.parse_args()
+    load_options = LoadOptions(device=options.device, precision=options.precision)
+    model = open_candidate("model", options.model, load_options).model
+    assert isinstance(model, VectorModel), f"{options.model} has no vectors"
+    for task in collect(options.data, ["transfer"], [], EvalConfig()).tasks:
+        if isinstance(task, TransferTask) and (not options.sets or task.name in options.sets.split(",")):
+            print(f"{task.name}: {accuracy(task, model, options.device).percent:.2f}", flush=True)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What SentEval reports of one set.
+
+    Args:
+        percent: Rounded as SentEval does.
+        correct: (n,) whether each test row is classified correctly.
+        strengths: The selected L2 strengths, of each outer fold.
+    """
+
+    percent: float
+    correct: NDArray[np.bool_]
+    strengths: list[float]
+
+
+def accuracy(task: TransferTask, model: VectorModel, device: str = "cpu") -> Accuracy:
+    """Measure a task by SentEval's protocol."""
+    return _by_folds(task.train, model, device) if task.test is None else _on_test_set(task, task.test, model, device)
+
+
+def _by_folds(rows: Labelled, model: VectorModel, device: str) -> Accuracy:
+    features, labels = _tensors(rows, model, device)
+    outer, classes = folds(rows.labels), len(rows.names)
+    inner = [Problem(train[a], train[b], STRENGTHS) for train, _ in outer for a, b in folds(rows.labels[train])]
+    tried = fit(features, labels, classes, inner)
+    chosen = [_best([fitted.dev_scores for fitted in tried[at : at + FOLDS]]) for at in range(0, len(tried), FOLDS)]
+    final = [Problem(train, None, (STRENGTHS[best],)) for (train, _), best in zip(outer, chosen, strict=True)]
+    correct = np.zeros(len(labels), dtype=bool)
+    for (_, test), fitted in zip(outer, fit(features, labels, classes, final), strict=True):
+        correct[test] = fitted.correct(0, features[test], labels[test])
+    percent = np.mean([round(100 * correct[test].mean(), 2) for _, test in outer])
+    return Accuracy(round(float(percent), 2), correct, [STRENGTHS[best] for best in chosen])
+
+
+def _on_test_set(task: TransferTask, test: Labelled, model: VectorModel, device: str) -> Accuracy:
+    features, labels = _tensors(task.train, model, device)
+    classes, rows = len(task.train.names), np.arange(len(labels))
+    if task.dev is None:
+        split = [Problem(train, dev, STRENGTHS) for train, dev in folds(task.train.labels)]
+        best = _best([fitted.dev_scores for fitted in fit(features, labels, classes, split)])
+        fitted, index = fit(features, labels, classes, [Problem(rows, None, (STRENGTHS[best],))])[0], 0
+    else:
+        # SentEval fits again with the selected strength; same rows and seed give the same weights, so we don't.
+        dev_features, dev_labels = _tensors(task.dev, model, device)
+        dev = np.arange(len(labels), len(labels) + len(dev_labels))
+        both = torch.cat([features, dev_features]), torch.cat([labels, dev_labels])
+        fitted = fit(*both, classes, [Problem(rows, dev, STRENGTHS)])[0]
+        index = best = _best([fitted.dev_scores])
+    correct = fitted.correct(index, *_tensors(test, model, device))
+    return Accuracy(round(float(100 * correct.mean()), 2), correct, [STRENGTHS[best]])
+
+
+def _tensors(part: Labelled, model: VectorModel, device: str) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(part.features(model)).to(device), torch.from_numpy(part.labels).to(device)
+
+
+def _best(scores: list[list[float]]) -> int:
+    """Return the index of the best strength; means over folds are rounded as in SentEval, and the first of equals wins."""
+    return int(np.argmax([round(float(100 * np.mean(of_one)), 2) for of_one in zip(*scores, strict=True)]))
 
 
 @dataclass(frozen=True)
@@ -88,7 +175,6 @@ def fit(
     classes: int,
     problems: Sequence[Problem],
     schedule: Schedule | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> list[Fitted]:
     """Fit problems over one set of vectors, on the device of the vectors.
 
@@ -98,20 +184,16 @@ def fit(
         classes: Number of classes.
         problems: What to fit; problems with the same number of rows are batched.
         schedule: Hyperparameters. Default: SentEval's.
-        on_progress: Called with the number of finished fits, also between the passes of a fit.
 
     Returns:
         One result per problem, in their order.
     """
     results: dict[int, Fitted] = {}
-    report, done = on_progress or (lambda done: None), 0
     order = sorted(range(len(problems)), key=lambda index: _shape(problems[index]))
     for _, same_shape in groupby(order, key=lambda index: _shape(problems[index])):
         indices = list(same_shape)
         group = _Group(vectors, labels, classes, [problems[index] for index in indices], schedule or Schedule())
-        results.update(zip(indices, group.run(partial(report, done)), strict=True))
-        done += sum(len(problems[index].strengths) for index in indices)
-        report(done)
+        results.update(zip(indices, group.run(), strict=True))
     return [results[index] for index in range(len(problems))]
 
 
@@ -161,12 +243,11 @@ class _Group:
         num_dev = int(DEV_SHARE * len(shuffled))
         return [(problem.train[shuffled[num_dev:]], problem.train[shuffled[:num_dev]]) for problem in problems]
 
-    def run(self, on_pass: Callable[[], None]) -> list[Fitted]:
+    def run(self) -> list[Fitted]:
         passes = 0
         while self._running_folds and passes <= self._schedule.max_epochs:
             for _ in range(self._schedule.epoch_size):
                 self._pass()
-            on_pass()
             passes += self._schedule.epoch_size
             self._evaluate_dev()
             self._drop_finished()
@@ -240,3 +321,7 @@ def _first_weights(width: int, classes: int) -> Tensor:
         torch.manual_seed(SEED)
         layer = torch.nn.Linear(width, classes)
     return torch.cat([layer.weight.detach(), layer.bias.detach()[:, None]], dim=1)
+
+
+if __name__ == "__main__":
+    main()

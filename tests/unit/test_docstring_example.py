@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from distcse.data import Corpus, docstrings
-from distcse.data.docstrings import (
+from distcse.evaluation.retrieval import RetrievalDataset
+from examples import docstring_corpus
+from examples.docstring_corpus import (
     DocumentedObject,
     docstring_sentences,
     held_out_documentation,
-    packages_fingerprint,
+    is_sentence,
+    paragraphs,
+    split_sentences,
+    without_markup,
 )
-from distcse.data.prose import is_sentence, paragraphs, split_sentences, without_markup
-from distcse.errors import CorpusNotFoundError
-from distcse.recipe import CorpusSection
-from tests.failures import fails_with
 
 WriteFile = Callable[[str, str], Path]
 
@@ -32,7 +29,7 @@ WriteFile = Callable[[str, str], Path]
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteFile:
     """Writes a file of a package on the import path; importing the package is an error."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    docstrings.documented.cache_clear()
+    docstring_corpus.documented.cache_clear()
 
     def write_file(name: str, content: str) -> Path:
         file = tmp_path / name
@@ -53,7 +50,7 @@ def function(name: str, docstring: str) -> str:
 def held_out_name(package: str, module: str) -> str:
     """Return a function name whose hash holds it out, found by trial."""
     for number in range(1000):
-        if docstrings.is_held_out(DocumentedObject(f"{package}.{module}.f{number}", "", "")):
+        if docstring_corpus.is_held_out(DocumentedObject(f"{package}.{module}.f{number}", "", "")):
             return f"f{number}"
     raise AssertionError("no name of a thousand is held out")
 
@@ -61,7 +58,7 @@ def held_out_name(package: str, module: str) -> str:
 def trained_name(package: str, module: str) -> str:
     """Return a function name whose hash keeps it in the corpus."""
     for number in range(1000):
-        if not docstrings.is_held_out(DocumentedObject(f"{package}.{module}.g{number}", "", "")):
+        if not docstring_corpus.is_held_out(DocumentedObject(f"{package}.{module}.g{number}", "", "")):
             return f"g{number}"
     raise AssertionError("every name of a thousand is held out")
 
@@ -187,7 +184,7 @@ def test_methods_classes_and_nested_functions_are_documented(write: WriteFile) -
         '    async def b(self):\n        """The method does nothing at all."""\n'
         '        def c():\n            """The inner function does even less."""\n',
     )
-    names = [entry.name for entry in docstrings.documented_in_package("pkg_nested")]
+    names = [entry.name for entry in docstring_corpus.documented_in_package("pkg_nested")]
     assert names == [f"pkg_nested.sub.m.{name}" for name in ("A", "A.b", "A.b.c")]
 
 
@@ -200,7 +197,7 @@ def test_tests_vendored_code_and_broken_files_are_skipped(write: WriteFile, capl
     write("pkg_skips/template.py", "def {{ name }}(:\n")
     write("pkg_skips/nul.py", "x = 1\0\n")
     with caplog.at_level(logging.INFO):
-        entries = list(docstrings.documented_in_package("pkg_skips"))
+        entries = list(docstring_corpus.documented_in_package("pkg_skips"))
     assert [entry.summary for entry in entries] == ["Return the only sentence that is wanted."]
     assert "pkg_skips: skipped 2 files" in caplog.text
 
@@ -213,45 +210,24 @@ def test_nothing_is_imported_and_garbage_collection_resumes(write: WriteFile) ->
 
 @pytest.mark.parametrize("name", ["no_such_package", "numpy.linalg", "scikit-learn", "", "this"])
 def test_a_package_that_is_not_installed_is_an_error(name: str) -> None:
-    with fails_with(CorpusNotFoundError, "corpus.docstrings", f"'{name}'", f"pip install {name}"):
+    with pytest.raises(LookupError, match=f"{name!r} is not installed"):
         docstring_sentences([name])
-    with fails_with(CorpusNotFoundError, "corpus.docstrings", f"'{name}'"):
-        packages_fingerprint([name])
 
 
-@pytest.mark.slow
-def test_versions_are_in_the_fingerprint(write: WriteFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packages_fingerprint(["numpy", "sklearn"]) == [
-        f"numpy=={version('numpy')}",
-        f"sklearn=={version('scikit-learn')}",
-        f"extractor {docstrings.EXTRACTOR}",
-    ]
-    file = write("pkg_source/m.py", "x = 1\n")
-    before = packages_fingerprint(["pkg_source"])
-    assert packages_fingerprint(["pkg_source"]) == before
-    os.utime(file, (1, 1))
-    assert packages_fingerprint(["pkg_source"]) != before
-
-
-def test_a_corpus_of_docstrings(write: WriteFile, tmp_path: Path) -> None:
-    numbers = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    for package in ("pkg_first", "pkg_second"):
-        for tens in numbers:
-            functions = [function(f"f_{units}", f"Give {tens} and {units} to {package[4:]}.") for units in numbers]
-            write(f"{package}/{tens}.py", "\n".join(functions))
-    packages = ["pkg_first", "pkg_second"]
-
-    def prepare(**overrides: Any) -> Corpus:
-        return Corpus.prepare(CorpusSection(docstrings=packages, **overrides), tmp_path / "cache")
-
-    corpus = prepare()
-    assert corpus.texts(range(len(corpus))) == docstring_sentences(packages)
-    assert 150 < len(corpus) < 195
-    limited = prepare(limit=40)
-    kept = limited.texts(range(40))
-    assert kept == corpus.texts(range(40))
-    assert 10 < sum("to first." in text for text in kept) < 30  # a limit samples both packages
-    assert prepare().reused
+def test_the_command_writes_text_and_a_search_set(
+    write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = held_out_name("pkg_out", "m")
+    write(
+        "pkg_out/m.py",
+        function(name, "Find all of the needles here.\n\nIt looks into every one of the haystacks of a farm."),
+    )
+    write("pkg_out/n.py", function(trained_name("pkg_out", "n"), "Look into the entire haystack."))
+    monkeypatch.setattr(sys, "argv", ["docstring_corpus.py", "pkg_out", "--out", str(tmp_path / "out")])
+    docstring_corpus.main()
+    assert (tmp_path / "out" / "sentences.txt").read_text() == "Look into the entire haystack.\n"
+    found = RetrievalDataset.read(tmp_path / "out" / "search")
+    assert found.queries == ["Find all of the needles here."] and found.relevant == [{0: 1.0}]
 
 
 def test_numpy_is_prose() -> None:
