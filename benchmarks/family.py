@@ -30,8 +30,8 @@ from distcse.evaluation import (
     evaluate,
     make_candidate,
 )
+from distcse.evaluation.evaluation import measure_speed
 from distcse.evaluation.retrieval import RetrievalTask
-from distcse.evaluation.speed import measure_speed
 from distcse.events import Reporter
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,54 @@ from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
 from distcse.evaluation.models import Ensemble, Model, VectorModel
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges, NeighborComparison
-from distcse.evaluation.speed import measure_speed
 from distcse.evaluation.suites import Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
 from distcse.evaluation.text_agreement import with_agreement
 from distcse.evaluation.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
 from distcse.storage import ArtifactStore, open_store
+
+TIMED_TEXTS = 128
+"""Texts per timed call."""
+_CALLS = 3
+_SINGLE_CALLS = 20
+_BUDGET_S = 2.0
+"""After this time no further call begins, so that a large model on a CPU is measured by one call of each kind."""
+
+
+class Speed(NamedTuple):
+    """Speed of a model."""
+
+    sentences_per_s: float
+    """Throughput of the fastest call, because other processes can only slow one down. For a cross-encoder, in pairs."""
+    latency_ms: float
+    """Time of the fastest call with one text, or pair, in milliseconds."""
+
+
+def measure_speed(compute: Callable[[Sequence[str]], object], texts: Sequence[str]) -> Speed:
+    """Measure the speed of a model that has computed before, so that its kernels are warm.
+
+    Args:
+        compute: Computes the vectors of n texts, without a cache.
+        texts: At least one text; the first 128 are timed.
+    """
+    timed = list(texts[:TIMED_TEXTS])
+    calls = _times([timed] * _CALLS, compute)
+    singles = _times([[timed[number % len(timed)]] for number in range(_SINGLE_CALLS)], compute)
+    return Speed(len(timed) / min(calls), 1000 * min(singles))
+
+
+def _times(batches: Sequence[Sequence[str]], compute: Callable[[Sequence[str]], object]) -> list[float]:
+    """Return the seconds of each call, until the time is used up; at least one."""
+    seconds: list[float] = []
+    for batch in batches:
+        if sum(seconds) > _BUDGET_S:
+            break
+        started_at = perf_counter()
+        compute(batch)
+        seconds.append(perf_counter() - started_at)
+    return seconds
+
 
 _SILENT = Reporter()
 

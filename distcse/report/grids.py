@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from distcse.evaluation import Evaluation, Score
+from distcse.evaluation import Evaluation, ModelInfo, Score
 from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
 from distcse.evaluation.runs import Spread, compute_spreads, group_runs, has_repeated_runs
 from distcse.tuning.summary import SummaryRow
+
+SPEED_COLUMNS = ("parameters", "MB", "dimensions", "sentences/s", "one sentence")
+
+
+def size_and_speed(about: ModelInfo) -> list[str]:
+    """Return a model's cells under `SPEED_COLUMNS`; `–` for what is not known."""
+    return [
+        f"{about.parameters / 1e6:.1f} M" if about.parameters else "–",
+        f"{about.size_bytes / 1e6:.1f}" if about.size_bytes else "–",
+        str(about.dimensions or "–"),
+        "–" if about.sentences_per_s is None else f"{about.sentences_per_s:,.0f}",
+        "–" if about.latency_ms is None else f"{about.latency_ms:.1f} ms",
+    ]
+
 
 TITLES = {
     "sts": "STS",

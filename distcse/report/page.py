@@ -14,9 +14,17 @@ from distcse.evaluation import Evaluation
 from distcse.evaluation.estimates import RESAMPLES
 from distcse.host import installed_version
 from distcse.report.exports import write_exports
-from distcse.report.grids import NOTICED, TRANSDUCTIVE, grids, legend, markdown_table, number
+from distcse.report.grids import (
+    NOTICED,
+    SPEED_COLUMNS,
+    TRANSDUCTIVE,
+    grids,
+    legend,
+    markdown_table,
+    number,
+    size_and_speed,
+)
 from distcse.report.history import History
-from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
 from distcse.report.plots import colour_of, pictures
 from distcse.report.published import find_published
 from distcse.storage import ArtifactStore, open_store

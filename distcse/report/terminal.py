@@ -13,8 +13,7 @@ from rich.text import Text
 
 from distcse.evaluation import Choice, Evaluation
 from distcse.experiments.distillation.dev_ensemble import EnsembleScores
-from distcse.report.grids import Grid, grids, legend, row_title, spread_text
-from distcse.report.model_facts import SPEED_COLUMNS, size_and_speed
+from distcse.report.grids import SPEED_COLUMNS, Grid, grids, legend, row_title, size_and_speed, spread_text
 from distcse.teachers.comparison import NEAREST, TeacherComparison
 from distcse.tuning.summary import SummaryRow
 

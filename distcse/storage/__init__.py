@@ -24,9 +24,8 @@ from distcse.storage.checksums import (
 from distcse.storage.folder_store import FolderStore
 from distcse.storage.job_copy import is_in_job_copy, is_in_session, refuse_job_copy
 from distcse.storage.locations import is_uri, resolve_path, to_uri
-from distcse.storage.runs import find_model
 from distcse.storage.stored_files import StoredFile
-from distcse.storage.stores import open_store
+from distcse.storage.stores import find_model, open_store
 
 __all__ = [
     "ArtifactStore",

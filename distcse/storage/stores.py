@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from distcse.errors import ModelNotFoundError
 from distcse.storage.artifact_store import ArtifactStore, Guard
 from distcse.storage.bucket_store import BucketStore
 from distcse.storage.folder_store import FolderStore
 from distcse.storage.locations import is_mirror, resolve_path
+
+
+def find_model(source: str) -> str:
+    """Return the model's folder if `source` is a run, else `source` itself.
+
+    Raises:
+        ModelNotFoundError: The run has several models, or none yet.
+    """
+    if source.startswith(("https://", "http://", "hf://")):  # a model's page on the hub
+        return source
+    run = open_store(source)
+    if not run.fetch("recipe.yaml"):
+        return source
+    groups = run / "models"
+    models = sorted(f"models/{group}/{kind}" for group in groups.list_names() for kind in (groups / group).list_names())
+    if models:
+        raise ModelNotFoundError(f"{source} has several models; name one of them: {', '.join(models)}")
+    if not (run / "model").has_folder():
+        raise ModelNotFoundError(f"{source} has no model, because its run is unfinished; wait for it, or --resume it")
+    return str((run / "model").path)
 
 
 def open_store(location: str | Path | ArtifactStore, guard: Guard | None = None) -> ArtifactStore:

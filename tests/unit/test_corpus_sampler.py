@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from distcse.data import BatchSampler, Grouping, sampler
-from distcse.data.permutation import Permutation
 from distcse.data.row_set import RowSet
-from distcse.data.sampler import split_held_out
+from distcse.data.sampler import Permutation, split_held_out
 from distcse.errors import CorpusTooSmallError
 from tests.failures import fails_with
 

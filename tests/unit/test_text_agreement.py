@@ -16,7 +16,7 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError, Insuffici
 from distcse.evaluate import main
 from distcse.evaluation import Choice, Limits, LoadOptions, TextsTask
 from distcse.evaluation.estimates import PearsonOf
-from distcse.evaluation.speed import TIMED_TEXTS, measure_speed
+from distcse.evaluation.evaluation import TIMED_TEXTS, measure_speed
 from distcse.evaluation.text_agreement import MAX_TEXTS, nearest
 from distcse.models import Encoder
 from tests.failures import fails_with
