@@ -41,7 +41,13 @@ def test_a_wheel_carries_recipes_spaces_and_constraints(tree: Path, tmp_path: Pa
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tree)], check=True)
     (wheel,) = tmp_path.glob("distcse-*.whl")
     inside = {name.removeprefix("distcse/") for name in zipfile.ZipFile(wheel).namelist()}
-    assert {"constraints.txt", "recipes/quickstart.yaml", "spaces/rankcse-listnet.yaml", "train.py"} <= inside
+    assert {
+        "constraints.txt",
+        "recipes/quickstart.yaml",
+        "spaces/rankcse-listnet.yaml",
+        "texts/quickstart.txt.gz",
+        "train.py",
+    } <= inside
 
 
 def test_all_files_of_the_package_are_declared(tree: Path) -> None:
