@@ -34,6 +34,7 @@ from benchmarks.protocol import (
     of_spread,
     timed,
 )
+from benchmarks.row_memory import anonymous_bytes
 from distcse.data import Corpus, TokenTable
 from distcse.device_defaults import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
@@ -41,7 +42,6 @@ from distcse.losses import list_mle
 from distcse.models import Encoder, resolve_model
 from distcse.models.batching import by_length
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
-from distcse.planning.calibration import anonymous_bytes
 from distcse.recipe import CorpusSection, TeacherSection
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity

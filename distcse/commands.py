@@ -14,7 +14,7 @@ GROUPS = {
     },
     "look first": {
         "recipe": "list, copy, validate and migrate recipes; print their schemas",
-        "plan": "estimate a run's time, memory and network traffic",
+        "plan": "estimate a run's time and memory",
         "doctor": "check this machine, its cluster and a recipe's files",
         "env": "print versions, devices, memory and Ray, for a bug report",
     },

@@ -25,29 +25,26 @@ def _main(options: argparse.Namespace) -> int:
     for name, numbers in (("--corpus-rows", [options.corpus_rows]), ("--gpus", options.gpus or [])):
         if any(number is not None and number < 1 for number in numbers):
             raise CommandLineError(f"{name} is {numbers}; write numbers from 1 on")
-    if options.network <= 0:
-        raise CommandLineError(f"--network is {options.network:g}; write gigabits a second, more than 0")
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
-    if options.calibrate and form[2] not in ("local", "cpu"):
-        raise CommandLineError(
-            f"--calibrate measures this machine; --cluster is {options.cluster}: write --cluster local"
-        )
+    if options.measure and form[2] != "local":
+        raise CommandLineError(f"--measure runs on this machine; --cluster is {options.cluster}: write --cluster local")
     from distcse.report.lines import print_lines
     from distcse.report.progress import open_view
 
     with open_view(quiet=options.json, is_loading=True):
         with gc_paused():
             from distcse.experiments.registry import experiment_of
-            from distcse.planning.planner import calibrate_for, open_cluster, planner_of, with_precisions
-            from distcse.runs.directory import require_lasting
+            from distcse.planning.planner import Question, open_cluster, plan, with_precisions
 
-        recipe = with_precisions(recipe, form)
-        if options.calibrate:
-            require_lasting(recipe.storage, ["cache"])
-            calibrate_for(recipe, form)
-        cluster = open_cluster(options.cluster, form, recipe, options.network * 1e9 / 8)
-        estimate = planner_of(recipe).estimate(cluster, options.corpus_rows, options.gpus or [])
+        recipe, measured = with_precisions(recipe, form), None
+        if options.measure:
+            from distcse.planning.measure import measure
+            from distcse.running import run
+
+            measured = measure(recipe, lambda short, listen: run(short, listen=listen))
+        asked = Question(open_cluster(options.cluster, form, recipe), options.corpus_rows, options.gpus or [], measured)
+        estimate = plan(recipe, asked)
         warnings = experiment_of(recipe).warnings(options.corpus_rows)
     if options.json:
         json.dump({**estimate.described, "warnings": [vars(warning) for warning in warnings]}, sys.stdout, indent=2)
@@ -63,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(
         prog=program("plan"),
-        description="What a recipe costs on given machines: time, memory, disk, network, what binds; nothing is run.",
+        description="What a recipe costs on given machines: time, memory, disk, what binds; nothing is run without --measure.",
         epilog="Example: %(prog)s rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 "
         "--gpus 1 8 64 512 1000",
     )
@@ -83,14 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="also a table for these numbers of devices")
     parser.add_argument(
-        "--network",
-        type=float,
-        default=100.0,
-        metavar="GBIT",
-        help="gigabits a second of a node's network (default: 100)",
-    )
-    parser.add_argument(
-        "--calibrate", action="store_true", help="measure this machine first, and keep its constants in storage.cache"
+        "--measure",
+        action="store_true",
+        help="run twenty steps on a sample of the recipe's text on this machine first, and plan with their times",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def assert_async(condition: Tensor, message: str) -> None:
@@ -95,69 +94,14 @@ def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-class DispatchMode(TorchDispatchMode):
-    """Base of context managers that see every operation that reaches a device.
-
-    Private: `torch.utils._python_dispatch`, which PyTorch's documentation of extensions names. The public
-    `torch.overrides.TorchFunctionMode` sees calls of PyTorch's functions, and neither autocast's casts nor the backward pass.
-    """
-
-
 def fake_tensors() -> AbstractContextManager[Any]:
     """Return a context in which operations on the CPU compute shapes and types, and no values.
 
     Private: `torch._subclasses.FakeTensorMode`. Autocast does not support the public `meta` device.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while, and only `distcse.plan` needs it
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while
 
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def operation_of(function: Any) -> Any:
-    """Return the operation of an overload that a `DispatchMode` sees, such as `torch.ops.aten.mm` of `mm.default`.
-
-    Private: `OpOverload._overloadpacket`, the key of the formulas of `torch.utils.flop_counter`, which is public.
-    """
-    return function._overloadpacket
-
-
-def operation_name(function: Any) -> str:
-    """Return the name of an overload's operation, such as `aten::mm`.
-
-    Private: `OpOverload._schema`.
-    """
-    return str(function._schema.name)
-
-
-def fused_cpu_attention() -> tuple[Any, Any]:
-    """Return the operations of fused attention on a CPU, forward and backward, for which PyTorch has no FLOP formula.
-
-    Private: `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu`, which
-    `torch.nn.functional.scaled_dot_product_attention` calls.
-    """
-    attention = torch.ops.aten
-    return (
-        attention._scaled_dot_product_flash_attention_for_cpu,
-        attention._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that tensors of one storage share, also where they have no memory.
-
-    Private: `UntypedStorage._cdata`. `data_ptr` is 0 for every fake tensor.
-    """
-    return int(tensor.untyped_storage()._cdata)
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors in an operation's arguments or results, in lists and dicts too.
-
-    Private: `torch.utils._pytree`, which also knows PyTorch's own return types.
-    """
-    from torch.utils._pytree import tree_leaves
-
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Estimates what a recipe costs on given machines: tokens, FLOPs, bytes, memory, time, and the bottleneck."""
+"""What a run costs, from a few formulas or from a short measured run: time, memory, disk and the bottleneck."""

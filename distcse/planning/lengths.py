@@ -39,8 +39,6 @@ class Lengths:
     """How the lengths and the number of rows were obtained, for the plan's assumptions."""
     bytes_per_row: float
     """UTF-8 bytes of text."""
-    document_frequencies: NDArray[np.int64] | None = None
-    """For each vocabulary entry in the sample, the number of (truncated) sentences that contain it; None if not measured."""
 
     def cut(self, max_length: int | None) -> NDArray[np.int64]:
         """Return the sample's lengths after truncation to `max_length` tokens; None truncates nothing."""
@@ -58,23 +56,6 @@ class Lengths:
         cut = self.cut(max_length)
         reached = (np.arange(1, len(cut) + 1) / len(cut)) ** rows
         return float((cut * np.diff(reached, prepend=0.0)).sum())
-
-    def distinct_words(self, rows: int) -> float | None:
-        """Return the expected number of distinct vocabulary entries in `rows` sentences.
-
-        E = Σ_v 1 − C(n − n_v, rows) / C(n, rows) over entries v that n_v of the sample's n sentences contain: rarefaction
-        (Hurlbert 1971, Eq. 4), which is exact for sentences drawn from the sample.
-
-        Returns:
-            The expectation; None if the sample has fewer than `rows` sentences or was not tokenized.
-        """
-        sample = len(self.tokens)
-        if self.document_frequencies is None or rows > sample:
-            return None
-        # C(n - k, rows) / C(n, rows) = Π_{i<k} (n - rows - i) / (n - i), for all k at once.
-        left = np.arange(sample, 0, -1)
-        absent = np.concatenate([[1.0], np.cumprod(np.maximum(0, left - rows) / left)])
-        return float((1 - absent[self.document_frequencies]).sum())
 
     def pairs(self) -> Lengths:
         """Return the lengths of two sentences as one text, as a cross-encoder reads them."""
@@ -96,9 +77,9 @@ def read_lengths(corpus: CorpusSection, encoder: EncoderSection, rows: int | Non
         why += "" if row_count is not None else f"; {ASSUMED_ROWS:,} sentences assumed: give --corpus-rows"
         return assumed_lengths(row_count or ASSUMED_ROWS, why)
     size = float(np.mean([len(text.encode()) for text in texts]))
-    tokens, words, by = _tokens(texts, encoder)
+    tokens, by = _tokens(texts, encoder)
     source = f"lengths of {len(texts):,} sentences of the corpus {by}{f', {why}' if why else ''}"
-    return Lengths(np.sort(tokens), row_count or len(texts), source, size, words)
+    return Lengths(np.sort(tokens), row_count or len(texts), source, size)
 
 
 def assumed_lengths(rows: int, why: str) -> Lengths:
@@ -129,8 +110,8 @@ def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
     return [sampled[index] for index in chosen], count, why
 
 
-def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, str]:
-    """Return (n,) lengths, document frequencies and the method: the encoder's tokenizer, or bytes if it is not local."""
+def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], str]:
+    """Return (n,) lengths and the method: the encoder's tokenizer, or bytes if it is not local."""
     folder = folder_of(encoder.backbone, encoder.trust_remote_code)
     if folder is not None and has_tokenizer(backbone_folder(folder)):
         from distcse.models.folder import ModelFolder
@@ -140,12 +121,9 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
         template = prompt if is_template(prompt) else prompt + SENTENCE
         prompted = [template.replace(SENTENCE, text) for text in texts]
         ids = opened.load_tokenizer()(prompted, truncation=False, padding=False, verbose=False)
-        read = [np.unique(row[: encoder.max_length]) for row in ids["input_ids"]]
-        words = np.unique(np.concatenate(read), return_counts=True)[1]
-        lengths = np.array([len(row) for row in ids["input_ids"]], dtype=np.int64)
-        return lengths, words, "by the student's tokenizer"
+        return np.array([len(row) for row in ids["input_ids"]], dtype=np.int64), "by the student's tokenizer"
     by_bytes = [2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts]
-    return np.array(by_bytes).round().astype(np.int64), None, f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
+    return np.array(by_bytes).round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
 
 
 def _assumed() -> NDArray[np.int64]:

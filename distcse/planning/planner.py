@@ -1,34 +1,22 @@
-"""Plans a recipe: which machines, how many threads, which passes to measure, and the estimate of its kind of run."""
+"""Plans a recipe on the machines that a user describes: by its kind of run."""
 
 from __future__ import annotations
 
 import heapq
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from distcse import host
 from distcse.device import DeviceSpeed, local_speed
 from distcse.errors import CommandLineError
 from distcse.experiments.registry import experiment_of
-from distcse.planning.calibration import PassKind, calibrate, this_machine
-from distcse.planning.groups import MutualPlan
+from distcse.planning.formulas import ms, span
 from distcse.planning.lengths import read_lengths
-from distcse.planning.machines import GPUS, Cluster, Form
-from distcse.planning.plan import StudentPlan
-from distcse.planning.report import family_lines, mutual_lines, scaling_lines, student_lines
-from distcse.planning.scaling import scaling
-from distcse.planning.shapes import read_shape
-from distcse.planning.student import StudentRun
+from distcse.planning.machines import GPUS, Cluster, Form, this_machine
+from distcse.planning.mutual import MutualPlan
+from distcse.planning.student import Measured, StudentPlan, scaling_lines
 from distcse.precision import decide_precisions
-from distcse.recipe import BaseRecipe, EncoderSection, FamilyRecipe, MutualRecipe, Recipe, TrainedSection
-from distcse.storage import resolve_path
-from distcse.teachers.kinds import kind_of
-
-R = TypeVar("R", bound=BaseRecipe)
+from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe
 
 
 class Estimate(NamedTuple):
@@ -42,192 +30,123 @@ class Estimate(NamedTuple):
     """Why the run would fail; empty if it fits."""
 
 
-class Planner(ABC, Generic[R]):
-    """Estimates the cost of one kind of run. `PLANNERS` lists the subclasses."""
+class Question(NamedTuple):
+    """What a plan is made for."""
 
-    def __init__(self, recipe: R) -> None:
-        self.recipe = recipe
-
-    @abstractmethod
-    def threads(self, form: Form) -> int:
-        """Return the threads of one worker on this kind of machine."""
-
-    @abstractmethod
-    def workers_on_this_machine(self, threads: int) -> int:
-        """Return how many workers with this many threads run at once if the run stays on this machine."""
-
-    @abstractmethod
-    def pass_kinds(self) -> list[PassKind]:
-        """Return the kinds of passes that the run makes, trained encoders first."""
-
-    @abstractmethod
-    def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
-        """Estimate time, memory, disk and network, for N = `rows` sentences or pairs, and scaling over numbers of devices."""
+    cluster: Cluster
+    rows: int | None = None
+    """Sentences or pairs; None for those of the recipe's text."""
+    device_counts: Sequence[int] = ()
+    """Numbers of devices for a table of how the run scales."""
+    measured: Measured | None = None
+    """Figures of a short run."""
 
 
-class StudentPlanner(Planner[Recipe]):
-    """Plans the training of one student (see `Planner`)."""
-
-    def threads(self, form: Form) -> int:
-        training = self.recipe.training
-        if form[2] == "local" and training.workers == 0:  # torch's default
-            limit = os.environ.get("OMP_NUM_THREADS", "")
-            return int(limit) if limit.isdigit() and int(limit) else host.cpus()
-        return _share_of_cpus(training.cpus_per_worker, training.workers, form)
-
-    def workers_on_this_machine(self, threads: int) -> int:
-        return max(1, self.recipe.training.workers)
-
-    def pass_kinds(self) -> list[PassKind]:
-        recipe = self.recipe
-        precision = recipe.training.precision
-        found = _trained_kinds(recipe.student, precision, recipe.evaluation.precision)
-        for section in recipe.teachers.encoders:
-            teacher = kind_of(section, only_local=True)
-            if teacher.is_model:
-                found.append(PassKind(read_shape(section), False, teacher.precision, False, section.max_length or 128))
-        for model in [model for loss in recipe.objective.active_terms.values() for model in loss.models.values()]:
-            shape = read_shape(EncoderSection(backbone=model).with_switch(recipe.student.is_fast))
-            found.append(PassKind(shape, False, precision, False, recipe.student.max_length or 128))
-        return found
-
-    def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
-        run = StudentRun.of(self.recipe, read_lengths(self.recipe.corpus, self.recipe.student, rows))
-        plan, scaled = StudentPlan.of(run, cluster), scaling(run, cluster, list(device_counts))
-        described = [
-            {**vars(row), **{name: {**vars(part), "seconds": part.seconds} for name, part in parts.items()}}
-            for row, parts in ((row, {"strong": row.strong, "weak": row.weak}) for row in scaled)
-        ]
-        lines = student_lines(plan) + (scaling_lines(scaled, cluster.machine.name) if scaled else [])
-        return Estimate(lines, {**plan.described, "scaling": described}, plan.problems)
+def plan_student(recipe: Recipe, asked: Question) -> Estimate:
+    """Plan the training of one student."""
+    lengths = read_lengths(recipe.corpus, recipe.student, asked.rows)
+    plan = StudentPlan.of(recipe, lengths, asked.cluster, asked.measured)
+    scaled = plan.scaling(list(asked.device_counts))
+    lines = plan.lines + (scaling_lines(scaled, asked.cluster.machine.name) if scaled else [])
+    return Estimate(lines, {**plan.described, "scaling": scaled}, plan.problems)
 
 
-class MutualPlanner(Planner[MutualRecipe]):
-    """Plans the training of a mutual distillation's groups (see `Planner`)."""
-
-    def threads(self, form: Form) -> int:
-        groups = self.recipe.groups
-        workers = sum(group.workers for group in groups) if self.recipe.ray else 1
-        return _share_of_cpus(groups[0].cpus_per_worker, workers, form)
-
-    def workers_on_this_machine(self, threads: int) -> int:
-        return max(1, host.cpus() // threads)
-
-    def pass_kinds(self) -> list[PassKind]:
-        recipe = self.recipe
-        return [
-            kind
-            for group in recipe.groups
-            for kind in _trained_kinds(group, recipe.bi_of(group).precision, recipe.mutual.precision)
-        ]
-
-    def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
-        if device_counts:
-            raise CommandLineError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
-        plan = MutualPlan.of(self.recipe, cluster, rows)
-        return Estimate(mutual_lines(plan), plan.described, plan.problems)
+def plan_mutual(recipe: MutualRecipe, asked: Question) -> Estimate:
+    """Plan the training of a mutual distillation's groups."""
+    if asked.device_counts:
+        raise CommandLineError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
+    plan = MutualPlan.of(recipe, asked.cluster, asked.rows)
+    return Estimate(plan.lines, plan.described, plan.problems)
 
 
-class FamilyPlanner(Planner[FamilyRecipe]):
-    """Plans the training of a family's students, one after the other or side by side on GPUs (see `Planner`)."""
+def plan_family(recipe: FamilyRecipe, asked: Question) -> Estimate:
+    """Plan the training of a family's students, one after the other or side by side on GPUs.
 
-    def threads(self, form: Form) -> int:
-        return next(iter(self._students.values())).threads(form)
-
-    def workers_on_this_machine(self, threads: int) -> int:
-        return next(iter(self._students.values())).workers_on_this_machine(threads)
-
-    def pass_kinds(self) -> list[PassKind]:
-        kinds = [kind for student in self._students.values() for kind in student.pass_kinds()]
-        return sorted(dict.fromkeys(kinds), key=lambda kind: not kind.training)
-
-    def estimate(self, cluster: Cluster, rows: int | None, device_counts: Sequence[int]) -> Estimate:
-        if device_counts:
-            raise CommandLineError("--gpus is for a student's recipe; leave out family to see how one student scales")
-        lengths = read_lengths(self.recipe.corpus, self.recipe.student, rows)
-        runs = {name: StudentRun.of(planner.recipe, lengths) for name, planner in self._students.items()}
-        side_by_side = self._side_by_side(runs.values(), cluster)
-        plans = {
-            name: StudentPlan.of(run, cluster)
-            if side_by_side == 1
-            else StudentPlan(run, cluster, workers=1, others=side_by_side - 1)
-            for name, run in runs.items()
-        }
-        described = {
-            name: {**plan.described, "training_seconds": plan.training_seconds} for name, plan in plans.items()
-        }
-        problems = [f"{name}: {problem}" for name, plan in plans.items() for problem in plan.problems]
-        static = [member.label for member in self.recipe.static_members]
-        seconds = _seconds_side_by_side(list(plans.values()), side_by_side)
-        found = {"students": described, "static": static, "side_by_side": side_by_side, "seconds": seconds}
-        return Estimate(family_lines(plans, static, side_by_side, seconds), found, problems)
-
-    def _side_by_side(self, runs: Iterable[StudentRun], cluster: Cluster) -> int:
-        """Return the number of students that train at the same time. What several on one GPU cost each other is not known."""
-        recipe = self.recipe
-        is_live = any(teacher.serving == "live" for run in runs for teacher in run.teachers)
-        has_gpus = cluster.machine.kind == "gpu" and recipe.gpu_mode != "none" and not is_live
-        if not (has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1):
-            return 1
-        return min(len(recipe.largest_first), cluster.devices)
-
-    @cached_property
-    def _students(self) -> dict[str, StudentPlanner]:
-        """The students' planners by name, the largest first. Which layers a student has does not change its cost."""
-        return {
-            member.label: StudentPlanner(
-                self.recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}))
-            )
-            for member in self.recipe.largest_first
-        }
-
-
-def _seconds_side_by_side(plans: Sequence[StudentPlan], number: int) -> float:
-    """Return the seconds of a family's run: all but the training once, then the students, each where one has ended first."""
-    ends = [0.0] * number
-    for plan in plans:
+    Which layers a student has does not change its cost.
+    """
+    if asked.device_counts:
+        raise CommandLineError("--gpus is for a student's recipe; leave out family to see how one student scales")
+    cluster, lengths = asked.cluster, read_lengths(recipe.corpus, recipe.student, asked.rows)
+    plans = {}
+    for member in recipe.largest_first:
+        student = recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}))
+        plans[member.label] = StudentPlan.of(student, lengths, cluster)
+    # What several students on one GPU cost each other is not known.
+    is_live = any(teacher.serving == "live" for plan in plans.values() for teacher in plan.teachers)
+    has_gpus = cluster.machine.kind == "gpu" and recipe.gpu_mode != "none" and not is_live
+    at_once = 1
+    if has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1:
+        at_once = min(len(plans), cluster.devices)
+    if at_once > 1:
+        plans = {name: plan.on_one_device(others=at_once - 1) for name, plan in plans.items()}
+    first, ends = next(iter(plans.values())), [0.0] * at_once
+    for plan in plans.values():  # each begins where one has ended first
         heapq.heapreplace(ends, ends[0] + plan.training_seconds)
-    return plans[0].seconds - plans[0].training_seconds + max(ends)
+    seconds = first.seconds - first.training_seconds + max(ends)
+    how = "one after the other" if at_once == 1 else f"side by side on {at_once} GPUs"
+    lines = [
+        f"family     {len(plans)} students {how}, {span(seconds)} in all; the text is read and embedded once",
+        f"{'student':<20}{'training':>12}{'step':>12}   parameters",
+    ]
+    lines += [
+        f"{name:<20}{span(plan.training_seconds):>12}{ms(plan.step_seconds):>12}   {plan.student.parameters / 1e6:.1f} M"
+        for name, plan in plans.items()
+    ]
+    static = [member.label for member in recipe.static_members]
+    lines += [
+        f"{name:<20}{'not counted':>12}{'':>12}   one vector per token; trained last, on the same targets"
+        for name in static
+    ]
+    described = {name: {**plan.described, "training_seconds": plan.training_seconds} for name, plan in plans.items()}
+    problems = [f"{name}: {problem}" for name, plan in plans.items() for problem in plan.problems]
+    found = {"students": described, "static": static, "side_by_side": at_once, "seconds": seconds}
+    return Estimate([*lines, "", *first.lines], found, problems)
 
 
-PLANNERS: dict[type[BaseRecipe], type[Planner[Any]]] = {
-    Recipe: StudentPlanner,
-    MutualRecipe: MutualPlanner,
-    FamilyRecipe: FamilyPlanner,
+PLANNERS: dict[type[BaseRecipe], Callable[[Any, Question], Estimate]] = {
+    Recipe: plan_student,
+    MutualRecipe: plan_mutual,
+    FamilyRecipe: plan_family,
 }
-"""The planner of each class of recipes."""
+"""The function that plans each class of recipes."""
 
 
-def planner_of(recipe: BaseRecipe) -> Planner[Any]:
-    """Return the planner of a recipe.
+def plan(recipe: BaseRecipe, asked: Question) -> Estimate:
+    """Plan a recipe.
 
     Raises:
-        CommandLineError: There is none for its kind of run.
+        CommandLineError: There is no planner for its kind of run.
     """
-    planner_class = PLANNERS.get(type(recipe))
-    if planner_class is None:
+    if (planner := PLANNERS.get(type(recipe))) is None:
         name = experiment_of(recipe).name
         raise CommandLineError(f"there is no planner for {name}; run it on a small part of its data, and measure")
-    return planner_class(recipe)
+    return planner(recipe, asked)
 
 
-def open_cluster(spec: str, form: Form, recipe: BaseRecipe, network: float) -> Cluster:
-    """Return the cluster that the user described, with data-sheet rates or with this machine's calibrated rates.
+def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> Cluster:
+    """Return the cluster that the user described.
 
     Args:
         spec: The value of `--cluster`.
         form: (nodes, devices per node, kind of device), from `parse_cluster`.
-        recipe: Gives the workers per machine and the cache folder.
-        network: Bytes per second in and out of a node.
+        recipe: Gives the CPUs of a worker, and the workers that share this machine.
     """
     nodes, per_node, kind = form
     if kind in GPUS:
-        return Cluster(spec, nodes, per_node, GPUS[kind], network)
-    planner = planner_of(recipe)
-    threads = planner.threads(form)
+        return Cluster(spec, nodes, per_node, GPUS[kind])
+    workers, cpus = 1, None
+    if isinstance(recipe, MutualRecipe):
+        workers, cpus = (
+            sum(group.workers for group in recipe.groups) if recipe.ray else 1,
+            recipe.groups[0].cpus_per_worker,
+        )
+    elif isinstance(recipe, Recipe | FamilyRecipe):
+        workers, cpus = max(1, recipe.training.workers), recipe.training.cpus_per_worker
+    here = host.cpus()
+    threads = max(1, int(here // (workers if kind == "local" else per_node) if cpus is None else cpus))
     if kind == "local":
-        per_node = planner.workers_on_this_machine(threads)
-    return Cluster(spec, nodes, per_node, this_machine(resolve_path(recipe.storage.cache), threads), network)
+        per_node = max(1, here // threads)
+    return Cluster(spec, nodes, per_node, this_machine(threads))
 
 
 def with_precisions(recipe: BaseRecipe, form: Form) -> BaseRecipe:
@@ -236,33 +155,3 @@ def with_precisions(recipe: BaseRecipe, form: Form) -> BaseRecipe:
     supported = frozenset({"fp16"} | ({"bf16"} if sheet is not None and "bf16" in sheet.matmul else set()))
     devices = [local_speed() if sheet is None else DeviceSpeed(sheet.name, "gpu", supported, {})]
     return decide_precisions(recipe, experiment_of(recipe).precision_roles(devices), lambda event: None)
-
-
-def calibrate_for(recipe: BaseRecipe, form: Form) -> Path:
-    """Measure a recipe's passes on this machine, for a cluster of machines like it.
-
-    Returns:
-        The calibration file (see `calibrate`).
-    """
-    planner = planner_of(recipe)
-    return calibrate(planner.pass_kinds(), resolve_path(recipe.storage.cache), planner.threads(form))
-
-
-def _trained_kinds(section: TrainedSection, precision: str, scored: str) -> list[PassKind]:
-    """Return the passes of a trained encoder: in training, and without gradients in another precision."""
-    shape, longest = read_shape(section), section.max_length or 128
-    dropout = shape.has_dropout if section.dropout is None else section.dropout > 0
-    return [PassKind(shape, True, precision, dropout, longest), PassKind(shape, False, scored, False, longest)]
-
-
-def _share_of_cpus(per_worker: float | None, workers: int, form: Form) -> int:
-    """Return the threads of one worker: its CPUs if the recipe sets them, or an even share of the machine's.
-
-    Args:
-        per_worker: CPUs of a worker, from the recipe.
-        workers: Workers that share this machine; on another one, each device has a worker.
-        form: The cluster.
-    """
-    _, per_node, kind = form
-    share = host.cpus() // max(1, workers if kind == "local" else per_node)
-    return max(1, int(share if per_worker is None else per_worker))

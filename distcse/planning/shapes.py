@@ -1,34 +1,27 @@
-"""Reads what determines an encoder's cost from its config.json, without reading or downloading weights."""
+"""Reads an encoder's sizes from its config.json, on PyTorch's meta device: no weights are read or downloaded."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import ImportString
+import torch
+from torch import nn
 
-from distcse.compat.torch import fake_tensors
 from distcse.errors import EncoderError, ModelLoadError
 from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
-from distcse.models.attention import takes_prepared_mask
 from distcse.models.factorized_embeddings import factorize_embeddings
-from distcse.models.fast.last_layer import can_stop_at_one
-from distcse.models.fast.packing import has_known_layers
-from distcse.models.fast.switch import forbid_shortcuts
 from distcse.models.folder import ModelFolder, open_model
-from distcse.models.head import Dense, DenseShape, Normalize
+from distcse.models.head import Dense, Normalize
 from distcse.models.layers import keep_layers, layers_of
-from distcse.models.loading import embedding_shape, has_dropout, model_class, refuse_unpooled_prompt, set_dropout
-from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS
+from distcse.models.loading import embedding_shape, has_dropout, model_class, refuse_unpooled_prompt
 from distcse.models.st_format import Layout, read_layout
 from distcse.models.weight_files import has_any_weights
-from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
+from distcse.recipe import EncoderSection, StudentSection, TrainedSection
 
 _FILES = ["config.json"]
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -48,103 +41,26 @@ _PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """What an encoder is built from, without weights."""
-
-    config_class: ImportString[Any]
-    config: str
-    """The backbone's transformers config, as JSON."""
-    pooling: Pooling = "mean"
-    modules: tuple[DenseShape | None, ...] = ()
-    """Modules after pooling; None represents `Normalize`."""
-    embedding_size: int | None = None
-    """Of factorized embeddings; None without."""
-    truncate_dim: int | None = None
-    """Number of first dimensions that a sentence vector keeps; None keeps all."""
-    is_fast: bool = True
-    trust_remote_code: bool = False
-
-    @classmethod
-    def of(cls, config: Any, **settings: Any) -> Blueprint:
-        """Describe a transformers config."""
-        return cls(type(config), json.dumps(config.to_dict(), default=str), **settings)
-
-    def build(
-        self,
-        layers: Sequence[int] | None,
-        fake: AbstractContextManager[Any] | None = None,
-        *,
-        attention: str = "sdpa",
-        dropout: float | None = None,
-    ) -> Encoder:
-        """Build the product's own encoder, without its tokenizer.
-
-        Args:
-            layers: Layers to keep; None keeps all.
-            fake: Context of `fake_tensors`, in which weights have shapes only. Default: random weights on the CPU.
-            attention: transformers' attention implementation. Default: sdpa.
-            dropout: Probability of all dropout layers. Default: the config's.
-        """
-        import torch
-        from torch import nn
-
-        config = self.config_class.from_dict(json.loads(self.config))
-        if dropout is not None:
-            set_dropout(config, dropout)
-        with torch.device("cpu" if fake is None else "meta"):
-            backbone = model_class(config).from_config(
-                config, attn_implementation=attention, trust_remote_code=self.trust_remote_code
-            )
-        if layers is not None:
-            keep_layers(backbone, layers)
-        with fake or nullcontext():
-            if fake is not None:
-                backbone.to_empty(device="cpu")
-                backbone.tie_weights()
-            if self.embedding_size is not None:
-                backbone = factorize_embeddings(backbone, self.embedding_size)
-            head = nn.Sequential(*(Normalize() if dense is None else Dense(dense) for dense in self.modules))
-        if not self.is_fast:
-            forbid_shortcuts(backbone)
-        encoder = Encoder(backbone, SimpleNamespace(mask_token_id=0), self.pooling, 512, head=head)
-        encoder.take_settings(Layout(truncate_dim=self.truncate_dim))
-        return encoder
-
-
-@dataclass(frozen=True)
 class Shape:
-    """An encoder's blueprint and its sizes."""
+    """The sizes of an encoder that determine its cost."""
 
     name: str
     source: str
     """Where the sizes come from, for the plan's assumptions."""
-    blueprint: Blueprint
     layers: int
     width: int
     """h: hidden size."""
     dimension: int
     """d: dimension of a sentence vector."""
-    inner: int
-    """Width of a layer's widest linear map: the feed-forward layer."""
     vocabulary: int
-    embedding_size: int
     parameters: int
     """Number of trained parameters."""
     frozen_parameters: int
     """Parameters in memory that are not trained: a pooler, which no pooling uses."""
+    matrices: int
+    """P: parameters of the layers' linear maps, through which every token goes."""
     has_dropout: bool
     """Whether two passes in training mode differ, by the model's config."""
-    max_length: int | None
-    single_token: bool
-    """Whether the last layer is computed only at the token that pooling reads (see models/fast/last_layer.py)."""
-    packs: bool
-    """Whether a batch on a CPU skips its padding (see models/fast/packing.py)."""
-    can_record: bool
-    """Whether the forward pass can be recorded as a CUDA graph (see models/attention.py)."""
-
-    def with_all_tokens(self) -> Shape:
-        """Return the shape of an encoder whose last layer computes all tokens."""
-        return replace(self, blueprint=replace(self.blueprint, pooling="mean"), single_token=False)
 
 
 def read_shape(section: EncoderSection) -> Shape:
@@ -165,27 +81,43 @@ def read_shape(section: EncoderSection) -> Shape:
     config, source = _config_of(section.backbone, section.trust_remote_code)
     layout = read_layout(folder) if folder else Layout()
     refuse_unpooled_prompt(section.backbone, layout, section.prompt)
-    blueprint = Blueprint.of(
-        config,
-        pooling=section.pooling or layout.pooling or "mean",
-        modules=tuple(dense for _, dense in layout.head),
-        embedding_size=section.embedding_size if isinstance(section, StudentSection) else None,
-        truncate_dim=layout.truncate_dim,
-        is_fast=section.is_fast,
-        trust_remote_code=section.trust_remote_code,
-    )
     try:
-        # Every family has eager attention.
-        encoder = blueprint.build(_chosen_layers(section), fake_tensors(), attention="eager")
+        encoder = _build(section, config, layout)
     except (ValueError, KeyError, ImportError) as error:
         raise ModelLoadError(f"{section.backbone} is not an encoder: {' '.join(str(error).split())[:300]}") from error
-    return _shape_of(section, encoder, blueprint, source, section.max_length or layout.max_length)
+    backbone: Any = encoder.backbone
+    stack, pooler = layers_of(backbone), getattr(backbone, "pooler", None)
+    frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
+    return Shape(
+        name=section.backbone,
+        source=source,
+        layers=len(stack),
+        width=encoder.width,
+        dimension=encoder.dimension,
+        vocabulary=embedding_shape(backbone)[0],
+        parameters=sum(parameter.numel() for parameter in encoder.parameters()) - frozen,
+        frozen_parameters=frozen,
+        matrices=sum(weight.numel() for layer in stack for weight in layer.parameters() if weight.dim() > 1),
+        has_dropout=has_dropout(backbone.config),
+    )
 
 
-def masked_lm_head(shape: Shape) -> tuple[int, int]:
-    """Return (multiply-adds per token, parameters without the tied embeddings) of a masked-LM head: h × h, then h × V."""
-    transform = shape.width * shape.width
-    return transform + shape.width * shape.vocabulary, transform + 3 * shape.width + shape.vocabulary
+def _build(section: EncoderSection, config: Any, layout: Layout) -> Encoder:
+    """Build the product's own encoder on the meta device, without its tokenizer."""
+    with torch.device("meta"):
+        # Every family has eager attention.
+        backbone = model_class(config).from_config(
+            config, attn_implementation="eager", trust_remote_code=section.trust_remote_code
+        )
+        if (layers := _chosen_layers(section)) is not None:
+            keep_layers(backbone, layers)
+        if isinstance(section, StudentSection) and section.embedding_size is not None:
+            backbone = factorize_embeddings(backbone, section.embedding_size)
+        head = nn.Sequential(*(Normalize() if dense is None else Dense(dense) for _, dense in layout.head))
+    pooling = section.pooling or layout.pooling or "mean"
+    encoder = Encoder(backbone, SimpleNamespace(mask_token_id=0), pooling, 512, head=head)
+    encoder.take_settings(Layout(truncate_dim=layout.truncate_dim))
+    return encoder
 
 
 def folder_of(name: str, trust_remote_code: bool = False) -> Path | None:
@@ -215,32 +147,3 @@ def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:
     if isinstance(section, StudentSection) and section.num_layers is not None:
         return range(section.num_layers)
     return section.named_layers
-
-
-def _shape_of(
-    section: EncoderSection, encoder: Encoder, blueprint: Blueprint, source: str, max_length: int | None
-) -> Shape:
-    backbone: Any = encoder.backbone
-    stack = layers_of(backbone)
-    pooler = getattr(backbone, "pooler", None)
-    vocabulary, embedding_size = embedding_shape(backbone)
-    frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
-    matrices = [weight for weight in stack[-1].parameters() if weight.dim() > 1]  # GPT-2's are not in linear layers
-    return Shape(
-        name=section.backbone,
-        source=source,
-        blueprint=blueprint,
-        layers=len(stack),
-        width=encoder.width,
-        dimension=encoder.dimension,
-        inner=max(max(weight.shape) for weight in matrices),
-        vocabulary=vocabulary,
-        embedding_size=embedding_size,
-        parameters=sum(parameter.numel() for parameter in encoder.parameters()) - frozen,
-        frozen_parameters=frozen,
-        has_dropout=has_dropout(backbone.config),
-        max_length=max_length,
-        single_token=blueprint.pooling in AT_ONE_TOKEN and can_stop_at_one(backbone),
-        packs=section.is_fast and blueprint.pooling not in NEEDS_ALL_LAYERS and has_known_layers(backbone),
-        can_record=takes_prepared_mask(backbone),
-    )

@@ -23,20 +23,13 @@ from distcse.compat.argparse import actions_of, subcommands_of
 from distcse.compat.datasets import split_fingerprint
 from distcse.compat.model2vec import following_steps
 from distcse.compat.torch import (
-    DispatchMode,
     assert_async,
-    fake_tensors,
     foreach_norm,
     fused_adamw_,
-    fused_cpu_attention,
     has_onednn_linear,
     onednn_linear,
     onednn_reorder,
     onednn_supports,
-    operation_name,
-    operation_of,
-    storage_key,
-    tensors_in,
 )
 from distcse.compat.transformers import LIBRARY_LOGGER, attention_implementation, rotary_embedding, without_noise
 
@@ -68,27 +61,6 @@ def test_assert_async() -> None:
     assert_async(torch.tensor(True), "")
     with pytest.raises(RuntimeError, match="unequal rows"):
         assert_async(torch.tensor(False), "unequal rows")
-
-
-def test_operations_that_reach_a_device_have_names_tensors_and_storages() -> None:
-    class Recorder(DispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = function(*args, **(kwargs or {}))
-            found.append((operation_name(function), operation_of(function), tensors_in(args, kwargs, result)))
-            return result
-
-    found: list[tuple[str, Any, list[Tensor]]] = []
-    query = torch.ones(1, 2, 4, 8, requires_grad=True)
-    with fake_tensors(), Recorder():
-        fake = torch.ones(1, 2, 4, 8)
-        assert storage_key(fake) == storage_key(fake[0]) != storage_key(torch.ones(1))
-    with Recorder():
-        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
-        torch.cat([torch.zeros(1), torch.zeros(2)])
-    operations = {name: (operation, tensors) for name, operation, tensors in found}
-    forward, backward = (operations[f"aten::{each.__name__}"] for each in fused_cpu_attention())
-    assert (forward[0], backward[0]) == fused_cpu_attention() and len(forward[1]) == 5  # three arguments, two results
-    assert [len(tensor) for tensor in operations["aten::cat"][1]] == [1, 2, 3]
 
 
 def test_foreach_norm() -> None:

@@ -20,9 +20,8 @@ from distcse.models import CrossEncoder, Encoder
 from distcse.models.fast.dropout import Dropout
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.switch import allows_shortcuts
-from distcse.planning.shapes import read_shape
 from distcse.rank_space import rank_space
-from distcse.recipe import EncoderSection, Recipe, read_recipe, recipe_yaml, with_values
+from distcse.recipe import Recipe, read_recipe, recipe_yaml, with_values
 from distcse.running import run
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -168,10 +167,3 @@ def test_dropout_layers_are_replaced_only_with_the_switch(tiny: Callable[..., Pa
         for model in (encoder, classifier):
             kinds = {type(module) for module in model.modules() if isinstance(module, nn.Dropout)}
             assert kinds == ({Dropout} if is_fast else {nn.Dropout})
-
-
-def test_a_plan_counts_the_shortcuts_that_a_run_uses(tiny: Callable[..., Path]) -> None:
-    section = EncoderSection(backbone=str(tiny()), pooling="cls")
-    for is_fast in (True, False):
-        shape = read_shape(section.with_switch(is_fast))
-        assert (shape.single_token, shape.packs) == (is_fast, is_fast)

@@ -13,9 +13,6 @@ from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.resources import evaluator_request
-from distcse.planning.lengths import assumed_lengths
-from distcse.planning.machines import builtin_cpu
-from distcse.planning.student import StudentRun
 from distcse.recipe import Recipe
 from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.serving import serving
@@ -186,13 +183,3 @@ def test_it_needs_a_worker_and_requests_resources(recipe_with: MakeRecipe) -> No
     assert request.keys_to_lower(["GPU"]).startswith("training.workers or evaluation.async_eval.gpus")
     trial = Distillation(recipe).trials.recipe(cpus=1.0, gpus=0.0)
     assert trial.evaluation.async_eval is None and trial.evaluation.final_suites == []
-
-
-def test_a_plan_counts_the_remaining_waits(recipe_with: MakeRecipe) -> None:
-    assumed, machine = assumed_lengths(400, "a test says so"), builtin_cpu(1, 2**34)
-    sync_run = StudentRun.of(recipe_with("training.workers=1"), assumed)
-    async_run = StudentRun.of(recipe_with("training.workers=1", "evaluation.async_eval={}"), assumed)
-    all_waits, remaining = sync_run.dev_seconds(machine, 0.0), async_run.dev_seconds(machine, 1e3)
-    assert async_run.dev_seconds(machine, 0.0) == pytest.approx(all_waits)  # steps that take no time hide no score
-    score = (all_waits - remaining) / (sync_run.dev_scores - 1)
-    assert 0 < score < remaining < all_waits  # the run waits for the last score, and still writes checkpoints

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from distcse.recipe.losses.loss_section import ClassAndArguments, LossCost, LossSection, register_loss
+from distcse.recipe.losses.loss_section import ClassAndArguments, LossSection, register_loss
 from distcse.recipe.section import Weight
 
 if TYPE_CHECKING:
@@ -26,7 +26,3 @@ class ConsistencySection(LossSection):
 
     def term(self, objective: ObjectiveSection) -> ClassAndArguments:
         return "distcse.losses.consistency:Consistency", {"tau1": objective.tau1, "form": self.form}
-
-    @property
-    def cost(self) -> LossCost:
-        return LossCost(operations=60, list_passes=30, cosines=1)

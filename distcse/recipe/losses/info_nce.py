@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from distcse.recipe.losses.loss_section import ClassAndArguments, LossCost, LossSection, Needs, register_loss
+from distcse.recipe.losses.loss_section import ClassAndArguments, LossSection, Needs, register_loss
 from distcse.recipe.section import Section, Weight
 
 if TYPE_CHECKING:
@@ -42,7 +42,3 @@ class InfoNCESection(LossSection):
     @property
     def needs(self) -> Needs:
         return {} if self.false_negatives is None else {"clean_lists": "false_negatives"}
-
-    @property
-    def cost(self) -> LossCost:
-        return LossCost(operations=25, list_passes=12)

@@ -33,23 +33,6 @@ ClassAndArguments = tuple[str, Mapping[str, Any]]
 """A class as `module:Class`, and keyword arguments of its constructor."""
 
 
-@dataclass(frozen=True)
-class LossCost:
-    """Cost of a term in a step, for plans; the default is that of a term whose cost nobody has measured.
-
-    Attributes:
-        operations: Operations that the host launches, forward and backward together.
-        list_passes: How often the term reads or writes an R x L matrix, forward and backward together.
-        vector_passes: How often the term reads or writes an R x d matrix, forward and backward together.
-        cosines: R x C matrices of cosines that only this term computes.
-    """
-
-    operations: int = 0
-    list_passes: int = 0
-    vector_passes: int = 0
-    cosines: int = 0
-
-
 class LossSection(Section):
     """Settings of a loss term. A subclass also answers what the rest of distcse asks about the term."""
 
@@ -96,11 +79,6 @@ class LossSection(Section):
     def models(self) -> dict[str, str]:
         """Frozen models that the term loads: their key -> folder or hub id."""
         return {}
-
-    @property
-    def cost(self) -> LossCost:
-        """Cost of the term in a step."""
-        return LossCost()
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Check the term against the rest of the recipe. Whether there are teachers is checked already.

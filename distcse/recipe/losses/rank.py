@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from distcse.recipe.losses.loss_section import (
     ClassAndArguments,
-    LossCost,
     LossSection,
     Needs,
     Temperature,
@@ -88,10 +87,6 @@ class RankSection(LossSection):
     def needs(self) -> Needs:
         lists: Needs = {"lists": "", "pair_weights": ""}
         return lists if self.queue is None else {**lists, "queue": "queue"}
-
-    @property
-    def cost(self) -> LossCost:
-        return LossCost(operations=40, list_passes=60 if self.form == "list_mle" else 18)
 
     def check_recipe(self, recipe: Recipe) -> None:
         if self.queue is not None and recipe.student.projection == "batch_norm_mlp":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.losses.loss_section import ClassAndArguments, LossCost, LossSection, Needs, register_loss
+from distcse.recipe.losses.loss_section import ClassAndArguments, LossSection, Needs, register_loss
 from distcse.recipe.section import Weight
 
 if TYPE_CHECKING:
@@ -40,7 +40,3 @@ class RankRegressionSection(LossSection):
     @property
     def needs(self) -> Needs:
         return {"lists": ""}
-
-    @property
-    def cost(self) -> LossCost:
-        return LossCost(operations=30, list_passes=14)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field
 
-from distcse.recipe.losses.loss_section import ClassAndArguments, LossCost, LossSection, Needs, register_loss
+from distcse.recipe.losses.loss_section import ClassAndArguments, LossSection, Needs, register_loss
 from distcse.recipe.paths import absolute_location
 from distcse.recipe.section import Weight
 
@@ -58,10 +58,6 @@ class RegressionSection(LossSection):
             if self.projection is None
             else self.model_copy(update={"projection": absolute_location(self.projection)})
         )
-
-    @property
-    def cost(self) -> LossCost:
-        return LossCost(operations=15, vector_passes=12)
 
     def check_recipe(self, recipe: Recipe) -> None:
         teachers, chosen = recipe.teachers.encoders, self.teachers
