@@ -194,7 +194,8 @@ class WorkerMemory:
     @property
     def total(self) -> float:
         """Peak bytes on the device."""
-        return sum(size for name, size in vars(self).items() if name != "stage")
+        total: float = sum(size for name, size in vars(self).items() if name != "stage")
+        return total
 
     @property
     def described(self) -> dict[str, Any]:
