@@ -13,7 +13,7 @@ GROUPS = {
         "pairs": "write a task's pairs for mutual distillation",
     },
     "look first": {
-        "recipe": "list, copy, validate and migrate recipes; print their schemas",
+        "recipe": "list, copy and validate recipes; print their schemas",
         "plan": "estimate a run's time and memory",
         "doctor": "check this machine, its cluster and a recipe's files",
         "env": "print versions, devices, memory and Ray, for a bug report",

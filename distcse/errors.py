@@ -61,12 +61,6 @@ class UnknownKeyError(RecipeError):
     code = "DCSE-R03"
 
 
-class RenamedKeyError(RecipeError):
-    """The recipe or search space uses a key or value of version 0.1 that has a new name."""
-
-    code = "DCSE-R04"
-
-
 class InvalidValueError(RecipeError):
     """A value has the wrong type, is out of range, is missing, or contradicts another value."""
 

@@ -1,4 +1,4 @@
-"""Look at recipes, copy, check and rewrite them: `distcse recipe ls | show | cp | validate | migrate | schema | reference`."""
+"""Look at recipes, copy and check them: `distcse recipe ls | show | cp | validate | schema | reference`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from distcse.command import STATUSES, exit_status, parse_command, program
 from distcse.errors import CommandLineError, RecipeNotFoundError
 from distcse.recipe.json_schema import schema_documents, schema_json
 from distcse.recipe.loading import RECIPES_ARE_LISTED, packaged_recipes, read_document
-from distcse.recipe.migration import migrate_file
 from distcse.recipe.reference import reference
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.unread_keys import settings_without_effect, unread_keys
@@ -44,10 +43,8 @@ def _run(options: argparse.Namespace) -> int:
             text = _validate(options.recipe, options.overrides)
         case "reference":
             text = reference()
-        case "schema":
-            text = schema_json(options.kind)
         case _:
-            text = _migrate(options.file, options.output)
+            text = schema_json(options.kind)
     sys.stdout.write(text)
     return 0
 
@@ -82,21 +79,11 @@ def _validate(name: str, overrides: Sequence[str]) -> str:
     return "".join([f"{name} is a valid {title}\n", *(f"warning {line}\n" for line in warnings)])
 
 
-def _migrate(file: str, output: str | None) -> str:
-    renamings = migrate_file(file, output)
-    lines = [f"line {renaming.line}: {renaming.old} → {renaming.new}" for renaming in renamings] or [
-        "nothing to rename"
-    ]
-    if output is not None:
-        lines.append(f"written to {output}")
-    return "".join(f"{line}\n" for line in lines)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
     parser = argparse.ArgumentParser(
         prog=program("recipe"),
-        description="Look at recipes, and rewrite those of earlier versions.",
+        description="Look at recipes, copy and check them.",
         epilog=f"Example: %(prog)s cp quickstart my-recipe.yaml. {STATUSES}",
     )
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands")
@@ -118,9 +105,6 @@ def build_parser() -> argparse.ArgumentParser:
     schema.add_argument(
         "kind", nargs="?", choices=list(schema_documents()), default="recipe", help="kind of document (default: recipe)"
     )
-    migrate = commands.add_parser("migrate", help="rename the old keys and values of a recipe or search space")
-    migrate.add_argument("file", metavar="FILE", help="a recipe or a search space; rewritten in place")
-    migrate.add_argument("--output", metavar="FILE", help="write the result to this file instead")
     return parser
 
 

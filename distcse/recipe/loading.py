@@ -19,7 +19,6 @@ from distcse.errors import InvalidValueError, OverrideError, RecipeError, Recipe
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.kinds.distillation import Recipe
-from distcse.recipe.renaming import refuse_renamed, refuse_renamed_values
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.typed_text import accepts_list, read_value
 from distcse.recipe.validation_errors import error_class, explain
@@ -102,7 +101,6 @@ def read_recipe(name: str | Path, overrides: Sequence[str] = ()) -> BaseRecipe:
     Relative paths are resolved against the current directory, because a Ray worker has another one.
 
     Raises:
-        RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
     document, given = _document(str(name), overrides)
@@ -128,7 +126,7 @@ def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[
     given: set[tuple[str, str]] = set()
 
     def read(name: str) -> Document:
-        document = _read(name, overrides)
+        document = _read(name)
         if _is_file(name):
             given.update(_fitted_keys_in(document))
         return document
@@ -156,11 +154,9 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     """Return a copy of a recipe with other values at some paths, validated again.
 
     Raises:
-        RenamedKeyError: A path has been renamed.
         OverrideError: A path is inside a section that the recipe leaves out.
         RecipeError: A path is no key of this recipe, or a value is invalid.
     """
-    refuse_renamed_values(values)
     document = recipe.model_dump(mode="json")
     for path, value in values.items():
         *parents, last = path.split(".")
@@ -185,12 +181,10 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
         override_prefix: What the user wrote before each path, for errors of overrides.
 
     Raises:
-        RenamedKeyError: A key or value has been renamed.
         RecipeError: With the key, the value, and the nearest valid key or allowed range.
     """
     text = _content(name) if os.path.isfile(name) else _packaged_text(name, _SPACES, "search space")
     document = parse_document(text, name, "a search space", "parameters:")
-    refuse_renamed(decode(text), overrides, file=name, is_space=True, override_prefix=override_prefix)
     alone = copy.deepcopy(document)
     for override in overrides:
         _apply(document, override, Sweep)
@@ -229,16 +223,14 @@ def recipe_yaml(recipe: BaseRecipe | Sweep) -> str:
     return text
 
 
-def _read(name: str, overrides: Sequence[str]) -> Document:
+def _read(name: str) -> Document:
     file = name
     if is_uri(name):
         path = resolve_path(name)
         open_store(path.parent).fetch(path.name)
         file = str(path)
     text = _content(file) if _is_file(name) else _packaged_text(name, _RECIPES, "recipe")
-    document = parse_document(text, name)
-    refuse_renamed(decode(text), overrides, file=name)
-    return document
+    return parse_document(text, name)
 
 
 def _is_file(name: str) -> bool:

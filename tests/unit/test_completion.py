@@ -63,7 +63,6 @@ def test_bash_completes(script: Path, tmp_path: Path) -> None:
     assert complete(script, tmp_path, "distcse", "evaluate", "--precision", "f") == {"fp32", "fp16"}
     assert complete(script, tmp_path, "distcse", "recipe", "sc") == {"schema"}
     assert complete(script, tmp_path, "distcse", "recipe", "schema", "m") == {"mutual"}
-    assert complete(script, tmp_path, "distcse", "recipe", "migrate", "minilm") == {"minilm-mine.yaml"}
     assert complete(script, tmp_path, "distcse", "recipe", "show", "minilm-m") == {"minilm-mutual", "minilm-mine.yaml"}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distcse.errors import RecipeError, RecipeInheritanceError, RecipeNotFoundError, RenamedKeyError, UnknownKeyError
+from distcse.errors import RecipeError, RecipeInheritanceError, RecipeNotFoundError, UnknownKeyError
 from distcse.recipe import load_recipe, read_recipe, recipe_yaml
 from distcse.recipe.json_schema import schema_json
 
@@ -64,9 +64,9 @@ def test_a_recipe_of_mutual_distillation_extends_one(tmp_path: Path) -> None:
         ),
         ({"a": "extends: minilm-3layr\n"}, RecipeNotFoundError, ["'minilm-3layr'", "did you mean 'minilm-3layer'?"]),
         (
-            {"a": "extends: b.yaml\n", "b": "student: {backbone: x, depth: 3}\n"},
-            RenamedKeyError,
-            ["b.yaml", "num_layers"],
+            {"a": "extends: b.yaml\n", "b": "student: {backbone: x, layrs: 3}\n"},
+            UnknownKeyError,
+            ["a.yaml", "student.layrs"],
         ),
         ({"a": "extends: minilm-3layer\ntrainig: {lr: 1}\n"}, UnknownKeyError, ["trainig", "'training.lr'"]),
     ],
