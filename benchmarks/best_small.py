@@ -28,7 +28,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from distcse.evaluation import EvalConfig, Tasks, collect, evaluate, labelled_dev, make_candidate
+from distcse.evaluation import Tasks, collect, evaluate, labelled_dev, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.events import DevScore, Event, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
@@ -208,7 +208,7 @@ def _spread(values: list[float]) -> str:
 
 
 def chosen_tasks(data: Path, suites: Sequence[str] = tuple(MEASURED)) -> Tasks:
-    everything = collect(data, list(suites), [], EvalConfig())
+    everything = collect(data, list(suites), [])
     wanted = [t for t in everything.tasks if t.suite == "retrieval" or t.name in (*STS, *TRANSFER)]
     return Tasks(wanted, everything.missing, everything.warnings)
 

@@ -24,7 +24,6 @@ from benchmarks.student_curve import E5, L3
 from distcse.evaluation import (
     Candidate,
     Contamination,
-    EvalConfig,
     Tasks,
     collect,
     evaluate,
@@ -123,7 +122,7 @@ def int8_megabytes(folder: Path) -> float:
 
 def measured(data: Path, student: Student, students: dict[str, Student]) -> dict[str, float]:
     """STS, recall@1 in its index and in the others', speed on this machine, and size in MB of fp32 and int8."""
-    everything = collect(data, ["sts", "retrieval"], [], EvalConfig())
+    everything = collect(data, ["sts", "retrieval"], [])
     own = next(task for task in everything.tasks if isinstance(task, RetrievalTask))
     others = [own.with_documents_by(name, other.candidate.model) for name, other in students.items()]
     sts = [task for task in everything.tasks if task.name in STS]

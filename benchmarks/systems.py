@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 from distcse.data import Corpus
-from distcse.evaluation import EvalConfig, StsTask, VectorModel, collect, sts_score
+from distcse.evaluation import StsTask, VectorModel, collect, sts_score
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.model import encoder_weights
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/systems.json"))
     options = parser.parse_args()
 
-    tasks = [task for task in collect(options.data, ["sts"], [], EvalConfig()).tasks if isinstance(task, StsTask)]
+    tasks = [task for task in collect(options.data, ["sts"], []).tasks if isinstance(task, StsTask)]
     rows: dict[str, list[dict[str, float]]] = json.loads(options.out.read_text()) if options.out.exists() else {}
 
     def score(name: str, encoder: Encoder) -> None:

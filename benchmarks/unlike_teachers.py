@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.data.collate import collate
-from distcse.evaluation import EvalConfig, collect, labelled_dev
+from distcse.evaluation import collect, labelled_dev
 from distcse.evaluation.estimates import spearman
 from distcse.evaluation.sts import ScoredPairs, StsTask
 from distcse.events import Reporter
@@ -187,7 +187,7 @@ class Labelled:
 
     @classmethod
     def read(cls, data: Path) -> Labelled:
-        tasks = collect(data, ["sts"], [], EvalConfig()).tasks
+        tasks = collect(data, ["sts"], []).tasks
         tests = {task.pairs.name: task.pairs for task in tasks if isinstance(task, StsTask) and task.pairs.name in SETS}
         pairs = {"dev": labelled_dev(data), **tests}
         return cls(pairs, list(dict.fromkeys(text for each in pairs.values() for text in (*each.first, *each.second))))

@@ -19,7 +19,6 @@ from distcse.evaluation import (
     Choice,
     Contamination,
     CustomSet,
-    EvalConfig,
     Evaluation,
     Limits,
     LoadOptions,
@@ -36,7 +35,7 @@ from distcse.evaluation import (
     parse_suites,
     reporting,
 )
-from distcse.evaluation.sts import AGGREGATES
+from distcse.evaluation.sts import AGGREGATES, Aggregate
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
 from distcse.experiments.settings_warnings import (
     SettingsWarning,
@@ -149,9 +148,8 @@ def measure(
     with open_listener(listen) as emit:
         reporter = Reporter(emit, stop_requested)
         report_precisions([_precision_role(load_options)], emit)
-        config = EvalConfig(aggregate)
         own = None if texts is None else (Path(texts), column)
-        candidates, tasks = _load(models, folder, suites, add, own, documents, config, load_options, reporter)
+        candidates, tasks = _load(models, folder, suites, add, own, documents, load_options, reporter, aggregate)
         limits.check_suites([task.suite for task in tasks.tasks])
         if limits.ms is not None and not tasks.timed_texts:
             tasks.timed_texts = tasks.first_sentences()
@@ -213,9 +211,7 @@ def check_measurement(
         load_options = load_options or LoadOptions(device=default_device())
         report_precisions([_precision_role(load_options)], emit)
         own = None if texts is None else (Path(texts), column)
-        candidates, tasks = _load(
-            models, folder, suites, add, own, documents, EvalConfig(), load_options, Reporter(emit)
-        )
+        candidates, tasks = _load(models, folder, suites, add, own, documents, load_options, Reporter(emit))
         limits.check_suites([task.suite for task in tasks.tasks])
         combined = make_ensembles(ensembles, candidates)
         for candidate in candidates:
@@ -243,9 +239,9 @@ def _load(
     add: Iterable[str],
     texts: tuple[Path, str] | None,
     documents: str | None,
-    config: EvalConfig,
     load_options: LoadOptions,
     reporter: Reporter,
+    aggregate: Aggregate = "all",
 ) -> tuple[list[Candidate], Tasks]:
     """Load the candidates and read the tasks."""
     if isinstance(models, str):
@@ -257,7 +253,7 @@ def _load(
     own = []
     if texts is not None:
         own = [TextsTask.read(*texts, reference=_reference(list(sources)) if len(sources) > 1 else None)]
-    tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, config, own)
+    tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, aggregate, own)
     tasks.timed_texts = [text for task in own for text in task.texts]
     candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
     report_warnings(_unused_prompts(candidates, load_options), reporter)

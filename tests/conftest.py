@@ -168,7 +168,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory, sentences: list[str]) -> 
 @pytest.fixture(scope="session")
 def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The evaluation of two bi-encoders and a cross-encoder on all suites except transfer."""
-    from distcse.evaluation import SUITES, EvalConfig, LoadOptions, collect, evaluate, open_candidate
+    from distcse.evaluation import SUITES, LoadOptions, collect, evaluate, open_candidate
     from tests.models import make_cross_encoder
 
     cross = make_cross_encoder(tmp_path_factory.mktemp("cross"), tiny("bert"))
@@ -176,7 +176,7 @@ def evaluation(labelled: Path, tiny: Callable[..., Path], tmp_path_factory: pyte
     candidates = [
         open_candidate(name, path, LoadOptions(pooling="mean", precision="fp32")) for name, path in models.items()
     ]
-    tasks = collect(labelled, [suite for suite in SUITES if suite != "transfer"], [], EvalConfig())
+    tasks = collect(labelled, [suite for suite in SUITES if suite != "transfer"], [])
     return evaluate(candidates, tasks)
 
 

@@ -23,7 +23,7 @@ from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, Re
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
-from distcse.evaluation.suites import CustomSet, EvalConfig, Tasks, collect
+from distcse.evaluation.suites import CustomSet, Tasks, collect
 from distcse.evaluation.tables import read_table, stream_texts
 from distcse.evaluation.text_agreement import MIN_TEXTS, TextsTask
 
@@ -39,7 +39,6 @@ __all__ = [
     "CustomSet",
     "DatasetFolder",
     "Ensemble",
-    "EvalConfig",
     "Evaluation",
     "HeldOutVectors",
     "LabelledDev",

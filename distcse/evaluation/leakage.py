@@ -10,7 +10,7 @@ from distcse.errors import EvaluationDataError, InvalidValueError
 from distcse.evaluation.catalogue import STSB_DEV, DatasetFolder
 from distcse.evaluation.pairs import PairClassificationTask
 from distcse.evaluation.sts import ScoredPairs, StsTask
-from distcse.evaluation.suites import EvalConfig, Tasks, published
+from distcse.evaluation.suites import Tasks, published
 from distcse.recipe import CorpusSection
 
 _MAX_SHARED_PAIRS = 0.5
@@ -36,7 +36,7 @@ def evaluation_sentences(section: CorpusSection, data: str | None, extra: Iterab
         return None
     sentences = [*extra]
     if data is not None:
-        tasks = published(Path(data), ("sts", "transfer", "pairs"), EvalConfig()).tasks
+        tasks = published(Path(data), ("sts", "transfer", "pairs")).tasks
         sentences += [text for task in tasks for text in task.sentences()]
         if (dev := DatasetFolder.of(Path(data)).load(STSB_DEV)) is not None:
             sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique

@@ -32,14 +32,6 @@ from distcse.evaluation.triplets import TripletTask
 from distcse.storage import content_key
 
 
-@dataclass(frozen=True)
-class EvalConfig:
-    """Settings of the evaluation protocols."""
-
-    aggregate: Aggregate = "all"
-    """STS score that tables show first."""
-
-
 @dataclass
 class Tasks:
     """Tasks in the order of their tables, the names of missing sets, and warnings."""
@@ -87,7 +79,7 @@ class CustomSet:
         )
 
 
-def published(data: Path, suites: Iterable[Suite], config: EvalConfig) -> Tasks:
+def published(data: Path, suites: Iterable[Suite], aggregate: Aggregate = "all") -> Tasks:
     """Create the tasks of the published sets that a data folder contains.
 
     Raises:
@@ -95,7 +87,7 @@ def published(data: Path, suites: Iterable[Suite], config: EvalConfig) -> Tasks:
         EvaluationFormatError: A file is malformed.
     """
     folder, found = DatasetFolder.of(data), Tasks()
-    registry = _DatasetRegistry(folder, config)
+    registry = _DatasetRegistry(folder, aggregate)
     for suite in suites:
         found.tasks += registry.tasks(suite)
     found.missing += dict.fromkeys(folder.missing)
@@ -107,7 +99,7 @@ def collect(
     data: Path | None,
     suites: Iterable[Suite],
     custom: Iterable[CustomSet],
-    config: EvalConfig,
+    aggregate: Aggregate = "all",
     others: Iterable[EvalTask] = (),
 ) -> Tasks:
     """Create the tasks of published and custom sets.
@@ -116,7 +108,7 @@ def collect(
         data: Data folder with published sets; None for custom sets only.
         suites: Suites of the data folder.
         custom: Custom sets.
-        config: Settings of the protocols.
+        aggregate: STS score that tables show first.
         others: Tasks to measure after them. Default: none.
 
     Raises:
@@ -124,9 +116,9 @@ def collect(
         EvaluationFormatError: A file is malformed.
         EvaluationOptionError: Two sets of a suite have the same name, or there is no task.
     """
-    found = Tasks() if data is None else published(data, suites, config)
+    found = Tasks() if data is None else published(data, suites, aggregate)
     for custom_set in custom:
-        found.tasks.append(_custom_task(custom_set, config, found.warnings))
+        found.tasks.append(_custom_task(custom_set, aggregate, found.warnings))
     found.tasks += others
     names = [(task.suite, task.name) for task in found.tasks]
     if repeated := next((name for name in names if names.count(name) > 1), None):
@@ -145,8 +137,8 @@ def collect(
 class _DatasetRegistry:
     """Creates tasks of the published sets; reads each file once for all suites."""
 
-    def __init__(self, folder: DatasetFolder, config: EvalConfig) -> None:
-        self._folder, self._config = folder, config
+    def __init__(self, folder: DatasetFolder, aggregate: Aggregate) -> None:
+        self._folder, self._aggregate = folder, aggregate
         self._pairs: dict[str, ScoredPairs | None] = {}
 
     def tasks(self, suite: Suite) -> list[EvalTask]:
@@ -164,7 +156,7 @@ class _DatasetRegistry:
             stsb = self._scored_pairs(STSB)
             return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
         sets = [pairs for known in STS if (pairs := self._scored_pairs(known))]
-        return [StsTask(pairs, self._config.aggregate) for pairs in sets]
+        return [StsTask(pairs, self._aggregate) for pairs in sets]
 
     def _scored_pairs(self, known: KnownSet) -> ScoredPairs | None:
         if known.name not in self._pairs:
@@ -190,7 +182,7 @@ class _DatasetRegistry:
         return TransferTask.of(known.name, tables)
 
 
-def _custom_task(custom: CustomSet, config: EvalConfig, warnings: list[str]) -> EvalTask:
+def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -> EvalTask:
     if custom.suite == "retrieval":
         return RetrievalTask(custom.name, RetrievalDataset.read(custom.path))
     if custom.suite == "transfer":
@@ -213,7 +205,7 @@ def _custom_task(custom: CustomSet, config: EvalConfig, warnings: list[str]) -> 
                 f"{custom.path}: no sentence has {MIN_PARTNERS} partners with different scores, which ranking needs; add pairs"
             )
         return task
-    return GeometryTask(pairs) if custom.suite == "geometry" else StsTask(pairs, config.aggregate)
+    return GeometryTask(pairs) if custom.suite == "geometry" else StsTask(pairs, aggregate)
 
 
 def _splits(path: Path) -> dict[str, Table]:

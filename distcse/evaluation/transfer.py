@@ -159,7 +159,7 @@ class TransferTask:
         self, features: NDArray[np.float32], labels: Rows, rows: Rows, dev_rows: Rows, done: int = 0
     ) -> LogisticRegression:
         """Select the strength with the best accuracy on held-out rows, and fit it on all rows."""
-        scores = []
+        scores: list[float] = []
         for c in _INVERSE_STRENGTHS:
             self._report(done + len(scores))
             scores.append(_regression(c, features[rows], labels[rows]).score(features[dev_rows], labels[dev_rows]))

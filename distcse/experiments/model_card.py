@@ -12,7 +12,7 @@ import yaml
 
 from distcse import __version__
 from distcse.errors import EncoderError, StorageError
-from distcse.model_source import PACKAGE
+from distcse.host import PACKAGE
 from distcse.models import resolve_model
 from distcse.storage import is_uri
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from distcse.evaluation import Evaluation, Score
@@ -169,50 +167,16 @@ def _plane(evaluation: Evaluation) -> Picture | None:
             (uniformity, scores["alignment"][model], model, COLOURS[colour_of(evaluation, model)])
             for model, uniformity in scores["uniformity"].items()
         ]
-        for x, y, _, colour in points:
+        for x, y, name, colour in points:
             axes.plot([x], [y], "o", color=colour, markerfacecolor=PAPER if colour == MUTED else colour, markersize=6)
+            ink = MUTED if colour == MUTED else INK
+            axes.annotate(name, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", color=ink)
         axes.margins(0.22, 0.14)
         axes.set_xlabel("uniformity (lower spreads better)")
         axes.set_ylabel("alignment (lower is closer)")
-        cast(Figure, axes.figure).draw_without_rendering()  # fixes the axes' scales
-        _name_points(axes, points[::-1])
 
     note = "STS-B test. Hollow points: DiffCSE's paper, BERT-base."
     return Picture("Alignment and uniformity", note, svg("plane", draw, 3.1))
-
-
-def _name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Label each point above, below, right or left of it: the first position that overlaps no other label or point."""
-    to_display = axes.transData.transform
-    dots = [to_display((x, y)) for x, y, _, _ in points]
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
-    line = 11.0
-    for (x, y), (across, up), (_, _, name, colour) in zip(((p[0], p[1]) for p in points), dots, points, strict=True):
-        half = 2.7 * len(name)
-        positions = {
-            (0, 6): ("center", "bottom", (across - half, up + 6, across + half, up + 6 + line)),
-            (0, -6): ("center", "top", (across - half, up - 6 - line, across + half, up - 6)),
-            (7, 0): ("left", "center", (across + 7, up - line / 2, across + 7 + 2 * half, up + line / 2)),
-            (-7, 0): ("right", "center", (across - 7 - 2 * half, up - line / 2, across - 7, up + line / 2)),
-        }
-        offset = next(
-            (o for o, (_, _, box) in positions.items() if not any(_overlap(box, other) for other in taken)), (0, 6)
-        )
-        aligned, vertical, box = positions[offset]
-        taken.append(box)
-        axes.annotate(
-            name,
-            (x, y),
-            xytext=offset,
-            textcoords="offset points",
-            ha=aligned,
-            va=vertical,
-            color=MUTED if colour == MUTED else INK,
-        )
-
-
-def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _cosines(evaluation: Evaluation) -> list[Picture]:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from distcse.data import Corpus, Pairs, PairTokenTable
 from distcse.data.token_table import Tokenization
 from distcse.errors import ResumeMismatchError
-from distcse.evaluation import EvalConfig, collect
+from distcse.evaluation import collect
 from distcse.evaluation.suites import CustomSet
 from distcse.events import Reporter
 from distcse.experiments.distillation.experiment import Distillation
@@ -189,11 +189,7 @@ def test_a_test_set_depends_on_its_sentences_labels_and_order(suite: str, tmp_pa
     def key(lines: list[str], name: str = "set.tsv") -> str:
         file = tmp_path / name
         file.write_text("\n".join([header, *lines]))
-        (found,) = (
-            collect(None, [], [replace(CustomSet.parse(f"{suite}={file}"), name="set")], EvalConfig())
-            .fingerprints()
-            .values()
-        )
+        (found,) = collect(None, [], [replace(CustomSet.parse(f"{suite}={file}"), name="set")]).fingerprints().values()
         return found
 
     variants = [rows, [other_label, *rows[1:]], rows[::-1], [*rows, rows[0]], [f"{rows[0]}x", *rows[1:]]]

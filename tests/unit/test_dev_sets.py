@@ -18,7 +18,6 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidVa
 from distcse.evaluation import (
     CustomDev,
     CustomSet,
-    EvalConfig,
     LabelledDev,
     VectorModel,
     collect,
@@ -217,7 +216,7 @@ def test_of_a_file_with_splits_only_the_dev_rows_are_read(tmp_path: Path, dev: s
         read = CustomDev.read(file)
         assert read.gold == [float(row) for row in range(1, 27, 3)] and "9 rows of split dev" in read.name
         assert read.second[0] == "other, 1"
-    tasks = collect(None, [], [CustomSet.parse(f"sts={tmp_path / 's.csv'}")], EvalConfig())
+    tasks = collect(None, [], [CustomSet.parse(f"sts={tmp_path / 's.csv'}")])
     (task,), (warning,) = tasks.tasks, tasks.warnings
     assert len([*task.sentences()]) == 18 and "9 of split test" in warning
     of_one = [row for row in rows if row[0] in ("split", "train")]

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from distcse.evaluation import (
     DatasetFolder,
-    EvalConfig,
     RetrievalTask,
     ScoredPairs,
     StsTask,
@@ -53,15 +52,13 @@ def threads() -> Iterator[None]:
 def model(minilm: str, data: Path) -> VectorModel:
     """all-MiniLM-L6-v2 with mean pooling, with every STS sentence encoded."""
     model = VectorModel.of(Encoder.load(minilm))
-    model.prepare(
-        text for task in collect(data, parse_suites(["sts"]), [], EvalConfig()).tasks for text in task.sentences()
-    )
+    model.prepare(text for task in collect(data, parse_suites(["sts"]), []).tasks for text in task.sentences())
     return model
 
 
 @pytest.fixture(scope="module")
 def sets(data: Path) -> dict[str, ScoredPairs]:
-    tasks = collect(data, parse_suites(["sts"]), [], EvalConfig()).tasks
+    tasks = collect(data, parse_suites(["sts"]), []).tasks
     return {task.name: task.pairs for task in tasks if isinstance(task, StsTask)}
 
 
@@ -124,7 +121,7 @@ def test_ranking_through_scipy_and_scikit_learn(model: VectorModel, sets: dict[s
 
 
 def test_pairs_through_scikit_learn(model: VectorModel, data: Path) -> None:
-    (task,) = (task for task in collect(data, parse_suites(["pairs"]), [], EvalConfig()).tasks if task.name == "MRPC")
+    (task,) = (task for task in collect(data, parse_suites(["pairs"]), []).tasks if task.name == "MRPC")
     assert isinstance(task, PairClassificationTask)
     cosines = (model.unit_vectors(task.first).astype(np.float64) * model.unit_vectors(task.second)).sum(axis=1)
     value = task.measure(model).scores["auc"].value
@@ -140,7 +137,7 @@ def test_geometry_and_retrieval_of_stsb(model: VectorModel, sets: dict[str, Scor
     close = pairs.gold > 4
     first, second = (model.unit_vectors(np.array(side)[close].tolist()) for side in (pairs.first, pairs.second))
     assert scores["alignment"].value == pytest.approx(((first - second) ** 2).sum(axis=1).mean(), abs=1e-6)
-    (task,) = collect(data, parse_suites(["retrieval"]), [], EvalConfig()).tasks
+    (task,) = collect(data, parse_suites(["retrieval"]), []).tasks
     assert isinstance(task, RetrievalTask)
     result = task.measure(model)
     assert result.details == {

@@ -24,7 +24,6 @@ from distcse.evaluation import (
     SUITES,
     Contamination,
     CustomSet,
-    EvalConfig,
     Evaluation,
     LoadOptions,
     collect,
@@ -98,12 +97,12 @@ def test_custom_sets_are_listed_but_not_averaged(
 ) -> None:
     (tmp_path / "mine.tsv").write_text(scored(sentences, 60, 5))
     custom = [CustomSet.parse(f"{suite}={tmp_path / 'mine.tsv'}") for suite in ("sts", "ranking", "geometry")]
-    tasks = collect(labelled, parse_suites(["sts"]), custom, EvalConfig(aggregate="wmean"))
+    tasks = collect(labelled, parse_suites(["sts"]), custom, "wmean")
     result = evaluate([open_candidate("model", str(tiny()), LoadOptions(pooling="cls"))], tasks)
     assert result.scores[0].measure == "wmean"
     sts = [score.set for score in result.scores if score.suite == "sts" and score.measure == "wmean"]
     assert sts == ["STS12", "STS-B", "mine", "average of 2 of 7"]
-    custom_only = collect(None, [], custom, EvalConfig())
+    custom_only = collect(None, [], custom)
     assert [task.name for task in custom_only.tasks] == ["mine"] * 3 and custom_only.missing == []
 
 
@@ -112,7 +111,7 @@ def test_contamination_is_stored_with_the_model_and_marked_in_tables(
 ) -> None:
     import shutil
 
-    tasks = collect(labelled, parse_suites(["sts", "pairs"]), [], EvalConfig())
+    tasks = collect(labelled, parse_suites(["sts", "pairs"]), [])
     by_name = {task.name: list(task.sentences()) for task in tasks.tasks}
     corpus = [text.upper().replace(" ", "  ").rstrip(".") + "!" for text in by_name["STS12"]] + ["other words"]
     contamination = Contamination.measure(corpus, by_name.values())
@@ -139,7 +138,7 @@ def test_an_averages_contamination_is_the_maximum_of_its_sets(
 ) -> None:
     (tmp_path / "mine.tsv").write_text(scored(sentences, 60, 5))
     custom = [CustomSet.parse(f"sts={tmp_path / 'mine.tsv'}")]
-    tasks = collect(labelled, parse_suites(["sts"]), custom, EvalConfig())
+    tasks = collect(labelled, parse_suites(["sts"]), custom)
     model = make_candidate("model", "here", Encoder.load(tiny(), pooling="mean"), Contamination({}))
     result = evaluate([model], tasks)
     shares = {"sts/mine": 0.9, "sts/STS12": 0.1, "sts/STS-B": 0.2}
@@ -171,10 +170,10 @@ def test_sets_that_a_protocol_cannot_measure_are_refused_when_read(tmp_path: Pat
     (tmp_path / "few.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
     few = [CustomSet.parse(f"transfer={tmp_path / 'few.tsv'}")]
     with fails_with(InsufficientLabelsError, "few.tsv", "9 rows", "10 per label"):
-        collect(None, [], few, EvalConfig())
+        collect(None, [], few)
     (tmp_path / "below.tsv").write_text(scored(sentences, 60, 5).replace("a\t", "a\t-"))
     with fails_with(EvaluationFormatError, "ranking below", "-"):
-        collect(None, [], [CustomSet.parse(f"ranking={tmp_path / 'below.tsv'}")], EvalConfig())
+        collect(None, [], [CustomSet.parse(f"ranking={tmp_path / 'below.tsv'}")])
 
 
 def test_names_of_models_and_sets_are_parsed(tmp_path: Path) -> None:
@@ -207,20 +206,20 @@ def test_a_set_in_one_file_and_in_splits_is_refused(tmp_path: Path, sentences: l
         rows = [f"{number % 2}\t{text}" for number, text in enumerate(sentences[:60])]
         (tmp_path / f"{split}.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
     with fails_with(EvaluationFormatError, str(tmp_path), "all.tsv"):
-        collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")], EvalConfig())
+        collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")])
     (tmp_path / "all.tsv").unlink()
-    (task,) = collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")], EvalConfig()).tasks
+    (task,) = collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")]).tasks
     assert task.suite == "transfer"
 
 
 def test_nothing_to_measure_is_an_error(tmp_path: Path, sentences: list[str]) -> None:
     with fails_with(EvaluationOptionError, "--data", "STS12: no "):
-        collect(tmp_path, parse_suites(["sts"]), [], EvalConfig())
+        collect(tmp_path, parse_suites(["sts"]), [])
     with fails_with(EvaluationDataError, str(tmp_path / "nowhere")):
-        collect(tmp_path / "nowhere", parse_suites(["sts"]), [], EvalConfig())
+        collect(tmp_path / "nowhere", parse_suites(["sts"]), [])
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "set.tsv").write_text(scored(sentences, 20))
     twice = [CustomSet.parse(f"sts={tmp_path / name / 'set.tsv'}") for name in ("a", "b")]
     with fails_with(EvaluationOptionError, "suite sts", "name set", "--add SUITE:NAME=PATH"):
-        collect(None, [], twice, EvalConfig())
+        collect(None, [], twice)

@@ -17,7 +17,7 @@ from distcse.errors import (
     EvaluationFormatError,
     InsufficientLabelsError,
 )
-from distcse.evaluation import CustomSet, EvalConfig, collect
+from distcse.evaluation import CustomSet, collect
 from distcse.evaluation.tables import read_table
 from tests.failures import fails_with
 
@@ -80,7 +80,7 @@ def test_errors_in_sts_files_name_file_and_line(
     file = tmp_path / "set.tsv"
     file.write_text(content)
     with fails_with(error, "set.tsv", *named):
-        collect(None, [], [CustomSet.parse(f"sts={file}")], EvalConfig())
+        collect(None, [], [CustomSet.parse(f"sts={file}")])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_errors_in_files_of_other_suites_name_file_and_line(
 ) -> None:
     (tmp_path / name).write_text(content)
     with fails_with(error, name, *named):
-        collect(None, [], [CustomSet.parse(f"{suite}={tmp_path / name}")], EvalConfig())
+        collect(None, [], [CustomSet.parse(f"{suite}={tmp_path / name}")])
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distcse.evaluation import CustomSet, EvalConfig, VectorModel, collect
+from distcse.evaluation import CustomSet, VectorModel, collect
 from distcse.evaluation.tables import Table
 from distcse.evaluation.transfer import Labelled
 
@@ -30,11 +30,11 @@ def test_sets_with_pairs_and_a_test_split(tmp_path: Path) -> None:
             other = word if same else (word + generator.integers(1, 40)) % 40
             lines.append(f"{same}\tword {word}\tword {other}")
         (tmp_path / f"{split}.tsv").write_text("\n".join(lines))
-    (task,) = collect(None, [], [CustomSet.parse(f"transfer:Same={tmp_path}")], EvalConfig()).tasks
+    (task,) = collect(None, [], [CustomSet.parse(f"transfer:Same={tmp_path}")]).tasks
     vectors = {f"word {n}": row for n, row in enumerate(generator.normal(size=(40, 12)))}
     model = VectorModel(lambda requested: np.array([vectors[text] for text in requested], dtype=np.float32))
     result = task.measure(model)
     assert task.name == "Same" and result.scores["accuracy"].value > 95
     (tmp_path / "dev.tsv").write_text((tmp_path / "test.tsv").read_text())
-    (task,) = collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")], EvalConfig()).tasks
+    (task,) = collect(None, [], [CustomSet.parse(f"transfer={tmp_path}")]).tasks
     assert task.measure(model).scores["accuracy"].value > 95

@@ -15,7 +15,6 @@ from distcse.data import Corpus, Excluded
 from distcse.errors import EmptyCorpusError, EvaluationDataError, EvaluationResultError, InvalidValueError
 from distcse.evaluation import (
     Contamination,
-    EvalConfig,
     Tasks,
     collect,
     evaluation_sentences,
@@ -206,7 +205,7 @@ def test_dev_and_all_test_sets_are_excluded(labelled: Path) -> None:
     excluded = evaluation_sentences(section, str(labelled), ["from elsewhere"])
     assert excluded is not None and excluded.holds("From elsewhere")
     assert all(map(excluded.holds, labelled_dev(labelled).unique))
-    for task in collect(labelled, ["sts", "pairs"], [], EvalConfig()).tasks:
+    for task in collect(labelled, ["sts", "pairs"], []).tasks:
         assert all(map(excluded.holds, task.sentences()))
     assert not excluded.holds("Xylophone.")
     assert evaluation_sentences(CorpusSection(path="x.txt"), str(labelled)) is None
@@ -258,4 +257,4 @@ def test_mutual_distillation_refuses_a_test_set_as_dev_set(
 
 def test_the_published_dev_set_is_disjoint_from_the_published_test_sets(data: Path) -> None:
     dev = labelled_dev(data)
-    refuse_test_as_dev(dev.first, dev.second, collect(data, ["sts", "pairs"], [], EvalConfig()), False)
+    refuse_test_as_dev(dev.first, dev.second, collect(data, ["sts", "pairs"], []), False)

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 
 from distcse import evaluate, rank
 from distcse.errors import CorpusTooSmallError, EncoderSettingError, UnsupportedModelError
-from distcse.evaluation import Contamination, EvalConfig, Evaluation, LoadOptions, collect, open_candidate
+from distcse.evaluation import Contamination, Evaluation, LoadOptions, collect, open_candidate
 from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.rank_space import RankSpaceEncoder, draw_references
@@ -86,7 +86,7 @@ def test_a_run_measures_and_stores_its_student_with_ranks(recipe_with: MakeRecip
     assert isinstance(result.evaluation, Evaluation)
     names = [model.name for model in result.evaluation.models]
     assert names[:3] == ["start", "student", "student + ranks"]
-    (sts12, *_) = collect(labelled, ["sts"], [], EvalConfig()).tasks
+    (sts12, *_) = collect(labelled, ["sts"], []).tasks
     gold = sts12.pairs.gold  # type: ignore[attr-defined]
     scores = equation_7(student, references, sts12.pairs.first, sts12.pairs.second, 0.4)  # type: ignore[attr-defined]
     found = result.evaluation.score("sts", "STS12", "all", "student + ranks")

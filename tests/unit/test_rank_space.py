@@ -19,7 +19,7 @@ from distcse.errors import (
     ModelFormatError,
     StorageWriteError,
 )
-from distcse.evaluation import EvalConfig, LoadOptions, StsTask, collect, evaluate, open_candidate, parse_suites
+from distcse.evaluation import LoadOptions, StsTask, collect, evaluate, open_candidate, parse_suites
 from distcse.events import Reporter, StepReport
 from distcse.models import Encoder
 from distcse.rank_space import (
@@ -295,7 +295,7 @@ def test_an_encoder_with_references_is_saved_and_evaluated(
     with fails_with(EncoderSettingError, "rank_method is 'counted'", "sort, histogram"):
         RankSpaceEncoder(encoder, references, rank_method="counted")
 
-    tasks = collect(labelled, parse_suites(["sts", "retrieval"]), [], EvalConfig())
+    tasks = collect(labelled, parse_suites(["sts", "retrieval"]), [])
     with fails_with(EvaluationOptionError, "--max-length", "--prompt"):
         open_candidate("ranks", str(tmp_path / "model"), LoadOptions(max_length=3))
     candidate = open_candidate("ranks", str(tmp_path / "model"), LoadOptions(precision="fp32"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError, EvaluationOptionError
-from distcse.evaluation import EvalConfig, collect, read_table
+from distcse.evaluation import collect, read_table
 from distcse.evaluation.task_pairs import PAIR_TASKS, write_task_pairs
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.pairs import TASKS, main
@@ -50,7 +50,7 @@ def test_the_first_1000_of_qnlis_validation_rows_are_dev_and_the_4463_others_tes
     assert dev.texts("sentence1")[-1] == 'dev "question 999?' and dev.texts("sentence2")[0] == "Answer 0."
     assert test.texts("sentence1")[0] == 'dev "question 1000?' and len(test) == 4463
     assert dev.binary("label").tolist()[:4] == [1, 0, 0, 1]
-    tasks = collect(data, ["pairs"], [], EvalConfig())
+    tasks = collect(data, ["pairs"], [])
     assert [task.name for task in tasks.tasks] == ["QNLI"] and not tasks.warnings
     recipe = read_recipe("trans-encoder-bert-base-qnli", [f"evaluation.data={data}"])
     assert isinstance(recipe, MutualRecipe)
@@ -68,7 +68,7 @@ def test_another_number_of_test_rows_is_warned_of(qnli: list[Path], tmp_path: Pa
         "label\tsentence1\tsentence2",
         [f"{n % 2}\t{a}\t{b}" for n, (a, b) in enumerate(rows)],
     )
-    (warning,) = collect(tmp_path / "data", ["pairs"], [], EvalConfig()).warnings
+    (warning,) = collect(tmp_path / "data", ["pairs"], []).warnings
     assert "5,463 rows, the published set 4,463" in warning
 
 

@@ -19,7 +19,6 @@ from distcse.evaluation import (
     SUITES,
     Candidate,
     Contamination,
-    EvalConfig,
     HeldOutVectors,
     LoadOptions,
     Model,
@@ -88,7 +87,7 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
         if Path(model).is_dir():
             Contamination.of_model(model)
     data = Path(str(recipe.evaluation.data))
-    tasks = collect(data, suites, [], EvalConfig())
+    tasks = collect(data, suites, [])
     if (dev := read_labelled_dev(recipe)) is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
     return tasks

@@ -20,7 +20,6 @@ from distcse.evaluation import (
     SUITES,
     Candidate,
     Contamination,
-    EvalConfig,
     ModelResults,
     RecordedScores,
     Tasks,
@@ -61,7 +60,7 @@ def wanted_tasks(recipe: MutualRecipe) -> Tasks:
     if selected is None:
         selected = ["sts"] if recipe.evaluation.data else []
     suites = [suite for suite in SUITES if suite in selected]
-    return collect(Path(str(recipe.evaluation.data)), suites, [], EvalConfig()) if suites else Tasks()
+    return collect(Path(str(recipe.evaluation.data)), suites, []) if suites else Tasks()
 
 
 def checked_tasks(recipe: MutualRecipe) -> Tasks:
