@@ -18,8 +18,6 @@ from distcse.model_source import resolve_model
 from distcse.storage import ArtifactStore, open_store, sha256, to_uri
 
 _FILE = Path("distcse") / "contamination.json"
-_OLD_FILE = Path("distcse") / "exposure.json"
-"""Name of the file in version 0.1."""
 TRANSDUCTIVE_FROM = 0.5
 NOTICED_FROM = 0.01
 
@@ -42,7 +40,7 @@ class Contamination:
 
     overlap: Mapping[str, float]
     overlap_counts: Mapping[str, OverlapCounts] = field(default_factory=dict)
-    """The counts behind the shares; empty for models of earlier versions."""
+    """The counts behind the shares."""
 
     def overlap_of(self, sentences: Iterable[str]) -> float | None:
         """Return the share of a set; None if the run did not check this set."""
@@ -88,20 +86,15 @@ class Contamination:
         """Read the result from a model's folder; empty if distcse did not train the model.
 
         Raises:
-            EvaluationResultError: The file is damaged, or of version 0.1.
+            EvaluationResultError: The file is damaged.
         """
         file = model / _FILE
         if not file.is_file():
-            if (old := model / _OLD_FILE).is_file():
-                raise EvaluationResultError(
-                    f"{to_uri(old)} was written by distcse 0.1; rename it to {file.name}, and in it the key alike to normalized"
-                )
             return cls({})
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
-            entries = {key: entry if isinstance(entry, dict) else {"share": entry} for key, entry in found.items()}
-            shares = {key: float(entry.pop("share")) for key, entry in entries.items()}
-            return cls(shares, {key: OverlapCounts(**entry) for key, entry in entries.items() if entry})
+            shares = {key: float(entry.pop("share")) for key, entry in found.items()}
+            return cls(shares, {key: OverlapCounts(**entry) for key, entry in found.items() if entry})
         except (OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError) as broken:
             raise EvaluationResultError(
                 f"{to_uri(file)} cannot be read ({broken}), so the test sentences in the training text are unknown; restore the "

@@ -52,9 +52,6 @@ _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed
 """Packages that a report lists; run.json has all."""
 
 _RECORD, _EVENTS, _REQUESTED = "run.json", "events.jsonl", "requested.yaml"
-ORDER = "order of rows"
-"""Name of the fingerprint of an order that earlier versions, which recorded none, did not have: they shuffled all rows."""
-_FILES_OF_0_1 = ("claim", "ledger.json")
 
 
 class RunDirectory:
@@ -170,8 +167,6 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"{store} is not a run directory: it has no recipe.yaml; pass --resume the folder that the run printed"
             )
-        if old := next((name for name in _FILES_OF_0_1 if store.fetch(name)), None):
-            raise RunRecordError(f"{store} is a run of version 0.1, which has a file {old}; start a new run")
         check_stored(stored)
         before, after = read_recipe(str(stored)), read_recipe(str(stored), overrides)
         refuse_changes(after, list(differences(before, after)), also)
@@ -341,7 +336,6 @@ def recorded(run: Path) -> dict[str, Any]:
 
 def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the name and both fingerprints of the first data that changed; None if nothing did."""
-    before = {ORDER: "shuffled", **before}
     names = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
     return (names[0], before[names[0]], now[names[0]]) if names else None
 

@@ -28,9 +28,7 @@ WEIGHTS = "weights"
 """Kind of the tensors that are parameters or buffers; the other kinds are AdamW's moments."""
 _TRAINER_STATE = "trainer_state.json"
 _WEIGHTS_FILE = f"{WEIGHTS}.safetensors"
-_JOINT_FILE = "state.safetensors"
-"""The only file of tensors in the earlier format: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME."""
-WITHOUT_MOMENTS = {_WEIGHTS_FILE, _JOINT_FILE, _TRAINER_STATE}
+WITHOUT_MOMENTS = {_WEIGHTS_FILE, _TRAINER_STATE}
 """Files that a checkpoint keeps when its moments are deleted."""
 _TENSOR_FILE = re.compile(r"\w+\.safetensors")
 
@@ -114,11 +112,7 @@ def load_model_state(folder: Path) -> ModelState:
     """
     content = _load_trainer_json(folder)
     with _checkpoint_errors(folder):
-        kinds = (
-            _load_joint_file(folder, content)
-            if _JOINT_FILE in _checksums(content)
-            else {name.removesuffix(".safetensors"): _load_file(folder, name, content) for name in _checksums(content)}
-        )
+        kinds = {name.removesuffix(".safetensors"): _load_file(folder, name, content) for name in _checksums(content)}
         return ModelState.of_kinds(kinds, int(content["updates"]))
 
 
@@ -130,31 +124,22 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     """
     content = _load_trainer_json(folder)
     with _checkpoint_errors(folder):
-        if _JOINT_FILE in _checksums(content):
-            return _load_joint_file(folder, content)[WEIGHTS]
         return _load_file(folder, _WEIGHTS_FILE, content)
 
 
 def _checksums(content: Mapping[str, Any]) -> dict[str, str]:
     """Return the checksums of a checkpoint's files by name, and raise ValueError if a name leads outside its folder."""
-    files: dict[str, str] = {_JOINT_FILE: content["state"]} if "state" in content else content["files"]
+    files: dict[str, str] = content["files"]
     if not isinstance(files, dict) or not all(_TENSOR_FILE.fullmatch(name) for name in files):
         raise ValueError(f"{_TRAINER_STATE} names no files of tensors")
     return files
 
 
 def _load_file(folder: Path, name: str, content: Mapping[str, Any]) -> dict[str, Tensor]:
-    if checksum(folder / name) != _checksums(content)[name]:
+    expected = _checksums(content)[name]
+    if checksum(folder / name) != expected:
         raise ValueError(f"the checksum of {name} differs")
     return load_file(folder / name)
-
-
-def _load_joint_file(folder: Path, content: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    kinds: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in _load_file(folder, _JOINT_FILE, content).items():
-        kind, _, name = key.partition("/")
-        kinds.setdefault(WEIGHTS if kind == "weight" else kind, {})[name] = tensor
-    return kinds
 
 
 def load_trainer_state(folder: Path) -> TrainerState:

@@ -132,9 +132,9 @@ def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, mar
 
 
 def test_a_checkpoint_is_no_pickle(tmp_path: Path, marker: Path) -> None:
-    state = tmp_path / "state.safetensors"
+    state = tmp_path / "weights.safetensors"
     state.write_bytes(pickle.dumps(Bomb(marker)))
-    position = {"step": 1, "scores": [], "finished": False, "updates": 1, "state": checksum(state)}
+    position = {"step": 1, "scores": [], "finished": False, "updates": 1, "files": {state.name: checksum(state)}}
     (tmp_path / "trainer_state.json").write_text(dump_checked_json(position))
     with fails_with(CheckpointError, str(tmp_path)):
         load_model_state(tmp_path)

@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from distcse.device import to_device
@@ -32,7 +31,7 @@ from distcse.errors import (
 )
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport, ignore
 from distcse.recipe import Recipe, TrainingSection
-from distcse.storage import checksum, dump_checked_json, open_store, storage_errors
+from distcse.storage import checksum, open_store, storage_errors
 from distcse.storage.folder_store import FolderStore
 from distcse.trainer import checkpoint_manager
 from distcse.trainer.checkpoint_files import WEIGHTS, ModelState, TrainerState, load_model_state, load_weights
@@ -635,28 +634,6 @@ def test_the_file_of_tensors_is_read_by_safetensors(tmp_path: Path) -> None:
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
-
-
-def test_checkpoints_of_the_earlier_format_are_read(tmp_path: Path) -> None:
-    state = ModelState({"w": torch.randn(2)}, {"w": {"exp_avg": torch.randn(2), "exp_avg_sq": torch.rand(2)}}, 7)
-    folder = tmp_path / "checkpoints" / "step-000007"
-    folder.mkdir(parents=True)
-    tensors = {"weight/w": state.weights["w"], **{f"{kind}/w": tensor for kind, tensor in state.moments["w"].items()}}
-    save_file(tensors, folder / "state.safetensors")
-    content: dict[str, Any] = {"step": 7, "scores": [(7, 9.0)], "finished": False, "updates": 7}
-    (folder / "trainer_state.json").write_text(
-        dump_checked_json({**content, "state": checksum(folder / "state.safetensors")})
-    )
-    (tmp_path / "checkpoints" / "latest").write_text(folder.name)
-    store = CheckpointStore(tmp_path)
-    restored = store.restore()
-    assert restored is not None and restored[0].step == restored[1].updates == 7
-    for read in (restored[1].weights, load_weights(folder)):
-        assert torch.equal(read["w"], state.weights["w"])
-    assert all(torch.equal(restored[1].moments["w"][kind], state.moments["w"][kind]) for kind in state.moments["w"])
-    for step in (8, 9, 10):  # the best keeps its only file
-        store.save(state, TrainerState(step, [(7, 9.0)]))
-    assert torch.equal(load_weights(folder)["w"], state.weights["w"])
 
 
 def test_the_best_checkpoint_keeps_its_weights_only(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from distcse.data import Corpus
-from distcse.data.sampler import MAX_ARRAY_ROWS
 from distcse.evaluation import Tasks
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import read_corpus
@@ -11,7 +10,6 @@ from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.models import model_fingerprint
 from distcse.recipe import Recipe
-from distcse.runs.directory import ORDER
 from distcse.teachers.kinds import kind_of
 
 
@@ -28,11 +26,6 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
         "corpus": corpus.content,
         "student": model_fingerprint(student.backbone, student.trust_remote_code),
     }
-    if order := [
-        *(["by position"] if len(corpus) > MAX_ARRAY_ROWS else []),
-        *(["without held-out texts"] if corpus.doubled_rows and recipe.evaluation.num_heldout else []),
-    ]:
-        fingerprints[ORDER] = ", ".join(order)
     for number, teacher in enumerate(recipe.teachers.encoders):
         fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
     for loss in recipe.objective.active_terms.values():
