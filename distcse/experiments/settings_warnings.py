@@ -14,8 +14,8 @@ from distcse.model_source import CONFIG_FILE
 from distcse.models import resolve_model
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.models.loading import has_dropout
+from distcse.models.st_files import UNNAMED_PROMPTS, read_model_file
 from distcse.models.st_format import backbone_folder
-from distcse.models.st_settings import UNNAMED_PROMPTS, read_model_settings
 from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe, StorageSection
 from distcse.recipe.training import TrainingSection
 from distcse.recipe.unread_keys import settings_without_effect
@@ -180,8 +180,8 @@ def warn_of_unused_prompts(
     warnings = []
     for key, section in encoders.items():
         folder = None if section.prompt else _folder(section, only_local)
-        settings = None if folder is None else read_model_settings(folder)
-        prompts = _prompts_of_all_texts(settings.prompts) if settings and not settings.default_prompt else {}
+        settings = None if folder is None else read_model_file(folder)
+        prompts = _prompts_of_all_texts(settings.named_prompts) if settings and not settings.default_prompt else {}
         if prompts:
             named = ", ".join(f"{name}: {prompt!r:.60}" for name, prompt in prompts.items())
             warnings.append(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from distcse.compat.transformers import without_noise
-from distcse.errors import EncoderSettingError, MissingWeightsError, ModelLoadError, UnsupportedModelError
+from distcse.errors import EncoderSettingError, MissingWeightsError, UnsupportedModelError
 from distcse.models.attention import prepare_mask
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
@@ -21,22 +21,30 @@ from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chu
 from distcse.models.json_files import read_json
 from distcse.models.layers import keep_layers
 from distcse.models.loading import (
-    attention_of,
-    model_class,
+    load_pretrained,
     position_limit,
-    refuse_other_shapes,
     require_finite,
+    require_text_encoder,
     save_model,
     set_dropout,
     set_shortcuts,
 )
-from distcse.models.score_activation import SIGMOID, activate, read_activation, write_activation
 from distcse.models.st_format import backbone_folder, replacing
-from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.texts import as_pairs
 from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize_pairs
 from distcse.storage import ArtifactStore
 
+_SETTINGS = "config_sentence_transformers.json"
+_SIGMOID = "torch.nn.modules.activation.Sigmoid"
+"""The default for a head with one label."""
+_OLD_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
+"""Where sentence-transformers 2 to 5.3 name the activation in config.json: a dictionary, and before that the name itself."""
+# A fixed table, because a class named by a model's file must not be imported.
+_ACTIVATIONS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
+    "Sigmoid": lambda logits: 1 / (1 + np.exp(-logits)),
+    "Identity": lambda logits: logits,
+    "Tanh": np.tanh,
+}
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
     for family in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DistilBert", "MPNet")
@@ -54,7 +62,7 @@ class CrossEncoder(nn.Module):
         activation: Qualified name of the function between logits and scores. Default: the sigmoid.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, activation: str = SIGMOID) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, activation: str = _SIGMOID) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
@@ -251,12 +259,16 @@ class CrossEncoder(nn.Module):
             precision=precision,
             on_progress=on_progress,
         ):
-            yield activate(chunk.out, self.activation)
+            yield _ACTIVATIONS[self.activation.rpartition(".")[2]](chunk.out)
 
     @without_noise()
     def save(self, path: str | Path | ArtifactStore) -> None:
         """Write a folder that `AutoModelForSequenceClassification` and sentence-transformers' CrossEncoder load."""
-        write_activation(self.model.config, self.activation)
+        settings: Any = vars(self.model.config)
+        for key in _OLD_KEYS:
+            settings.pop(key, None)
+        if self.activation != _SIGMOID:  # every version of sentence-transformers that reads our folders finds it here
+            settings[_OLD_KEYS[0]] = {"activation_fn": self.activation}
         with replacing(path) as folder:
             save_model(self.model, self.tokenizer, folder, self.max_length)
 
@@ -289,7 +301,17 @@ def check_scorer(folder: ModelFolder) -> str:
         raise UnsupportedModelError(
             f"{folder.backbone} has {config.num_labels} labels, but a cross-encoder has one; use a model with one label"
         )
-    return read_activation(folder, config)
+    old, oldest = (getattr(config, key, None) for key in _OLD_KEYS)
+    named = old.get("activation_fn", oldest) if isinstance(old, dict) else oldest
+    if (folder.root / "modules.json").is_file():  # else, sentence-transformers does not read the settings
+        named = read_json(folder.root / _SETTINGS).get("activation_fn") or named
+    name = _SIGMOID if named is None else named
+    if not isinstance(name, str) or not name.startswith("torch.nn.") or name.rpartition(".")[2] not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{folder.root} turns logits into scores by {name!r:.100}, which distcse does not compute; supported: "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    return name
 
 
 @without_noise()
@@ -314,32 +336,21 @@ def _load_classifier(
 
     folder.check_weights()
     config = folder.load_config()
-    refuse_other_inputs(folder.backbone, model_class(config), config)
     has_new_head = labels is not None and config.num_labels != labels
     if has_new_head:
         config.num_labels = labels
     if dropout is not None:
         set_dropout(config, dropout)
-    try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            folder.backbone,
-            config=config,
-            use_safetensors=True,
-            trust_remote_code=folder.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            dtype=torch.float32,
-            attn_implementation=attention_of(max_length),
-        )
-    except Exception as error:  # see load_backbone
-        raise ModelLoadError(
-            f"{folder.backbone} cannot be loaded as a cross-encoder: {' '.join(str(error).split())[:400]}"
-        ) from error
-    # A head for other labels than the folder's is new, as it is where the folder has none.
-    backbone = f"{model.base_model_prefix}." if has_new_head and model.base_model_prefix else ""
-    refuse_other_shapes(
-        folder.backbone, [weight for weight in report["mismatched_keys"] if weight[0].startswith(backbone)]
+    model, missing, _ = load_pretrained(
+        AutoModelForSequenceClassification,
+        folder.backbone,
+        config,
+        max_length,
+        "a cross-encoder",
+        folder.trust_remote_code,
+        has_new_head,
     )
     require_finite(folder.backbone, model)
+    require_text_encoder(folder.backbone, model.base_model)
     set_shortcuts(model, is_fast)
-    return model, sorted(report["missing_keys"])
+    return model, missing

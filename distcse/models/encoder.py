@@ -39,8 +39,8 @@ from distcse.models.loading import (
 )
 from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, pool, token_position
 from distcse.models.prompts import apply_prompt, is_template
+from distcse.models.st_files import find_prompt
 from distcse.models.st_format import Layout, replacing, write_layout
-from distcse.models.st_settings import find_prompt
 from distcse.models.texts import as_texts
 from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
@@ -165,7 +165,9 @@ class Encoder(nn.Module):
     @property
     def dimension(self) -> int:
         """Dimension d of a sentence vector."""
-        size = next((module.shape.outputs for module in reversed(self.head) if isinstance(module, Dense)), self.width)
+        size = next(
+            (module.shape.out_features for module in reversed(self.head) if isinstance(module, Dense)), self.width
+        )
         return min(size, self._settings.truncate_dim or size)
 
     @property

@@ -9,9 +9,8 @@ from typing import Any
 
 from distcse.errors import EncoderError, StorageError
 from distcse.model_source import CONFIG_FILE, resolve_model
-from distcse.models.loading import load_config, load_tokenizer, model_class, refuse_lowercasing
+from distcse.models.loading import load_config, load_tokenizer, lowercase, model_class
 from distcse.models.st_format import Layout, backbone_folder, read_layout
-from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.weight_files import check_weights, require_module_weights, require_weights
 
 
@@ -60,10 +59,10 @@ class ModelFolder:
 
         Raises:
             EncoderError: As for `load_tokenizer`.
-            UnsupportedModelError: The model lowercases outside the tokenizer.
         """
         tokenizer = load_tokenizer(self.backbone, self.trust_remote_code, self.layout.tokenizer_settings)
-        refuse_lowercasing(self.root, self.layout, tokenizer)
+        if self.layout.lower_case:
+            lowercase(tokenizer)
         return tokenizer
 
     def check_config(self) -> None:
@@ -71,10 +70,9 @@ class ModelFolder:
 
         Raises:
             ModelLoadError: transformers cannot read the config.
-            UnsupportedModelError: The family is not supported, or needs more than a text's tokens.
+            UnsupportedModelError: The family is not supported.
         """
-        config = self.load_config()
-        refuse_other_inputs(self.backbone, model_class(config), config)
+        model_class(self.load_config())
 
     def check(self) -> None:
         """Refuse a model that would not load, as far as its config and its tokenizer tell.

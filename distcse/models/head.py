@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from distcse.errors import MissingWeightsError, ModelFormatError, UnsupportedModelError
+from distcse.errors import MissingWeightsError, ModelFormatError
 from distcse.losses.views import unit
+from distcse.models.st_files import VectorFile
 from distcse.models.weight_files import require_module_weights
 
 # A fixed table, because a class named by a model's file must not be imported.
@@ -23,71 +24,27 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.linear.Identity": nn.Identity,
     **{f"torch.nn.{kind.__name__}": kind for kind in _KINDS},
 }
-VECTOR_NAME = "sentence_embedding"
 
 
-@dataclass(frozen=True)
-class DenseShape:
-    """The config.json of a `Dense` module.
+def _known_activation(name: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"supported: {', '.join(kind.__name__ for kind in _KINDS)}")
+    return name
 
-    Attributes:
-        inputs: Input dimension.
-        outputs: Output dimension.
-        bias: Whether the linear map has a bias.
-        activation: Qualified name of the activation's class.
-        residual: Whether the input is added to the output.
-    """
 
-    inputs: int
-    outputs: int
+class DenseShape(VectorFile):
+    """The config.json of a `Dense` module: dimensions, bias, qualified name of the activation's class, residual."""
+
+    in_features: PositiveInt
+    out_features: PositiveInt
     bias: bool = True
-    activation: str = "torch.nn.modules.activation.Tanh"
-    residual: bool = False
-
-    @classmethod
-    def from_config(cls, file: Path, config: dict[str, Any]) -> DenseShape:
-        """Parse a module's config.json.
-
-        Args:
-            file: Its path, for errors.
-            config: Its content.
-
-        Raises:
-            ModelFormatError: The dimensions are missing or not positive integers.
-            UnsupportedModelError: The activation is not supported, or the module maps something else than the vector.
-        """
-        inputs, outputs = (config.get(key) for key in ("in_features", "out_features"))
-        if type(inputs) is not int or type(outputs) is not int or min(inputs, outputs) < 1:
-            raise ModelFormatError(
-                f"{file}: in_features and out_features are {inputs!r:.40} and {outputs!r:.40}, not positive integers"
-            )
-        activation = config.get("activation_function", cls.activation)
-        if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-            known = ", ".join(kind.__name__ for kind in _KINDS)
-            raise UnsupportedModelError(f"{file}: activation {activation!r:.100} is not supported; supported: {known}")
-        for key in ("module_input_name", "module_output_name"):
-            if config.get(key) not in (None, VECTOR_NAME):
-                raise UnsupportedModelError(
-                    f"{file}: {key} is {config[key]!r:.60}; distcse supports only {VECTOR_NAME}"
-                )
-        bias, residual = bool(config.get("bias", True)), bool(config.get("use_residual", False))
-        return cls(inputs, outputs, bias, activation, residual)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        residual = self.inputs * self.outputs if self.residual and self.inputs != self.outputs else 0
-        return self.inputs * self.outputs + (self.outputs if self.bias else 0) + residual
+    activation_function: Annotated[str, AfterValidator(_known_activation)] = "torch.nn.modules.activation.Tanh"
+    use_residual: bool = False
 
     def to_config(self) -> dict[str, Any]:
         """Return the content of config.json; `use_residual`, unknown to older readers, is written only when true."""
-        return {
-            "in_features": self.inputs,
-            "out_features": self.outputs,
-            "bias": self.bias,
-            "activation_function": self.activation,
-            **({"use_residual": True} if self.residual else {}),
-        }
+        names = {"module_input_name", "module_output_name", *(() if self.use_residual else ("use_residual",))}
+        return self.model_dump(exclude=names)
 
 
 class Dense(nn.Module):
@@ -96,10 +53,10 @@ class Dense(nn.Module):
     def __init__(self, shape: DenseShape) -> None:
         super().__init__()
         self.shape = shape
-        self.linear = nn.Linear(shape.inputs, shape.outputs, bias=shape.bias)
-        self.activation = _ACTIVATIONS[shape.activation]()
-        if shape.residual and shape.inputs != shape.outputs:
-            self.residual = nn.Linear(shape.inputs, shape.outputs, bias=False)
+        self.linear = nn.Linear(shape.in_features, shape.out_features, bias=shape.bias)
+        self.activation = _ACTIVATIONS[shape.activation_function]()
+        if shape.use_residual and shape.in_features != shape.out_features:
+            self.residual = nn.Linear(shape.in_features, shape.out_features, bias=False)
 
     @classmethod
     def load(cls, shape: DenseShape, file: Path) -> Dense:
@@ -123,9 +80,9 @@ class Dense(nn.Module):
         return dense
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Map (B, inputs) vectors to (B, outputs)."""
+        """Map (B, in_features) vectors to (B, out_features)."""
         mapped: Tensor = self.activation(self.linear(vectors))
-        if not self.shape.residual:
+        if not self.shape.use_residual:
             return mapped
         return mapped + (self.residual(vectors) if hasattr(self, "residual") else vectors)
 
@@ -155,12 +112,12 @@ def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], w
         if shape is None:
             head.append(Normalize())
             continue
-        if shape.inputs != width:
+        if shape.in_features != width:
             raise ModelFormatError(
-                f"{folder / path}: in_features is {shape.inputs}, but the previous module has dimension {width}"
+                f"{folder / path}: in_features is {shape.in_features}, but the previous module has dimension {width}"
             )
         head.append(Dense.load(shape, require_module_weights(folder, path)))
-        width = shape.outputs
+        width = shape.out_features
     return head
 
 

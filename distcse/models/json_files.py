@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ def read_json(file: Path, kind: type = dict) -> Any:
     """
     if not file.exists():
         return kind()
-    if is_lfs_pointer(file):
-        raise lfs_pointer_error(file)
+    refuse_pointer(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -35,30 +33,24 @@ def read_json(file: Path, kind: type = dict) -> Any:
     return content
 
 
-def is_lfs_pointer(file: Path) -> bool:
-    """Return whether a file is the pointer that a clone without Git LFS contains."""
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
-    except OSError:
-        return False
-
-
-def lfs_pointer_error(file: Path) -> ModelFormatError:
-    """Return the error for a Git LFS pointer; it names the command that downloads the file."""
-    return ModelFormatError(f"{file} is a Git LFS pointer, not the file; download it: git -C {file.parent} lfs pull")
-
-
 def leads_outside(name: str) -> bool:
     """Return whether a relative path in a model's file leads out of the model's folder."""
     return Path(name).is_absolute() or ".." in Path(name).parts
 
 
-def refuse_pointers(files: Iterable[Path]) -> None:
-    """Raise `ModelFormatError` if one of the files is a Git LFS pointer."""
-    for file in files:
-        if is_lfs_pointer(file):
-            raise lfs_pointer_error(file)
+def refuse_pointer(file: Path) -> None:
+    """Refuse the pointer that a clone without Git LFS has in place of a file.
+
+    Raises:
+        ModelFormatError: The file is a pointer; names the command that downloads it.
+    """
+    if not file.is_file():
+        return
+    with file.open("rb") as opened:
+        if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelFormatError(
+                f"{file} is a Git LFS pointer, not the file; download it: git -C {file.parent} lfs pull"
+            )
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -25,17 +25,16 @@ from distcse.errors import (
 )
 from distcse.gc_paused import gc_paused
 from distcse.models.fast.dropout import fast_dropout
+from distcse.models.fast.packing import has_known_layers
 from distcse.models.fast.switch import forbid_shortcuts
 from distcse.models.json_files import read_json, write_json
 from distcse.models.layers import require_layers
 from distcse.models.precision import halve_matrices
 from distcse.models.prompts import SENTENCE
 from distcse.models.st_format import Layout
-from distcse.models.text_inputs import refuse_other_inputs
 from distcse.models.vocabulary import (
-    refuse_broken_files,
     refuse_empty_vocabulary,
-    refuse_missing_reader,
+    refuse_pointers,
     tokenizer_load_error,
 )
 from distcse.recipe import EncoderSection, Pooling
@@ -89,9 +88,81 @@ def load_backbone(
     """
     config = load_config(folder, trust_remote_code, config_settings)
     kind = model_class(config)
-    refuse_other_inputs(folder, kind, config)
     if dropout is not None:
         set_dropout(config, dropout)
+    model, missing, unexpected = load_pretrained(kind, folder, config, max_length, "an encoder", trust_remote_code)
+    required = [key for key in missing if not key.startswith("pooler.")]
+    if required:
+        raise MissingWeightsError(
+            f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
+        )
+    backbone: nn.Module = model
+    _report_ignored(folder, model, unexpected)
+    require_finite(folder, backbone)
+    require_text_encoder(folder, backbone)
+    halve_matrices(backbone, dtype)
+    set_shortcuts(backbone, is_fast)
+    if missing:
+        backbone.pooler = None  # type: ignore[assignment]
+    elif getattr(backbone, "pooler", None) is not None:
+        # No pooling uses it: kept so that the saved folder is complete, but not trained.
+        backbone.pooler.requires_grad_(False)
+    return backbone
+
+
+def require_text_encoder(folder: Path, backbone: Any) -> None:
+    """Try a family on a few tokens, because families do not tell that they need more: an image, boxes around words, a language.
+
+    Args:
+        folder: The model's folder, for the error.
+        backbone: Its transformers encoder; families with shortcuts are known, and not tried.
+
+    Raises:
+        UnsupportedModelError: It has no token vectors for token ids and a mask alone.
+    """
+    # DPR's encoders wrap a BERT, and output one vector.
+    if backbone.base_model is backbone and has_known_layers(backbone):
+        return
+    ids, output = torch.ones(1, 2, dtype=torch.long), None
+    try:
+        with torch.inference_mode():
+            output = backbone(input_ids=ids, attention_mask=torch.ones_like(ids))
+        problem = "it has no last_hidden_state"
+    except (AttributeError, TypeError, ValueError) as error:  # what families raise for a missing input
+        problem = " ".join(str(error).split())[:200]
+    if getattr(output, "last_hidden_state", None) is None:
+        raise UnsupportedModelError(
+            f"{folder} is a {backbone.config.model_type} model, which needs more than a text's tokens ({problem}); "
+            "use a text encoder"
+        )
+
+
+def load_pretrained(
+    kind: Any,
+    folder: Path,
+    config: Any,
+    max_length: int | None,
+    what: str,
+    trust_remote_code: bool = False,
+    has_new_head: bool = False,
+) -> tuple[Any, list[str], list[str]]:
+    """Load safetensors into a transformers model in float32, and refuse weights of another shape than the config's.
+
+    Args:
+        kind: The transformers class, such as `AutoModel`.
+        folder: The folder of config and weights.
+        config: The model's config.
+        max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
+        what: What the model is loaded as, for the error.
+        trust_remote_code: Whether to run the folder's Python code.
+        has_new_head: Whether the head is random where the folder's has another shape.
+
+    Returns:
+        The model, the names of the weights that the folder lacks, and of those that the model does not use.
+
+    Raises:
+        ModelLoadError: transformers cannot load it, or config.json and weights do not fit.
+    """
     try:
         with gc_paused():  # imports the model family's module
             model, report = kind.from_pretrained(
@@ -105,46 +176,15 @@ def load_backbone(
                 attn_implementation=attention_of(max_length),
             )
     except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
-        raise ModelLoadError(
-            f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
-        ) from error
-    refuse_other_shapes(folder, report["mismatched_keys"])
-    missing = sorted(report["missing_keys"])
-    required = [key for key in missing if not key.startswith("pooler.")]
-    if required:
-        raise MissingWeightsError(
-            f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
-        )
-    backbone: nn.Module = model
-    _report_ignored(folder, model, sorted(report["unexpected_keys"]))
-    require_finite(folder, backbone)
-    halve_matrices(backbone, dtype)
-    set_shortcuts(backbone, is_fast)
-    if missing:
-        backbone.pooler = None  # type: ignore[assignment]
-    elif getattr(backbone, "pooler", None) is not None:
-        # No pooling uses it: kept so that the saved folder is complete, but not trained.
-        backbone.pooler.requires_grad_(False)
-    return backbone
-
-
-def refuse_other_shapes(folder: Path, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Refuse weights whose shape is not the config's.
-
-    Args:
-        folder: The model's folder.
-        mismatched: Name, shape in the file and shape by config.json, as transformers reports them.
-
-    Raises:
-        ModelLoadError: There are such weights.
-    """
-    weights = sorted(mismatched)
-    if weights:
+        raise ModelLoadError(f"{folder} cannot be loaded as {what}: {' '.join(str(error).split())[:400]}") from error
+    kept = f"{model.base_model_prefix}." if has_new_head and model.base_model_prefix else ""
+    if weights := sorted(weight for weight in report["mismatched_keys"] if weight[0].startswith(kept)):
         name, stored, configured = weights[0]
         raise ModelLoadError(
             f"{folder}: {len(weights)} weights do not have the shape that config.json gives, such as {name}: {tuple(stored)}, "
             f"not {tuple(configured)}; get config.json and weights of the same model"
         )
+    return model, sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
 
 
 def _report_ignored(folder: Path, backbone: Any, unexpected: Sequence[str]) -> None:
@@ -276,14 +316,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str,
 
     Raises:
         TokenizerMissingError: The folder has no tokenizer files.
-        ModelFormatError: A tokenizer file is empty or a Git LFS pointer.
+        ModelFormatError: A tokenizer file is a Git LFS pointer.
         TokenizerMismatchError: The tokenizer does not load, is slow, or has no vocabulary.
     """
     with gc_paused():
         from transformers import AutoTokenizer
 
-    refuse_broken_files(folder)
-    refuse_missing_reader(folder)
+    refuse_pointers(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, use_fast=True, trust_remote_code=trust_remote_code, **settings
@@ -296,6 +335,16 @@ def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str,
         )
     refuse_empty_vocabulary(folder, tokenizer)
     return tokenizer
+
+
+def lowercase(tokenizer: Any) -> None:
+    """Put lowercasing before a tokenizer's own normalization, unless it lowercases itself."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    backend = tokenizer.backend_tokenizer
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    if not own or own[0].normalize_str("A") != "a":
+        backend.normalizer = Sequence([Lowercase(), *own])
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, max_length: int) -> None:
@@ -396,7 +445,7 @@ def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, to
 
     Raises:
         EncoderSettingError: Pooling is `mask`, and the prompt lacks the mask token.
-        UnsupportedModelError: The model lowercases outside the tokenizer, has token types, or pools without the prompt.
+        UnsupportedModelError: The model has token types, or pools without the prompt.
     """
     if resolve_pooling(section, layout) == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
         raise EncoderSettingError(
@@ -426,20 +475,6 @@ def refuse_unpooled_prompt(name: str, layout: Layout, prompt: str) -> None:
         raise UnsupportedModelError(
             f"{name} pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
             "use another model, or one without a prompt"
-        )
-
-
-def refuse_lowercasing(folder: Path, layout: Layout, tokenizer: Any) -> None:
-    """Refuse a model that lowercases texts before a tokenizer that does not.
-
-    Raises:
-        UnsupportedModelError: As described.
-    """
-    normalizer = tokenizer.backend_tokenizer.normalizer
-    if layout.lower_case and (normalizer is None or normalizer.normalize_str("A") != "a"):
-        raise UnsupportedModelError(
-            f"{folder} lowercases texts (do_lower_case in sentence_bert_config.json), but its tokenizer does not; "
-            "save it with a tokenizer that lowercases"
         )
 
 

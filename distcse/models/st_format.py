@@ -6,11 +6,11 @@ both forms, and writes the legacy form that all of them, and sentence-transforme
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,35 +18,23 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distcse.errors import MissingWeightsError, ModelFormatError, UnsupportedModelError
-from distcse.models.head import VECTOR_NAME, Dense, DenseShape, head_weights
+from distcse.models.head import Dense, DenseShape, head_weights
 from distcse.models.json_files import leads_outside, read_json, write_json
 from distcse.models.pooling import NEEDS_ALL_LAYERS
-from distcse.models.st_settings import read_model_settings, read_transformer_settings
+from distcse.models.st_files import (
+    LEGACY_POOLINGS,
+    PoolingFile,
+    VectorFile,
+    read_model_file,
+    read_settings,
+    read_transformer_file,
+    without_places,
+)
 from distcse.models.weight_files import WEIGHTS, require_module_weights, write_checksums
 from distcse.recipe import Pooling
 from distcse.storage import ArtifactStore, open_store
 
-_LEGACY_KEYS: dict[Pooling, str] = {
-    "cls": "pooling_mode_cls_token",
-    "mean": "pooling_mode_mean_tokens",
-    "max": "pooling_mode_max_tokens",
-    "last_token": "pooling_mode_lasttoken",
-}
-_NEW_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last_token"}
-_OTHER_LEGACY_KEYS = ("pooling_mode_mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens")
-_LEGACY_NAMES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_lasttoken": "lasttoken",
-    **{key: key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in _OTHER_LEGACY_KEYS},
-}
-_POOLING_KEYS = (
-    *_LEGACY_NAMES,
-    *("pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension"),
-)
 _LIBRARY = "sentence_transformers."
-_ORDERED = ("Pooling", "Normalize", "Dense", "WeightedLayerPooling")
 _WITHOUT_EFFECT = ("Dropout",)
 """Modules that compute nothing at inference."""
 
@@ -95,50 +83,54 @@ def read_layout(folder: Path) -> Layout:
     """Read a folder's modules.json and the configuration files next to it.
 
     Raises:
-        UnsupportedModelError: distcse cannot reproduce a module.
+        UnsupportedModelError: distcse cannot reproduce a module or a setting.
         ModelFormatError: A file is malformed.
     """
     modules = [_module(folder, module) for module in read_json(folder / "modules.json", kind=list)]
     transformer = _transformer_path(folder, modules)
-    settings, text = read_model_settings(folder), read_transformer_settings(folder / transformer)
-    pools_prompt = True
-    pooling: Pooling | None = None
+    settings, text = read_model_file(folder), read_transformer_file(folder / transformer)
+    config_settings, tokenizer_settings = without_places(text.config_args), without_places(text.tokenizer_args)
+    max_length = tokenizer_settings.pop("model_max_length", text.max_seq_length)
+    pooling: PoolingFile | None = None
     averaged: Pooling | None = None
     head: list[tuple[str, DenseShape | None]] = []
     for path, kind in modules:
+        config = folder / path / "config.json"
         if kind == "Pooling" and pooling is None:
-            config = folder / path / "config.json"
-            pooling, pools_prompt = _pooling(config), bool(read_json(config).get("include_prompt", True))
+            if not config.is_file():
+                raise ModelFormatError(
+                    f"{config} does not exist, but modules.json names its folder; get the model again"
+                )
+            pooling = read_settings(config, PoolingFile)
         elif kind == "Normalize" and pooling is not None:
-            _refuse_other_names(folder / path / "config.json")
+            read_settings(config, VectorFile)
             head.append((path, None))
         elif kind == "Dense" and pooling is not None:
-            config = folder / path / "config.json"
-            head.append((path, DenseShape.from_config(config, read_json(config))))
+            head.append((path, read_settings(config, DenseShape)))
         elif kind == "WeightedLayerPooling" and pooling is None:
-            if _outputs_all_layers(folder / transformer, text.config_settings):
+            if _outputs_all_layers(folder / transformer, config_settings):
                 averaged = _layer_average(folder / path)
         elif kind != "Transformer" and kind not in _WITHOUT_EFFECT:
             raise _unsupported_module(folder, kind)
-    if averaged is not None and pooling != "mean":
+    if averaged is not None and (pooling is None or pooling.pooling != "mean"):
         raise UnsupportedModelError(
-            f"{folder} averages layers and pools {pooling!r}; an average of layers is supported with mean pooling only"
+            f"{folder} averages layers without mean pooling, which distcse does not support; use another model"
         )
     normalize = bool(head) and head[-1][1] is None
     return Layout(
-        averaged or pooling,
-        text.max_length,
+        averaged or (pooling.pooling if pooling is not None else None),
+        max_length,
         normalize,
         settings.default_prompt,
-        pools_prompt,
-        text.lower_case,
+        pooling is None or pooling.include_prompt,
+        text.do_lower_case,
         head[:-1] if normalize else head,
         transformer,
-        settings.prompts,
+        settings.named_prompts,
         settings.truncate_dim,
-        settings.similarity,
-        text.config_settings,
-        text.tokenizer_settings,
+        settings.similarity_fn_name,
+        config_settings,
+        tokenizer_settings,
     )
 
 
@@ -163,9 +155,8 @@ def _transformer_path(folder: Path, modules: Sequence[tuple[str, str]]) -> str:
 
 
 def _unsupported_module(folder: Path, kind: str) -> UnsupportedModelError:
-    order = " in another order" if kind in _ORDERED else ""
     return UnsupportedModelError(
-        f"{folder} has a {kind} module{order}, which distcse does not support; use a model without it"
+        f"{folder} has a {kind} module at a place where distcse does not support one; use a model without it"
     )
 
 
@@ -184,14 +175,6 @@ def _module(folder: Path, module: Any) -> tuple[str, str]:
             "run it. Use a model without it"
         )
     return path, kind.rsplit(".", 1)[-1]
-
-
-def _refuse_other_names(file: Path) -> None:
-    """Refuse a module that reads or writes something else than the sentence's vector."""
-    config = read_json(file)
-    for key in ("module_input_name", "module_output_name"):
-        if config.get(key) not in (None, VECTOR_NAME):
-            raise UnsupportedModelError(f"{file}: {key} is {config[key]!r:.60}; distcse supports only {VECTOR_NAME}")
 
 
 def _outputs_all_layers(backbone: Path, settings: Mapping[str, Any]) -> bool:
@@ -258,9 +241,8 @@ def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.
             write_json(folder / path / "config.json", module.shape.to_config())
             save_file(head_weights(module), folder / path / WEIGHTS)
     after_average: Pooling = "mean" if pooling in NEEDS_ALL_LAYERS else pooling
-    flags = {key: kind == after_average for kind, key in _LEGACY_KEYS.items()} | dict.fromkeys(
-        _OTHER_LEGACY_KEYS, False
-    )
+    name = "lasttoken" if after_average == "last_token" else after_average
+    flags = {key: mode == name for key, mode in LEGACY_POOLINGS.items()}
     write_json(
         folder / paths[after_pooling - 1] / "config.json",
         {"word_embedding_dimension": width, **flags, "include_prompt": layout.pools_prompt},
@@ -317,30 +299,4 @@ def _layer_average(folder: Path) -> Pooling:
         return "last_two_avg"
     raise UnsupportedModelError(
         f"{folder}: layer weights {weights} select neither the first and last nor the last two layers; use another model"
-    )
-
-
-def _refuse_unknown(file: Path, config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a module whose config.json has a setting that distcse does not use."""
-    unknown = next((key for key, value in config.items() if key not in known and value is not None), None)
-    if unknown is not None:
-        raise UnsupportedModelError(
-            f"{file}: {unknown} is {config[unknown]!r:.60}, which distcse does not support; use a model without it"
-        )
-
-
-def _pooling(file: Path) -> Pooling:
-    if not file.is_file():
-        raise ModelFormatError(f"{file} does not exist, but modules.json names its folder; get the model again")
-    config = read_json(file)
-    _refuse_unknown(file, config, _POOLING_KEYS)
-    chosen = config.get("pooling_mode")
-    if chosen is None:
-        flags = [key for key in _LEGACY_NAMES if config.get(key)]
-        chosen = [_LEGACY_NAMES[key] for key in flags] or ["mean"]  # sentence-transformers' default
-    names = [chosen] if isinstance(chosen, str) else chosen
-    if isinstance(names, list) and len(names) == 1 and names[0] in _NEW_NAMES:
-        return _NEW_NAMES[names[0]]
-    raise UnsupportedModelError(
-        f"{file}: pooling {chosen!r} is not supported; supported: {', '.join(get_args(Pooling))}"
     )

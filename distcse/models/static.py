@@ -19,7 +19,7 @@ from distcse.compat.model2vec import following_steps
 from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.host import pip_install
 from distcse.models.encoder import Encoder
-from distcse.models.json_files import read_json, refuse_pointers
+from distcse.models.json_files import read_json, refuse_pointer
 from distcse.models.loading import embedding_shape
 from distcse.models.st_format import replacing
 from distcse.storage import ArtifactStore
@@ -87,7 +87,8 @@ class StaticEncoder:
         require_model2vec(f"the static model {folder}")
         from model2vec import StaticModel
 
-        refuse_pointers(Path(folder).rglob("*.safetensors"))
+        for file in Path(folder).rglob("*.safetensors"):
+            refuse_pointer(file)
         try:
             return cls(StaticModel.from_pretrained(folder))
         except (SafetensorError, ValueError, KeyError, OSError) as error:

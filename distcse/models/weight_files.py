@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from distcse.errors import (
+    EncoderError,
     MissingWeightsError,
     ModelFormatError,
     ModelNotFoundError,
     PickledWeightsError,
     UnsupportedModelError,
 )
-from distcse.models.json_files import leads_outside, read_json, refuse_pointers
+from distcse.models.json_files import leads_outside, read_json, refuse_pointer
 from distcse.storage import checksum, dump_checked_json, load_checked_json
 
 WEIGHTS = "model.safetensors"
@@ -20,10 +20,6 @@ CHECKSUMS = Path("distcse") / "checksums.json"
 _INDEX = f"{WEIGHTS}.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _ADAPTER = "adapter_config.json"
-_AUTO_CLASSES = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-}
 _RESTORE = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
 
 
@@ -39,14 +35,18 @@ def require_weights(folder: Path) -> None:
     """
     _refuse_adapter(folder)
     shards = _shards(folder)
-    if shards:
-        lost = next((name for name in shards if not (folder / name).is_file()), None)
-        if lost is not None:
-            raise MissingWeightsError(f"{folder} lacks {lost}, which {_INDEX} names; download it again")
-    elif not (folder / WEIGHTS).is_file():
+    for name in shards:
+        if not (folder / name).is_file():
+            raise MissingWeightsError(f"{folder} lacks {name}, which {_INDEX} names; download it again")
+    if not shards and not (folder / WEIGHTS).is_file():
         raise _without_weights(folder)
-    refuse_pointers([folder / name for name in shards or [WEIGHTS]])
-    _refuse_quantized(folder)
+    for name in shards or [WEIGHTS]:
+        refuse_pointer(folder / name)
+    if read_json(folder / "config.json").get("quantization_config"):
+        raise UnsupportedModelError(
+            f"{folder} has quantized weights (quantization_config in config.json), which distcse does not load; use the "
+            "model's weights before quantization"
+        )
 
 
 def has_any_weights(folder: Path) -> bool:
@@ -67,17 +67,12 @@ def require_module_weights(root: Path, path: str) -> Path:
         ModelFormatError: The file is a Git LFS pointer.
     """
     file = root / path / WEIGHTS
-    refuse_pointers([file])
+    refuse_pointer(file)
     if file.is_file():
         return file
-    pickled = [found for pattern in _PICKLES for found in sorted((root / path).glob(pattern))]
-    refuse_pointers(pickled)
-    if pickled:
-        raise PickledWeightsError(
-            f"{root / path} has no {WEIGHTS}, and distcse does not load pickles; convert a trusted model: "
-            f"SentenceTransformer({str(root)!r}).save_pretrained(FOLDER)"
-        )
-    raise MissingWeightsError(f"{root / path} has no {WEIGHTS}; get the model again")
+    raise _pickles(root / path, f"SentenceTransformer({str(root)!r}).save_pretrained(FOLDER)") or MissingWeightsError(
+        f"{root / path} has no {WEIGHTS}; get the model again"
+    )
 
 
 def check_weights(folder: Path) -> None:
@@ -128,47 +123,33 @@ def _shards(folder: Path) -> list[str]:
 
 def _refuse_adapter(folder: Path) -> None:
     """Refuse a folder with an adapter, which transformers and sentence-transformers load on top of another model."""
-    if not (folder / _ADAPTER).is_file():
-        return
-    base = read_json(folder / _ADAPTER).get("base_model_name_or_path")
-    of = f" to {base}" if isinstance(base, str) and base else ""
-    raise UnsupportedModelError(
-        f"{folder} has an adapter{of}, which distcse does not load; merge it into its model (peft: merge_and_unload), and "
-        "save that model and its tokenizer"
-    )
-
-
-def _refuse_quantized(folder: Path) -> None:
-    settings = read_json(folder / "config.json").get("quantization_config")
-    if settings:
-        method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if (folder / _ADAPTER).is_file():
         raise UnsupportedModelError(
-            f"{folder} has quantized weights ({method or 'quantization_config'}), which distcse does not load; use the model's "
-            "weights before quantization"
+            f"{folder} has an adapter ({_ADAPTER}), which distcse does not load; merge it into its model (peft: "
+            "merge_and_unload), and save that model and its tokenizer"
         )
 
 
-def _without_weights(folder: Path) -> PickledWeightsError | MissingWeightsError | ModelNotFoundError:
-    if os.path.lexists(folder / WEIGHTS):
-        return MissingWeightsError(
-            f"{folder / WEIGHTS} is no file, but a folder or a link to a file that does not exist; get the model again"
-        )
-    pickled = [file for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
-    refuse_pointers(pickled)
-    if pickled:
-        return PickledWeightsError(
-            f"{folder} has {pickled[0].name} but no safetensors, and distcse does not load pickles; convert a trusted model: "
-            f"{_conversion(folder)}"
-        )
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
-    if others:
-        return MissingWeightsError(
-            f"{folder} has {others[0]}, but neither {WEIGHTS} nor {_INDEX}, which transformers loads; save the model again"
-        )
+def _without_weights(folder: Path) -> EncoderError:
+    if pickled := _pickles(folder, _conversion(folder)):
+        return pickled
     if inside := _models_inside(folder):
         several = f" (the newest of {len(inside)} models)" if len(inside) > 1 else ""
         return ModelNotFoundError(f"{folder} is no model's folder; write {inside[0]}{several}")
-    return MissingWeightsError(f"{folder} has no weights; add {WEIGHTS}")
+    return MissingWeightsError(f"{folder} has no weights: neither {WEIGHTS} nor {_INDEX}; get the model again")
+
+
+def _pickles(folder: Path, conversion: str) -> EncoderError | None:
+    """Return the error for weights that are pickles; None where there are none."""
+    pickled = [file for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    for file in pickled:
+        refuse_pointer(file)
+    if not pickled:
+        return None
+    return PickledWeightsError(
+        f"{folder} has {pickled[0].name} but no {WEIGHTS}, and distcse does not load pickles; convert a trusted model: "
+        f"{conversion}"
+    )
 
 
 def _models_inside(folder: Path) -> list[Path]:
@@ -184,9 +165,8 @@ def _models_inside(folder: Path) -> list[Path]:
 
 def _conversion(folder: Path) -> str:
     """Return Python code that saves a pickled model as safetensors, with its head, pooling and tokenizer."""
-    architectures = read_json(folder / "config.json").get("architectures")
-    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
-    kind = next((auto for end, auto in _AUTO_CLASSES.items() for name in names if name.endswith(end)), "AutoModel")
-    if (folder / "modules.json").is_file() and kind != "AutoModelForSequenceClassification":
+    named = read_json(folder / "config.json").get("architectures")
+    kind = str(named[0]) if isinstance(named, list) and named else "AutoModel"
+    if (folder / "modules.json").is_file() and not kind.endswith("ForSequenceClassification"):
         return f"SentenceTransformer({str(folder)!r}).save_pretrained(FOLDER)"
     return f"for kind in ({kind}, AutoTokenizer): kind.from_pretrained({str(folder)!r}).save_pretrained(FOLDER)"

@@ -100,7 +100,7 @@ def test_linear_layers_after_pooling_are_exported_and_copied(tiny: Callable[...,
     import onnx
 
     encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=16)
-    encoder.head.append(Dense(DenseShape(32, 8)))
+    encoder.head.append(Dense(DenseShape(in_features=32, out_features=8)))
     encoder.save(tmp_path / "model")
     (file,) = export_onnx(str(tmp_path / "model"), out=tmp_path / "out").files
     assert [output.name for output in onnx.load(file.file).graph.output] == ["sentence_embedding"]

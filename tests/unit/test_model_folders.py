@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,10 +24,7 @@ from distcse.errors import (
     ModelFormatError,
     ModelLoadError,
     ModelNotFoundError,
-    PickledWeightsError,
     TextInputError,
-    TokenizerMismatchError,
-    TokenizerMissingError,
     UnsupportedModelError,
 )
 from distcse.health.sources import check_model
@@ -49,12 +45,12 @@ from tests.models import (
     make_family,
     make_masked_lm,
     their_vectors,
-    without_tokenizer,
 )
 
 TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child"]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 SETTINGS, MODEL = "sentence_bert_config.json", "config_sentence_transformers.json"
+POOLING, NORMALIZE = "1_Pooling/config.json", "2_Normalize/config.json"
 
 
 def same(one: np.ndarray, other: np.ndarray) -> None:
@@ -125,16 +121,6 @@ def test_a_family_is_read_trained_and_saved_as_sentence_transformers_reads_it(
         same(their_vectors(tmp_path / "saved", TEXTS), vectors)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_as_a_teacher_embeds_as_sentence_transformers_does(
-    family: str, sentences: list[str], tmp_path: Path
-) -> None:
-    source = make_family(tmp_path / "source", family, sentences)
-    section = TeacherSection(backbone=str(source), pooling="mean", max_length=16, precision="fp32")
-    (vectors,) = cast(Encoder, kind_of(section).open_embedder()).encode_each([TEXTS], precision="fp32")
-    same(vectors, their_vectors(source, TEXTS))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
@@ -183,7 +169,7 @@ def test_a_family_whose_other_weights_depend_on_its_layers_keeps_them(
     same(their_vectors(tmp_path / "saved", TEXTS), encoder.encode(TEXTS))
 
 
-@pytest.mark.parametrize("family", ["m2m_100", "pegasus", "marian", "longt5", "switch_transformers"])
+@pytest.mark.parametrize("family", ["m2m_100", "longt5"])
 def test_a_family_with_a_decoder_is_refused_by_name(family: str, folder: Path, sentences: list[str]) -> None:
     source = make_family(folder.parent / "source", family, sentences)
     for name in ("config.json", "model.safetensors"):
@@ -208,12 +194,11 @@ def test_a_family_that_needs_more_than_tokens_is_refused(
     for name in ("config.json", "model.safetensors"):
         shutil.copy(source / name, folder)
     shutil.rmtree(folder / "distcse")
-    refused_everywhere(folder, UnsupportedModelError, family, named, "text encoder")
+    with fails_with(UnsupportedModelError, family, named, "text encoder"):
+        Encoder.load(folder)
     if family == "xmod":
-        cross = make_cross_encoder(folder.parent / "cross", source)
-        for use in (CrossEncoder.load, lambda path: CrossEncoder.fresh(path, 16)):
-            with fails_with(UnsupportedModelError, family, named):
-                use(cross)
+        with fails_with(UnsupportedModelError, family, named):
+            CrossEncoder.load(make_cross_encoder(folder.parent / "cross", source))
 
 
 @pytest.mark.parametrize(
@@ -300,15 +285,6 @@ def test_a_backbone_in_a_subfolder_is_read_everywhere(folder: Path) -> None:
     assert "Git LFS" in check_model(str(folder))[0].line
 
 
-@pytest.mark.parametrize("family", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
-def test_historic_names_of_the_settings_are_read(family: str, folder: Path) -> None:
-    (folder / SETTINGS).rename(folder / f"sentence_{family}_config.json")
-    change(folder / f"sentence_{family}_config.json", max_seq_length=5)
-    encoder = Encoder.load(folder)
-    assert encoder.max_length == 5
-    same(encoder.encode(TEXTS), their_vectors(folder, TEXTS))
-
-
 def test_settings_are_those_of_the_first_file_that_has_any(folder: Path) -> None:
     (folder / SETTINGS).write_text("{}")
     change(folder / "sentence_roberta_config.json", max_seq_length=4)
@@ -334,6 +310,7 @@ MEANINGFUL = [
     (SETTINGS, {"model_args": {"attn_implementation": "eager"}}),
     (SETTINGS, {"model_kwargs": {"dtype": "float32"}}),
     (SETTINGS, {"max_seq_length": 4}),
+    (SETTINGS, {"do_lower_case": True}),
     (SETTINGS, {"unpad_inputs": False}),
     (SETTINGS, {"query_length": 3, "document_length": 4}),
     (SETTINGS, {"tokenizer_args": {"truncation_side": "left", "model_max_length": 6}}),
@@ -350,16 +327,12 @@ MEANINGFUL = [
     ("config.json", {"output_hidden_states": True}),
     ("config.json", {"return_dict": False}),
     (SETTINGS, {"config_args": {"return_dict": False}}),
-    (
-        MODEL,
-        {"requirements": {"pytorch": ">=1", "python": {"specifier": ">=3", "reason": "old"}, "transformers": "new"}},
-    ),
-    ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}),
-    ("1_Pooling/config.json", {"pooling_mode": ["max"]}),
-    ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}),
-    ("1_Pooling/config.json", {"pooling_mode": ["cls"], "embedding_dimension": 32}),
-    ("1_Pooling/config.json", {"include_prompt": False}),
-    ("2_Normalize/config.json", {"module_input_name": "sentence_embedding"}),
+    (POOLING, {"pooling_mode_mean_tokens": False}),
+    (POOLING, {"pooling_mode": ["max"]}),
+    (POOLING, {"pooling_mode": "lasttoken"}),
+    (POOLING, {"pooling_mode": ["cls"], "embedding_dimension": 32}),
+    (POOLING, {"include_prompt": False}),
+    (NORMALIZE, {"module_input_name": "sentence_embedding"}),
 ]
 """Settings that distcse reads as sentence-transformers does."""
 
@@ -385,76 +358,53 @@ def test_padding_on_the_left_does_not_change_a_texts_vector(folder: Path) -> Non
     same(Encoder.load(folder).encode(TEXTS), alone)
 
 
-REFUSED: list[tuple[str, dict[str, Any], type[DistcseError], str]] = [
-    (MODEL, {"model_type": "SparseEncoder"}, UnsupportedModelError, "SparseEncoder"),
-    (MODEL, {"model_type": "MultiVectorEncoder"}, UnsupportedModelError, "MultiVectorEncoder"),
-    (MODEL, {"similarity_fn_name": "maxsim"}, UnsupportedModelError, "maxsim"),
-    (MODEL, {"truncate_dim": 0}, ModelFormatError, "truncate_dim"),
-    (MODEL, {"truncate_dim": -1}, ModelFormatError, "truncate_dim is -1, not a positive integer; write the number of"),
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (MODEL, {"model_type": "SparseEncoder"}, "model_type is 'SparseEncoder'"),
+    (MODEL, {"similarity_fn_name": "maxsim"}, "similarity_fn_name is 'maxsim'"),
+    (MODEL, {"truncate_dim": 0}, "truncate_dim is 0"),
+    (MODEL, {"truncate_dim": True}, "truncate_dim is True"),
     (
         MODEL,
-        {"truncate_dim": True},
-        ModelFormatError,
-        "truncate_dim is True, not a positive integer; write the number of",
+        {"default_prompt_name": "passage"},
+        "default_prompt_name is 'passage', which distcse does not support (it is none of the prompts: none)",
     ),
-    (MODEL, {"truncate_dim": "8"}, ModelFormatError, "truncate_dim"),
-    (MODEL, {"default_prompt_name": "passage"}, ModelFormatError, "default_prompt_name"),
-    (MODEL, {"prompts": {"query": 3}}, ModelFormatError, "prompts"),
-    (MODEL, {"prompts": ["query: "]}, ModelFormatError, "prompts"),
-    (MODEL, {"requirements": {"pytorch": ">=99"}}, UnsupportedModelError, "requires torch>=99"),
-    (MODEL, {"requirements": {"python": {"specifier": "<3"}}}, UnsupportedModelError, "requires python<3"),
-    (SETTINGS, {"tokenizer_args": {"model_max_length": None}}, UnsupportedModelError, "model_max_length is null"),
+    (MODEL, {"prompts": {"query": 3}}, "prompts.query is 3"),
+    (SETTINGS, {"max_seq_length": 0}, "max_seq_length is 0"),
+    (SETTINGS, {"model_args": {"num_labels": 2}}, "model_args.num_labels is set"),
+    (SETTINGS, {"tokenizer_args": 3}, "tokenizer_args is 3"),
+    (SETTINGS, {"config_kwargs": ["a"]}, "config_kwargs is ['a']"),
+    (SETTINGS, {"transformer_task": "fill-mask"}, "transformer_task is 'fill-mask'"),
+    (SETTINGS, {"query_expansion": {"length": 32}}, "query_expansion is {'length': 32}"),
+    (SETTINGS, {"module_output_name": "sentence_embedding"}, "module_output_name is 'sentence_embedding'"),
+    (SETTINGS, {"modality_config": {"image": {"method": "get_image_features"}}}, "modality_config.text is missing"),
     (
         SETTINGS,
-        {"modality_config": {"text": FORWARD}, "module_output_name": "sentence_embedding"},
-        UnsupportedModelError,
-        "module_output_name",
+        {"modality_config": {"text": {**FORWARD, "method": "encode"}}},
+        "modality_config.text.method is 'encode'",
     ),
-    (SETTINGS, {"model_args": {"num_labels": 2}}, UnsupportedModelError, "num_labels"),
-    (SETTINGS, {"model_kwargs": {"variant": "fp16"}}, UnsupportedModelError, "variant"),
-    (SETTINGS, {"tokenizer_args": 3}, ModelFormatError, "tokenizer_args"),
-    (SETTINGS, {"transformer_task": "fill-mask"}, UnsupportedModelError, "fill-mask"),
-    (SETTINGS, {"transformer_task": "text-generation"}, UnsupportedModelError, "text-generation"),
-    (SETTINGS, {"tokenizer_name_or_path": "other"}, UnsupportedModelError, "tokenizer_name_or_path"),
-    (SETTINGS, {"processing_kwargs": {"text": {"padding": "max_length"}}}, UnsupportedModelError, "processing_kwargs"),
-    (SETTINGS, {"query_expansion": {"length": 32}}, UnsupportedModelError, "query_expansion"),
-    (SETTINGS, {"pooled_layer": 4}, UnsupportedModelError, "pooled_layer"),
-    (SETTINGS, {"max_seq_length": "12"}, ModelFormatError, "max_seq_length"),
-    (SETTINGS, {"max_seq_length": 0}, ModelFormatError, "max_seq_length"),
+    (SETTINGS, {"modality_config": {"text": FORWARD, "message": FORWARD}}, "modality_config.message is"),
+    (POOLING, {"pooling_mode": ["cls", "mean"]}, "pooling_mode is ['cls', 'mean']"),
+    (POOLING, {"pooling_mode_cls_token": True}, "pooling_mode is ['cls', 'mean']"),
+    (POOLING, {"pooling_mode": "attention"}, "pooling_mode is 'attention'"),
     (
-        SETTINGS,
-        {"model_kwargs": {"quantization_config": {"load_in_4bit": True}}},
-        UnsupportedModelError,
-        "quantization",
+        POOLING,
+        {"pooling_mode_mean_tokens": False, "pooling_mode_weightedmean_tokens": True},
+        "pooling_mode is 'weightedmean'",
     ),
-    (SETTINGS, {"config_kwargs": ["a"]}, ModelFormatError, "config_args"),
-    (
-        SETTINGS,
-        {"modality_config": {"image": {"method": "get_image_features"}}},
-        UnsupportedModelError,
-        "text is computed by None",
-    ),
-    (SETTINGS, {"modality_config": {"text": FORWARD, "message": FORWARD}}, UnsupportedModelError, "chat template"),
-    ("1_Pooling/config.json", {"pooling_mode": ["cls", "mean"]}, UnsupportedModelError, "cls"),
-    ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, UnsupportedModelError, "cls"),
-    ("1_Pooling/config.json", {"pooling_mode": "weightedmean"}, UnsupportedModelError, "weightedmean"),
-    ("1_Pooling/config.json", {"pooling_mode": "attention"}, UnsupportedModelError, "attention"),
-    ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, UnsupportedModelError, "weightedmean"),
-    ("1_Pooling/config.json", {"pooling_mode_mean_sqrt_len_tokens": True}, UnsupportedModelError, "mean_sqrt_len"),
-    ("1_Pooling/config.json", {"skip_special_tokens": True}, UnsupportedModelError, "skip_special_tokens"),
-    ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, UnsupportedModelError, "token_embeddings"),
-    ("config.json", {"quantization_config": {"quant_method": "gptq"}}, UnsupportedModelError, "gptq"),
-    ("adapter_config.json", {"base_model_name_or_path": "other"}, UnsupportedModelError, "adapter to other"),
+    (POOLING, {"skip_special_tokens": True}, "skip_special_tokens is True"),
+    (NORMALIZE, {"module_input_name": "token_embeddings"}, "module_input_name is 'token_embeddings'"),
+    ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
+    ("adapter_config.json", {"base_model_name_or_path": "other"}, "merge_and_unload"),
 ]
 """Settings that distcse does not follow."""
 
 
-@pytest.mark.parametrize(("file", "values", "error", "named"), REFUSED)
+@pytest.mark.parametrize(("file", "values", "named"), REFUSED)
 def test_a_setting_that_is_not_followed_is_refused_by_name(
-    file: str, values: dict[str, Any], error: type[DistcseError], named: str, folder: Path
+    file: str, values: dict[str, Any], named: str, folder: Path
 ) -> None:
     change(folder / file, **values)
-    refused_everywhere(folder, error, str(folder), named)
+    refused_everywhere(folder, UnsupportedModelError, str(folder), named)
 
 
 def test_a_pooling_without_its_file_is_refused(folder: Path) -> None:
@@ -463,84 +413,7 @@ def test_a_pooling_without_its_file_is_refused(folder: Path) -> None:
     refused_everywhere(folder, ModelFormatError, str(folder / "1_Pooling" / "config.json"), "does not exist")
 
 
-def add_dense(folder: Path, **settings: Any) -> Path:
-    """Add a Dense module with random weights; `settings` replace those of its config."""
-    path = folder / "2_Dense"
-    path.mkdir()
-    torch.manual_seed(0)
-    config = {
-        "in_features": 32,
-        "out_features": 16,
-        "bias": True,
-        "activation_function": f"{ACTIVATION}.Tanh",
-        **settings,
-    }
-    weights = {"linear.weight": torch.randn(16, 32), "linear.bias": torch.randn(16)}
-    if config.get("use_residual"):
-        weights["residual.weight"] = torch.randn(16, 32)
-    save_file(weights, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config))
-    modules = json.loads((folder / "modules.json").read_text())
-    dense = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
-    normalize = {**modules[2], "idx": 3, "name": "3"}
-    (folder / "modules.json").write_text(json.dumps([*modules[:2], dense, normalize]))
-    return path
-
-
-ACTIVATION = "torch.nn.modules.activation"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"activation_function": "torch.nn.modules.linear.Identity"},
-        *({"activation_function": f"{ACTIVATION}.{name}"} for name in ("ReLU", "GELU", "SiLU", "Sigmoid")),
-        *({"activation_function": f"torch.nn.{name}"} for name in ("Identity", "Tanh", "GELU")),
-        {"use_residual": True},
-        {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"},
-    ],
-)
-def test_a_dense_module_is_computed_as_in_sentence_transformers(
-    settings: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
-    add_dense(folder, **settings)
-    encoder = Encoder.load(folder)
-    expected = their_vectors(folder, TEXTS)
-    same(encoder.encode(TEXTS), expected)
-    assert read_shape(EncoderSection(backbone=str(folder))).dimension == expected.shape[1] == 16
-    encoder.save(tmp_path / "saved")
-    same(their_vectors(tmp_path / "saved", TEXTS), expected)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "named"),
-    [
-        ({"activation_function": f"{ACTIVATION}.Hardtanh"}, UnsupportedModelError, "Hardtanh"),
-        ({"activation_function": "os.system"}, UnsupportedModelError, "os.system"),
-        ({"module_input_name": "token_embeddings"}, UnsupportedModelError, "token_embeddings"),
-        ({"out_features": None}, ModelFormatError, "out_features"),
-    ],
-)
-def test_a_dense_module_that_is_not_computed_is_refused(
-    settings: dict[str, Any], error: type[DistcseError], named: str, folder: Path
-) -> None:
-    add_dense(folder, **settings)
-    refused_everywhere(folder, error, "2_Dense/config.json", named)
-
-
-def test_a_dense_module_needs_its_weights(folder: Path) -> None:
-    file = add_dense(folder) / "model.safetensors"
-    file.write_bytes(POINTER)
-    refused_everywhere(folder, ModelFormatError, str(file), "Git LFS")
-    file.unlink()
-    refused_everywhere(folder, MissingWeightsError, str(file.parent))
-    (file.parent / "pytorch_model.bin").write_bytes(POINTER)
-    refused_everywhere(folder, ModelFormatError, "2_Dense/pytorch_model.bin", "Git LFS")
-    (file.parent / "pytorch_model.bin").write_bytes(b"")
-    refused_everywhere(folder, PickledWeightsError, str(file.parent), "save_pretrained")
-
-
-@pytest.mark.parametrize("size", [0, 4, 5000])
+@pytest.mark.parametrize("size", [0, 5000])
 def test_weights_that_were_not_copied_to_their_end_are_named(size: int, folder: Path) -> None:
     shutil.rmtree(folder / "distcse")
     content = (folder / "model.safetensors").read_bytes()
@@ -596,64 +469,22 @@ def test_a_start_with_other_labels_gets_a_new_head(
         CrossEncoder.fresh(start, 16)
 
 
-def test_an_adapter_alone_is_refused_before_its_pooling_is_asked_for(folder: Path) -> None:
-    bare = folder.parent / "bare"
-    bare.mkdir()
-    shutil.move(folder / "tokenizer.json", bare)
-    (bare / "adapter_config.json").write_text('{"base_model_name_or_path": "other", "peft_type": "LORA"}')
-    (bare / "adapter_model.safetensors").write_bytes(b"")
-    refused_everywhere(bare, UnsupportedModelError, "adapter to other", "merge_and_unload")
-
-
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "place"),
     [
-        "custom_st.Transformer",
-        "pylate.models.Dense",
-        *(
-            f"sentence_transformers.models.{kind}"
-            for kind in ("LayerNorm", "CNN", "LSTM", "BoW", "WordEmbeddings", "Router", "Asym", "StaticEmbedding")
-        ),
-        *("sentence_transformers.models.Pooling", "sentence_transformers.sparse_encoder.models.SpladePooling"),
+        ("custom_st.Transformer", 3),
+        ("sentence_transformers.models.LayerNorm", 3),
+        ("sentence_transformers.models.Pooling", 3),
+        ("sentence_transformers.models.Dense", 1),
+        ("sentence_transformers.base.modules.Router", 0),
+        ("sentence_transformers.models.StaticEmbedding", 0),
     ],
 )
-def test_modules_are_refused_by_name(kind: str, folder: Path) -> None:
+def test_modules_are_refused_by_name(kind: str, place: int, folder: Path) -> None:
     modules = json.loads((folder / "modules.json").read_text())
-    modules.append({"idx": 3, "name": "3", "path": "", "type": kind})
+    modules.insert(place, {"idx": 3, "name": "3", "path": "", "type": kind})
     (folder / "modules.json").write_text(json.dumps(modules))
-    with fails_with(UnsupportedModelError, str(folder), kind.rsplit(".", 1)[-1]):
-        Encoder.load(folder)
-
-
-def folder_of_modules(kind: str, encoder: Path, folder: Path) -> Path:
-    """Write a model as sentence-transformers does, whose first module is of another kind than Transformer."""
-    import sentence_transformers.base.modules as base
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
-    from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
-    from transformers import AutoTokenizer
-
-    made: list[Any]
-    if kind == "Router":
-        routes = {task: [base.Transformer(str(encoder)), modules.Pooling(32)] for task in ("query", "document")}
-        made = [base.Router(routes, default_route="document")]
-    elif kind == "BoW":
-        made = [modules.BoW(["a", "man"]), base.Dense(2, 3)]
-    elif kind == "WordEmbeddings":
-        made = [modules.WordEmbeddings(WhitespaceTokenizer(["a", "man"]), np.ones((2, 8))), modules.Pooling(8)]
-    else:
-        made = [modules.StaticEmbedding(AutoTokenizer.from_pretrained(encoder).backend_tokenizer, embedding_dim=8)]
-    SentenceTransformer(modules=made, device="cpu").save_pretrained(str(folder), create_model_card=False)
-    return folder
-
-
-@pytest.mark.parametrize("kind", ["Router", "BoW", "WordEmbeddings", "StaticEmbedding"])
-def test_a_model_without_a_transformer_is_refused_by_its_module(
-    kind: str, tiny: Callable[..., Path], tmp_path: Path
-) -> None:
-    """Some have no weights where a transformer has them, which is not what is wrong with them."""
-    folder = folder_of_modules(kind, tiny("bert"), tmp_path / "other")
-    refused_everywhere(folder, UnsupportedModelError, f"has a {kind} module")
+    refused_everywhere(folder, UnsupportedModelError, str(folder), kind.rsplit(".", 1)[-1])
 
 
 def test_modules_without_pooling_are_not_called_a_plain_folder(folder: Path) -> None:
@@ -710,62 +541,14 @@ def test_half_precision_weights_are_read_in_float32(dtype: torch.dtype, folder: 
     same(Encoder.load(folder).encode(TEXTS), theirs.encode(TEXTS, show_progress_bar=False))
 
 
-def test_weights_under_a_name_that_transformers_does_not_load_are_named(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
-    with fails_with(MissingWeightsError, "model.fp16.safetensors", "model.safetensors"):
-        Encoder.load(folder)
-
-
-def test_weights_that_are_no_file_are_named(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.unlink()
-    file.symlink_to(folder / "blob-that-was-deleted")
-    refused_everywhere(folder, MissingWeightsError, str(file), "a link to a file that does not exist")
-    file.unlink()
-    (folder / "pytorch_model.bin").write_bytes(POINTER)  # nothing to convert
-    refused_everywhere(folder, ModelFormatError, str(folder / "pytorch_model.bin"), "lfs pull")
-
-
 @pytest.mark.parametrize(
-    "name", ["config.json", "modules.json", "1_Pooling/config.json", MODEL, SETTINGS, "tokenizer.json"]
+    "name", ["config.json", POOLING, "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 )
 def test_a_git_lfs_pointer_is_named(name: str, folder: Path) -> None:
+    shutil.rmtree(folder / "distcse")
     (folder / name).write_bytes(POINTER)
     with fails_with(ModelFormatError, name, "Git LFS", "lfs pull"):
         Encoder.load(folder)
-
-
-@pytest.mark.parametrize("family", ["mpnet", "qwen3", "gpt2", "albert", "xlm-roberta", "mt5"])
-def test_a_folder_without_a_tokenizer_is_refused(family: str, sentences: list[str], tmp_path: Path) -> None:
-    bare = without_tokenizer(make_family(tmp_path / "source", family, sentences), tmp_path / "bare")
-    for pooling in ("mean", None):  # which the folder lacks too, and which would not help
-        section = EncoderSection(backbone=str(bare), pooling=pooling, max_length=8)
-        for use in (Encoder.from_section, TokenizerSpec.of):
-            with fails_with(TokenizerMissingError, str(bare), "tokenizer.json"):
-                use(section)
-    assert "no tokenizer" in check_model(str(bare))[0].line
-
-
-@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="SentencePiece is installed")
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("deberta-v2", "spm.model"),
-        ("xlm-roberta", "sentencepiece.bpe.model"),
-        ("albert", "spiece.model"),
-        ("mt5", "spiece.model"),
-        ("llama", "tokenizer.model"),
-    ],
-)
-def test_sentencepiece_alone_names_the_package(family: str, name: str, sentences: list[str], tmp_path: Path) -> None:
-    bare = without_tokenizer(make_family(tmp_path / "source", family, sentences), tmp_path / "bare")
-    (bare / name).write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    for pooling in ("mean", None):
-        section = EncoderSection(backbone=str(bare), pooling=pooling, max_length=8)
-        for use in (Encoder.from_section, TokenizerSpec.of):
-            with fails_with(TokenizerMismatchError, name, "pip install sentencepiece"):
-                use(section)
-    assert "pip install sentencepiece" in check_model(str(bare))[0].line
 
 
 def test_named_prompts_are_used_and_kept(folder: Path, tmp_path: Path) -> None:
@@ -840,7 +623,7 @@ def test_a_cross_encoders_activation_is_that_of_sentence_transformers(
     assert CrossEncoder.load(tmp_path / "fresh").activation.endswith("Sigmoid")
 
 
-@pytest.mark.parametrize("name", ["torch.nn.modules.activation.Softplus", "mine.Activation", "torch.sigmoid", 3])
+@pytest.mark.parametrize("name", ["torch.nn.modules.activation.Softplus", "torch.sigmoid", 3])
 def test_an_activation_that_is_not_computed_is_refused(name: Any, tiny_cross: Path, tmp_path: Path) -> None:
     cross = shutil.copytree(tiny_cross, tmp_path / "cross")
     change(cross / "config.json", sentence_transformers={"activation_fn": name})
@@ -970,7 +753,7 @@ def test_a_table_is_no_list_of_texts(encoder: Encoder) -> None:
     [
         (("ab", "cd"), ["pairs[0]", "'ab'", "[(first, second)]"]),
         ("ab", ["str", "[(first, second)]"]),
-        ([("a", "b"), ("a", None)], ["pairs[1]", "None"]),
+        ([("a", "b"), ("a", None)], ["pairs[1]", "None", "[(first, second)]"]),
         ([("a", "b", "c")], ["pairs[0]"]),
         ([("a", "\ud83d")], ["pairs[0]", "surrogate"]),
         (np.array("a"), ["ndarray"]),

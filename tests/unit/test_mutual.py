@@ -323,7 +323,7 @@ def test_an_unexpected_error_names_its_group_and_phase() -> None:
 def test_sequential_phases_start_from_the_previous_phases_model(alone: MakeRecipe, tmp_path: Path) -> None:
     overrides = ("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
     start = Encoder.from_section(alone().groups[0])
-    start.head.append(Dense(DenseShape(32, 8)))
+    start.head.append(Dense(DenseShape(in_features=32, out_features=8)))
     start.normalize = True
     start.save(tmp_path / "with-pooling")
     defined_by_model = (f"groups.0.backbone={tmp_path / 'with-pooling'}", "groups.0.pooling=null")

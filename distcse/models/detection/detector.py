@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distcse.compat.transformers import without_noise
 from distcse.data.collate import Tokens
 from distcse.device import default_device, is_gpu
-from distcse.errors import MissingWeightsError, ModelLoadError, TokenizerMismatchError, UnsupportedModelError
+from distcse.errors import MissingWeightsError, TokenizerMismatchError, UnsupportedModelError
 from distcse.losses.detection import Detection, detection
 from distcse.models import Encoder
 from distcse.models.attention import prepare_mask
@@ -26,7 +26,7 @@ from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.packing import short_cut
 from distcse.models.fast.switch import allows_shortcuts, forbid_shortcuts
 from distcse.models.folder import open_model
-from distcse.models.loading import attention_of, position_limit, refuse_other_shapes
+from distcse.models.loading import load_pretrained, position_limit
 from distcse.recipe import DetectionSection
 
 LOGITS_BYTES = 64_000_000
@@ -220,25 +220,12 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
             f"objective.detection.generator {section.generator} has another vocabulary than the student; "
             "a generator speaks the student's tokens (distilbert-base-uncased for BERT, distilroberta-base for RoBERTa)"
         )
-    try:
-        model, loading_info = AutoModelForMaskedLM.from_pretrained(
-            folder,
-            config=opened.load_config(),
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            dtype=torch.float32,
-            attn_implementation=attention_of(max_length),
-        )
-    except (OSError, ValueError, KeyError) as refused:
-        raise ModelLoadError(
-            f"{folder} cannot be loaded as a masked language model: {' '.join(str(refused).split())[:400]}"
-        ) from refused
-    refuse_other_shapes(folder, loading_info["mismatched_keys"])
-    if loading_info["missing_keys"]:
+    model, missing, _ = load_pretrained(
+        AutoModelForMaskedLM, folder, opened.load_config(), max_length, "a masked language model"
+    )
+    if missing:
         raise MissingWeightsError(
-            f"{folder} lacks the weights of its masked-language-model head, such as {sorted(loading_info['missing_keys'])[0]}; "
-            "they would be random"
+            f"{folder} lacks the weights of its masked-language-model head, such as {missing[0]}; they would be random"
         )
     loaded: nn.Module = model
     return loaded
