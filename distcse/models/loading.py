@@ -125,7 +125,7 @@ def require_text_encoder(folder: Path, backbone: Any) -> None:
         return
     ids, output = torch.ones(1, 2, dtype=torch.long), None
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):  # BigBird draws numbers
             output = backbone(input_ids=ids, attention_mask=torch.ones_like(ids))
         problem = "it has no last_hidden_state"
     except (AttributeError, TypeError, ValueError) as error:  # what families raise for a missing input

@@ -147,7 +147,7 @@ def _pickles(folder: Path, conversion: str) -> EncoderError | None:
     if not pickled:
         return None
     return PickledWeightsError(
-        f"{folder} has {pickled[0].name} but no {WEIGHTS}, and distcse does not load pickles; convert a trusted model: "
+        f"{folder} has {pickled[0].name} but no safetensors, and distcse does not load pickles; convert a trusted model: "
         f"{conversion}"
     )
 
