@@ -51,7 +51,7 @@ def refuse_empty_vocabulary(folder: Path, tokenizer: Any) -> None:
             return
     kind = type(tokenizer)
     reads = ", ".join(sorted({str(name) for name in kind.vocab_files_names.values()}))
-    raise _error(folder, f"a tokenizer without a vocabulary: {kind.__name__} reads {reads}, but the folder has ")
+    raise _error(folder, f"has a tokenizer without a vocabulary: {kind.__name__} reads {reads}, but the folder has ")
 
 
 def tokenizer_load_error(folder: Path, error: Exception) -> EncoderError:
@@ -59,7 +59,7 @@ def tokenizer_load_error(folder: Path, error: Exception) -> EncoderError:
     reason = " ".join(str(error).split())[:400]
     if "auto_map" in read_json(folder / "tokenizer_config.json"):  # custom code may read other files
         return TokenizerMismatchError(f"{folder} has a tokenizer that does not load: {reason}; {_describe_fix(folder)}")
-    return _error(folder, f"a tokenizer that does not load: {reason}; the folder has ")
+    return _error(folder, f"has a tokenizer that does not load: {reason}; the folder has ")
 
 
 def _error(folder: Path, problem: str) -> EncoderError:
@@ -67,7 +67,7 @@ def _error(folder: Path, problem: str) -> EncoderError:
     names = ", ".join(file.name for file in vocabulary_files(folder))
     if not names:
         return TokenizerMissingError(f"{folder} has no tokenizer: it has none of {_EXPECTED}; {_describe_fix(folder)}")
-    return TokenizerMismatchError(f"{folder} has {problem}{names}; {_describe_fix(folder)}")
+    return TokenizerMismatchError(f"{folder} {problem}{names}; {_describe_fix(folder)}")
 
 
 def _describe_fix(folder: Path) -> str:
