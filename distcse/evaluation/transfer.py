@@ -111,7 +111,7 @@ class TransferTask:
         """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
 
         Raises:
-            InsufficientLabelsError: A class has too few rows for the folds.
+            InsufficientLabelsError: A class has too few rows to split.
             EvaluationFormatError: A table is malformed.
         """
         train = Labelled.of(tables["all"] if "all" in tables else tables["train"])
@@ -120,7 +120,8 @@ class TransferTask:
         if (test is None or dev is None) and smallest < FOLDS:
             file = tables["all" if "all" in tables else "train"].file
             raise InsufficientLabelsError(
-                f"{file}: a label has {smallest} rows; add rows: {FOLDS} folds need {FOLDS} per label"
+                f"{file}: a label has {smallest} rows, too few to select the strength on a part of them; "
+                f"add rows: {FOLDS} per label"
             )
         return cls(name, train, dev, test)
 
