@@ -142,7 +142,7 @@ def describe_missing_column(column: str, columns: Sequence[str], separated: str 
 
 
 def _text(file: Path, column: str) -> Iterator[str]:
-    for _, line in _lines(file, text_per_line=True):
+    for _, line in numbered_lines(file, text_per_line=True):
         yield line
 
 
@@ -153,7 +153,7 @@ def _lines_of_old_macs(file: Path, line: int) -> CorpusFormatError:
 
 
 def _jsonl(file: Path, column: str) -> Iterator[str | None]:
-    for number, line in _lines(file, text_per_line=True):
+    for number, line in numbered_lines(file, text_per_line=True):
         if number == 1 and line.lstrip().startswith("["):
             raise CorpusFormatError(f"{file}, line 1: a JSON list, not JSON Lines; rename the file to end with .json")
         yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
@@ -161,7 +161,7 @@ def _jsonl(file: Path, column: str) -> Iterator[str | None]:
 
 def _json(file: Path, column: str) -> Iterator[str | None]:
     """Read a list of objects, as pandas and databases write it, or JSON Lines."""
-    lines = _lines(file)
+    lines = numbered_lines(file)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
         return
@@ -229,7 +229,7 @@ def csv_rows(file: Path, column: str | None = None) -> Iterator[list[str]]:
         CorpusFormatError: The file is malformed.
         MissingColumnError: The header lacks the column.
     """
-    numbered = _lines(file)
+    numbered = numbered_lines(file)
     lines = (line + "\n" for _, line in numbered)
     number, first = _next_written(numbered)
     named = _SEPARATOR_LINE.fullmatch(first.strip('\r\n"'))  # Excel reads it, and some tools write it
@@ -339,12 +339,16 @@ def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None
             raise CorpusFormatError(f"{file}, row {row}: {_describe_bad_byte(error)}") from None
 
 
-def _lines(file: Path, text_per_line: bool = False) -> Iterator[tuple[int, str]]:
+def numbered_lines(file: Path, text_per_line: bool = False) -> Iterator[tuple[int, str]]:
     """Yield numbered lines without their ends.
 
     Args:
         file: A file of text, perhaps compressed.
         text_per_line: Refuse lines that end with a carriage return alone, which would be one text.
+
+    Raises:
+        CorpusNotFoundError: The file cannot be opened.
+        CorpusFormatError: The file is damaged, or is not UTF-8.
     """
     number = 0
     try:

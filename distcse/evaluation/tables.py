@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.readers import csv_rows
+from distcse.data.readers import csv_rows, numbered_lines
 from distcse.errors import CorpusError, EvaluationDataError, EvaluationFormatError
 
 T = TypeVar("T")
@@ -23,7 +21,6 @@ T = TypeVar("T")
 ENDINGS = (".tsv", ".tsv.gz", ".parquet", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 _CSV = (".csv", ".csv.gz")
 _JSON = (".jsonl", ".jsonl.gz")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 _SPLITS = {"train": "train", "dev": "dev", "validation": "dev", "valid": "dev", "val": "dev", "test": "test"}
@@ -190,7 +187,7 @@ def _tab_separated(file: Path) -> Iterator[Sequence[str]]:
     header: list[str] | None = None
     number = 0
     for number, line in _lines(file, "\r"):
-        fields = line.rstrip("\r").split("\t")
+        fields = line.split("\t")
         if header is None:
             header = fields
             _check_distinct(file, header)
@@ -240,24 +237,13 @@ def _lines(file: Path, blank: str | None = None) -> Iterator[tuple[int, str]]:
     """Yield the lines with their numbers, without the blank ones at the end: those of only `blank`, by default of spaces."""
     pending: list[tuple[int, str]] = []
     try:
-        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as opened:
-            for number, raw in enumerate(opened, start=1):
-                line = _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
-                pending.append((number, line))
-                if line.strip(blank):
-                    yield from pending
-                    pending.clear()
-    except (OSError, EOFError, zlib.error) as error:
-        raise EvaluationFormatError(f"{file} cannot be read: {error}") from None
-
-
-def _decode(raw: bytes, file: Path, number: int) -> str:
-    try:
-        return raw.removesuffix(b"\n").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise EvaluationFormatError(
-            f"{file}, line {number}: byte {raw[error.start]:#04x} is not UTF-8; convert the file to UTF-8"
-        ) from None
+        for number, line in numbered_lines(file):
+            pending.append((number, line))
+            if line.strip(blank):
+                yield from pending
+                pending.clear()
+    except CorpusError as error:
+        raise EvaluationFormatError(str(error)) from None
 
 
 def _parquet(file: Path) -> Iterator[Sequence[str]]:
