@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Self, TextIO, cast
+from typing import Any, Literal, Self, TextIO, cast
 
 from distcse import host
-from distcse.compat.argparse import actions_of
 from distcse.errors import CommandLineError, DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
 from distcse.spelling import PATHS_BY_NAME, nearest
 
@@ -43,6 +42,9 @@ _LAUNCHERS = {
 _MODULE = "distcse."
 _RECIPE_OPTIONS = ("config", "config_file", "cfg", "recipe")
 """Options by which other programs take their configuration file."""
+
+_FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": "(__fish_complete_path (commandline -ct))"}
+"""shtab.FILE: shells complete files."""
 
 STATUSES = "Exit status: 0 done, 1 failed, 2 a mistake in what was asked, 3 no model is better than its start, 130 interrupted."
 
@@ -72,10 +74,13 @@ def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
         if not value.strip() and option != "--prompt":
             name = option if option.startswith("-") else "an argument"
             parser.error(f"{name} is empty, such as an unset shell variable; write a value, or leave it out")
-    dests = {action.dest for action in actions_of(parser)}
-    if "subcommand" not in dests and (hint := _hint_at_option(parser, words, takes_recipe="recipe" in dests)):
-        parser.error(hint)
-    return parser.parse_intermixed_args(words) if "overrides" in dests else parser.parse_args(words)
+    takes_overrides = parser.get_default("overrides") is not None
+    options, unknown = (parser.parse_known_intermixed_args if takes_overrides else parser.parse_known_args)(words)
+    # An option with a space in its value is an argument to argparse.
+    unknown += [word for word in getattr(options, "overrides", ()) if word.startswith("--")]
+    if unknown:
+        parser.error(_hint_at_option(parser, words, unknown, options))
+    return options
 
 
 def refuse_launchers() -> None:
@@ -95,21 +100,29 @@ def refuse_launchers() -> None:
             )
 
 
-def _hint_at_option(parser: argparse.ArgumentParser, words: Sequence[str], takes_recipe: bool) -> str:
-    """Describe what to write instead of the first unknown option; empty if all are known."""
-    known = [name for action in actions_of(parser) for name in action.option_strings]
-    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    unknown = [option for option in options if not any(name.startswith(option) for name in known)]
-    if not unknown:
-        return ""
-    close = nearest(unknown[0], known, cutoff=0.75)
-    name = unknown[0].removeprefix("--").replace("-", "_")
+def _hint_at_option(
+    parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str], options: argparse.Namespace
+) -> str:
+    """Describe what to write instead of the first unknown option.
+
+    Args:
+        parser: The command's parser.
+        words: The arguments.
+        unknown: Those that the parser does not know.
+        options: Those that it knows.
+    """
+    unknown_options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    if not unknown_options or "subcommand" in options:
+        return f"unrecognized arguments: {' '.join(unknown)}"
+    first = unknown_options[0]
+    close = nearest(first, [f"--{name.replace('_', '-')}" for name in vars(options)], cutoff=0.75)
+    name = first.removeprefix("--").replace("-", "_")
     is_setting = "." in name or name in PATHS_BY_NAME or name in _RECIPE_OPTIONS
-    if not takes_recipe or (close and not is_setting):
-        return f"no option {unknown[0]}{close}"
+    if "recipe" not in options or (close and not is_setting):
+        return f"no option {first}{close}"
     return (
-        f"no option {unknown[0]}: the recipe is the first word, and settings are key.path=value; write: "
-        f"{parser.prog} {shlex.join(_as_overrides(words, unknown))}"
+        f"no option {first}: the recipe is the first word, and settings are key.path=value; write: "
+        f"{parser.prog} {shlex.join(_as_overrides(words, unknown_options))}"
     )
 
 
@@ -132,6 +145,23 @@ def _as_overrides(words: Sequence[str], unknown: Sequence[str]) -> list[str]:
     if not recipe and others and not others[0].startswith("-"):
         recipe.append(others.pop(0))
     return [*recipe, *settings, *others]
+
+
+def add_recipe(
+    parser: argparse.ArgumentParser,
+    nargs: Literal["?"] | None = None,
+    help: str = "values that override the recipe's",
+) -> None:
+    """Add the arguments `recipe` and `overrides`.
+
+    Args:
+        parser: The command's.
+        nargs: `?` for a command that also works without a recipe.
+        help: What the overrides do.
+    """
+    recipe = parser.add_argument("recipe", nargs=nargs, help="a packaged recipe's name, or a YAML file")
+    recipe.complete = _FILES  # type: ignore[attr-defined]
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.path=value", help=help)
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distcse.command import exit_status, parse_command, program
+from distcse.command import add_recipe, exit_status, parse_command, program
 from distcse.gc_paused import gc_paused
 from distcse.recipe import BaseRecipe, StorageSection, read_recipe
 from distcse.storage import resolve_path
@@ -91,8 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Look at Python, torch, GPUs, Ray, DeepSpeed, limits and storage, and at a recipe's models and text.",
         epilog="Example: %(prog)s my-recipe.yaml",
     )
-    parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
+    add_recipe(parser, nargs="?")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     return parser
 

@@ -12,6 +12,7 @@ from distcse.command import (
     STATUSES,
     StopOnSignal,
     add_output_options,
+    add_recipe,
     exit_status,
     parse_command,
     program,
@@ -131,8 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Embed a corpus once by every teacher of a recipe, for all later runs; or see first how far they agree.",
         epilog=f"Example: %(prog)s my-recipe.yaml --compare. {STATUSES}",
     )
-    parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
+    add_recipe(parser)
     parser.add_argument(
         "--compare",
         action="store_true",

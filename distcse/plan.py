@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from distcse.command import exit_status, parse_command, program
+from distcse.command import add_recipe, exit_status, parse_command, program
 from distcse.errors import ClusterTooSmallError, CommandLineError
 from distcse.gc_paused import gc_paused
 from distcse.recipe import read_recipe
@@ -64,8 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Example: %(prog)s rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 "
         "--gpus 1 8 64 512 1000",
     )
-    parser.add_argument("recipe", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
+    add_recipe(parser)
     parser.add_argument(
         "--cluster",
         default="local",

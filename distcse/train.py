@@ -14,6 +14,7 @@ from distcse.command import (
     ErrorStatus,
     StopOnSignal,
     add_output_options,
+    add_recipe,
     add_start_options,
     parse_command,
     program,
@@ -196,8 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Example: %(prog)s rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025. "
         + STATUSES,
     )
-    parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the recipe's")
+    add_recipe(parser, nargs="?")
     parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
     parser.add_argument(
         "--rerun",

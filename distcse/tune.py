@@ -14,6 +14,7 @@ from distcse.command import (
     STATUSES,
     StopOnSignal,
     add_output_options,
+    add_recipe,
     add_start_options,
     exit_status,
     parse_command,
@@ -246,13 +247,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Example: %(prog)s rankcse-listnet-bert-base --space rankcse-listnet "
         f"corpus.path=text.txt.gz evaluation.data=data sweep.search.trials=48. {STATUSES}",
     )
-    parser.add_argument("recipe", nargs="?", help="a packaged recipe's name, or a YAML file")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key.path=value",
-        help="values that override the recipe's; sweep.key=value overrides the space's",
-    )
+    add_recipe(parser, nargs="?", help="values that override the recipe's; sweep.key=value overrides the space's")
     parser.add_argument("--space", metavar="SPACE", help="the search space: a packaged one's name, or a YAML file")
     parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
     add_start_options(parser, "sweep", "recipe, space, text, labelled sets, models and cluster")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import re
 import subprocess
@@ -19,7 +18,6 @@ from torch import Tensor
 
 import distcse
 from distcse.compat import deepspeed as compat_deepspeed
-from distcse.compat.argparse import actions_of, subcommands_of
 from distcse.compat.datasets import split_fingerprint
 from distcse.compat.model2vec import following_steps
 from distcse.compat.torch import (
@@ -47,7 +45,7 @@ def test_no_other_module_uses_private_names() -> None:
     assert len(files) > 100 and not found
 
 
-@pytest.mark.parametrize("library", ["torch", "transformers", "deepspeed", "datasets", "model2vec", "argparse"])
+@pytest.mark.parametrize("library", ["torch", "transformers", "deepspeed", "datasets", "model2vec"])
 def test_a_module_imports_only_its_own_library(library: str) -> None:
     code = (
         f"import sys, distcse.compat.{library}\n"
@@ -223,12 +221,3 @@ def test_names_of_datasets(tmp_path: Path) -> None:
     one.save_to_disk(str(tmp_path / "saved"))
     first, second = (datasets.load_from_disk(str(tmp_path / "saved")) for _ in range(2))
     assert split_fingerprint(first) == split_fingerprint(second)
-
-
-def test_names_of_argparse() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--first", choices={"a": 1})
-    commands = parser.add_subparsers()
-    found = [commands.add_parser("one"), commands.add_parser("two")]
-    assert [action.option_strings for action in actions_of(parser)] == [["-h", "--help"], ["--first"], []]
-    assert [subcommands_of(action) for action in actions_of(parser)] == [[], [], found]
