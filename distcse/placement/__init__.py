@@ -1,1 +1,1 @@
-"""Placement of a run on a cluster: nodes, requests for their resources, and how GPUs are shared out. Independent of Ray."""
+"""Placement of a run on a cluster: nodes, requests for their resources, and the GPUs of processes. Independent of Ray."""

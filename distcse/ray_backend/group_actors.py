@@ -14,7 +14,7 @@ from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, 
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import PairScorer
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
-from distcse.placement.gpu_shares import process_group_backend
+from distcse.placement.gpu_plan import process_group_backend
 from distcse.ray_backend.assigned_resources import use_gpus
 from distcse.ray_backend.event_channel import reporter_of
 from distcse.ray_backend.heartbeat import HeartbeatActor

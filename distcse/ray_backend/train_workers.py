@@ -29,7 +29,7 @@ from distcse.errors import (
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.distillation.resources import RunResources
 from distcse.gc_paused import gc_paused
-from distcse.placement.gpu_shares import process_group_backend
+from distcse.placement.gpu_plan import process_group_backend
 from distcse.placement.resources import Node, Resources, count_fitting, format_resources
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import was_started_here, worker_environment

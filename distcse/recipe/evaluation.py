@@ -21,8 +21,7 @@ class AsyncEvalSection(Section):
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPUs of the process."""
     gpus: Gpus | None = None
-    """GPUs of the process, or a fraction of one; null assigns a quarter of one, or less, where that fits next to the workers.
-    A larger number is lowered to that, with a warning, if the workers would otherwise get no GPU."""
+    """GPUs of the process, or a fraction of one; null assigns a quarter of one, where the nodes have GPUs."""
 
 
 class RankInferenceSection(Section):

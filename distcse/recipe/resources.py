@@ -17,8 +17,8 @@ class ResourcesSection(Section):
     """Resources that a run may use."""
 
     gpu: GpuMode = "auto"
-    """`auto` shares the GPUs out, says at the start which process gets how much, and warns of each that gets none on a
-    cluster that has some. `required` refuses to start unless every process that computes with a model gets a GPU. `none`
+    """`auto` gives a worker a GPU and a helper a quarter of one where the nodes have GPUs, and says at the start which process
+    gets how much or runs on CPUs. `required` refuses to start unless every process that computes with a model gets a GPU. `none`
     hides all GPUs from the run."""
     wait_s: Annotated[float, Field(ge=0)] = 0
     """Seconds that a run waits at its start for a cluster's autoscaler to start the nodes that it needs. 0 refuses a run for

@@ -166,8 +166,7 @@ class TeachersSection(Section):
     wait without work, and take part once there is one."""
     gpus_per_actor: Gpus | None = None
     """GPUs, or a fraction of one, of each embedding actor and of each server that runs live or in rank space. null assigns
-    embedding actors one GPU each (a part of one if there are fewer GPUs than `embedding_workers`), and servers, which run during
-    training, what fits next to the workers."""
+    embedding actors one GPU each, and servers, which run during training, a quarter of one, where the nodes have GPUs."""
     node_labels: Labels | None = None
     """Node labels that embedding actors and servers require; null allows any node."""
     num_servers: Annotated[int, Field(ge=1)] = 1

@@ -170,8 +170,7 @@ class TrainingSection(LoopSection):
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, or a fraction of one. null assigns each worker one GPU, or more than half of one next to servers and the
-    dev-score process, and none where there are fewer GPUs than workers. With at most 0.5, two workers may be placed on one GPU,
+    """GPUs per worker, or a fraction of one. null assigns each worker one GPU, where the nodes have GPUs. With at most 0.5, two workers may be placed on one GPU,
     which needs engine: torch, because NCCL refuses it."""
     node_labels: Labels | None = None
     """Node labels that workers require; null allows any node."""

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distcse.placement.gpu_plan import GpuPlan, plan_gpus
-from distcse.placement.gpu_shares import GpuRole
+from distcse.placement.gpu_plan import GpuPlan, GpuRole
 from distcse.placement.resources import Node, ResourceRequest, Resources, count_fitting
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
 from distcse.recipe.resources import least_gpus
@@ -53,22 +51,14 @@ def plan_embedding(
 
     kinds = [kind_of(teacher) for teacher in (section.encoders if teachers is None else teachers)]
     if not any(kind.uses_gpu and kind.uses_table(section.mode) for kind in kinds):
-        return plan_gpus([], nodes, mode)
+        return GpuPlan([], nodes, mode)
     usable = [node.resources for node in nodes if node.has(section.node_labels)]
-    gpus = min(section.gpus_per_actor or 1.0, max((node.get("GPU", 0.0) for node in usable), default=0.0))
-    number = section.embedding_workers or (max(1, count_fitting(usable, {"GPU": gpus})) if gpus else 1)
+    gpus, is_elastic = section.gpus_per_actor or 1.0, section.embedding_workers is not None
+    number = section.embedding_workers or max(1, count_fitting(usable, {"GPU": gpus}))
     number = number if most is None else min(number, most)
-    role = GpuRole(
-        EMBEDDING,
-        number,
-        section.node_labels,
-        section.gpus_per_actor,
-        "teachers.embedding_workers",
-        _GPU_KEY,
-        counts=range(1, number),
-        is_elastic=section.embedding_workers is not None,
+    return GpuPlan(
+        [GpuRole(EMBEDDING, number, section.node_labels, section.gpus_per_actor, False, is_elastic)], nodes, mode
     )
-    return replace(plan_gpus([role], nodes, "none" if mode == "none" else "auto"), mode=mode)
 
 
 def request_embedding_actors(section: TeachersSection, count: int, each: Resources) -> ResourceRequest:
@@ -101,18 +91,7 @@ def server_roles(section: TeachersSection, reads_tables_itself: bool = False) ->
     number = section.num_servers * sum(_computes(kind, section.mode) for kind in served)
     if not number:
         return []
-    return [
-        GpuRole(
-            SERVERS,
-            number,
-            section.node_labels,
-            section.gpus_per_actor,
-            "teachers.num_servers",
-            _GPU_KEY,
-            is_helper=True,
-            may_start_first=section.num_servers == 1,  # as `served` starts them on a single node
-        )
-    ]
+    return [GpuRole(SERVERS, number, section.node_labels, section.gpus_per_actor, is_helper=True)]
 
 
 def server_demands(section: TeachersSection, gpus: float) -> list[ResourceRequest]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distcse.errors import ClusterTooSmallError
 from distcse.experiments.registry import experiment_of
 from distcse.experiments.trials import TrialGpus, TrialRequest
-from distcse.placement.gpu_plan import GpuPlan, plan_gpus
-from distcse.placement.gpu_shares import GpuRole
+from distcse.placement.gpu_plan import GpuPlan, GpuRole, plan_gpus
 from distcse.placement.resources import (
     Node,
     ResourceRequest,
     Resources,
     count_fitting,
     even_share,
+    find_shortfall,
     format_nodes,
     format_resources,
     nodes_with,
+    refuse_impossible,
 )
 from distcse.recipe import BaseRecipe, GpuMode, Sweep
 from distcse.recipe.resources import least_gpus
@@ -103,16 +104,20 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
     request = experiment_of(recipe).trials.request
     can_wait = recipe.resources.wait_s > 0
     plan = _plan_training(request, _trials_at_once(recipe, sweep), nodes, recipe.gpu_mode)
-    plan.require_room()
     gpu, server_gpus = plan.of(_TRIALS), plan.of(SERVERS)
+    servers = [] if request.teachers is None else server_demands(request.teachers, server_gpus)
+    refuse_impossible(servers, nodes)
     nodes_with(nodes, request.node_labels, "training.node_labels")
-    left = _without_servers(request, server_gpus, [node.resources for node in nodes])
+    left = [node.resources for node in nodes]
+    for demand in servers:
+        left = _without(left, demand.number, demand.each)
     left = [free for node, free in zip(nodes, left, strict=True) if node.has(request.node_labels)]
     workers, cpu = request.workers, request.cpus_per_worker
     each, trainer_cpus = max(1, workers), _TRAINER_CPUS if workers > 1 else 0.0
     left = [node for node in left if count_fitting([node], {"GPU": gpu})]
     fits = count_fitting(left, {"CPU": (cpu or 1) + trainer_cpus / each, "GPU": gpu}) // each
-    concurrent = sweep.search.concurrent or _safe_number(plan, each, max(1, fits))
+    trial = ResourceRequest("a trial", each, {"CPU": cpu or 1.0, "GPU": gpu}, request.node_labels, "", {})
+    concurrent = sweep.search.concurrent or _number_beside(servers, trial, max(1, fits), nodes)
     at_once = min(concurrent, max(1, fits)) if can_wait else concurrent
     total_workers = each * concurrent
     left = _without(left, at_once, {"CPU": trainer_cpus})
@@ -120,9 +125,9 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
     one = {"CPU": cpu, "GPU": gpu}
     if count_fitting(left, one) < (each if can_wait else total_workers):
         raise ClusterTooSmallError(
-            f"{concurrent} concurrent trials need {total_workers} training workers of {format_resources(one)} each, none of them "
-            f"across nodes, but the free resources ({format_nodes(left)}) fit {count_fitting(left, one)}; lower "
-            "search.concurrent, training.workers, training.cpus_per_worker or training.gpus_per_worker"
+            f"{concurrent} concurrent trials need {total_workers} training workers of {format_resources(one)} each, none of "
+            f"them across nodes, but the resources that servers leave ({format_nodes(left)}) fit {count_fitting(left, one)}; "
+            "lower search.concurrent, training.workers, training.cpus_per_worker or training.gpus_per_worker"
         )
     labels, threads = request.node_labels, request.leaves_threads
     return TrialResources(concurrent, cpu, gpu, workers, labels, can_wait, threads, server_gpus)
@@ -151,44 +156,32 @@ def _trials_at_once(recipe: BaseRecipe, sweep: Sweep) -> int:
 
 def _plan_training(request: TrialRequest, trials_at_once: int, nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
     """Decide the GPUs of the trials that run at once, and of the servers that they share."""
-    trials = GpuRole(
-        _TRIALS,
-        max(1, request.workers) * trials_at_once,
-        request.node_labels,
-        request.gpus_per_worker,
-        "search.concurrent" if request.workers <= 1 else "training.workers",
-        "training.gpus_per_worker",
-        needs_own_gpu=request.workers > 1,
-    )
+    number = max(1, request.workers) * trials_at_once
+    trials = GpuRole(_TRIALS, number, request.node_labels, request.gpus_per_worker)
     servers = [] if request.teachers is None else server_roles(request.teachers, request.workers <= 1)
     return plan_gpus([trials, *servers], nodes, mode)
 
 
-def _safe_number(plan: GpuPlan, workers: int, most: int) -> int:
-    """Return the largest number of trials that leave the servers their GPUs on whichever nodes the trials start.
-
-    Args:
-        plan: GPUs of the trials and servers.
-        workers: Training workers of a trial.
-        most: Number of trials for which the cluster has room.
-    """
-    safe = (count for count in range(most, 0, -1) if plan.with_number(_TRIALS, count * workers).stranded is None)
-    return next(safe, most)
-
-
-def _without_servers(request: TrialRequest, gpus: float, nodes: Sequence[Resources]) -> list[Resources]:
-    """Return the nodes' resources without those of the teachers' servers."""
-    left = list(nodes)
-    for demand in server_demands(request.teachers, gpus) if request.teachers is not None else []:
-        left = _without(left, demand.number, demand.each)
-    return left
+def _number_beside(servers: Sequence[ResourceRequest], trial: ResourceRequest, most: int, nodes: Sequence[Node]) -> int:
+    """Return how many trials, up to `most`, leave labelled servers room on whichever nodes the trials start."""
+    if not any(server.labels for server in servers):
+        return most
+    for count in range(most, 0, -1):
+        trials = replace(trial, number=trial.number * count)
+        if find_shortfall([trials, *servers], nodes, in_start_order=True) is None:
+            return count
+    return most
 
 
 def _without(nodes: Sequence[Resources], number: int, each: Resources) -> list[Resources]:
-    """Return what is left on nodes after placing `number` processes, each on the node with the most GPUs, then CPUs, left."""
-    kind = "GPU" if each.get("GPU") else "CPU"
+    """Return what is left on nodes after placing `number` processes: on the rest of a GPU, else where most CPUs are left."""
     left = [dict(node) for node in nodes]
     for _ in range(number):
-        most = max(left, key=lambda node: (node.get(kind, 0.0), node.get("CPU", 0.0)), default={})
-        most.update({name: max(0.0, most.get(name, 0.0) - amount) for name, amount in each.items() if amount})
+        usable = [node for node in left if node.get("GPU", 0.0) >= each.get("GPU", 0.0)] or left
+        chosen = max(
+            usable,
+            key=lambda node: (bool(each.get("GPU")) * node.get("GPU", 0.0) % 1, node.get("CPU", 0.0)),
+            default={},
+        )
+        chosen.update({name: max(0.0, chosen.get(name, 0.0) - amount) for name, amount in each.items() if amount})
     return list(left)

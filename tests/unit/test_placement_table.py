@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from distcse.errors import ClusterTooSmallError, GpuRequiredError, InvalidValueError, NodeLabelError
-from distcse.experiments.distillation.gpus import plans_of_run
-from distcse.experiments.distillation.resources import plan_run
+from distcse.experiments.distillation.resources import plan_run, plans_of_run
 from distcse.experiments.mutual.resources import plan_groups
-from distcse.placement.gpu_plan import GpuPlan, describe_plans
-from distcse.placement.gpu_shares import GpuRole, process_group_backend, share_gpus
+from distcse.placement.gpu_plan import GpuPlan, describe_plans, process_group_backend
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe, Sweep
 from distcse.teachers.resources import server_resources
@@ -37,44 +34,47 @@ class Row(NamedTuple):
     """GPUs of each node, with the node's role if it has a label: `8`, `4 4`, `2:students`."""
     overrides: str
     """What the recipe sets, besides two teachers."""
-    expected: str
+    gets: str
     """The plan of the training."""
-    num_warnings: int = 0
+    too_few: str
+    """The sum of an error, if the plan does not fit."""
 
 
-def row(gpus: str, *overrides: str, gets: str, warns: int = 0) -> Row:
-    return Row(gpus, "\n".join(overrides), gets, warns)
+def row(gpus: str, *overrides: str, gets: str = "", too_few: str = "") -> Row:
+    return Row(gpus, "\n".join(overrides), gets, too_few)
 
 
 RUNS = [
     # No GPUs: nothing to share, nothing to say.
     row("0", "training.workers=4", gets="training workers none"),
-    # Enough for all: an entire GPU each.
+    # A GPU for a worker, a quarter for a helper.
     row("1", "training.workers=1", gets="training workers 1 x 1"),
     row("4", "training.workers=4", gets="training workers 4 x 1"),
     row("0 4", "training.workers=4", gets="training workers 4 x 1"),
-    row("4", "training.workers=1", LIVE, gets="training workers 1 x 1, teacher servers 2 x 1"),
-    row("2", "training.workers=1", RANK, gets="training workers 1 x 1, teacher servers 1 x 1"),
+    row("4", "training.workers=1", LIVE, gets="training workers 1 x 1, teacher servers 2 x 0.25"),
+    row("2", "training.workers=1", RANK, gets="training workers 1 x 1, teacher servers 1 x 0.25"),
     row("2", "training.workers=1", ASYNC, gets="training workers 1 x 1, dev-score evaluator 1 x 0.25"),
-    # One GPU: student, teachers and evaluation share it.
-    row("1", "training.workers=1", ASYNC, gets="training workers 1 x 0.75, dev-score evaluator 1 x 0.25"),
-    row("1", "training.workers=1", RANK, gets="training workers 1 x 0.75, teacher servers 1 x 0.25"),
-    row("1", "training.workers=1", LIVE, gets="training workers 1 x 0.6, teacher servers 2 x 0.2"),
     row(
-        "1",
-        "training.workers=1",
-        LIVE,
-        ASYNC,
-        gets="training workers 1 x 0.5, teacher servers 2 x 0.125, dev-score evaluator 1 x 0.125",
+        "8",
+        "training.workers=4",
+        "teachers.num_servers=3",
+        RANK,
+        gets="training workers 4 x 1, teacher servers 3 x 0.25",
     ),
-    # What the recipe sets is kept; what it leaves null gets the rest.
-    row(
-        "1",
-        "training.workers=1",
-        LIVE,
-        "teachers.gpus_per_actor=0.25",
-        gets="training workers 1 x 0.5, teacher servers 2 x 0.25",
-    ),
+    # Too few: one error with the sum.
+    row("1", "training.workers=1", ASYNC, too_few="needs 1.25 GPUs"),
+    row("1", "training.workers=1", RANK, too_few="needs 1.25 GPUs"),
+    row("1", "training.workers=1", LIVE, too_few="needs 1.5 GPUs"),
+    row("1", "training.workers=1", LIVE, ASYNC, too_few="needs 1.75 GPUs"),
+    row("8", "training.workers=8", ASYNC, too_few="needs 8.25 GPUs"),
+    row("4 4", "training.workers=8", LIVE, too_few="needs 8.5 GPUs"),
+    row("4", "training.workers=4", LIVE, ASYNC, too_few="needs 4.75 GPUs"),
+    row("1", "training.workers=1", RANK, "teachers.num_servers=12", too_few="needs 4 GPUs"),
+    row("8", "training.workers=8", "evaluation.async_eval={gpus: 0.5}", too_few="needs 8.5 GPUs"),
+    row("7", "training.workers=8", too_few="needs 8 GPUs"),
+    row("7", "training.workers=8", LIVE, ASYNC, too_few="needs 8.75 GPUs"),
+    row("8:teachers 2:students", "training.workers=4", STUDENTS, too_few="needs 4 GPUs"),
+    # What the recipe sets is kept.
     row(
         "1",
         "training.workers=1",
@@ -85,10 +85,10 @@ RUNS = [
     row(
         "2",
         "training.workers=2",
-        "training.gpus_per_worker=1",
+        "training.gpus_per_worker=0.6",
         LIVE,
-        gets="training workers 2 x 1, teacher servers none",
-        warns=1,
+        "teachers.gpus_per_actor=0.2",
+        gets="training workers 2 x 0.6, teacher servers 2 x 0.2",
     ),
     row(
         "1",
@@ -97,105 +97,30 @@ RUNS = [
         "teachers.gpus_per_actor=0",
         gets="training workers 1 x 1, teacher servers none",
     ),
-    # Workers on all GPUs: the others take a part of some, and every worker keeps one to itself.
-    row("8", "training.workers=8", ASYNC, gets="training workers 8 x 0.75, dev-score evaluator 1 x 0.25"),
-    row("4 4", "training.workers=8", LIVE, gets="training workers 8 x 0.75, teacher servers 2 x 0.25"),
-    row("8", "training.workers=8", LIVE, gets="training workers 8 x 0.6, teacher servers 2 x 0.2"),
-    row(  # servers may start before the workers, on one GPU, the evaluator not
-        "4",
-        "training.workers=4",
-        LIVE,
-        ASYNC,
-        gets="training workers 4 x 0.6, teacher servers 2 x 0.2, dev-score evaluator 1 x 0.2",
-    ),
-    row(  # several servers per teacher start after the workers
-        "8",
-        "training.workers=8",
-        RANK,
-        "teachers.num_servers=3",
-        gets="training workers 8 x 0.75, teacher servers 3 x 0.25",
-    ),
-    row(  # a smaller part than 0.1 has no memory for a model
-        "1",
-        "training.workers=1",
-        RANK,
-        "teachers.num_servers=12",
-        gets="training workers 1 x 1, teacher servers none",
-        warns=1,
-    ),
-    row(
-        "8",
-        "training.workers=8",
-        "evaluation.async_eval={gpus: 0.5}",
-        gets="training workers 8 x 0.75, dev-score evaluator 1 x 0.25",
-        warns=1,
-    ),
-    # Fewer GPUs than workers: two workers share none by default, and the run says so.
-    row("7", "training.workers=8", gets="training workers none", warns=1),
     row("7", "training.workers=8", "training.min_workers=1", gets="training workers up to 8 x 1"),
     row("7", "training.workers=8", "training.gpus_per_worker=0.5", gets="training workers 8 x 0.5"),
     row("7", "training.workers=8", "training.gpus_per_worker=0", gets="training workers none"),
-    row(
-        "7",
-        "training.workers=8",
-        LIVE,
-        ASYNC,
-        gets="training workers none, teacher servers 2 x 1, dev-score evaluator 1 x 0.25",
-        warns=1,
-    ),
     # Labels.
     row("8:teachers 0:students", "training.workers=4", STUDENTS, gets="training workers none"),
-    row("8:teachers 2:students", "training.workers=4", STUDENTS, gets="training workers none", warns=1),
     row(
         "1:teachers 2:students",
         "training.workers=2",
         STUDENTS,
         TEACHERS,
         LIVE,
-        gets="training workers 2 x 1, teacher servers 2 x 0.5",
+        gets="training workers 2 x 1, teacher servers 2 x 0.25",
     ),
-    # Ray keeps no GPU free for labels: workers without labels may start on the nodes that labelled servers need.
+    row("1:teachers 1", "training.workers=1", TEACHERS, LIVE, gets="training workers 1 x 1, teacher servers 2 x 0.25"),
+    row("2:teachers 2", "training.workers=2", TEACHERS, LIVE, gets="training workers 2 x 1, teacher servers 2 x 0.25"),
     row(
-        "1:teachers 1",
-        "training.workers=1",
-        TEACHERS,
-        LIVE,
-        gets="training workers 1 x 0.6, teacher servers 2 x 0.2",
-    ),
-    row(
-        "2:teachers 2",
-        "training.workers=2",
-        TEACHERS,
-        LIVE,
-        gets="training workers 2 x 0.75, teacher servers 2 x 0.25",
-    ),
-    row(
-        "1:teachers 1",
-        "training.workers=1",
-        "training.gpus_per_worker=1",
-        TEACHERS,
-        RANK,
-        gets="training workers 1 x 1, teacher servers none",
-        warns=1,
-    ),
-    row(  # servers start on the node of their worker if they fit there, before the evaluator
-        "1:students 8",
+        "2:students 8",
         "training.workers=1",
         STUDENTS,
         LIVE,
         ASYNC,
-        gets="training workers 1 x 0.75, teacher servers 2 x 1, dev-score evaluator 1 x 0.25",
+        gets="training workers 1 x 1, teacher servers 2 x 0.25, dev-score evaluator 1 x 0.25",
     ),
-    # What the recipe sets may fit, or not: a warning, and the workers keep their GPUs.
-    row(
-        "1:teachers 1",
-        "training.workers=1",
-        TEACHERS,
-        RANK,
-        "teachers.gpus_per_actor=1",
-        gets="training workers 1 x 1, teacher servers 1 x 1",
-        warns=1,
-    ),
+    row("1:students 8", "training.workers=1", STUDENTS, ASYNC, too_few="needs 1.25 GPUs"),
     # No GPU for anything.
     row("8", "training.workers=8", LIVE, "resources.gpu=none", gets="training workers none, teacher servers none"),
 ]
@@ -216,28 +141,26 @@ def plan_of(recipe: Recipe, nodes: Sequence[Node]) -> GpuPlan:
 
 @pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.gpus} GPUs: {' '.join(case.overrides.split())}")
 def test_a_run(case: Row, recipe_with: MakeRecipe) -> None:
-    nodes = nodes_of(case.gpus)
-    plan = plan_of(recipe_with(*case.overrides.split("\n")), nodes)
-    assert plan.describe() == case.expected
-    assert len(plan.warnings) == case.num_warnings
-    decided = [(role.number, gpus, role.labels) for role, gpus in zip(plan.roles, plan.gpus, strict=True) if gpus]
-    elastic = any(role.is_elastic for role in plan.roles)
-    assert elastic or sum(number * gpus for number, gpus, _ in decided) <= sum(n.resources.get("GPU", 0) for n in nodes)
+    nodes, recipe = nodes_of(case.gpus), recipe_with(*case.overrides.split("\n"))
+    if case.too_few:
+        with fails_with(ClusterTooSmallError, case.too_few, "training.gpus_per_worker"):
+            plan_of(recipe, nodes)
+        return
+    assert plan_of(recipe, nodes).describe() == case.gets
 
 
 GROUPS = [
-    # GPUs of the nodes, number of groups, overrides, GPUs of one worker of each group
+    # GPUs of the nodes, number of groups, overrides, GPUs of one worker of each group or the sum of an error
     ("0", 2, (), [0, 0]),
     ("8", 8, (), [1] * 8),
-    ("4", 8, (), [0.5] * 8),
-    ("3", 8, (), [0.4] * 2 + [0.33] * 6),
-    ("8", 8, ("groups.5.workers=2",), [1] * 6 + [0.5] * 2),
-    ("4", 4, ("groups.0.gpus_per_worker=2",), [2, 1, 0.5, 0.5]),
-    ("1", 2, ("groups.0.workers=2", "groups.1.gpus_per_worker=0"), [0, 0]),
-    ("2", 2, ("groups.0.workers=2",), [0.6, 0.4]),
-    ("1:a 1:b", 2, ("groups.0.node_labels={role: a}", "groups.1.node_labels={role: a}"), [0.5, 0.5]),
-    ("1:b 1", 2, ("groups.1.node_labels={role: b}",), [0.5, 0.5]),  # the first group may start on the second one's node
+    ("4", 8, (), "needs 8 GPUs"),
+    ("4", 8, tuple(f"groups.{n}.gpus_per_worker=0.5" for n in range(8)), [0.5] * 8),
+    ("8", 8, ("groups.5.workers=2",), "needs 9 GPUs"),
+    ("5", 4, ("groups.0.gpus_per_worker=2",), [2, 1, 1, 1]),
+    ("1", 2, ("groups.0.workers=2", "groups.1.gpus_per_worker=0"), "needs 2 GPUs"),
+    ("1:a 1:b", 2, ("groups.0.node_labels={role: a}", "groups.1.node_labels={role: a}"), "needs 2 GPUs"),
     ("2:a 0:b", 2, ("groups.0.node_labels={role: a}", "groups.1.node_labels={role: b}"), [1, 0]),
+    ("2", 8, ("mutual.shared_workers=auto",), [1]),
 ]
 
 
@@ -246,24 +169,26 @@ def test_groups(
     gpus: str,
     number: int,
     overrides: tuple[str, ...],
-    expected: list[float],
+    expected: list[float] | str,
     tiny: Callable[..., Path],
     sentences: list[str],
     tmp_path: Path,
 ) -> None:
     models = {f"group{index}": tiny("bert") for index in range(number)}
     recipe = make_mutual_recipe(tmp_path, models, sentences, "ray=true", *overrides)
-    plan = plan_groups(recipe, recipe.groups, nodes_of(gpus)).gpus
-    assert list(plan.gpus) == expected
+    if isinstance(expected, str):
+        with fails_with(ClusterTooSmallError, expected, "groups.N.gpus_per_worker", "mutual.shared_workers: auto"):
+            plan_groups(recipe, recipe.groups, nodes_of(gpus))
+        return
+    assert plan_groups(recipe, recipe.groups, nodes_of(gpus)).gpus.gpus == expected
 
 
 TRIALS = [
     ("2", (), "trials 2 x 1"),
-    ("0 2", (LIVE,), "trials 1 x 1, teacher servers 2 x 0.5"),
-    ("1", (LIVE,), "trials 1 x 0.6, teacher servers 2 x 0.2"),
+    ("0 2", (LIVE,), "trials 1 x 1, teacher servers 2 x 0.25"),
     ("2", (RANK,), "trials 2 x 1"),  # trials in one process read the tables themselves
+    ("1 1", (LIVE,), "trials 1 x 1, teacher servers 2 x 0.25"),  # both servers on the node without the trial
     ("2", ("training.gpus_per_worker=0",), "trials none"),
-    ("1", ("training.workers=2",), "trials none"),
 ]
 
 
@@ -275,12 +200,21 @@ def test_trials(gpus: str, overrides: tuple[str, ...], expected: str, recipe_wit
     assert plan.describe() == expected
 
 
+@pytest.mark.parametrize("overrides", [(LIVE,), ("training.workers=2",)])
+def test_trials_without_room_are_refused(overrides: tuple[str, ...], recipe_with: MakeRecipe) -> None:
+    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
+    with fails_with(ClusterTooSmallError, "training workers of 1 CPU and 1 GPU each", "training.gpus_per_worker"):
+        trial_resources(
+            recipe_with("training.workers=1", "training.cpus_per_worker=1", *overrides), sweep, nodes_of("1")
+        )
+
+
 def test_a_required_gpu_that_is_missing_is_refused(recipe_with: MakeRecipe) -> None:
     required = "resources.gpu=required"
     assert plan_of(recipe_with(required, "training.workers=1"), nodes_of("1")).gpus == [1.0]
     with fails_with(GpuRequiredError, "the cluster has no GPU for the training workers", "resources.gpu=auto"):
         plan_of(recipe_with(required, "training.workers=1"), nodes_of("0"))
-    with fails_with(GpuRequiredError, "training.workers=8 needs 8 GPUs", "write training.workers=4, or"):
+    with fails_with(ClusterTooSmallError, "needs 8 GPUs", "training.workers"):
         plan_of(recipe_with(required, "training.workers=8"), nodes_of("7"))
     with fails_with(GpuRequiredError, "the nodes with role=students have no GPU for the training workers"):
         plan_of(recipe_with(required, "training.workers=1", STUDENTS), nodes_of("8 0:students"))
@@ -300,9 +234,9 @@ def test_a_recipe_without_gpus_names_none(recipe_with: MakeRecipe) -> None:
 
 def test_one_line_describes_the_plans(recipe_with: MakeRecipe) -> None:
     nodes = nodes_of("8")
-    recipe = recipe_with("training.workers=8", RANK)
+    recipe = recipe_with("training.workers=4", RANK)
     assert describe_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes)) == (
-        "GPUs 8: embedding actors 8 x 1; then training workers 8 x 0.75, teacher servers 1 x 0.25"
+        "GPUs 8: embedding actors 8 x 1; then training workers 4 x 1, teacher servers 1 x 0.25"
     )
     recipe = recipe_with("training.workers=8", "resources.gpu=none")
     assert describe_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes)) == (
@@ -340,59 +274,12 @@ def test_cpus_are_shared_among_the_nodes_with_gpus(recipe_with: MakeRecipe) -> N
     assert plan_run(recipe_with("training.workers=8"), nodes).per_worker == {"CPU": 2.0, "GPU": 1.0}
 
 
-def test_a_large_cluster_is_planned_quickly() -> None:
-    """125 nodes of 8 GPUs: the number of tried placements must not grow with the number of GPUs."""
-    nodes = [Node(str(number), {"CPU": 64.0, "GPU": 8.0}, {}) for number in range(125)]
-    roles = [
-        GpuRole("training workers", 1000, None, None, "", "", needs_own_gpu=True),
-        GpuRole("teacher servers", 40, None, None, "", "", is_helper=True),
-    ]
-    assert share_gpus(roles, nodes) == [0.75, 0.25]
-
-
-def test_a_helper_gets_more_rather_than_a_worker_nearly_all() -> None:
-    """Three servers that may start first, all on one GPU, leave the eighth worker no 0.75 of it."""
-    workers = GpuRole("training workers", 8, None, None, "", "", needs_own_gpu=True)
-    servers = GpuRole("teacher servers", 3, None, None, "", "", is_helper=True)
-    nodes = nodes_of("8")
-    assert share_gpus([workers, replace(servers, may_start_first=True)], nodes) == [0.6, 0.125]
-    assert share_gpus([workers, servers], nodes) == [0.75, 0.25]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "gpus"),
-    [
-        # 1.8 GPUs of 2, but each of the two has 0.4 left.
-        (("training.workers=2", "training.gpus_per_worker=0.6", RANK, "teachers.gpus_per_actor=0.6"), "2"),
-        (("training.workers=1", "training.gpus_per_worker=2", RANK, "teachers.gpus_per_actor=2"), "3 1"),
-    ],
-)
-def test_gpus_that_never_fit_together_are_refused(
-    overrides: tuple[str, ...], gpus: str, recipe_with: MakeRecipe
-) -> None:
-    keys = "write training.gpus_per_worker=null or teachers.gpus_per_actor=null"
-    with fails_with(ClusterTooSmallError, "never fit these processes", "teacher servers 1 x", keys):
-        plan_run(recipe_with(*overrides), nodes_of(gpus))
-
-
-def test_groups_that_never_fit_together_are_refused(
-    tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
-    overrides = [f"groups.{number}.gpus_per_worker=0.6" for number in range(3)]
-    models = {f"group{number}": tiny("bert") for number in range(3)}
-    recipe = make_mutual_recipe(tmp_path, models, sentences, "ray=true", *overrides)
-    assert plan_groups(recipe, recipe.groups, nodes_of("3")).gpus.gpus == [0.6] * 3
-    with fails_with(ClusterTooSmallError, "never fit these processes", "groups.2.gpus_per_worker=null"):
-        plan_groups(recipe, recipe.groups, nodes_of("2"))
-
-
-def test_processes_that_may_wait_forever_are_named(recipe_with: MakeRecipe) -> None:
+def test_gpus_that_labels_leave_to_others_are_named(recipe_with: MakeRecipe) -> None:
+    """Ray keeps no GPU free for labels: the worker may start on the node that the labelled server needs."""
     recipe = recipe_with("training.workers=1", TEACHERS, RANK, "teachers.gpus_per_actor=1")
-    (warning,) = plan_of(recipe, nodes_of("1:teachers 1")).warnings
-    assert "the teacher servers may wait forever for a GPU: the training workers start first" in warning
-    assert "write teachers.gpus_per_actor=null" in warning and "node_labels" in warning
+    assert "training.node_labels" in plan_run(recipe, nodes_of("1:teachers 1")).warning
     labelled = recipe_with("training.workers=1", STUDENTS, TEACHERS, RANK, "teachers.gpus_per_actor=1")
-    assert not plan_of(labelled, nodes_of("1:teachers 1:students")).warnings
+    assert not plan_run(labelled, nodes_of("1:teachers 1:students")).warning
 
 
 def test_cpus_of_labelled_servers_are_left_free(recipe_with: MakeRecipe) -> None:
@@ -429,3 +316,27 @@ def test_decided_shares_that_do_not_fit_are_refused(recipe_with: MakeRecipe) -> 
     recipe = recipe_with("training.workers=2", "training.gpus_per_worker=1", LIVE, "teachers.gpus_per_actor=1")
     with fails_with(ClusterTooSmallError, "needs 4 GPUs", "teachers.gpus_per_actor"):
         plan_run(recipe, nodes_of("3"))
+
+
+def test_a_sweep_whose_servers_cannot_start_is_refused(recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with("training.workers=1", LIVE, "teachers.gpus_per_actor=0.25")
+    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
+    with fails_with(ClusterTooSmallError, "needs 0.5 GPUs", "teachers.gpus_per_actor"):
+        trial_resources(recipe, sweep, [Node("", {"CPU": 32.0}, {})])
+
+
+def test_gpus_that_ray_cannot_give_are_refused(
+    recipe_with: MakeRecipe, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    """Ray refuses `num_gpus=1.5` when the process starts; a group's worker and scorer take half each."""
+    models = {"group": tiny("bert")}
+    for override in ("training.gpus_per_worker=", "teachers.gpus_per_actor=", "evaluation.async_eval.gpus="):
+        assert recipe_with("training.workers=1", f"{override}2") and recipe_with(
+            "training.workers=1", f"{override}0.25"
+        )
+        with fails_with(InvalidValueError, override.removesuffix("="), "1.5", "write 1 or 2"):
+            recipe_with("training.workers=1", f"{override}1.5")
+    assert make_mutual_recipe(tmp_path, models, sentences, "ray=true", "groups.0.gpus_per_worker=4")
+    for gpus, named in (("2.5", ("2.5",)), ("3", ("1.5 each", "write 2 or 4"))):
+        with fails_with(InvalidValueError, "groups.0", "gpus_per_worker", *named):
+            make_mutual_recipe(tmp_path, models, sentences, "ray=true", f"groups.0.gpus_per_worker={gpus}")

@@ -12,8 +12,8 @@ from ray.tune import PlacementGroupFactory
 from distcse.errors import ClusterTooSmallError, GpuRequiredError, NodeLabelError
 from distcse.events import Event, Reporter
 from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.gpus import report_gpus
 from distcse.experiments.distillation.resources import least_requests as run_requests
+from distcse.experiments.distillation.resources import report_gpus
 from distcse.experiments.distillation.tables import prepare_tables, require_embedding_gpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.resources import Node, Resources
@@ -62,9 +62,14 @@ def sweep(**search: Any) -> Sweep:
             ("training.workers=1", "teachers.mode=live"),
             {},
             [{"CPU": 8.0, "GPU": 2.0}],
-            TrialResources(1, 6.0, 1.0, 1, server_gpus=0.5),
+            TrialResources(1, 6.0, 1.0, 1, server_gpus=0.25),
         ),
-        (("training.workers=1",), {"concurrent": 4}, [{"CPU": 8.0, "GPU": 1.0}], TrialResources(4, 2.0, 0.25, 1)),
+        (
+            ("training.workers=1", "training.gpus_per_worker=0.25"),
+            {"concurrent": 4},
+            [{"CPU": 8.0, "GPU": 1.0}],
+            TrialResources(4, 2.0, 0.25, 1),
+        ),
     ],
 )
 def test_the_default_number_of_trials_is_what_fits(
@@ -82,7 +87,7 @@ def test_trials_leave_labelled_servers_their_gpus(recipe_with: MakeRecipe) -> No
     recipe = recipe_with("training.workers=1", "teachers.mode=live", "teachers.node_labels={role: teachers}")
     nodes = [Node("teachers", {"CPU": 8.0, "GPU": 2.0}, {"role": "teachers"}), Node("", {"CPU": 8.0, "GPU": 2.0}, {})]
     resources = trial_resources(recipe, sweep(), nodes)
-    assert (resources.concurrent, resources.gpus, resources.server_gpus) == (1, 1.0, 0.5)
+    assert (resources.concurrent, resources.gpus, resources.server_gpus) == (1, 1.0, 0.25)
 
 
 def test_trials_run_on_labelled_nodes_only(recipe_with: MakeRecipe) -> None:
@@ -112,7 +117,7 @@ def test_trials_wait_for_nodes_that_an_autoscaler_starts(recipe_with: MakeRecipe
     resources = trial_resources(on_gpus, sweep(concurrent=4), nodes)
     assert resources == TrialResources(4, 8.0, 1.0, 1, can_wait=True)
     *_, plan = plans_of_trials(on_gpus, sweep(concurrent=4), resources, nodes)
-    assert plan.describe() == "trials 1 x 1" and not plan.warnings
+    assert plan.describe() == "trials 1 x 1"
     (trial,) = least_requests(growing)
     assert (trial.number, trial.each) == (1, {"CPU": 2.0, "GPU": 0.0})
 
@@ -141,8 +146,7 @@ def test_a_trial_across_nodes_is_refused(recipe_with: MakeRecipe) -> None:
     [
         ({}, [{"CPU": 8.0}], 0.0),
         ({}, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}], 1.0),
-        ({"embedding_workers": 8}, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
-        ({"embedding_workers": 100}, [{"CPU": 8.0, "GPU": 4.0}], 0.1),  # as many start as fit
+        ({"embedding_workers": 8}, [{"CPU": 8.0, "GPU": 4.0}], 1.0),  # as many start as fit
         ({"embedding_workers": 8, "gpus_per_actor": 1}, [{"CPU": 8.0, "GPU": 4.0}], 1.0),
         ({"gpus_per_actor": 0}, [{"CPU": 8.0, "GPU": 4.0}], 0.0),
         ({"gpus_per_actor": 0.5}, [{"CPU": 8.0, "GPU": 4.0}], 0.5),
@@ -161,7 +165,7 @@ def test_few_shards_need_few_embedding_actors(tiny: Callable[..., Path]) -> None
     assert plan_embedding(teachers, nodes, "auto", most=3).of(EMBEDDING) == 1.0
     plan = plan_embedding(teachers, nodes, "required")
     plan.require_all()
-    assert plan.describe() == "embedding actors up to 100 x 0.1" and not plan.warnings
+    assert plan.describe() == "embedding actors up to 100 x 1"
 
 
 def test_a_required_gpu_is_asked_for_where_rows_are_missing(recipe_with: MakeRecipe) -> None:

@@ -19,12 +19,11 @@ from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
-from distcse.experiments.distillation.gpus import report_gpus
 from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.distillation.preflight import check_recipe, check_run
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
-from distcse.experiments.distillation.resources import least_requests, plan_run
+from distcse.experiments.distillation.resources import least_requests, plan_run, report_gpus
 from distcse.experiments.distillation.result import DistillationResult
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.distillation.trials import DistillationTrials

@@ -15,16 +15,19 @@ from distcse.teachers.kinds import kind_of
 
 
 @contextmanager
-def joined_for_run(recipe: Recipe, cluster: Cluster | None, run: Path) -> Iterator[RunResources | None]:
+def joined_for_run(
+    recipe: Recipe, cluster: Cluster | None, run: Path, in_sweep: bool = False
+) -> Iterator[RunResources | None]:
     """Context manager: join a run's cluster, and check its room for the workers and that its nodes see the run's folders.
 
     Args:
         recipe: The recipe to run.
         cluster: The cluster to join; None does nothing.
         run: An existing folder: the run's, or the parent of all runs.
+        in_sweep: Whether a sweep runs the recipe, which decides the room of its trials itself. Default: False.
 
     Yields:
-        What the run's processes reserve; None without a cluster.
+        What the run's processes reserve; None without a cluster or in a sweep.
 
     Raises:
         ClusterTooSmallError: The cluster does not have the resources.
@@ -37,7 +40,7 @@ def joined_for_run(recipe: Recipe, cluster: Cluster | None, run: Path) -> Iterat
         yield None
         return
     with cluster.joined():
-        resources = plan_run(recipe, cluster.nodes())
+        resources = None if in_sweep else plan_run(recipe, cluster.nodes())
         written = {"storage.runs": run, "storage.cache": resolve_path(recipe.storage.cache)}
         labels = [recipe.training.node_labels, recipe.teachers.node_labels]
         cluster.require_shared(written, read_by_workers(recipe), labels)

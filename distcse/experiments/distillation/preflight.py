@@ -12,20 +12,21 @@ from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
-from distcse.experiments.distillation.gpus import plans_of_run, report_embedding_gpus
 from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
 from distcse.experiments.distillation.model import build_student
 from distcse.experiments.distillation.preparation import require_shared_projection, require_vectors
-from distcse.experiments.distillation.resources import describe_resources
+from distcse.experiments.distillation.resources import describe_resources, plans_of_run, report_embedding_gpus
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.distillation.tables import require_embedding_gpus
 from distcse.experiments.distillation.warnings import band_warnings, teacher_token_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.settings_warnings import report_warnings
+from distcse.experiments.trials import TrialGpus
 from distcse.losses import build_objective, try_custom_terms
 from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
 from distcse.models.fast.switch import allows_shortcuts
+from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
@@ -34,6 +35,7 @@ from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.knn import require_faiss
+from distcse.teachers.resources import SERVERS
 from distcse.teachers.reuse import count_new_rows
 from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
@@ -100,7 +102,7 @@ def check_run(
     """
     require_lasting(recipe.storage)
     check_recipe(recipe)
-    recipe = with_precisions(recipe, backend.cluster, reporter)
+    recipe = with_precisions(recipe, backend.cluster, reporter, _gpus_of_trials(backend.cluster, plans_of_trials))
     tasks = labelled_tasks(recipe)
     if tasks.tasks:
         _report(reporter, "labelled", f"{len(tasks.tasks)} sets to evaluate on")
@@ -123,15 +125,24 @@ def check_run(
     if (cluster := backend.cluster) is None:
         _report(reporter, "cluster", "none: the run stays in this process (training.workers is 0)")
         return
-    with joined_for_run(recipe, cluster, runs) as resources:
-        assert resources is not None
+    with joined_for_run(recipe, cluster, runs, in_sweep=plans_of_trials is not None) as resources:
         nodes = cluster.nodes()
-        plans = plans_of_run(recipe, resources, nodes) if plans_of_trials is None else plans_of_trials(nodes)
-        report_plans(plans, reporter.emit)
-        if resources.warning and plans_of_trials is None:
-            reporter.emit(LogMessage(resources.warning, warning=True))
+        if plans_of_trials is not None:
+            report_plans(plans_of_trials(nodes), reporter.emit)
+        elif resources is not None:
+            report_plans(plans_of_run(recipe, resources, nodes), reporter.emit)
+            if resources.warning:
+                reporter.emit(LogMessage(resources.warning, warning=True))
         require_embedding_gpus(recipe, corpus, cluster, reporter)
         _report(reporter, "cluster", describe_resources(recipe, resources, nodes))
+
+
+def _gpus_of_trials(cluster: Cluster | None, plans_of_trials: PlansOfTrials | None) -> TrialGpus | None:
+    """Return the GPUs of a sweep's trials and their servers; None for a single run, or without a GPU."""
+    if cluster is None or plans_of_trials is None or cluster.is_one_cpu():
+        return None
+    *_, plan = plans_of_trials(cluster.nodes())
+    return TrialGpus(plan.gpus[0], plan.of(SERVERS))
 
 
 def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> None:

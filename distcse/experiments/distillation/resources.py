@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distcse.placement.cluster import Labels
-from distcse.placement.gpu_plan import GpuPlan, plan_gpus
-from distcse.placement.gpu_shares import GpuRole
+from distcse.events import LogMessage, Reporter
+from distcse.placement.cluster import Cluster, Labels
+from distcse.placement.gpu_plan import GpuPlan, GpuRole, plan_gpus, report_plans
 from distcse.placement.resources import (
     Node,
     ResourceRequest,
@@ -21,17 +21,21 @@ from distcse.placement.resources import (
     nodes_with,
     refuse_impossible,
 )
-from distcse.recipe import Recipe
+from distcse.recipe import Recipe, TeacherSection
 from distcse.recipe.resources import least_gpus
-from distcse.teachers.resources import SERVERS, least_embedding, server_demands, server_roles, starts_servers
+from distcse.teachers.resources import (
+    SERVERS,
+    least_embedding,
+    plan_embedding,
+    server_demands,
+    server_roles,
+    starts_servers,
+)
 
 EVALUATOR_ALTERNATIVE = "evaluation.async_eval=null scores in the workers"
 """Fix of problems with the dev-score evaluator."""
 WORKERS, EVALUATOR = "training workers", "dev-score evaluator"
 """Names of the GPU roles of a run, besides its teachers' servers."""
-
-_EVALUATOR_SHARE = 0.25
-"""GPUs of the evaluator by default: it only encodes the dev set, now and then."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def least_requests(recipe: Recipe) -> list[ResourceRequest]:
     section = recipe.evaluation.async_eval
     evaluator = evaluator_request(recipe, 0.0 if section is None else least_gpus(mode, section.gpus))
     per_worker = {"CPU": training.cpus_per_worker or 1.0, **({"GPU": gpus} if gpus else {})}
-    requests = RunResources(per_worker, server_gpus, evaluator, GpuPlan([], [], [])).requests(recipe, training.workers)
+    requests = RunResources(per_worker, server_gpus, evaluator, GpuPlan([], [])).requests(recipe, training.workers)
     if teachers.node_labels and teachers.node_labels != training.node_labels:
         requests.append(least_embedding(teachers, mode))
     return requests
@@ -77,7 +81,7 @@ def least_requests(recipe: Recipe) -> list[ResourceRequest]:
 def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
     """Decide the CPUs and GPUs of everything that runs during training.
 
-    Values that the recipe does not set are an even share of the CPUs, and GPUs by `share_gpus`.
+    Values that the recipe does not set are an even share of the CPUs, a GPU for a worker and a quarter for a helper.
 
     Args:
         recipe: The recipe.
@@ -105,7 +109,6 @@ def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
         resources = replace(resources, per_worker={"CPU": cpu, **gpus})
         stranded = _find_stranded(recipe, resources, nodes)
     refuse_impossible(resources.requests(recipe, min(training.worker_counts)), nodes)
-    plan.require_room()
     return resources if stranded is None else replace(resources, warning=_describe_stranded(stranded))
 
 
@@ -120,11 +123,13 @@ def evaluator_request(recipe: Recipe, gpus: float) -> ResourceRequest | None:
     return ResourceRequest("evaluation.async_eval", 1, each, labels, "training.workers", smaller, EVALUATOR_ALTERNATIVE)
 
 
-def describe_resources(recipe: Recipe, resources: RunResources, nodes: Sequence[Node]) -> str:
-    """Describe the nodes of a run's cluster and the resources of its workers in one line."""
-    per_worker = resources.per_worker
+def describe_resources(recipe: Recipe, resources: RunResources | None, nodes: Sequence[Node]) -> str:
+    """Describe the nodes of a run's cluster and the resources of its workers, unless they are a sweep's, in one line."""
     cpus, gpus = (sum(node.resources.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU"))
     cluster = f"nodes {len(nodes)}, CPUs {cpus:g}, GPUs {gpus:g}"
+    if resources is None:
+        return cluster
+    per_worker = resources.per_worker
     each = f"CPUs {per_worker['CPU']:g}, GPUs {per_worker.get('GPU', 0):g}"
     return f"{cluster}; workers {recipe.training.workers}, each with {each}"
 
@@ -132,29 +137,16 @@ def describe_resources(recipe: Recipe, resources: RunResources, nodes: Sequence[
 def _gpu_roles(recipe: Recipe) -> list[GpuRole]:
     """List the roles that can use GPUs during training, the most important first."""
     training, section = recipe.training, recipe.evaluation.async_eval
-    # Worker counts below `workers` by which the batch and the streams can be divided.
-    counts = training.model_copy(update={"min_workers": 1}).worker_counts[:-1]
-    can_use_torch = not training.zero_stage and training.deepspeed is None
-    to_torch = (("training.engine", "torch"),) if training.engine != "torch" else ()
     workers = GpuRole(
         WORKERS,
         training.workers,
         training.node_labels,
         training.gpus_per_worker,
-        "training.workers",
-        "training.gpus_per_worker",
-        needs_own_gpu=training.workers > 1,
-        counts=[count for count in counts if count >= (training.min_workers or 1)],
         is_elastic=training.min_workers is not None,
-        sharing_changes=to_torch if can_use_torch else None,
     )
     roles = [workers, *server_roles(recipe.teachers)]
     if section is not None:
-        keys = "evaluation.async_eval", "evaluation.async_eval.gpus"
-        labels = training.node_labels
-        roles.append(
-            GpuRole(EVALUATOR, 1, labels, section.gpus, *keys, is_helper=True, max_share=_EVALUATOR_SHARE, yields=True)
-        )
+        roles.append(GpuRole(EVALUATOR, 1, training.node_labels, section.gpus, is_helper=True))
     return roles
 
 
@@ -189,3 +181,57 @@ def _describe_stranded(shortfall: str) -> str:
         f"{shortfall} may wait forever: processes that start before may fill the nodes that it needs; lower "
         "training.cpus_per_worker, or keep the workers off them with training.node_labels"
     )
+
+
+def plans_of_run(recipe: Recipe, resources: RunResources, nodes: Sequence[Node]) -> list[GpuPlan]:
+    """Return the plans of a run's GPUs: those of the embedding pass, then those of the training."""
+    return [plan_embedding(recipe.teachers, nodes, recipe.gpu_mode), resources.gpus]
+
+
+def report_embedding_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Report the GPUs of an embedding pass without a run; see `report_gpus`."""
+    if cluster is not None and not _needs_no_report(recipe, cluster):
+        report_plans([plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode)], reporter.emit)
+
+
+def require_gpus_of(recipe: Recipe, embedded: Sequence[TeacherSection], cluster: Cluster | None) -> None:
+    """Check that the actors of the teachers that embed get a GPU, if `resources.gpu` is `required`.
+
+    Args:
+        recipe: The recipe with the teachers.
+        embedded: The teachers whose tables are incomplete.
+        cluster: The teachers' cluster; None checks nothing.
+
+    Raises:
+        GpuRequiredError: Their embedding actors get no GPU.
+    """
+    if embedded and cluster is not None and recipe.gpu_mode == "required":
+        plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode, embedded).require_all()
+
+
+def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Report the GPUs of a run on a cluster, waiting for the cluster unless it is this machine without a GPU.
+
+    Args:
+        recipe: The recipe to run.
+        cluster: Its cluster; None reports nothing.
+        reporter: Receives one line.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources.
+        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
+        NodeLabelError: No node has the labels of a key.
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    if cluster is None or _needs_no_report(recipe, cluster):
+        return
+    nodes = cluster.nodes()
+    resources = plan_run(recipe, nodes)
+    report_plans(plans_of_run(recipe, resources, nodes), reporter.emit)
+    if resources.warning:
+        reporter.emit(LogMessage(resources.warning, warning=True))
+
+
+def _needs_no_report(recipe: Recipe, cluster: Cluster) -> bool:
+    """Whether the cluster is this machine without a GPU, for which a run need not wait."""
+    return recipe.gpu_mode != "required" and cluster.is_one_cpu()

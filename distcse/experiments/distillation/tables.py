@@ -12,8 +12,8 @@ from distcse.errors import ReusedTableError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend, EmbeddingRequest
 from distcse.experiments.distillation.corpus import read_corpus, report_finished, start_stage
-from distcse.experiments.distillation.gpus import report_embedding_gpus, require_gpus_of
 from distcse.experiments.distillation.joining import joined_for_embedding
+from distcse.experiments.distillation.resources import report_embedding_gpus, require_gpus_of
 from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.distillation.warnings import teacher_token_warnings
 from distcse.experiments.gpu_policy import gpu_policy

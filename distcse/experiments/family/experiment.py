@@ -15,10 +15,9 @@ from distcse.experiments.distillation.experiment import Distillation, load_train
 from distcse.experiments.distillation.extent import fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
-from distcse.experiments.distillation.gpus import report_embedding_gpus
 from distcse.experiments.distillation.preflight import check_recipe
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.resources import least_requests, plan_run
+from distcse.experiments.distillation.resources import least_requests, plan_run, report_embedding_gpus
 from distcse.experiments.distillation.roles import roles_on, with_precisions
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.family.layers import with_member_layers

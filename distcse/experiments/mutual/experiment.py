@@ -17,14 +17,13 @@ from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.final_evaluation import checked_tasks, final_scores
 from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
-from distcse.experiments.mutual.gpus import report_gpus
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
 from distcse.experiments.mutual.preflight import check_groups, check_recipe
-from distcse.experiments.mutual.resources import least_requests, plan_groups
+from distcse.experiments.mutual.resources import least_requests, plan_groups, report_gpus
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
 from distcse.experiments.mutual.run import open_groups, run_groups, save_best

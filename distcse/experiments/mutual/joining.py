@@ -33,7 +33,7 @@ def joined_for_groups(
             Default: False.
 
     Yields:
-        What the groups' workers reserve; without a cluster, an empty mapping per group.
+        What the groups' workers reserve; without a cluster or in a sweep, an empty mapping per group.
 
     Raises:
         ClusterTooSmallError: The cluster does not have the resources.
@@ -42,11 +42,12 @@ def joined_for_groups(
         SharedStorageError: A node does not see a folder.
         RayConnectionError: The cluster cannot be joined or started.
     """
+    none = GroupResources([{} for _ in groups], GpuPlan([], []))
     if cluster is None:
-        yield GroupResources([{} for _ in groups], GpuPlan([], [], []))
+        yield none
         return
     with cluster.joined():
-        resources = plan_groups(recipe, groups, cluster.nodes())
+        resources = none if in_sweep else plan_groups(recipe, groups, cluster.nodes())
         labels = [None] if in_sweep else [group.node_labels for group in groups]
         # A sweep's trial prepares its tokens in the process that trains on them.
         cache = {} if in_sweep else {"storage.cache": resolve_path(recipe.storage.cache)}

@@ -12,7 +12,6 @@ from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.mining import prepare_mining, require_mining
 from distcse.experiments.mutual.pairs import require_pairs, temporary_pairs
-from distcse.experiments.mutual.resources import plan_groups
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.mutual.start_scores import score_starts
 from distcse.experiments.settings_warnings import report_warnings
@@ -81,7 +80,10 @@ def check_groups(
     """
     require_lasting(recipe.storage)
     check_recipe(recipe)
-    recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter), reporter)
+    trial_gpus = None
+    if plans_of_trials is not None and backend.cluster is not None and not backend.cluster.is_one_cpu():
+        trial_gpus = plans_of_trials(backend.cluster.nodes())[-1].gpus[0]
+    recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter, trial_gpus=trial_gpus), reporter)
     tasks = checked_tasks(recipe)
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
@@ -103,13 +105,13 @@ def check_groups(
     runs, in_sweep = resolve_path(recipe.storage.runs), plans_of_trials is not None
     with joined_for_groups(recipe, recipe.groups, backend.cluster, runs, in_sweep) as resources:
         nodes = backend.cluster.nodes()
-        plan = plan_groups(recipe, recipe.groups, nodes).gpus
-        report_plans([plan] if plans_of_trials is None else plans_of_trials(nodes), reporter.emit)
+        report_plans([resources.gpus] if plans_of_trials is None else plans_of_trials(nodes), reporter.emit)
         notes = (
             f"{group.name} {each['CPU']:g} CPUs per worker"
             for group, each in zip(recipe.groups, resources.per_worker, strict=True)
+            if each
         )
-        _report(reporter, "cluster", ", ".join(notes))
+        _report(reporter, "cluster", ", ".join(notes) or f"nodes {len(nodes)}")
 
 
 def _report(reporter: Reporter, stage: str, note: str) -> None:

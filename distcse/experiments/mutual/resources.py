@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distcse.events import Reporter
 from distcse.experiments.mutual.scheduling import worker_counts
-from distcse.placement.gpu_plan import GpuPlan, plan_gpus
-from distcse.placement.gpu_shares import GpuRole
+from distcse.placement.cluster import Cluster
+from distcse.placement.gpu_plan import GpuPlan, GpuRole, plan_gpus, report_plans
 from distcse.placement.resources import (
     Node,
     ResourceRequest,
@@ -17,11 +18,11 @@ from distcse.placement.resources import (
     nodes_with,
     refuse_impossible,
 )
-from distcse.recipe import KINDS, GroupSection, MutualRecipe
+from distcse.recipe import GroupSection, MutualRecipe
 from distcse.recipe.resources import least_gpus
 
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
-_ALTERNATIVE = "write ray: false to run them one after the other"
+_ALTERNATIVE = "write mutual.shared_workers: auto, with which groups take turns, or ray: false"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def least_requests(recipe: MutualRecipe, groups: Sequence[GroupSection]) -> list
 def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Sequence[Node]) -> GroupResources:
     """Decide the CPUs and GPUs of one worker of each group, and how many workers they share.
 
-    CPUs that a group does not set are its even share of the nodes. GPUs that it does not set are shared out by `share_gpus`.
+    CPUs that a group does not set are its even share of the nodes. GPUs that it does not set are one for a worker.
 
     Args:
         recipe: The recipe.
@@ -82,7 +83,7 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
         nodes_with(nodes, group.node_labels, f"groups.{number}.node_labels")
         for number, group in zip(numbers, groups, strict=True)
     ]
-    roles = [gpu_role(recipe, number) for number in numbers]
+    roles = [GpuRole(f"group {g.name}", g.workers, g.node_labels, g.gpus_per_worker) for g in groups]
     plan = plan_gpus(roles, nodes, recipe.gpu_mode)
     per_worker: list[Resources] = []
     requests: list[ResourceRequest] = []
@@ -98,7 +99,6 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
             )
         )
     refuse_impossible(requests, nodes)
-    plan.require_room()
     return GroupResources(per_worker, plan)
 
 
@@ -107,23 +107,14 @@ def _plan_shared(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Se
     first, key, number = groups[0], "mutual.shared_workers", recipe.mutual.shared_workers
     found = nodes_with(nodes, first.node_labels, f"groups.{recipe.groups.index(first)}.node_labels")
     most = number if isinstance(number, int) else _count_shared(recipe, groups, found)
-    role = GpuRole(
-        "shared workers",
-        most,
-        first.node_labels,
-        first.gpus_per_worker,
-        key,
-        "groups.N.gpus_per_worker",
-        needs_own_gpu=True,
-        counts=range(1, most),
+    plan = plan_gpus(
+        [GpuRole("shared workers", most, first.node_labels, first.gpus_per_worker)], nodes, recipe.gpu_mode
     )
-    plan = plan_gpus([role], nodes, recipe.gpu_mode)
     (gpus,) = plan.gpus
     cpus = [node.get("CPU", 0.0) for node in found if not gpus or node.get("GPU")]
     each = {"CPU": first.cpus_per_worker or even_share(cpus, most), **({"GPU": gpus} if gpus else {})}
     request = ResourceRequest(f"{key}={most}", most, each, first.node_labels, key, _SMALLER, _ALTERNATIVE)
     refuse_impossible([request], nodes)
-    plan.require_room()
     for group in groups:
         worker_counts(group.rng_streams, most, group.workers)
     return GroupResources([each] * len(groups), plan, most)
@@ -140,26 +131,6 @@ def _count_shared(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: S
     return max(1, fitting)
 
 
-def gpu_role(recipe: MutualRecipe, number: int) -> GpuRole:
-    """Return what a group's workers want of the cluster's GPUs, next to those of other groups."""
-    group = recipe.groups[number]
-    loops = [(recipe.loop_path(group, kind), recipe.loop_of(group, kind)) for kind in KINDS]
-    batches = [section.batch_size for _, section in loops]
-    can_use_torch = all(not section.zero_stage and section.deepspeed is None for _, section in loops)
-    to_torch = tuple((f"{path}.engine", "torch") for path, section in loops if section.engine != "torch")
-    return GpuRole(
-        f"group {group.name}",
-        group.workers,
-        group.node_labels,
-        group.gpus_per_worker,
-        f"groups.{number}.workers",
-        f"groups.{number}.gpus_per_worker",
-        needs_own_gpu=group.workers > 1,
-        counts=[count for count in range(1, group.workers) if not any(size % count for size in batches)],
-        sharing_changes=to_torch if can_use_torch else None,
-    )
-
-
 def _competing_workers(group: GroupSection, groups: Sequence[GroupSection]) -> int:
     """Count the workers of all groups that may run on a group's nodes, including its own."""
     labels = (group.node_labels or {}).items()
@@ -168,3 +139,25 @@ def _competing_workers(group: GroupSection, groups: Sequence[GroupSection]) -> i
         for other in groups
         if all((other.node_labels or {}).get(name, value) == value for name, value in labels)
     )
+
+
+def report_gpus(
+    recipe: MutualRecipe, groups: Sequence[GroupSection], cluster: Cluster | None, reporter: Reporter
+) -> None:
+    """Report the GPUs of the groups, waiting for the cluster unless it is this machine without a GPU.
+
+    Args:
+        recipe: The recipe to run.
+        groups: Its groups that are still running.
+        cluster: The cluster; None reports nothing.
+        reporter: Receives one line.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources for all groups at once.
+        GpuRequiredError: `resources.gpu` is `required`, and a group gets no GPU.
+        NodeLabelError: No node has the labels of a group.
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    if cluster is None or (recipe.gpu_mode != "required" and cluster.is_one_cpu()):
+        return
+    report_plans([plan_groups(recipe, groups, cluster.nodes()).gpus], reporter.emit)
