@@ -170,8 +170,8 @@ class TrainingSection(LoopSection):
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, or a fraction of one. null assigns each worker one GPU, where the nodes have GPUs. With at most 0.5, two workers may be placed on one GPU,
-    which needs engine: torch, because NCCL refuses it."""
+    """GPUs per worker, or a fraction of one. null assigns each worker one GPU, where the nodes have GPUs. With at most 0.5, two
+    workers may be placed on one GPU, which needs engine: torch, because NCCL refuses it."""
     node_labels: Labels | None = None
     """Node labels that workers require; null allows any node."""
     dropout_rng_streams: Annotated[int, Field(ge=1)] | None = None

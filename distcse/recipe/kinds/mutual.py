@@ -56,9 +56,8 @@ class GroupSection(TrainedSection):
     node_labels: Labels | None = None
     """Node labels that workers and their scorers require; null allows any node."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, shared with its scorer. null assigns one where there are enough for all groups; else groups of one worker
-    share GPUs. With at most 0.5, two workers of the group may be placed on one GPU, which needs engine: torch in `bi` and
-    `cross`."""
+    """GPUs per worker, shared with its scorer. null assigns one, where the nodes have GPUs. With at most 0.5, two workers
+    of the group may be placed on one GPU, which needs engine: torch in `bi` and `cross`."""
 
     @property
     def rng_streams(self) -> int:
