@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -452,6 +452,77 @@ class Encoder(nn.Module):
             normalize=self.normalize,
             prompt=self.prompt,
         )
+
+
+class EncoderHandle:
+    """A way to load an encoder. The process that loads it keeps it; pickled, a handle is only the way to load it.
+
+    Args:
+        load: Loads the encoder; picklable.
+    """
+
+    def __init__(self, load: Callable[[], Encoder]) -> None:
+        self._load = load
+        self._encoder: Encoder | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EncoderHandle, (self._load,)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this process holds the encoder."""
+        return self._encoder is not None
+
+    def get(self) -> Encoder:
+        """Return the encoder, loaded on the first call."""
+        if self._encoder is None:
+            self._encoder = self._load()
+        return self._encoder
+
+    def take(self) -> Encoder:
+        """Return the encoder and no longer hold it, so that it is freed after its last use."""
+        encoder, self._encoder = self.get(), None
+        return encoder
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """Determines the tokens of a text.
+
+    Attributes:
+        tokenizer: A fast Hugging Face tokenizer.
+        max_length: Maximum number of tokens, with special tokens.
+        prompt: Prefix or template of the texts; may be empty.
+    """
+
+    tokenizer: Any
+    max_length: int
+    prompt: str
+
+    @classmethod
+    def of(cls, section: EncoderSection) -> TokenizerSpec:
+        """Return the settings that `Encoder.from_section` would use.
+
+        Loads the weights only if neither recipe nor folder has a maximum length.
+
+        Raises:
+            ModelNotFoundError: No such model exists.
+            PickledWeightsError: The weights are not safetensors.
+            TokenizerMismatchError: The tokenizer does not load, or is slow.
+            UnsupportedModelError: The model preprocesses texts in an unsupported way.
+            EncoderSettingError: The pooling is unknown.
+        """
+        folder = open_model(section.backbone, section.trust_remote_code)
+        layout = folder.layout
+        tokenizer = folder.load_tokenizer()
+        resolve_pooling(section, layout)
+        max_length = section.max_length or layout.max_length
+        if max_length is None:
+            encoder = Encoder.from_section(section)
+            return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
+        folder.check_config()
+        refuse_unsupported_preprocessing(section, layout, tokenizer)
+        return cls(tokenizer, max_length, section.prompt or layout.prompt)
 
 
 def _width(backbone: nn.Module) -> int:

@@ -28,12 +28,11 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.health.sources import check_model
-from distcse.models import CrossEncoder, Encoder, StaticEncoder
+from distcse.models import CrossEncoder, Encoder, StaticEncoder, TokenizerSpec
 from distcse.models.detection import build_detector
 from distcse.models.loading import dropouts
-from distcse.models.tokenizer_spec import TokenizerSpec
 from distcse.planning.shapes import read_shape
-from distcse.recipe import DetectionSection, EncoderSection, StudentSection, TeacherSection
+from distcse.recipe import DetectionSection, EncoderSection, Pooling, StudentSection, TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
 from tests.models import (
@@ -101,61 +100,48 @@ def refused_everywhere(folder: Path, error: type[DistcseError], *named: str, pro
     assert len(messages) == 1 and messages.pop() in check_model(str(folder), prompt=prompt)[0].line
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_read_trained_and_saved_as_sentence_transformers_reads_it(
-    family: str, sentences: list[str], tmp_path: Path
-) -> None:
-    source = make_family(tmp_path / "source", family, sentences)
-    for layers in (None, [0, 2]):
-        section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=layers, dropout=0.25)
-        if family == "albert" and layers is not None:  # its layers share one set of weights
-            with fails_with(UnsupportedModelError, "AlbertModel", "layers"):
-                Encoder.from_section(section)
-            continue
-        encoder = Encoder.from_section(section)
-        vectors = encoder.encode(TEXTS)
-        assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
-        assert encoder.has_dropout and {value for _, value in dropouts(encoder.backbone.config)} == {0.25}
-        encoder.save(tmp_path / "saved")
-        same(Encoder.load(tmp_path / "saved").encode(TEXTS), vectors)
-        same(their_vectors(tmp_path / "saved", TEXTS), vectors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("deberta", "fnet", "data2vec-text", "rembert", "mobilebert", "ibert", "nomic_bert", "eurobert"),
-        *("modernbert", "gemma2", "phi3", "opt", "bloom", "bart"),
-    ],
+NIGHTLY = (
+    *("deberta", "fnet", "data2vec-text", "rembert", "mobilebert", "ibert", "nomic_bert", "eurobert"),
+    *("modernbert", "gemma2", "phi3", "opt", "bloom", "bart"),
 )
-def test_layers_of_a_further_family_are_selected_and_saved(family: str, sentences: list[str], tmp_path: Path) -> None:
-    source = make_family(tmp_path / "source", family, sentences)
-    section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2], dropout=0.25)
-    encoder = Encoder.from_section(section)
-    assert read_shape(section).dimension == encoder.dimension
-    vectors = encoder.encode(TEXTS)
-    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3 and encoder.has_dropout
-    encoder.save(tmp_path / "saved")
-    same(their_vectors(tmp_path / "saved", TEXTS), vectors)
+MATRIX = [
+    pytest.param(
+        family,
+        ("mean", "max", "last_token")[number % 3],  # not cls: a decoder's first token is the same in all texts
+        ("", "query: ")[number % 2],
+        id=family,
+        marks=[pytest.mark.slow] if family in NIGHTLY else [],
+    )
+    for number, family in enumerate([*FAMILIES, "beam", "esmc", *NIGHTLY])
+]
+"""Families, each with a pooling and a prompt."""
 
 
-@pytest.mark.parametrize("family", ["beam", "esmc"])
-def test_numbers_that_follow_from_the_layers_are_those_of_the_saved_model(
-    family: str, sentences: list[str], tmp_path: Path
+@pytest.mark.parametrize(("family", "pooling", "prompt"), MATRIX)
+def test_a_family_is_read_trained_and_saved_as_sentence_transformers_reads_it(
+    family: str, pooling: Pooling, prompt: str, sentences: list[str], tmp_path: Path
 ) -> None:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     source = make_family(tmp_path / "source", family, sentences)
-    section = StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2])
-    encoder = Encoder.from_section(section).eval()
+    layers = None if family == "albert" else [0, 2]  # ALBERT's share one set of weights
+    section = StudentSection(
+        backbone=str(source), pooling=pooling, prompt=prompt, max_length=16, layers=layers, dropout=0.25
+    )
+    encoder = Encoder.from_section(section)
+    assert family == "albert" or read_shape(section).dimension == encoder.dimension
+    assert {value for _, value in dropouts(encoder.backbone.config)} <= {0.25}
+    assert encoder.has_dropout or family in ("beam", "esmc")
     vectors = encoder.encode(TEXTS)
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
     encoder.save(tmp_path / "saved")
     same(Encoder.load(tmp_path / "saved").encode(TEXTS), vectors)
     same(their_vectors(tmp_path / "saved", TEXTS), vectors)
 
 
-@pytest.mark.parametrize(("family", "weight"), [("esm", "contact_head"), ("xlm", "layer_norm1.2")])
+@pytest.mark.parametrize(
+    ("family", "weight"), [("esm", "contact_head"), ("xlm", "layer_norm1.2"), ("albert", "AlbertModel")]
+)
 def test_a_family_whose_other_weights_depend_on_its_layers_keeps_them(
     family: str, weight: str, sentences: list[str], tmp_path: Path
 ) -> None:
