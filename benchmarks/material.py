@@ -20,8 +20,8 @@ from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import table_of
-from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.lists import LocalTeacherClient, TeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import LiveTeacher

@@ -18,7 +18,6 @@ import numpy as np
 from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_sources
 from benchmarks.options import Options, script
 from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spread_of
-from distcse.data import Corpus
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.experiment import Distillation
@@ -26,8 +25,7 @@ from distcse.ray_backend.backend import choose_backend
 from distcse.ray_backend.cluster import cluster
 from distcse.ray_backend.sweep_backend import RaySweepBackend
 from distcse.recipe import Recipe, Sweep
-from distcse.teachers.ensemble import TeacherEnsemble
-from distcse.teachers.teacher_weights import TeacherWeights
+from distcse.teachers.lists import TeacherEnsemble
 from distcse.tuning.sweep import begin, run_sweep
 from tests.counting import CountedSource
 from tests.wikipedia import wiki_file
@@ -60,11 +58,13 @@ def calls(folder: Path, options: Options) -> Figure:
     spec, tables = prepared(recipe)
     source = CountedSource(table_sources(spec, tables)[0])
     plan, steps = BatchLoader(spec, 0, 1), 3 * 32
-    alphas = TeacherWeights(recipe.teachers.encoders, Corpus.open(spec.corpus.path))
+    alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
     section = recipe.teachers
-    ensemble = TeacherEnsemble([source], alphas.of, plan.block, plan.batch_slice, range(steps), section.prefetch_steps)
+    ensemble = TeacherEnsemble(
+        [source], alphas, plan.sampler.block, plan.batch_slice, range(steps), section.prefetch_steps
+    )
     for step in range(steps):
-        ensemble.teacher_outputs(step)
+        ensemble.lists(step)
     return counted(26, "calls a step and teacher", len(source.requests) / steps, f"{steps} steps, blocks of 32")
 
 

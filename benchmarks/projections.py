@@ -19,8 +19,7 @@ from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.storage import write_text_atomic
-from distcse.teachers.knn_graph import joined_vectors
-from distcse.teachers.targets import fit_projection, kept_share
+from distcse.teachers.targets import fit_projection, joined_vectors, kept_share
 from distcse.teachers.vector_statistics import table_statistics
 
 WIDTH = 384

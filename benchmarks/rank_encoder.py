@@ -31,7 +31,7 @@ from distcse.models import Encoder, resolve_model
 from distcse.rank_space import index_pairs, inner_products, pair_similarities, rank_space, rank_vectors
 from distcse.rank_space.encoder import unit
 from distcse.rank_space.space import histogram_rank_vectors
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
 from tests.training_step import TrainingStep

@@ -40,8 +40,8 @@ from distcse.models import Encoder, TokenizerSpec
 from distcse.recipe import Recipe
 from distcse.storage import open_store, resolve_path
 from distcse.teachers.embedding import embed_shards, table_of
+from distcse.teachers.lists import WorkerVectors
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.worker_vectors import ListColumns, WorkerVectors
 
 BATCH, WIDTH, STEPS, WORDS = 128, 32, 200, 5
 SHARD_WIDTH = 768
@@ -139,15 +139,14 @@ def worker(recipe: Recipe) -> dict[str, Any]:
     with anonymous_peak() as memory:
         began = time.process_time()
         loader = BatchLoader(TrainSpec(recipe, run, corpus, tokens), 0, 1)
-        columns = ListColumns(loader.sampler.batch, loader.list_steps, loader.anchors)
-        vectors = WorkerVectors({0: table}, columns, loader.batch_slice, torch.device("cpu"))
+        vectors = WorkerVectors({0: table}, loader.batch_slice, torch.device("cpu"))
         loader.sampler.batch(0)
         opened = time.process_time() - began
         first = loader.sampler.steps_per_epoch - STEPS // 2
         began = time.process_time()
         for step in range(first, first + STEPS):
             loader.batch(step, torch.device("cpu"))
-            vectors.lists(step, vectors.request(step, 1).result()[0])
+            vectors.lists(vectors.request(loader.sampler.block(step, 1)).result()[0])
         stepped = time.process_time() - began
     shards = Path("/proc/self/maps").read_text(encoding="utf-8").count("/shard-")
     return {

@@ -69,7 +69,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     f"{E5} alone": ("ALONE=2",),
     f"{THREE}, lists": LISTS_ALONE,
     f"{THREE}, lists, weights 1/spread": (*LISTS_ALONE, *weights(12.05, 10.42, 38.46)),
-    f"{THREE}, lists weighted by agreement": (*LISTS_ALONE, "teachers.disagreement_scale=0.5"),
     f"{THREE}, vectors and lists": LISTS,
     f"{THREE}, from {L3}": ("student.layers=null", f"student.backbone={L3}"),
     f"{THREE}, a fifth of the start": ("student.init_weight_mix=0.2",),

@@ -47,7 +47,6 @@ def systems(generator: Path) -> dict[str, tuple[str, ...]]:
         "RankEncoder": (ranks, "objective.rank=null", *INFO_NCE, *regression, "training.lr=3e-5"),
         "ListNet": (),
         "ListNet on rank-space lists": (ranks,),
-        "ListNet, shuffled neighbours": ("teachers.rank_noise_group=4",),
         "ListNet with detection": (*detection, "student.projection=none"),
     }
 

@@ -312,12 +312,6 @@ class UnsuitableTeacherError(TeacherError):
     code = "DCSE-T05"
 
 
-class TeacherWeightError(TeacherError):
-    """alpha_by_domain does not fit the corpus's domains."""
-
-    code = "DCSE-T06"
-
-
 class ComparisonError(TeacherError):
     """The comparison of teachers has too few teachers or sentences, or weights have no labelled dev set to be fitted to."""
 

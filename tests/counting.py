@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distcse.models import CrossEncoder, Encoder
 from distcse.storage.checksums import checksum
-from distcse.teachers.ensemble import TeacherClient
+from distcse.teachers.lists import TeacherClient
 
 _SHARD = re.compile(r"shard-\d+\.npy")
 

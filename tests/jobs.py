@@ -19,7 +19,7 @@ from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.embedding import table_of
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult

@@ -26,9 +26,8 @@ from distcse.losses import mix_lists
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
 from distcse.storage import write_text_atomic
 from distcse.teachers.embedding import table_of
-from distcse.teachers.ensemble import TeacherEnsemble
+from distcse.teachers.lists import TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.teacher_weights import TeacherWeights
 from tests.memory import MIB, MemorySeries, MemoryWatch
 
 TOLERANCE = 1e-6
@@ -134,16 +133,16 @@ class Trial:
 
         sources = [RemoteTeacherClient(server, partial(track, number)) for number, server in self._mine.items()]
         sampler = BatchSampler(load.rows, load.batch, seed=self._number)
-        weights = TeacherWeights(load.section.encoders, self._corpus).of
+        weights = [teacher.alpha for teacher in load.section.encoders]
         rows, steps, deadline = slice(0, load.batch), range(load.steps), time.monotonic() + load.seconds
         ensemble = TeacherEnsemble(sources, weights, sampler.block, rows, steps, load.block_steps)
         differences = []
         for step in steps:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"trial {self._number} had {step} of {load.steps} steps after {load.seconds:.0f} s")
-            lists = ensemble.teacher_outputs(step).similarities
+            lists = ensemble.lists(step)
             if step % load.block_steps == 0:
-                expected = mix_lists(self._cosines(sampler.batch(step)), weights(sampler.batch(step)))
+                expected = mix_lists(self._cosines(sampler.batch(step)), weights)
                 assert lists is not None
                 differences.append(float((lists - expected).abs().max()))
         measured = np.array([one.times for one in times]).transpose(2, 0, 1)

@@ -10,7 +10,7 @@ import torch
 from distcse.data import TokenTable
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask
-from distcse.teachers.ensemble import TeacherClient
+from distcse.teachers.lists import TeacherClient
 from distcse.trainer.engines import make_engine
 from distcse.trainer.schedule import warmup_then_linear
 from distcse.trainer.trainer import training_step

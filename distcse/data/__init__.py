@@ -6,25 +6,22 @@ cached by their content, so that later runs memory-map them. `BatchSampler` sele
 """
 
 from distcse.data.corpus import Corpus, check_source, count_repeated_files, source_rows
-from distcse.data.neighbor_batching import Grouping
 from distcse.data.normalized_key import Excluded, normalized_key
 from distcse.data.pair_tokens import PairTokenTable
 from distcse.data.pairs import Pairs
-from distcse.data.sampler import BatchSampler, duplicate_mask
+from distcse.data.sampler import BatchSampler
 from distcse.data.token_table import Tokenization, TokenTable, tokenizer_fingerprint
 
 __all__ = [
     "BatchSampler",
     "Corpus",
     "Excluded",
-    "Grouping",
     "PairTokenTable",
     "Pairs",
     "TokenTable",
     "Tokenization",
     "check_source",
     "count_repeated_files",
-    "duplicate_mask",
     "normalized_key",
     "source_rows",
     "tokenizer_fingerprint",

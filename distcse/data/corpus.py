@@ -18,25 +18,21 @@ from distcse.data.distinct_rows import DistinctRows
 from distcse.data.hub import open_dataset, read_dataset
 from distcse.data.normalized_key import Excluded
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
-from distcse.data.readers import Row, file_kind, find_files, has_columns, read_sentences
+from distcse.data.readers import Row, file_kind, find_files, read_sentences
 from distcse.data.row_keys import RowKeys
 from distcse.data.row_set import RowSet
 from distcse.data.sampler import split_held_out
 from distcse.errors import (
-    CorpusCacheError,
     CorpusNotFoundError,
     CorpusTooSmallError,
     EmptyCorpusError,
-    MissingColumnError,
 )
 from distcse.events import CHUNK
 from distcse.recipe import CorpusSection
-from distcse.storage import Digest, bytes_checksum, checksum, text_checksum, to_uri
+from distcse.storage import Digest, checksum, text_checksum
 
 FORMAT = 2
 _LABEL = "corpus.json"
-_DOMAINS = "domains.npy"
-_MAX_DOMAINS = 65_535
 
 Progress = Callable[[int], None]
 
@@ -58,10 +54,6 @@ class Corpus:
         """Number of rows without text, which are skipped."""
         self.excluded_rows: int = label.get("excluded_rows", 0)
         """Number of rows that are sentences of the evaluation, which are skipped."""
-        self.domains: list[str] = label.get("domains", [])
-        """Names of the domains; empty where the recipe has no `corpus.domain`."""
-        self.content: str = "-".join([self.fingerprint, *([label["domain_digest"]] if self.domains else [])])
-        """The fingerprint, followed by the hash of the domains where there are any."""
         self.doubled_rows: int = label.get("doubled_rows", 0)
         """Number of sentences that equal an earlier one and are kept."""
         self.removed_duplicates: int = label.get("removed_duplicates", 0)
@@ -70,7 +62,6 @@ class Corpus:
         """Files or the data set."""
         self.reused = reused
         self._rows = RaggedRows(directory, np.uint8)
-        self._domain_ids = _read_domains(directory, len(self._rows)) if self.domains else None
         self._keys: RowKeys | None = None
 
     @classmethod
@@ -110,9 +101,7 @@ class Corpus:
         if (cached := find_cached(directory, _LABEL)) is not None:
             return cls(directory, cached, reused=True)
         with write_cache_folder(directory, _LABEL) as (temporary, label):
-            rows = source.rows(section.column)
-            domains = _Domains(source.rows(section.domain)) if section.domain is not None else None
-            summary = _write(temporary, rows, domains, section.limit, excluded, on_progress)
+            summary = _write(temporary, source.rows(), section.limit, excluded, on_progress)
             label.update(summary, sources=source.names)
             keys = RowKeys.prepare(_texts_in(temporary), summary["rows"], summary["fingerprint"], cache)
             label.update(doubled_rows=len(keys) - keys.distinct)
@@ -136,8 +125,6 @@ class Corpus:
                 format=FORMAT,
                 sources=self.sources,
             )
-            if self.domains:
-                label.update(_write_domains(temporary, self.domain_ids(first), self.domains))
         return type(self)(directory, label, reused=False)
 
     def _without_duplicates_at(self, cache: Path) -> Path:
@@ -215,16 +202,6 @@ class Corpus:
                 )
         return train, chosen
 
-    def domain_ids(self, ids: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """Return the (n,) domains of (n,) row ids, as indices into `domains`.
-
-        Raises:
-            MissingColumnError: The recipe has no `corpus.domain`.
-        """
-        if self._domain_ids is None:
-            raise MissingColumnError("the corpus has no domains; set corpus.domain to a column")
-        return self._domain_ids[ids]
-
     def sizes(self, ids: RowIds) -> NDArray[np.int64]:
         """Return the sentences' sizes in bytes of UTF-8, without reading the sentences."""
         return self._rows.lengths(ids)
@@ -258,7 +235,7 @@ def source_rows(section: CorpusSection) -> Iterator[Row]:
     Raises:
         CorpusError: The source is missing or malformed; raised at the first such row.
     """
-    return _source(section, identified=False).rows(section.column)
+    return _source(section, identified=False).rows()
 
 
 def count_repeated_files(section: CorpusSection) -> int:
@@ -270,7 +247,7 @@ def count_repeated_files(section: CorpusSection) -> int:
 
 
 def check_source(section: CorpusSection) -> None:
-    """Check in a moment that a corpus's files exist and that the first file has its columns.
+    """Check in a moment that a corpus's files exist and that the first file has its column.
 
     Reads one row. A data set is not opened, because that may download it.
 
@@ -278,8 +255,7 @@ def check_source(section: CorpusSection) -> None:
         CorpusError: The source is missing, or its first row is malformed.
     """
     if section.dataset is None:
-        for column in filter(None, (section.column, section.domain)):
-            next(source_rows(section.model_copy(update={"column": column})), None)
+        next(source_rows(section), None)
 
 
 @dataclass(frozen=True)
@@ -290,33 +266,29 @@ class _Source:
         kind: `path` or `dataset`.
         names: Files or the data set, for the label.
         content: Hashes of the content, independent of its location.
-        rows: Streams the values of a column; a source without columns ignores the name.
+        rows: Streams the sentences, None for a blank row.
     """
 
     kind: str
     names: list[str]
     content: list[str]
-    rows: Callable[[str], Iterator[Row]]
+    rows: Callable[[], Iterator[Row]]
 
 
 def _source(section: CorpusSection, identified: bool = True) -> _Source:
     if section.path is not None:
         files = find_files(_paths(section.path))
-        if section.domain is not None and (without := [file for file in files if not has_columns(file)]):
-            raise MissingColumnError(
-                f"corpus.domain is {section.domain!r}, but {without[0]} has no columns; use .jsonl, .csv or .parquet"
-            )
         contents = [_content_hash(file) for file in files] if identified else []
         return _Source(
             "path",
             [str(file) for file in files],
             contents,
-            lambda column: _rows_of(files, column, may_be_blank=column != section.column),
+            lambda: _rows_of(files, section.column),
         )
     if section.dataset is not None:
         opened = open_dataset(section)
         return _Source(
-            "dataset", [section.dataset], [opened.fingerprint], lambda column: read_dataset(opened.rows, column)
+            "dataset", [section.dataset], [opened.fingerprint], lambda: read_dataset(opened.rows, section.column)
         )
     raise CorpusNotFoundError(
         "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
@@ -329,7 +301,6 @@ def _paths(path: str | list[str]) -> list[str]:
 
 def _key(source: _Source, section: CorpusSection, excluded: Excluded | None) -> str:
     identity = [FORMAT, source.kind, source.content, section.column, section.limit]
-    identity += [] if section.domain is None else [section.domain]
     identity += [] if excluded is None else [{"excluded": excluded.fingerprint}]
     return text_checksum(json.dumps(identity))
 
@@ -352,65 +323,19 @@ def _decode(rows: RaggedRows, ids: RowIds) -> list[str]:
     return [row.tobytes().decode() for row in rows.rows(ids)]
 
 
-def _rows_of(files: Sequence[Path], column: str, may_be_blank: bool) -> Iterator[Row]:
+def _rows_of(files: Sequence[Path], column: str) -> Iterator[Row]:
     for file in files:
         sentences = 0
         for row in read_sentences(file, column):
             sentences += row is not None
             yield row
-        if not sentences and not may_be_blank:
+        if not sentences:
             raise EmptyCorpusError(f"{file} contains no sentence: it is empty, or every row is blank")
-
-
-class _Domains:
-    """Collects the domains of the corpus's rows while the source is streamed."""
-
-    def __init__(self, values: Iterator[Row]) -> None:
-        self._values = values
-        self._indices: dict[str, int] = {}
-        self._ids: list[int] = []
-
-    def advance(self, is_kept: bool) -> None:
-        """Read the next row's domain, and store it if the row is kept; a blank value is the domain ''."""
-        name = next(self._values) or ""
-        if is_kept:
-            self._ids.append(self._indices.setdefault(name, len(self._indices)))
-
-    def write(self, folder: Path) -> dict[str, Any]:
-        """Write the ids, and return their part of the label."""
-        if len(self._indices) > _MAX_DOMAINS:
-            raise MissingColumnError(
-                f"corpus.domain has {len(self._indices):,} different values, allowed: at most {_MAX_DOMAINS:,}; "
-                "set it to another column"
-            )
-        return _write_domains(folder, np.array(self._ids, dtype=np.uint16), list(self._indices))
-
-
-def _write_domains(folder: Path, ids: NDArray[np.uint16], names: list[str]) -> dict[str, Any]:
-    """Write the (n,) domains of the rows as indices into the names, and return their part of the label."""
-    np.save(folder / _DOMAINS, ids)
-    digest = bytes_checksum(ids.tobytes() + json.dumps(names).encode(), size_bytes=8)
-    return {"domains": names, "domain_digest": digest}
-
-
-def _read_domains(folder: Path, rows: int) -> NDArray[np.uint16]:
-    try:
-        ids = np.load(folder / _DOMAINS, mmap_mode="r", allow_pickle=False)
-    except (OSError, EOFError, ValueError) as error:
-        raise CorpusCacheError(
-            f"{to_uri(folder / _DOMAINS)} cannot be read ({error}); remove {to_uri(folder)}"
-        ) from None
-    if len(ids) != rows:
-        raise CorpusCacheError(
-            f"{to_uri(folder / _DOMAINS)} has {len(ids)} rows, but the corpus has {rows}; remove {to_uri(folder)}"
-        )
-    return np.asarray(ids, dtype=np.uint16)
 
 
 def _write(
     folder: Path,
     rows: Iterator[Row],
-    domains: _Domains | None,
     limit: int | None,
     excluded: Excluded | None,
     on_progress: Progress | None,
@@ -421,8 +346,6 @@ def _write(
         nonlocal blank, num_excluded
         for row in rows:
             is_excluded = row is not None and excluded is not None and excluded.holds(row)
-            if domains is not None:
-                domains.advance(row is not None and not is_excluded)
             if row is None:
                 blank += 1
             elif is_excluded:
@@ -436,11 +359,10 @@ def _write(
             "the corpus contains no sentence"
             + (f" that is not in the evaluation ({num_excluded:,} are)" if num_excluded else "")
         )
-    label = {
+    return {
         "rows": written,
         "blank_rows": blank,
         "excluded_rows": num_excluded,
         "fingerprint": fingerprint,
         "format": FORMAT,
     }
-    return label if domains is None else {**label, **domains.write(folder)}

@@ -48,9 +48,8 @@ def open_dataset(section: CorpusSection) -> OpenedSplit:
             f"data set {name!r} (configuration {section.dataset_config!r}, split {section.split!r}) cannot be loaded: "
             f"{_reason(error)}"
         ) from error
-    for column in (section.column, section.domain or section.column):
-        if column not in columns:
-            raise MissingColumnError(f"data set {name} has {describe_missing_column(column, columns)}")
+    if section.column not in columns:
+        raise MissingColumnError(f"data set {name} has {describe_missing_column(section.column, columns)}")
     return opened
 
 

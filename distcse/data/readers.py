@@ -105,11 +105,6 @@ def file_kind(file: Path) -> str:
     raise CorpusFormatError(f"{file}: unknown format; accepted: {packed}, .parquet")
 
 
-def has_columns(file: Path) -> bool:
-    """Return whether a file's rows have named columns."""
-    return not file_kind(file).startswith(".txt")
-
-
 def read_sentences(file: Path, column: str) -> Iterator[Row]:
     """Stream the rows of one file; errors name the file, and the line or row.
 
@@ -137,7 +132,7 @@ def describe_missing_column(column: str, columns: Sequence[str], separated: str 
     """Format the message for a missing column: the existing columns, how they are separated, and the closest match."""
     same = [name for name in columns if name.casefold() == column.casefold()]
     close = same or difflib.get_close_matches(column, columns, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else "; set corpus.column (and corpus.domain) to one of them"
+    hint = f"; did you mean {close[0]!r}?" if close else "; set corpus.column to one of them"
     return f"no column {column!r}; columns{separated}: {', '.join(columns) or 'none'}{hint}"
 
 

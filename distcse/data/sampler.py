@@ -9,7 +9,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.neighbor_batching import Grouping
 from distcse.data.row_set import RowSet
 from distcse.errors import CorpusTooSmallError
 
@@ -66,7 +65,7 @@ def _hash(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 MAX_ARRAY_ROWS = 2**27
 """Most rows whose order is shuffled in an array, of 0.5 GiB an epoch. The order of more rows is computed by position."""
 _CACHED_BATCHES = 256
-"""Batches by position that are kept: a step asks for its own several times, and for those in the embedding queue."""
+"""Batches by position that are kept: a step asks for its own several times."""
 _HELD_OUT_STREAM = 2**32 - 1
 
 
@@ -80,15 +79,12 @@ class BatchSampler:
         rows: The training rows: a set, their (n,) ids, or n for the rows 0 to n - 1.
         batch_size: Rows per global batch.
         seed: Seed of the permutations.
-        grouping: Neighbor batching, whose orders are arrays at any number of rows. Default: none, batches are random.
 
     Raises:
         CorpusTooSmallError: There are fewer rows than one batch.
     """
 
-    def __init__(
-        self, rows: RowSet | NDArray[np.int64] | int, batch_size: int, seed: int, grouping: Grouping | None = None
-    ) -> None:
+    def __init__(self, rows: RowSet | NDArray[np.int64] | int, batch_size: int, seed: int) -> None:
         self._rows = RowSet(rows) if isinstance(rows, int) else rows
         if len(self._rows) < batch_size:
             raise CorpusTooSmallError(
@@ -97,7 +93,6 @@ class BatchSampler:
             )
         self._batch_size = batch_size
         self._seed = seed
-        self._grouping = grouping
         self._epochs: dict[int, Callable[[int], NDArray[np.int64]]] = {}
 
     @property
@@ -120,36 +115,18 @@ class BatchSampler:
     def _order(self, epoch: int) -> Callable[[int], NDArray[np.int64]]:
         """Return the function from the number of a batch in an epoch to its (batch_size,) row ids."""
         rows, count = self._rows, len(self._rows)
-        if count > MAX_ARRAY_ROWS and self._grouping is None:
+        if count > MAX_ARRAY_ROWS:
             permutation = Permutation(count, [self._seed, epoch])
             compute = lru_cache(_CACHED_BATCHES)(lambda index: rows.take(permutation(self._positions(index))))
             return lambda index: compute(index).copy()
         generator = np.random.Generator(np.random.PCG64([self._seed, epoch]))
         order: NDArray[np.integer] = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
         generator.shuffle(order)
-        if self._grouping is None:
-            return lambda index: rows.take(order[self._positions(index)])
-        grouped = self._grouping.order(rows.take(order), generator).astype(np.uint32)  # ids of neighbors have 31 bits
-        return lambda index: grouped[self._positions(index)].astype(np.int64)
+        return lambda index: rows.take(order[self._positions(index)])
 
     def _positions(self, index: int) -> NDArray[np.int64]:
         """Return the (batch_size,) positions of a batch in its epoch."""
         return np.arange(index * self._batch_size, (index + 1) * self._batch_size)
-
-
-def duplicate_mask(columns: NDArray[np.int64], own: slice) -> NDArray[np.bool_]:
-    """Return a (R, L) mask of duplicates of a worker's R rows in its similarity lists.
-
-    Args:
-        columns: (L,) row ids of the lists' columns.
-        own: Columns of this worker's R rows.
-
-    Returns:
-        True where the column has the row's id, but is not the row's own column.
-    """
-    is_duplicate: NDArray[np.bool_] = columns[own, None] == columns[None, :]
-    is_duplicate[:, own] &= ~np.eye(len(is_duplicate), dtype=bool)
-    return is_duplicate
 
 
 def split_held_out(rows: int, held_out: int, seed: int) -> tuple[RowSet, NDArray[np.int64]]:

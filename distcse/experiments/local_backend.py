@@ -15,8 +15,8 @@ from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.distillation.teacher_clients import teacher_clients, with_worker_tables
 from distcse.placement.devices import DeviceOptions
 from distcse.teachers.embedding import complete_shards
-from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.lists import LocalTeacherClient, TeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer import allocator

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from distcse.data import Corpus
 from distcse.evaluation import Contamination, Tasks
@@ -119,17 +119,6 @@ class Trials(ABC):
 
         Raises:
             SearchSpaceError: The recipe and the sweep do not fit together.
-        """
-
-    def check_exchange(self, path: str, values: Sequence[Any]) -> None:  # noqa: B027  (optional)
-        """Check that a parameter can change between two checkpoints, as population-based training does. Default: any can.
-
-        Args:
-            path: Path of the parameter.
-            values: Its values, or the bounds between which they lie.
-
-        Raises:
-            SearchSpaceError: Other settings of the recipe do not allow the change.
         """
 
     @abstractmethod

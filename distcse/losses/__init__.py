@@ -7,7 +7,7 @@ Data-parallel engines average gradients instead, and therefore multiply the shar
 """
 
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy
-from distcse.losses.detection import Detection, ReplacedTokenDetection, detection
+from distcse.losses.detection import ReplacedTokenDetection, detection
 from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
 from distcse.losses.list_mle import ListMLE, list_mle
 from distcse.losses.list_net import ListNet, list_net
@@ -15,9 +15,9 @@ from distcse.losses.objective import Objective, build_objective, try_custom_term
 from distcse.losses.pseudo_labels import bce_soft, mse_cosine
 from distcse.losses.rank_regression import RankRegression, squared_errors
 from distcse.losses.regression import Regression, cosine_errors, squared_distances
-from distcse.losses.similarity_lists import disagreement_weights, drop_positive, mix_lists, shuffle_rank_groups
+from distcse.losses.similarity_lists import drop_positive, mix_lists
 from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views, gather_views
+from distcse.losses.views import Detection, Views, gather_views
 
 __all__ = [
     "Consistency",
@@ -35,7 +35,6 @@ __all__ = [
     "build_objective",
     "cosine_errors",
     "detection",
-    "disagreement_weights",
     "drop_positive",
     "gather_views",
     "info_nce",
@@ -46,7 +45,6 @@ __all__ = [
     "mse_cosine",
     "negative_entropy",
     "negative_weights",
-    "shuffle_rank_groups",
     "squared_distances",
     "squared_errors",
     "try_custom_terms",

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distcse.device import is_gpu
-from distcse.distributed import all_reduce_sum
 from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views
-
-
-@dataclass(frozen=True)
-class Detection:
-    """Sums over this worker's tokens.
-
-    Attributes:
-        loss: Sum of the tokens' cross-entropies.
-        counts: (5,) tokens the mean is over; edited tokens, those of them found; kept tokens, those of them recognised.
-    """
-
-    loss: Tensor
-    counts: Tensor
-
-    def __add__(self, other: Detection) -> Detection:
-        return Detection(self.loss + other.loss, self.counts + other.counts)
-
-    def shares(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """This worker's share of the mean loss, and of the accuracies on edited and kept tokens, in [0, 1]."""
-        total = all_reduce_sum(self.counts.clone())
-        positions, edited, _, kept, _ = total.clamp(min=1).unbind()
-        share = self.loss / positions
-        return share, {"edited_accuracy": self.counts[2] / edited, "kept_accuracy": self.counts[4] / kept}
+from distcse.losses.views import Detection, Views
 
 
 def detection(

@@ -93,6 +93,5 @@ class InfoNCE(nn.Module):
         weights = None
         if self.threshold is not None:
             assert teachers is not None and teachers.similarities is not None
-            lists = teachers.similarities if teachers.clean_similarities is None else teachers.clean_similarities
-            weights = negative_weights(lists[:, : views.columns], self.threshold, self.form, views.offset)
+            weights = negative_weights(teachers.similarities, self.threshold, self.form, views.offset)
         return info_nce(views.similarities, self.tau1, views.offset, weights).sum() / views.columns

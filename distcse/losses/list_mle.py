@@ -10,8 +10,6 @@ from torch import Tensor
 
 from distcse.losses.list_loss import ListLoss
 from distcse.losses.similarity_lists import drop_positive
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views
 
 _MAX_LOGIT_RANGE = 600.0
 """Largest difference of two logits whose exponential and its inverse float64 can represent; for cosines it is 2 / τ2."""
@@ -26,13 +24,12 @@ def list_mle(
     list_reduction: str = "sum",
     eps: float | None = None,
     offset: int = 0,
-    pair_weights: Tensor | None = None,
 ) -> Tensor:
     """Compute -log P(teachers' order | S_i / τ2) (RankCSE Eq. 5).
 
     Args:
-        similarities: (R, L) cosines of the student.
-        lists: (R, L) similarities of the teachers; only their descending order matters, ties in batch order.
+        similarities: (R, C) cosines of the student.
+        lists: (R, C) similarities of the teachers; only their descending order matters, ties in batch order.
         tau2: Temperature.
         exclude_positive: Whether to drop column `offset + i` of row i. Default: False.
         list_reduction: `sum` (default) over the list, the negative log-likelihood; or `mean`, divided by the list's length.
@@ -40,14 +37,12 @@ def list_mle(
             code. It acts like an additional item at cosine max - τ2·ln(1/eps), which raises items below it and lowers the
             positive. Default: None, exact.
         offset: Column of the first row's positive. Default: 0.
-        pair_weights: (R, L) weights of the sentences, applied to their positions in the order. Default: none.
 
     Returns:
         (R,) losses.
     """
     if exclude_positive:
         similarities, lists = drop_positive(similarities, offset), drop_positive(lists, offset)
-        pair_weights = None if pair_weights is None else drop_positive(pair_weights, offset)
     order = lists.argsort(dim=1, descending=True, stable=True)
     logits = (similarities / tau2).gather(1, order)
     if eps is not None:
@@ -56,7 +51,7 @@ def list_mle(
         terms = SuffixTermsInDouble.apply(logits)
     else:
         terms = exact_suffix_terms(logits)
-    losses = (terms if pair_weights is None else terms * pair_weights.gather(1, order)).sum(dim=1)
+    losses = terms.sum(dim=1)
     return losses / max(1, logits.shape[1]) if list_reduction == "mean" else losses
 
 
@@ -103,7 +98,3 @@ class ListMLE(ListLoss):
         super().__init__(
             partial(list_mle, tau2=tau2, exclude_positive=exclude_positive, list_reduction=list_reduction, eps=eps)
         )
-
-    def pair_weights(self, views: Views, teachers: TeacherOutputs) -> Tensor | None:
-        """Return the weights of the teachers, and 0 for duplicates: their position in the order must not count."""
-        return views.mask_pair_weights(teachers.pair_weights)

@@ -18,34 +18,28 @@ def list_net(
     *,
     exclude_positive: bool = True,
     offset: int = 0,
-    pair_weights: Tensor | None = None,
 ) -> Tensor:
     """Compute ListNet's cross-entropies, -Σ_j p_j log q_j (RankCSE Eq. 4, footnote 1).
 
     p = softmax(lists_i / τ3) and q = softmax(similarities_i / τ2). The constant entropy of p is not subtracted, so that the
-    gradient is that of the Kullback-Leibler divergence. With pair weights w, the loss is Σ_j w_j (q_j - p_j - p_j log q_j),
-    which is minimal at q = p for any weights, and equals the unweighted loss for weights 1.
+    gradient is that of the Kullback-Leibler divergence.
 
     Args:
-        similarities: (R, L) cosines of the student.
-        lists: (R, L) similarities of the teachers.
+        similarities: (R, C) cosines of the student.
+        lists: (R, C) similarities of the teachers.
         tau2: The student's temperature.
         tau3: The teachers' temperature.
         exclude_positive: Whether to drop column `offset + i` of row i. Default: True.
         offset: Column of the first row's positive. Default: 0.
-        pair_weights: (R, L) weights w. Default: none.
 
     Returns:
         (R,) losses.
     """
     if exclude_positive:
         similarities, lists = drop_positive(similarities, offset), drop_positive(lists, offset)
-        pair_weights = None if pair_weights is None else drop_positive(pair_weights, offset)
     p = (lists.to(similarities.dtype) / tau3).softmax(dim=1)
     log_q = (similarities / tau2).log_softmax(dim=1)
-    if pair_weights is None:
-        return -(p * log_q).sum(dim=1)
-    return (pair_weights * (log_q.exp() - p - p * log_q)).sum(dim=1)
+    return -(p * log_q).sum(dim=1)
 
 
 class ListNet(ListLoss):

@@ -45,7 +45,7 @@ class Objective(nn.Module):
     @property
     def needs_lists(self) -> bool:
         """Whether a term needs the teachers' similarity lists."""
-        return not self.needs.isdisjoint({"lists", "clean_lists"})
+        return "lists" in self.needs
 
     @property
     def needs_targets(self) -> bool:
@@ -68,7 +68,7 @@ class Objective(nn.Module):
             ValueError: Lists are missing, or their shape differs from the student's.
         """
         teachers = teachers or TeacherOutputs()
-        expected = (views.rows, views.columns + (0 if views.queue is None else len(views.queue)))
+        expected = (views.rows, views.columns)
         if teachers.similarities is None and self.needs_lists:
             raise ValueError(f"the rank term needs lists of shape {expected}, but got none")
         if teachers.similarities is not None and teachers.similarities.shape != expected:

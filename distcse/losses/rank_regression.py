@@ -52,7 +52,7 @@ class RankRegression(nn.Module):
     def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
         """Return this worker's share: the errors of its rows, divided by the number of kept pairs of all workers."""
         assert teachers.similarities is not None
-        lists = teachers.similarities[:, : views.columns]
+        lists = teachers.similarities
         similarities = views.same if self.same_view else views.similarities
         pairs = all_reduce_sum(kept_pairs(lists, self.lower, self.upper).sum().to(similarities.dtype))
         return squared_errors(similarities, lists, self.lower, self.upper).sum() / (pairs + _EPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,31 @@ from torch import Tensor
 from distcse.compat.torch import assert_async
 from distcse.distributed import all_gather_parts, all_reduce_max, all_reduce_sum, rank, world_size
 
-if TYPE_CHECKING:
-    from distcse.losses.detection import Detection
-
 _MIN_NORM = 1e-12
 """Norm below which a vector is zero."""
-_MIN_COSINE = -1.0
-"""Smallest possible cosine."""
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The discriminator's sums over this worker's tokens.
+
+    Attributes:
+        loss: Sum of the tokens' cross-entropies.
+        counts: (5,) tokens the mean is over; edited tokens, those of them found; kept tokens, those of them recognised.
+    """
+
+    loss: Tensor
+    counts: Tensor
+
+    def __add__(self, other: Detection) -> Detection:
+        return Detection(self.loss + other.loss, self.counts + other.counts)
+
+    def shares(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """This worker's share of the mean loss, and of the accuracies on edited and kept tokens, in [0, 1]."""
+        total = all_reduce_sum(self.counts.clone())
+        positions, edited, _, kept, _ = total.clamp(min=1).unbind()
+        share = self.loss / positions
+        return share, {"edited_accuracy": self.counts[2] / edited, "kept_accuracy": self.counts[4] / kept}
 
 
 @dataclass(frozen=True)
@@ -32,8 +50,6 @@ class Views:
         all_z1: (C, d) first views of the global batch.
         all_z2: (C, d) second views of the global batch.
         offset: Index of this worker's first row in the global batch. Default: 0.
-        queue: (K, d) vectors of the embedding queue, without gradient, which extend the lists. Default: none.
-        duplicate_mask: (R, K) whether a sentence of the queue is the row's own. Default: none is.
         detection: The discriminator's sums over both views of this worker's rows. Default: none, without a discriminator.
     """
 
@@ -42,8 +58,6 @@ class Views:
     all_z1: Tensor
     all_z2: Tensor
     offset: int = 0
-    queue: Tensor | None = None
-    duplicate_mask: Tensor | None = None
     detection: Detection | None = None
 
     @property
@@ -62,44 +76,6 @@ class Views:
         return _cosines(self.z1, self.all_z2)
 
     @cached_property
-    def extended_similarities(self) -> Tensor:
-        """(R, C + K): S, followed by the cosines of z1_i and the queue with duplicates masked; S without a queue."""
-        if self.queue is None:
-            return self.similarities
-        return self.mask_duplicates(torch.cat([self.similarities, _cosines(self.z1, self.queue)], dim=1))
-
-    def mask_duplicates(self, matrix: Tensor) -> Tensor:
-        """Set the similarities of duplicates in the queue to -1.
-
-        Masked in both the student's and the teachers' lists, a duplicate has almost no weight, and no gradient.
-
-        Args:
-            matrix: (R, C + K) similarities.
-
-        Returns:
-            (R, C + K) similarities; the same tensor without duplicates.
-        """
-        if self.duplicate_mask is None:
-            return matrix
-        batch, queue = matrix[:, : self.columns], matrix[:, self.columns :]
-        return torch.cat([batch, queue.masked_fill(self.duplicate_mask, _MIN_COSINE)], dim=1)
-
-    def mask_pair_weights(self, pair_weights: Tensor | None) -> Tensor | None:
-        """Set the pair weights of duplicates in the queue to 0.
-
-        Args:
-            pair_weights: (R, C + K) weights; None is 1 for all pairs.
-
-        Returns:
-            (R, C + K) weights; the same object without duplicates.
-        """
-        if self.duplicate_mask is None:
-            return pair_weights
-        batch = torch.ones_like(self.similarities, requires_grad=False)
-        is_counted = torch.cat([batch, (~self.duplicate_mask).to(batch.dtype)], dim=1)
-        return is_counted if pair_weights is None else is_counted * pair_weights
-
-    @cached_property
     def same(self) -> Tensor:
         """(R, C) cosines of z1_i and z1_j; dtype as `similarities`."""
         return _cosines(self.z1, self.all_z1)
@@ -112,13 +88,7 @@ class Views:
         return _cosines(self.z2, self.all_z1)
 
 
-def gather_views(
-    z1: Tensor,
-    z2: Tensor,
-    queue: Tensor | None = None,
-    duplicate_mask: Tensor | None = None,
-    detection: Detection | None = None,
-) -> Views:
+def gather_views(z1: Tensor, z2: Tensor, detection: Detection | None = None) -> Views:
     """Gather the views of the global batch from all workers, differentiably.
 
     Half-precision views are gathered as float32, because the backward pass sums the gradients of all workers, and bf16
@@ -127,8 +97,6 @@ def gather_views(
     Args:
         z1: (R, d) first views of this worker's rows.
         z2: (R, d) second views.
-        queue: (K, d) embedding queue, equal on all workers. Default: none.
-        duplicate_mask: (R, K) duplicates in the queue (see `Views`). Default: none.
         detection: This worker's sums of the discriminator (see `Views`). Default: none.
 
     Raises:
@@ -139,10 +107,10 @@ def gather_views(
         raise ValueError(f"z1 has shape {tuple(z1.shape)}, but z2 has {tuple(z2.shape)}; pass views of the same rows")
     z1, z2 = _widen(z1), _widen(z2)
     if world_size() == 1:
-        return Views(z1, z2, z1, z2, 0, queue, duplicate_mask, detection)
+        return Views(z1, z2, z1, z2, 0, detection)
     _require_equal_rows(len(z1), z1.device)
     all_z1, all_z2 = gather_rows(torch.stack([z1, z2], dim=1)).unbind(dim=1)
-    return Views(z1, z2, all_z1, all_z2, rank() * len(z1), queue, duplicate_mask, detection)
+    return Views(z1, z2, all_z1, all_z2, rank() * len(z1), detection)
 
 
 class _GatherRows(torch.autograd.Function):

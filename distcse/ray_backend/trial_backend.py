@@ -21,7 +21,7 @@ from distcse.placement.devices import DeviceOptions
 from distcse.ray_backend.metrics import QueueMetrics, metered
 from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
 from distcse.storage import to_uri
-from distcse.teachers.ensemble import LocalTeacherClient, TeacherClient
+from distcse.teachers.lists import LocalTeacherClient, TeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.trainer import TrainResult

@@ -22,7 +22,7 @@ from distcse.recipe.losses.consistency import ConsistencySection
 from distcse.recipe.losses.custom import CustomLossSection
 from distcse.recipe.losses.detection import DetectionSection
 from distcse.recipe.losses.info_nce import FalseNegativesSection, InfoNCESection
-from distcse.recipe.losses.rank import QueueSection, RankSection
+from distcse.recipe.losses.rank import RankSection
 from distcse.recipe.losses.rank_regression import RankRegressionSection
 from distcse.recipe.losses.regression import RegressionSection
 from distcse.recipe.models import ModelsSection
@@ -34,7 +34,7 @@ from distcse.recipe.section import decided
 from distcse.recipe.storage import StorageSection
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
 from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSection
-from distcse.recipe.training import LoopSection, NeighborBatchingSection, TrainingSection
+from distcse.recipe.training import LoopSection, TrainingSection
 
 __all__ = [
     "FITTED_KEYS",
@@ -65,13 +65,11 @@ __all__ = [
     "ModelsSection",
     "MutualRecipe",
     "MutualSection",
-    "NeighborBatchingSection",
     "ObjectiveSection",
     "PairsSection",
     "ParameterSection",
     "Pooling",
     "Projection",
-    "QueueSection",
     "RankInferenceSection",
     "RankRegressionSection",
     "RankSection",

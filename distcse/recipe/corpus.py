@@ -28,12 +28,10 @@ class CorpusSection(Section):
     """Download only the first `limit` rows of `dataset` instead of all its files. They are cached like any corpus."""
     column: str = "text"
     """Column (.csv, .parquet, data set) or key (.jsonl) of the sentence."""
-    domain: str | None = None
-    """Column or key of a row's domain, for teachers with `alpha_by_domain`."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Use only the first N sentences; null uses all."""
     deduplicate: Literal["exact", "none"] = "none"
-    """`exact` leaves out sentences that equal an earlier one, also one of another domain; `limit` counts them. `none` trains on
+    """`exact` leaves out sentences that equal an earlier one; `limit` counts them. `none` trains on
     them as often as they occur. Teachers embed them once either way."""
     exclude_evaluation: bool = False
     """Drop sentences that occur in a labelled set of `evaluation.data` or in the dev set, ignoring case, punctuation and

@@ -12,7 +12,6 @@ from pydantic import Field, create_model, model_validator
 
 from distcse.recipe.losses.custom import CustomLossSection
 from distcse.recipe.losses.loss_section import LossSection, Need, Temperature, registered_losses
-from distcse.recipe.losses.rank import QueueSection
 from distcse.recipe.section import Name, Section
 
 HINGE_TERMS = ("info_nce", "rank_regression")
@@ -94,16 +93,6 @@ class ObjectiveSection(_Losses):
                 if need in needs
             )
         )
-
-    @property
-    def queue(self) -> QueueSection | None:
-        """The queue that extends the lists; None without one, or where its term has no weight."""
-        queues = (
-            getattr(section, section.needs["queue"])
-            for section in self.active_terms.values()
-            if "queue" in section.needs
-        )
-        return next(queues, None)
 
     def vector_teachers(self, count: int) -> list[int]:
         """Return the indices of the teachers whose vectors a term needs, of `count` teachers; empty without such a term."""

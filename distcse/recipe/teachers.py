@@ -82,8 +82,6 @@ class TeacherSection(EncoderSection):
     alpha: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this teacher's cosines, divided by the sum over teachers: 1 and 2 are the paper's α = 1/3 and 1 − α (RankCSE
     §4.4, the unnumbered formula)."""
-    alpha_by_domain: dict[str, Annotated[float, Field(ge=0)]] | None = None
-    """Weight in lists by the row's domain (`corpus.domain`), such as {legal: 3, news: 0}; other domains use `alpha`."""
     similarity: Literal["cosine", "rank"] = "cosine"
     """Similarity in the lists: cosine, or rank-space similarity (RankEncoder Eq. 4) over `num_references` sentences."""
     num_references: Annotated[int, Field(ge=2)] = 100_000
@@ -179,13 +177,6 @@ class TeachersSection(Section):
     shard_rows: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Rows per table shard, which is the most work lost when an embedding actor is killed. `auto` is 4,096 for up to 2,500
     shards, and twice that, four times that, … for more rows, because a process keeps a limited number of shards open."""
-    rank_noise_group: Annotated[int, Field(ge=2)] | None = None
-    """Shuffle groups of this many neighbors in each list's order, again in every step (DistillCSE's Group-P); null adds no
-    noise."""
-    disagreement_scale: Annotated[float, Field(gt=0)] | None = None
-    """In ListNet and ListMLE, weigh each sentence pair by exp(-spread / disagreement_scale). The spread is the standard
-    deviation of the pair's similarity over the teachers, each teacher's list first standardized to mean 0 and deviation 1.
-    Smaller values discount disagreement more. Needs at least two teachers. null weighs all pairs equally."""
     tokens_per_batch: Annotated[int, Field(ge=64)] | None = None
     """Tokens per forward pass of a teacher, with padding. null is 2,048 on a CPU and 65,536 on a GPU; a GPU that runs out of
     memory continues with half, and logs it."""

@@ -27,34 +27,6 @@ _DECIDED = {
 _UNKNOWN_TO_CHECKPOINTS = ("offload_optimizer", "offload_param")
 
 
-class NeighborBatchingSection(Section):
-    """Batches that group sentences with some of their nearest neighbors by the teachers' similarities.
-
-    In a random batch nearly all pairs are dissimilar; neighbors add graded similarities to the lists. Every row still occurs
-    once per epoch. Neighbors are computed once, from the teachers that have tables, and cached with them.
-    """
-
-    per_anchor: Annotated[int, Field(ge=1)] = 3
-    """Maximum neighbors that an anchor adds to its batch; those already used by another anchor are skipped."""
-    min_rank: Annotated[int, Field(ge=1)] = 1
-    """First neighbor rank to draw from; above 1 avoids paraphrases and near-duplicates."""
-    max_rank: Annotated[int, Field(ge=1)] = 16
-    """Last neighbor rank to draw from."""
-    anchor_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of anchors that add neighbors; the others are batched at random."""
-
-    @model_validator(mode="after")
-    def _is_a_band(self) -> Self:
-        if self.min_rank > self.max_rank:
-            raise ValueError(f"min_rank is {self.min_rank} and max_rank {self.max_rank}; no rank lies between them")
-        if self.per_anchor > (ranks := self.max_rank - self.min_rank + 1):
-            raise ValueError(
-                f"per_anchor is {self.per_anchor}, but the band from min_rank {self.min_rank} to max_rank {self.max_rank} has "
-                f"{ranks} ranks; write a farther max_rank, or fewer per_anchor"
-            )
-        return self
-
-
 class LoopSection(Section):
     """Training loop: batch, optimiser, learning-rate schedule and engine."""
 
@@ -91,8 +63,8 @@ class LoopSection(Section):
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
     instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
-    accumulation, at most 16 dropout streams or chunks of a gradient cache (in mutual distillation a single stream), no custom
-    term and no queue; where the capture fails, steps run eagerly, and the run says why. `on` refuses recipes whose steps cannot
+    accumulation, at most 16 dropout streams or chunks of a gradient cache (in mutual distillation a single stream), and no custom
+    term; where the capture fails, steps run eagerly, and the run says why. `on` refuses recipes whose steps cannot
     be captured, and fails where the capture fails. It needs `engine: torch`, and, except in mutual distillation, also captures
     the steps of several workers, in parts between their collectives; that has not been tried on several GPUs."""
     log_every: Annotated[int, Field(ge=1)] = 10
@@ -158,8 +130,6 @@ MAX_RECORDED_STREAMS = 16
 class TrainingSection(LoopSection):
     """Training loop of a student, and its workers."""
 
-    neighbor_batching: NeighborBatchingSection | None = None
-    """Group neighbors in batches; null shuffles at random."""
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the loop in the calling process, without Ray."""
     min_workers: Annotated[int, Field(ge=1)] | None = None

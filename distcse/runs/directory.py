@@ -9,7 +9,6 @@
                      checkpoints/    latest and best; of an ended run, their weights only
                      model/          the student, in the sentence-transformers layout
                      projection.safetensors  from the joined teachers' vectors to the student's width, if a term needs it
-                     neighbors.checksum      of the k-nearest-neighbor graph, where batches are grouped
                      evaluation.json start, student and teachers at the end
                      evaluation/     results of each model, until all are measured
                      report.html     the run as a page; report.md, the same as text
@@ -230,17 +229,6 @@ class RunDirectory:
             "versions": {name: packages.get(name, "not installed") for name in _RECORDED},
             "packages": {name: packages[name] for name in sorted(packages, key=str)},
         }
-
-    def record_checksum(self, name: str, checksum: str) -> None:
-        """Record a checksum at the first call. Raises `ResumeMismatchError` if a later one differs."""
-        file = f"{name}.checksum"
-        if not self.store.fetch(file):
-            self.store.write_text(file, checksum)
-        elif (recorded_checksum := (self.path / file).read_text()) != checksum:
-            raise ResumeMismatchError(
-                f"the {name} have changed since {self.store} began (checksum {checksum[:12]}, was "
-                f"{recorded_checksum[:12]}); restore storage.cache, or start a new run"
-            )
 
     def log(self, event: Event) -> None:
         """Append an event to events.jsonl, which is uploaded to object storage at each checkpoint."""

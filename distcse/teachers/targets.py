@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, bytes_checksum, content_key, open_store, to_uri
-from distcse.teachers.knn_graph import joined_vectors
 from distcse.teachers.table import EmbeddingTable, TableLocation
 
 _NAME, _KEY, _KEPT, _DIGEST = "projection", "of", "kept", "blake2b"
@@ -53,6 +52,23 @@ class TargetSpec:
         tables = [table.open() for table in self.tables]
         projection = None if self.projection is None else read_projection(self.projection.path)
         return Targets(tables, self.alphas, projection)
+
+
+def joined_vectors(
+    tables: Sequence[EmbeddingTable], alphas: Sequence[float], rows: Sequence[int] | NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Concatenate the teachers' vectors so that inner products are the teachers' weighted mean cosines (RankCSE §4.4).
+
+    Args:
+        tables: One table per teacher, with dimensions d_t.
+        alphas: The teachers' weights.
+        rows: n row ids.
+
+    Returns:
+        (n, Σ d_t) float32 unit vectors.
+    """
+    shares = np.sqrt(np.asarray(alphas, dtype=np.float64) / sum(alphas)).astype(np.float32)
+    return np.concatenate([share * table.vectors(rows) for share, table in zip(shares, tables, strict=True)], axis=1)
 
 
 class Targets:

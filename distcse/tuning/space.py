@@ -205,9 +205,6 @@ class Space:
                 f"parameters.{path} cannot change during training, as pbt requires; search "
                 f"{', '.join(_CHANGEABLE_IN_TRAINING)} except {', '.join(_FIXED_IN_TRAINING)}, or write schedule.kind: asha"
             )
-        if sweep.schedule.kind == "pbt":
-            parameter = sweep.parameters.get(path)
-            experiment_of(self._recipe).trials.check_exchange(path, _ends(parameter) if parameter else [])
 
 
 def _solve(path: str, text: str, values: Mapping[str, Any]) -> float | int | None:

@@ -156,7 +156,7 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
 
 @pytest.mark.slow
 def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
-    """Selected layers, neighbor batching, a queue, joined regression targets and disagreement weights, together.
+    """Selected layers, false negatives and joined regression targets, together.
 
     The workers and the dev-score evaluator read the tables; a thread serves the local run's lists.
     """
@@ -164,11 +164,8 @@ def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> Non
         "student.layers=auto",
         "student.num_layers=2",
         "student.projection=none",
-        "training.neighbor_batching={per_anchor: 3}",
-        "objective.rank.queue={num_batches: 2, num_anchors: 15, refresh_steps: 4}",
         "objective.info_nce.false_negatives={threshold: 0.8, form: soften}",
         "objective.regression={weight: 2.0}",
-        "teachers.disagreement_scale=0.5",
         "training.max_steps=8",
         "training.dropout_rng_streams=2",
     )

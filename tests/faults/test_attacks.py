@@ -39,7 +39,6 @@ from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.storage import checksum, dump_checked_json
-from distcse.teachers.knn_graph import open_knn_graph
 from distcse.trainer.checkpoint_files import load_model_state, load_weights
 from distcse.trainer.checkpoints import CheckpointStore
 from tests.backends import run
@@ -115,16 +114,13 @@ def bombed(file: Path, marker: Path) -> None:
     np.save(file, np.array([Bomb(marker)], dtype=object), allow_pickle=True)
 
 
-def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, marker: Path, tmp_path: Path) -> None:
+def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, marker: Path) -> None:
     spec, tables = make_spec(recipe_with())
     shard = tables[0].directory / "shard-00000.npy"
     bombed(shard, marker)
     assert tables[0].missing_shards() == [0]
     with fails_with(EmbeddingTableError, "shard-00000.npy"):
         train(spec, tables)
-    bombed(tmp_path / "neighbors.npy", marker)
-    with fails_with(EmbeddingTableError, str(tmp_path)):
-        open_knn_graph(tmp_path)
     bombed(spec.corpus.path / "offsets.npy", marker)
     with pytest.raises(DistcseError):
         Corpus.open(spec.corpus.path)

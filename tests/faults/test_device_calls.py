@@ -314,12 +314,11 @@ def train_from_the_head(folder: Path) -> None:
 def test_a_driver_without_room_loads_no_model_and_its_run_equals_a_local_one(
     nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
 ) -> None:
-    """Layers, neighbor graph, regression targets, export and evaluation are computed on the nodes."""
+    """Layers, regression targets, export and evaluation are computed on the nodes."""
     overrides = (
         "student.layers=auto",
         "student.num_layers=2",
         "student.projection=none",
-        "training.neighbor_batching={per_anchor: 3}",
         "objective.regression={weight: 2.0}",
         "training.max_steps=4",
         f"evaluation.data={labelled}",

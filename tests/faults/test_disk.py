@@ -87,12 +87,11 @@ def damage(request: pytest.FixtureRequest) -> Damage:
 
 def make_corpus(folder: Path) -> Corpus:
     file = folder / "corpus.jsonl"
-    rows = ({"text": text, "of": str(number % 3)} for number, text in enumerate(LINES))
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Corpus.prepare(CorpusSection(path=str(file), domain="of"), folder / "cache")
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in LINES))
+    return Corpus.prepare(CorpusSection(path=str(file)), folder / "cache")
 
 
-@pytest.mark.parametrize("name", ["values.bin", "offsets.npy", "domains.npy", "corpus.json"])
+@pytest.mark.parametrize("name", ["values.bin", "offsets.npy", "corpus.json"])
 def test_a_damaged_corpus_is_prepared_again(tmp_path: Path, damage: Damage, name: str) -> None:
     before = make_corpus(tmp_path)
     assert make_corpus(tmp_path).reused

@@ -95,7 +95,7 @@ STUDENT: dict[str, Any] = {
     "teachers": {"encoders": [{"backbone": "nowhere", "alpha": 1.0}], "shard_rows": 100},
     "objective": {
         "tau1": 0.05,
-        "rank": {"form": "list_net", "tau2": 0.1, "queue": {"num_batches": 1}},
+        "rank": {"form": "list_net", "tau2": 0.1, "exclude_positive": True},
         "regression": {},
     },
     "training": {
@@ -103,7 +103,6 @@ STUDENT: dict[str, Any] = {
         "epochs": 1,
         "lr": 1e-3,
         "workers": 0,
-        "neighbor_batching": {"anchor_fraction": 0.5},
     },
     "evaluation": {"num_heldout": 32, "eval_steps": 6, "final_suites": ["agreement"]},
     "storage": {"runs": "runs", "cache": "cache"},
@@ -385,12 +384,12 @@ def test_files_of_sentences(place: Path, made: tuple[str, bytes], column: str) -
 
 
 @cases("prepared")
-@given(made=corpus_files(), domain=st.sampled_from([None, "n", "text"]))
-def test_corpora_in_a_cache(place: Path, made: tuple[str, bytes], domain: str | None) -> None:
+@given(made=corpus_files())
+def test_corpora_in_a_cache(place: Path, made: tuple[str, bytes]) -> None:
     file, cache = place / made[0], place.parent / "cache"
     file.write_bytes(made[1])
     before = files(cache)
-    corpus = ours(lambda: Corpus.prepare(CorpusSection(path=str(file), domain=domain), cache))
+    corpus = ours(lambda: Corpus.prepare(CorpusSection(path=str(file)), cache))
     if corpus is None:
         assert files(cache) == before
     else:

@@ -29,7 +29,7 @@ from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoint_files import ModelState, load_model_state

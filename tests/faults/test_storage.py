@@ -603,13 +603,13 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
     bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     storage = (f"storage.runs={bucket}/runs", f"storage.cache={bucket}/cache")
-    overrides = ("objective.regression={}", "student.projection=none", "training.neighbor_batching={per_anchor: 1}")
+    overrides = ("objective.regression={}", "student.projection=none")
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *storage, *overrides)
     prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     (table,) = prepared.tables(LocalBackend(), Reporter())
     run_path = RunDirectory.create(recipe).path
     spec = prepared.spec(run_path, [table], LocalBackend(), Reporter(), Lease.acquire(run_path))
-    assert table is not None and spec.lease is not None and spec.neighbors is not None
+    assert table is not None and spec.lease is not None
     assert spec.targets is not None and spec.targets.projection is not None
     teacher, corpus = recipe.teachers.encoders[0], open_store(prepared.corpus.directory)
     for sent in (

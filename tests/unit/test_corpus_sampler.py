@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from distcse.data import BatchSampler, Grouping, sampler
+from distcse.data import BatchSampler, sampler
 from distcse.data.row_set import RowSet
 from distcse.data.sampler import Permutation, split_held_out
 from distcse.errors import CorpusTooSmallError
@@ -76,19 +76,6 @@ def test_an_epochs_order_takes_four_bytes_a_row() -> None:
     assert first.dtype == np.int64 and first.tolist() == expected[:100].tolist()
     far = BatchSampler(rows + 2**33, 100, seed=7).batch(1000)
     assert (far - 2**33).tolist() == first.tolist()
-
-
-def test_the_order_of_neighbors_is_kept_in_four_bytes_a_row() -> None:
-    count = 20_000
-    neighbors = np.random.default_rng(0).integers(0, count, (count, 3), dtype=np.int32)
-    grouped = BatchSampler(count, 100, seed=7, grouping=Grouping(neighbors, per_anchor=2))
-    tracemalloc.start()
-    first = grouped.batch(0)
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert kept < 5 * count
-    assert first.dtype == np.int64
-    assert np.array_equal(np.sort(grouped.block(0, 200), axis=None), np.arange(count))
 
 
 def test_drawing_no_rows_takes_no_memory() -> None:

@@ -26,7 +26,7 @@ from distcse.ray_backend.trial_backend import TrialBackend
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
 from distcse.tuning.trial import TrialContext, run_trial

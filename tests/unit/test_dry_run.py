@@ -70,12 +70,6 @@ def test_it_fails_as_the_run_would(file: Path, capsys: pytest.CaptureFixture[str
         ("teachers.encoders.1.backbone=./nowhere", ModelNotFoundError.code, ("nowhere",)),
         ("evaluation.num_heldout=380", CorpusTooSmallError.code, ("4", "16", "training.batch_size")),
         ("student.layers=[0, 9]", EncoderSettingError.code, ("layers", "9")),
-        ("objective.rank.queue={num_anchors: 5000}", CorpusTooSmallError.code, ("num_anchors", "5000", "352")),
-        (
-            "training.neighbor_batching={min_rank: 400, max_rank: 410}",
-            CorpusTooSmallError.code,
-            ("min_rank", "400", "384"),
-        ),
     ):
         status = 2 if code == EncoderSettingError.code else 1
         assert train.main([str(file), override, "--dry-run", "--quiet"]) == status
@@ -92,7 +86,6 @@ def test_missing_vectors_of_a_teacher_are_reported_before_any_are_embedded(
     for overrides, key, teacher in (
         ([*vectors, cross], "objective.regression", "teacher 1"),
         ([*vectors, "teachers.mode=live"], "objective.regression", "teacher 0"),
-        (["training.neighbor_batching={}", "teachers.mode=live"], "training.neighbor_batching", "teacher 0"),
     ):
         assert train.main([str(file), *overrides, *how]) == 1
         assert_error(capsys.readouterr().err, UnsuitableTeacherError.code, (key, teacher))

@@ -21,8 +21,8 @@ from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
-from distcse.teachers.ensemble import LocalTeacherClient
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer import cuda_graphs
@@ -65,14 +65,9 @@ LOSSES: dict[str, tuple[str, ...]] = {
     "vectors by MSE": (*ONLY, "objective.regression={form: mse}", "student.projection=none"),
     "rank regression": (*ONLY, "objective.rank_regression={}"),
     "rank regression, hinge": ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
-    "queue and anchors": (
-        "objective.rank.queue={num_batches: 2, num_anchors: 8, refresh_steps: 1}",
-        "student.projection=none",
-    ),
     "custom": (*ONLY, "objective.custom={squared: {class_path: 'squared_distance:SquaredDistance'}}"),
 }
 SINGLE_PASS: dict[str, tuple[str, ...]] = {
-    "disagreement weights and rank noise": ("teachers.disagreement_scale=0.5", "teachers.rank_noise_group=3"),
     "batch norm": ("student.projection=batch_norm_mlp",),
     "no dropout": ("student.dropout=0.0",),
     "mean of the first and last layer": ("student.pooling=first_last_avg",),
@@ -237,11 +232,7 @@ RECORDED: dict[str, tuple[str, ...]] = {
     "RankCSE": (),
     "bf16, [CLS]": ("training.precision=bf16", "student.pooling=cls"),
     "bf16, no dropout": ("training.precision=bf16", "student.dropout=0.0"),
-    "ListMLE, disagreement, rank noise": (
-        "objective.rank.form=list_mle",
-        "teachers.rank_noise_group=3",
-        "teachers.disagreement_scale=0.5",
-    ),
+    "ListMLE": ("objective.rank.form=list_mle",),
     "vectors": (*ONLY, "objective.regression={}", "student.projection=none"),
     "hinge": ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
     "false negatives": (*ONLY, "objective.info_nce={false_negatives: {threshold: 0.9, form: soften}}"),
@@ -350,7 +341,7 @@ OF_SEVERAL_WORKERS: dict[str, tuple[str, ...]] = {
     "gradient cache, bf16, batch norm": RECORDED["gradient cache, bf16, batch norm"],
     "RankCSE": (),
     "hinge": RECORDED["hinge"],
-    "disagreement, rank noise": RECORDED["ListMLE, disagreement, rank noise"],
+    "ListMLE": RECORDED["ListMLE"],
     "vectors": RECORDED["vectors"],
     "false negatives": RECORDED["false negatives"],
     "DiffCSE": detecting("replacement"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distcse.errors import InvalidValueError
 from distcse.recipe import Recipe
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from tests.counting import passes_of
 from tests.failures import fails_with

@@ -92,7 +92,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
             pytest.param(overrides, marks=pytest.mark.slow)
             for overrides in (
                 ("student.dropout=0.0", "training.precision=bf16"),
-                ("objective.rank.form=list_mle", "teachers.rank_noise_group=3", "teachers.disagreement_scale=0.5"),
+                ("objective.rank.form=list_mle",),
                 ("objective.rank=null", "objective.regression={}", "student.projection=none"),
                 ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
             )
@@ -256,7 +256,6 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
         (("training.engine=deepspeed", "training.zero_stage=1"), "write engine: torch, zero_stage: 0, or"),
         (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),
         (("training.batch_size=64", "training.dropout_rng_streams=32"), "dropout_rng_streams: null"),
-        (("objective.rank.queue={num_batches: 2}", "student.projection=none"), "objective.rank.queue: null"),
         (("objective.custom={mine: {class_path: 'a.py:Mine'}}",), "objective.custom: {}"),
         (("student.trust_remote_code=true",), "student.trust_remote_code: false"),
     ],

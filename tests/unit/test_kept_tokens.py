@@ -21,7 +21,7 @@ from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import Encoder, frozen_pass
 from distcse.models.kept_tokens import KeptTokens
 from distcse.recipe import Recipe
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from tests.failures import fails_with
 from tests.gpusim import simulated

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
-from distcse.errors import EncoderSettingError, InvalidValueError, UnsuitableTeacherError, UnsupportedModelError
+from distcse.errors import EncoderSettingError, InvalidValueError, UnsupportedModelError
 from distcse.evaluation import agreement
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.layer_selection import best_layers
@@ -93,30 +93,6 @@ def test_invalid_layers_are_refused(recipe_with: MakeRecipe) -> None:
         Encoder.from_section(
             StudentSection(backbone=recipe_with().student.backbone, pooling="mean", layers="auto", num_layers=2)
         )
-
-
-@pytest.mark.slow
-def test_only_domains_of_teachers_with_vectors_are_sampled(
-    recipe_with: MakeRecipe, tmp_path: Path, sentences: list[str], tiny: Callable[..., Path], tiny_cross: Path
-) -> None:
-    """Every domain has a teacher, but the one with vectors has weight 0 in one of them."""
-    rows = [f'"{line}",{"news" if row % 4 else "legal"}\n' for row, line in enumerate(sentences)]
-    (tmp_path / "corpus.csv").write_text("text,kind\n" + "".join(rows))
-    encoder = f"{{backbone: '{tiny('bert')}', pooling: mean, max_length: 24, alpha_by_domain: {{%s: 0.0}}}}"
-    cross = f"{{backbone: '{tiny_cross}', max_length: 24}}"
-    overrides = (f"corpus.path={tmp_path / 'corpus.csv'}", "corpus.domain=kind", *AUTO)
-    result = run(recipe_with(*overrides, f"teachers.encoders=[{encoder % 'news'}, {cross}]"), Reporter())
-    legal = [line for row, line in enumerate(sentences) if not row % 4]
-    full = Encoder.load(result.recipe.student.backbone, pooling="mean", max_length=16)
-    teacher = Encoder.load(tiny("bert"), pooling="mean", max_length=24).encode(legal, normalize=True)
-    scores = {}
-    for subset in combinations(range(3), 2):
-        with only_layers(full.backbone, subset):
-            scores[subset] = agreement(full.encode(legal, normalize=True), teacher @ teacher.T)
-    assert result.recipe.student.layers == list(max(scores, key=lambda subset: scores[subset]))
-    nowhere = encoder.replace("{%s: 0.0}", "{news: 0.0, legal: 0.0}")
-    with fails_with(UnsuitableTeacherError, "student.layers: auto", "alpha_by_domain"):
-        run(recipe_with(*overrides, f"teachers.encoders=[{nowhere}, {cross}]"), Reporter())
 
 
 @pytest.mark.parametrize(("depth", "count"), [(3, 2), (12, 3)])

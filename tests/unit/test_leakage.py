@@ -179,19 +179,18 @@ def unrelated(number: int) -> str:
     return f"Xylophone {number} plays quietly."
 
 
-def test_rows_keep_their_domains_when_others_are_excluded(tmp_path: Path) -> None:
+def test_excluded_rows_are_left_out_of_the_corpus(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    rows = [("one", "a"), ("two", "b"), ("Three!", "c"), ("four", "d")]
-    file.write_text("".join(json.dumps({"text": text, "of": domain}) + "\n" for text, domain in rows))
-    section = CorpusSection(path=str(file), domain="of")
+    rows = ["one", "two", "Three!", "four"]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    section = CorpusSection(path=str(file))
     full = Corpus.prepare(section, tmp_path / "cache")
     filtered = Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(["THREE", "two."]))
     assert filtered.texts(range(2)) == ["one", "four"] and filtered.excluded_rows == 2
-    assert [filtered.domains[number] for number in filtered.domain_ids(range(2))] == ["a", "d"]  # type: ignore[arg-type]
     assert len(full) == 4 and full.fingerprint != filtered.fingerprint
     assert Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(["two.", "THREE"])).reused
     with fails_with(EmptyCorpusError, "4"):
-        Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of([text for text, _ in rows]))
+        Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(rows))
 
 
 def test_dev_and_all_test_sets_are_excluded(labelled: Path) -> None:

@@ -148,7 +148,6 @@ def test_one_message(
         "corpus.path=/nowhere/text.txt",
         "corpus.path=null",
         "corpus.path={p.folder}/text.jsonl",
-        "corpus.domain=topic",
         "corpus.path=package:no_such_package/text.txt",
         "student.backbone=./no-such-model",
         "student.backbone=package:no_such/model",

@@ -14,7 +14,7 @@ from distcse.experiments.distillation.distillation_task import DistillationTask,
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.resources import evaluator_request
 from distcse.recipe import Recipe
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
 from distcse.trainer.checkpoint_files import ModelState, load_trainer_state

@@ -73,17 +73,15 @@ def test_memory_does_not_grow_with_rows(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_duplicates_are_left_out_on_request(tmp_path: Path) -> None:
-    rows = [("a", "x"), ("b", "y"), ("a", "y"), ("c", "x"), ("b", "y"), ("d", "z")]
     file = tmp_path / "corpus.jsonl"
-    file.write_text("".join(json.dumps({"text": text, "of": domain}) + "\n" for text, domain in rows))
-    section = CorpusSection(path=str(file), domain="of", deduplicate="exact", limit=5)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in "abacbd"))
+    section = CorpusSection(path=str(file), deduplicate="exact", limit=5)
     cache = tmp_path / "cache"
     assert Corpus.find(section, cache) is None
     for reused in (False, True):
         corpus = Corpus.prepare(section, cache)
         assert corpus.texts(range(len(corpus))) == ["a", "b", "c"] and corpus.reused == reused
         assert (corpus.doubled_rows, corpus.removed_duplicates) == (0, 2)
-        assert [corpus.domains[number] for number in corpus.domain_ids(np.arange(3))] == ["x", "y", "x"]
     found = Corpus.find(section, cache)
     assert found is not None and found.directory == corpus.directory
     kept = Corpus.prepare(section.model_copy(update={"deduplicate": "none"}), cache)

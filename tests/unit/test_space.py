@@ -176,18 +176,6 @@ def test_random_samples_depend_on_the_seed_and_respect_their_bounds(recipe: Reci
             ["student.layers", "pbt"],
         ),
         ({"objective.rank.tau2": {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, InvalidValueError, ["pbt"]),
-        (
-            {"objective.rank.gamma": {"uniform": [0.0, 1.0]}},
-            {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
-            SearchSpaceError,
-            ["objective.rank.gamma", "objective.rank.queue"],
-        ),
-        (
-            {"teachers.encoders.*.alpha": {"simplex": True}},
-            {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
-            SearchSpaceError,
-            ["teachers.encoders.0.alpha", "training.neighbor_batching"],
-        ),
         ({"objective.rank.tau2": {"simplex": True}}, {}, InvalidValueError, ["objective.rank.tau2", "simplex"]),
         ({"objective.rank.tau2": {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, InvalidValueError, ["seeds"]),
         ({"student.*.layers": {"simplex": True}}, {}, SearchSpaceError, ["student.*.layers"]),
@@ -208,9 +196,8 @@ def test_spaces_that_are_refused(
     error: type[RecipeError],
     named: list[str],
 ) -> None:
-    with_queue = with_values(recipe, {"objective.rank.queue": {"num_batches": 2}, "training.neighbor_batching": {}})
     with fails_with(error, *named):
-        Space(sweep_of(tmp_path, parameters, **sections), with_queue)
+        Space(sweep_of(tmp_path, parameters, **sections), recipe)
 
 
 def test_packaged_spaces_fit_their_recipes() -> None:

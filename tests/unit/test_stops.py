@@ -160,14 +160,13 @@ VECTORS = (
 EVERYTHING = (
     "student.layers=auto",
     "student.num_layers=2",
-    "training.neighbor_batching={per_anchor: 1, min_rank: 2, max_rank: 9}",
     "objective={info_nce: null, consistency: null, regression: {form: cosine}}",
     "student.projection=none",
     "evaluation.final_suites=[]",
 )
 
 
-@pytest.mark.parametrize("stage", ["corpus", "layers", "tokens", "teacher 0", "teacher 1", "neighbors", "targets"])
+@pytest.mark.parametrize("stage", ["corpus", "layers", "tokens", "teacher 0", "teacher 1", "targets"])
 def test_a_stop_before_training_ends_the_run_at_once(
     stage: str, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

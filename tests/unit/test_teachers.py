@@ -25,7 +25,7 @@ from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers import embedding
 from distcse.teachers.embedding import embed_shards, table_of
-from distcse.teachers.ensemble import LocalTeacherClient, TeacherEnsemble
+from distcse.teachers.lists import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import MOST_SHARDS, SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from tests.endpoints import open_endpoint, reply_with
@@ -265,11 +265,10 @@ def batches(first: int, count: int) -> np.ndarray:
 
 def test_ensemble_prefetches_one_block_and_mixes_by_weight() -> None:
     one, two = RecordingClient(0.0), RecordingClient(1.0)
-    ensemble = TeacherEnsemble([one, two], lambda rows: [1, 3], batches, slice(1, 3), range(2, 9), block_steps=3)
+    ensemble = TeacherEnsemble([one, two], [1, 3], batches, slice(1, 3), range(2, 9), block_steps=3)
     assert len(one.requests) == 1
     for step in range(2, 9):
-        lists = ensemble.teacher_outputs(step).similarities
-        assert lists is not None
+        lists = ensemble.lists(step)
         assert lists.shape == (2, 4) and lists.dtype == torch.float32
         torch.testing.assert_close(lists, torch.full((2, 4), 0.75 + step / 1000))
         assert sum(len(block) for block in one.requests) >= min(7, step - 2 + 3)
@@ -279,13 +278,11 @@ def test_ensemble_prefetches_one_block_and_mixes_by_weight() -> None:
 
 def test_ensemble_raises_a_teachers_error(corpus: Corpus, tmp_path: Path) -> None:
     table = EmbeddingTable.locate(tmp_path, identity(rows=len(corpus)))
-    ensemble = TeacherEnsemble(
-        [LocalTeacherClient(TableTeacher(table))], lambda rows: [1], batches, slice(0, 4), range(0, 2)
-    )
+    ensemble = TeacherEnsemble([LocalTeacherClient(TableTeacher(table))], [1], batches, slice(0, 4), range(0, 2))
     with fails_with(EmbeddingTableError, str(table.directory), "shard 0"):
-        ensemble.teacher_outputs(0)
+        ensemble.lists(0)
     with pytest.raises(ValueError, match="clients"):
-        TeacherEnsemble([], lambda rows: [], batches, slice(0, 4), range(0, 2))
+        TeacherEnsemble([], [], batches, slice(0, 4), range(0, 2))
 
 
 def test_long_lists_make_smaller_blocks() -> None:

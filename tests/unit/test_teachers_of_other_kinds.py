@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from distcse.data import Corpus
 from distcse.errors import EndpointError, InvalidValueError, UnsuitableTeacherError
 from distcse.events import Reporter, StepReport
 from distcse.experiments.distillation.result import DistillationResult
-from distcse.losses import shuffle_rank_groups
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.teachers.kinds import kind_of
@@ -136,25 +134,6 @@ def test_a_cross_encoder_serves_its_scores(tmp_path: Path, tiny: Callable[..., P
     np.testing.assert_allclose(lists[0, 0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("offset", [0, 3])
-def test_rank_noise_permutes_similarities_within_groups(offset: int) -> None:
-    lists = torch.rand(4, 10, generator=torch.Generator().manual_seed(1))
-    noisy = shuffle_rank_groups(lists, 3, seed=5, offset=offset)
-    assert torch.equal(shuffle_rank_groups(lists, 3, seed=5, offset=offset), noisy)
-    assert not torch.equal(shuffle_rank_groups(lists, 3, seed=6, offset=offset), noisy)
-    for row in range(4):
-        assert noisy[row, offset + row] == lists[row, offset + row]
-        others = [n for n in range(10) if n != offset + row]
-        order = sorted(others, key=lambda n: -lists[row, n].item())
-        for begin in range(0, 9, 3):
-            group = order[begin : begin + 3]
-            assert sorted(noisy[row, group].tolist()) == sorted(lists[row, group].tolist())
-    assert not torch.equal(noisy, lists)
-    batch = torch.rand(6, 6, generator=torch.Generator().manual_seed(2))  # two workers permute like one
-    halves = [shuffle_rank_groups(batch[:3], 2, 7, 0), shuffle_rank_groups(batch[3:], 2, 7, 3)]
-    assert torch.equal(torch.cat(halves), shuffle_rank_groups(batch, 2, 7, 0))
-
-
 def train_recipe(recipe: Any) -> tuple[DistillationResult, list[dict[str, float]]]:
     events: list[Any] = []
     result = run(recipe, Reporter(events.append))
@@ -193,7 +172,6 @@ def test_three_teachers_of_three_kinds(tmp_path: Path, tiny: Callable[..., Path]
     overrides = (
         "teachers.encoders.2.similarity=rank",
         "teachers.encoders.2.num_references=150",
-        "teachers.rank_noise_group=4",
     )
     _, losses = train_recipe(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
     assert has_decreased(losses)

@@ -48,7 +48,7 @@ def test_quotes_are_read_as_yaml_and_null_stays_null() -> None:
     assert value_of("teachers.encoders.0.prompt='query: '") == "query: "
     assert value_of('teachers.encoders.0.prompt="a\\tb"') == "a\tb"
     assert value_of("corpus.dataset=null") is None
-    assert value_of("corpus.domain=~") is None
+    assert value_of("corpus.limit=~") is None
     assert str(value_of("corpus.path=a: b.txt")).endswith("/a: b.txt")
     assert len(value_of("corpus.path=[a.txt, b.txt]")) == 2
 

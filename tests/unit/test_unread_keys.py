@@ -43,7 +43,6 @@ def test_no_packaged_recipe_has_such_a_setting(name: str) -> None:
             "objective.rank.tau3 is set and has no effect: form is list_mle",
         ),
         ("objective.rank.eps=1e-7", "objective.rank.eps is set and has no effect: form is list_net"),
-        ("objective.rank.queue={refresh_steps: 3}", "objective.rank.queue.refresh_steps is set and has no effect"),
         (
             "teachers.encoders.0.num_references=50",
             "teachers.encoders.0.num_references is set and has no effect: similarity",

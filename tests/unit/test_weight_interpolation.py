@@ -16,7 +16,7 @@ from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.models import Encoder
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import Recipe
-from distcse.teachers.ensemble import LocalTeacherClient
+from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
 from distcse.trainer.checkpoint_files import load_weights
 from distcse.trainer.checkpoints import CheckpointStore

@@ -16,8 +16,7 @@ from distcse.losses import mix_lists
 from distcse.models import Encoder
 from distcse.models.kept_tokens import KeptTokens
 from distcse.recipe import Recipe, decided
-from distcse.teachers.ensemble import TeacherClient
-from distcse.teachers.teacher_weights import TeacherWeights
+from distcse.teachers.lists import TeacherClient
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,5 @@ def teacher_similarities(
 
     requests = [client.request(rows[None, :], slice(None)) for client in clients]
     similarities = torch.from_numpy(np.stack([request.result()[0] for request in requests]))
-    weights = TeacherWeights(recipe.teachers.encoders, corpus).of(rows)
-    mean: NDArray[np.float32] = mix_lists(similarities, weights).numpy()
+    mean: NDArray[np.float32] = mix_lists(similarities, [teacher.alpha for teacher in recipe.teachers.encoders]).numpy()
     return mean

@@ -1,4 +1,4 @@
-"""Which nodes can run a student's evaluation, layer selection, regression targets and neighbor graph."""
+"""Which nodes can run a student's evaluation, layer selection and regression targets."""
 
 from __future__ import annotations
 

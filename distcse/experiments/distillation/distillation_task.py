@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distcse.device import to_device
 from distcse.distributed import on_all_ranks, rank, world_size
 from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
@@ -19,24 +16,13 @@ from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.experiments.distillation.model import Batch, StudentOutput, build_student
 from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.models.weight_interpolation import WeightInterpolation
-from distcse.teachers.ensemble import TeacherClient, TeacherEnsemble
+from distcse.teachers.lists import TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.targets import TargetReader
-from distcse.teachers.teacher_weights import TeacherWeights
-from distcse.teachers.worker_vectors import ListColumns, WorkerTable, WorkerVectors
 from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.cuda_graphs import graph_mode
 from distcse.trainer.task import StepInputs, describe_rows
 from distcse.trainer.trainer import TrainResult, finished_state, train
-
-
-class LossContext(NamedTuple):
-    """Inputs of a step's loss, apart from the model's output."""
-
-    teachers: TeacherOutputs
-    """The teachers' lists and vectors for this worker's R rows."""
-    duplicate_mask: Tensor | None
-    """(R, K) bool, True where one of the K queue entries equals the row's sentence; None without a queue."""
 
 
 class DistillationTask:
@@ -74,51 +60,39 @@ class DistillationTask:
         section, loader = self._recipe.teachers, self._loader
         self._teachers = TeacherEnsemble(
             self._clients,
-            TeacherWeights(section.encoders, loader.corpus).of,
-            loader.block,
+            [teacher.alpha for teacher in section.encoders],
+            loader.sampler.block,
             loader.batch_slice,
             range(first_step, loader.steps),
             section.prefetch_steps,
-            loader.shuffle,
-            section.disagreement_scale,
             self._worker_vectors(),
         )
 
     def _worker_vectors(self) -> WorkerVectors | None:
         """Prepare the lists that this worker computes itself; None if it computes none."""
-        loader = self._loader
         tables = {
             number: client.table for number, client in enumerate(self._clients) if isinstance(client, WorkerTable)
         }
         if not tables:
             return None
-        columns = ListColumns(loader.sampler.batch, loader.list_steps, loader.anchors)
-        return WorkerVectors(tables, columns, loader.batch_slice, next(self.model.parameters()).device)
+        return WorkerVectors(tables, self._loader.batch_slice, next(self.model.parameters()).device)
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Batch, LossContext]:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Batch, TeacherOutputs]:
         return StepInputs(
-            self._loader.batch(step, device, self.model.encoder.max_length),
-            LossContext(self.teacher_outputs(step, device), self._duplicate_mask(step, device)),
+            self._loader.batch(step, device, self.model.encoder.max_length), self.teacher_outputs(step, device)
         )
 
-    def compute_loss(self, inputs: LossContext, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        queue = self.model.queue
-        queued = queue.vectors if queue else None
-        views = gather_views(output.z1, output.z2, queued, inputs.duplicate_mask, output.detection)
-        share, terms = self._objective(views, inputs.teachers)
-        if queue is not None:
-            queue.push(views.all_z1)
-        return share, terms
+    def compute_loss(self, inputs: TeacherOutputs, output: StudentOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        result: tuple[Tensor, dict[str, Tensor]] = self._objective(
+            gather_views(output.z1, output.z2, output.detection), inputs
+        )
+        return result
 
     def teacher_outputs(self, step: int, device: torch.device) -> TeacherOutputs:
-        outputs = self._teachers.teacher_outputs(step).to(device) if self._teachers else TeacherOutputs()
-        if self._targets is None:
-            return outputs
-        return replace(outputs, targets=to_device(torch.from_numpy(self._targets.vectors(step)), device))
-
-    def _duplicate_mask(self, step: int, device: torch.device) -> Tensor | None:
-        mask = self._loader.duplicate_mask(step)
-        return None if mask is None else to_device(torch.from_numpy(mask), device)
+        """Return the teachers' lists and vectors of a step for this worker's rows."""
+        lists = None if self._teachers is None else self._teachers.lists(step)
+        targets = None if self._targets is None else torch.from_numpy(self._targets.vectors(step))
+        return TeacherOutputs(lists, targets).to(device)
 
     def describe_batch(self, step: int) -> str:
         return describe_rows(self._loader.sampler.batch(step).tolist(), "the corpus")

@@ -12,7 +12,6 @@ from distcse.data import BatchSampler, Corpus
 from distcse.data.token_table import SampledTokens
 from distcse.errors import CorpusTooSmallError
 from distcse.events import LogMessage, Reporter, StageProgress
-from distcse.experiments.distillation.batch_loader import split_rows
 from distcse.experiments.settings_warnings import (
     SettingsWarning,
     warn_of_cut_rows,
@@ -44,7 +43,7 @@ def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
         reporter: Receives a line about lowered values.
 
     Raises:
-        CorpusTooSmallError: The corpus has too few rows for the held-out rows, the anchors and a batch.
+        CorpusTooSmallError: The corpus has too few rows for the held-out rows and a batch.
     """
     rows, given = corpus if isinstance(corpus, int) else len(corpus), recipe.given_keys
     training, evaluation = recipe.training, recipe.evaluation
@@ -59,7 +58,9 @@ def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
             f"{evaluation.num_heldout} to hold out (evaluation.num_heldout), and a batch of {batches[-1]} "
             f"(training.batch_size); add text{', or lower these' if given else ''}"
         )
-    learned = _learned_rows(fitted, rows) if isinstance(corpus, int) else len(split_rows(fitted, corpus)[0])
+    learned = rows - evaluation.num_heldout
+    if not isinstance(corpus, int):
+        learned = len(corpus.split_held_out(evaluation.num_heldout, recipe.seed)[0])
     unlimited = training.model_copy(update={"max_steps": None})
     has_steps = (
         size for size in batches if size <= learned and total_steps(unlimited, learned // size) >= _FEWEST_STEPS
@@ -116,14 +117,14 @@ class Extent:
             corpus_rows: Rows that count for the steps. Default: the corpus's.
 
         Raises:
-            CorpusTooSmallError: The corpus has too few rows for the held-out rows or the anchors.
+            CorpusTooSmallError: The corpus has too few rows for the held-out rows.
             EncoderError: The student's tokenizer cannot be loaded.
         """
         training, spec = recipe.training, TokenizerSpec.of(recipe.student)
         num_twins = 0
         if corpus_rows is None:
-            rows, held_out, anchors = split_rows(recipe, corpus)
-            num_twins = len(corpus) - len(rows) - len(held_out) - len(anchors)
+            rows, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
+            num_twins = len(corpus) - len(rows) - len(held_out)
             steps_per_epoch = BatchSampler(rows, training.batch_size, recipe.seed).steps_per_epoch
             steps = total_steps(training, steps_per_epoch)
         else:
@@ -163,11 +164,5 @@ def sample_texts(corpus: Corpus) -> list[str]:
 
 def planned_steps(recipe: Recipe, rows: int) -> tuple[int, int, int | None]:
     """Return the steps of a run on a number of rows, the steps of an epoch, and `training.max_steps`."""
-    steps_per_epoch = max(1, _learned_rows(recipe, rows) // recipe.training.batch_size)
+    steps_per_epoch = max(1, (rows - recipe.evaluation.num_heldout) // recipe.training.batch_size)
     return total_steps(recipe.training, steps_per_epoch), steps_per_epoch, recipe.training.max_steps
-
-
-def _learned_rows(recipe: Recipe, rows: int) -> int:
-    """Return how many of a corpus's rows are trained on: neither held out nor anchors."""
-    queue = recipe.objective.queue
-    return rows - recipe.evaluation.num_heldout - (queue.num_anchors if queue else 0)

@@ -49,7 +49,6 @@ from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher import Embedder
-from distcse.teachers.teacher_weights import TeacherWeights
 
 _CHUNK_ROWS = 1 << 16
 _LABELLED_SUITES = ("sts", "ranking", "geometry", "retrieval")
@@ -182,8 +181,7 @@ def final_scores(
         results = [scored for model in results if (scored := _without_vectors(model)).results]
     elif held_out is not None:
         similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
-        alphas = TeacherWeights(teachers, corpus).of(held_out)
-        mixed = mix_lists(torch.from_numpy(similarities), alphas).numpy()
+        mixed = mix_lists(torch.from_numpy(similarities), [teacher.alpha for teacher in teachers]).numpy()
         # The only teacher agrees with itself.
         itself = "teacher" if len(teachers) == 1 else None
         results = [

@@ -23,7 +23,7 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
     """
     student = recipe.student
     fingerprints = {
-        "corpus": corpus.content,
+        "corpus": corpus.fingerprint,
         "student": model_fingerprint(student.backbone, student.trust_remote_code),
     }
     for number, teacher in enumerate(recipe.teachers.encoders):

@@ -14,7 +14,6 @@ from math import comb
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from distcse.data import Corpus
 from distcse.device import default_device
@@ -29,13 +28,10 @@ from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_lay
 from distcse.recipe import Recipe, TeacherSection, with_layers
 from distcse.storage import ArtifactStore, content_key, open_store
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.teacher_weights import TeacherWeights
 
 _FORMAT = 1
 _SENTENCES = 512
 """Sentences on which the layers are compared."""
-_MIN_SENTENCES = 3
-"""With 2 sentences, each list has one entry, so there is no order to compare."""
 _MAX_EXHAUSTIVE = 64
 """Up to this many combinations, all are scored."""
 _SEED = 2**32 - 3
@@ -121,14 +117,17 @@ def _search(
         raise EncoderSettingError(
             f"student.num_layers is {count}, but {section.backbone} has {depth} layers; write at most {depth}"
         )
-    rows, numbers, weights = _sample_rows(recipe, corpus)
-    texts = corpus.texts(rows)
-    teachers = [recipe.teachers.encoders[number] for number in numbers]
+    teachers = [teacher for teacher in recipe.teachers.encoders if kind_of(teacher).has_vectors]
+    if not teachers:
+        raise UnsuitableTeacherError(
+            "student.layers: auto needs a teacher that gives vectors; list the layers, such as [0, 2, 4]"
+        )
+    texts = corpus.texts(np.sort(np.random.default_rng(_SEED).permutation(len(corpus))[:_SENTENCES]))
 
     def ask(done: int) -> None:
         reporter.check_stop("in the selection of layers")
 
-    similarities = _mean_similarities(teachers, weights, texts, ask)
+    similarities = _mean_similarities(teachers, texts, ask)
     done = 0
 
     def score(layers: Sequence[int]) -> float:
@@ -145,39 +144,16 @@ def _search(
     return list(best), tried[best], [(list(layers), round(result, 2)) for layers, result in in_order]
 
 
-def _sample_rows(recipe: Recipe, corpus: Corpus) -> tuple[NDArray[np.int64], list[int], Tensor]:
-    """Sample rows on which at least one teacher with vectors has a weight above 0.
-
-    Returns:
-        (n,) row ids; numbers of the T teachers that give vectors; their (T, n) weights.
-    """
-    teachers = recipe.teachers.encoders
-    numbers = [number for number, teacher in enumerate(teachers) if kind_of(teacher).has_vectors]
-    if not numbers:
-        raise UnsuitableTeacherError(
-            "student.layers: auto needs a teacher that gives vectors; list the layers, such as [0, 2, 4]"
-        )
-    rows = np.sort(np.random.default_rng(_SEED).permutation(len(corpus))[:_SENTENCES])
-    weights = torch.as_tensor(TeacherWeights(teachers, corpus).of(rows), dtype=torch.float64)
-    weights = (weights if weights.ndim > 1 else weights[:, None].expand(-1, len(rows)))[numbers]
-    has_weight = (weights > 0).any(dim=0)
-    if has_weight.sum() < _MIN_SENTENCES:
-        raise UnsuitableTeacherError(
-            "student.layers: auto needs a teacher that gives vectors, but alpha_by_domain gives each such teacher weight 0 "
-            "on nearly all sampled sentences; list the layers, such as [0, 2, 4]"
-        )
-    return rows[has_weight.numpy()], numbers, weights[:, has_weight]
-
-
 def _mean_similarities(
-    teachers: Sequence[TeacherSection], weights: Tensor, texts: Sequence[str], on_progress: Callable[[int], None]
+    teachers: Sequence[TeacherSection], texts: Sequence[str], on_progress: Callable[[int], None]
 ) -> NDArray[np.float32]:
-    """Return the (n, n) mean cosines of n texts over T teachers with (T, n) weights."""
+    """Return the (n, n) mean cosines of n texts over the teachers, weighted by the recipe."""
     similarities = []
     for teacher in map(kind_of, teachers):
         embedder = teacher.open_embedder()
         units = embedder.encode(texts, normalize=True, precision=teacher.precision, on_progress=on_progress)
         similarities.append(units @ units.T)
+    weights = [teacher.alpha for teacher in teachers]
     mean: NDArray[np.float32] = mix_lists(torch.from_numpy(np.stack(similarities)), weights).numpy()
     return mean
 
@@ -190,7 +166,7 @@ def _key(recipe: Recipe, corpus: Corpus) -> str:
         [kind_of(teacher).source_fingerprint(), teacher.model_dump(mode="json")] for teacher in recipe.teachers.encoders
     ]
     backbone = model_fingerprint(student.backbone, student.trust_remote_code)
-    inputs = [_FORMAT, backbone, settings, teachers, corpus.content]
+    inputs = [_FORMAT, backbone, settings, teachers, corpus.fingerprint]
     return content_key(inputs)
 
 

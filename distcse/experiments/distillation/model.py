@@ -1,4 +1,4 @@
-"""The trained module of a student: encoder, projection, and optionally a discriminator and an embedding queue."""
+"""The trained module of a student: encoder, projection, and optionally a discriminator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from distcse.data.collate import Tokens
 from distcse.device import is_gpu
 from distcse.distributed import all_reduce_max, world_size
-from distcse.experiments.distillation.embedding_queue import EmbeddingQueue, gather_parts
 from distcse.losses import Detection
 from distcse.models import Encoder, build_projection
 from distcse.models.detection import EditDetector, build_detector
@@ -32,10 +31,6 @@ class Batch(NamedTuple):
     """The worker's R rows, split into streams with a dropout seed each."""
     edit_seeds: Sequence[int] = ()
     """The seed of each stream's edits, if there is a discriminator."""
-    anchors: Sequence[Tokens] = ()
-    """This worker's part of the anchors, in steps that re-encode them."""
-    queue: Sequence[Tokens] = ()
-    """This worker's part of the sentences that fill the queue, in step 0."""
 
 
 class StudentOutput(NamedTuple):
@@ -57,7 +52,6 @@ class StudentModel(nn.Module):
         projection: Head between the encoder's vectors and the loss.
         detector: DiffCSE's generator and discriminator; None trains without replaced token detection.
         condition: Vectors that condition the discriminator: `projected` or `pooled`.
-        queue: Queue and anchors that lengthen the lists; None uses the batch alone.
         grad_cache: Recompute each stream's activations in the backward pass (GradCache, Gao et al. 2021), so that only one
             stream's activations are in memory. The last stream's are kept: its backward pass comes first.
     """
@@ -68,7 +62,6 @@ class StudentModel(nn.Module):
         projection: nn.Module,
         detector: EditDetector | None = None,
         condition: str = "projected",
-        queue: EmbeddingQueue | None = None,
         grad_cache: bool = False,
     ) -> None:
         super().__init__()
@@ -76,7 +69,6 @@ class StudentModel(nn.Module):
         self.projection = projection
         self.detector = detector
         self.condition = condition
-        self.queue = queue
         self.grad_cache = grad_cache
 
     def forward(self, batch: Batch) -> StudentOutput:
@@ -86,10 +78,6 @@ class StudentModel(nn.Module):
         them the same streams, and thus the same masks. One forward pass computes both views of a stream, over twice its
         rows. The projection gets both views of all streams at once, because batch norm needs them together.
         """
-        if self.queue is not None and batch.anchors:
-            self.queue.refresh(gather_parts(self._encode_no_grad(batch.anchors), len(self.queue.anchors)))
-        if self.queue is not None and batch.queue:
-            self.queue.fill(gather_parts(self._encode_no_grad(batch.queue), len(self.queue.queue)))
         last = len(batch.streams) - 1 if self.detector is None else None
         views = [
             self._run_stream(self._encode_views, tokens, seed, keep_activations=number == last)
@@ -169,16 +157,6 @@ class StudentModel(nn.Module):
             )  # in the backward pass, frees the memory of the stream after this one
         return output
 
-    @torch.no_grad()
-    def _encode_no_grad(self, parts: Sequence[Tokens]) -> Tensor:
-        """Encode n sentences into (n, d) projected vectors, without dropout or gradient."""
-        was_training = self.training
-        self.eval()
-        vectors = torch.cat([self.projection(self.encoder(part.ids, part.mask)).float() for part in parts])
-        self.train(was_training)
-        torch.clear_autocast_cache()  # older PyTorch would reuse the weights cast here, which have no gradient
-        return vectors
-
     def _encode_views(self, tokens: Tokens, seed: int) -> Tensor:
         """Encode r rows into (2r, d) pooled vectors: the first views, then the second."""
         with dropout_rng(seed, tokens.ids.device):  # also without dropout: a recorded step uses all of its seeds
@@ -204,9 +182,6 @@ def build_student(recipe: Recipe) -> StudentModel:
     """
     student, objective = build_encoder(recipe.student), recipe.objective
     student.grad_cache = recipe.training.grad_cache_chunk is not None
-    if (section := objective.queue) is not None:
-        queue_size = section.num_batches * recipe.training.batch_size
-        student.queue = EmbeddingQueue(queue_size, section.num_anchors, student.encoder.dimension)
     if (detection := objective.active(DetectionSection)) is not None:
         fresh = Encoder.from_section(recipe.student)
         student.detector = build_detector(detection, student.encoder, fresh, decided(recipe.training.precision))

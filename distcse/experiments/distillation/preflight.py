@@ -34,10 +34,8 @@ from distcse.storage import resolve_path
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.knn import require_faiss
 from distcse.teachers.resources import SERVERS
 from distcse.teachers.reuse import count_new_rows
-from distcse.teachers.teacher_weights import TeacherWeights
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
 
@@ -66,8 +64,6 @@ def check_recipe(recipe: Recipe) -> None:
     try_custom_terms(objective, recipe.objective, recipe.training.batch_size)
     require_packages(recipe.loggers)
     uses_deepspeed(recipe.training)
-    if recipe.training.neighbor_batching is not None:
-        require_faiss("training.neighbor_batching")
     check_source(recipe.corpus)
     _check_local_models(recipe)
     check_storage(recipe.storage)
@@ -110,8 +106,7 @@ def check_run(
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     corpus = read_corpus(recipe, reporter)
     recipe = fit_to_corpus(recipe, corpus, reporter)
-    TeacherWeights(recipe.teachers.encoders, corpus)
-    require_vectors(recipe, len(corpus))
+    require_vectors(recipe)
     extent = Extent.of(recipe, corpus)
     extent.report(reporter)
     encoder = build_student(_with_all_layers(recipe)).encoder

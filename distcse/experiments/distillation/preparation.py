@@ -1,8 +1,8 @@
-"""Preparation of a run's inputs, with a cache: tokens, neighbor graph, regression targets."""
+"""Preparation of a run's inputs, with a cache: tokens, regression targets."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,12 +11,12 @@ import numpy as np
 
 from distcse.data import Corpus, TokenTable
 from distcse.device import default_device
-from distcse.errors import CorpusTooSmallError, UnsuitableTeacherError
-from distcse.events import Reporter, StageProgress
-from distcse.experiments.backend import GIB, Backend, DeviceCall
+from distcse.errors import UnsuitableTeacherError
+from distcse.events import Reporter
+from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.corpus import read_corpus, report_finished
+from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.extent import fit_to_corpus
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
@@ -29,7 +29,6 @@ from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, resolve_path
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.knn_graph import KnnGraphSpec, knn_graph_checksum
 from distcse.teachers.resources import starts_servers
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import (
@@ -41,7 +40,6 @@ from distcse.teachers.targets import (
     kept_share,
     write_projection,
 )
-from distcse.teachers.teacher_weights import TeacherWeights
 
 _FIT_ROWS = 20_000
 """Rows on which a projection's principal components are fitted."""
@@ -50,9 +48,6 @@ _ALIGN_ROWS = 4000
 _KEPT_ROWS = 2000
 """Other rows, on whose inner products it is measured what the projection keeps; of a small corpus a tenth, or `_MIN_KEPT`."""
 _MIN_KEPT = 10
-
-_GRAPH_COPIES = 4
-"""Copies of all vectors during the search for neighbors: the teachers', the joined ones, the index's, and scratch."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +74,13 @@ class PreparedCorpus:
             reporter: Receives progress.
 
         Raises:
-            CorpusTooSmallError: The corpus has too few rows for a batch, the held-out rows or the anchors.
-            TeacherWeightError: alpha_by_domain names a domain that no row has.
+            CorpusTooSmallError: The corpus has too few rows for a batch and the held-out rows.
             UnsuitableTeacherError: The recipe needs vectors of a teacher that gives none.
             TokenizationError: The corpus cannot be tokenized.
         """
         corpus = read_corpus(recipe, reporter)
         recipe = fit_to_corpus(recipe, corpus, reporter)
-        TeacherWeights(recipe.teachers.encoders, corpus)  # raises for a domain that no row has
-        require_vectors(recipe, len(corpus))
+        require_vectors(recipe)
         recipe = with_chosen_layers(recipe, corpus, backend, reporter)
         tokens = prepare_tokens(recipe, corpus, backend, reporter)
         # Raises if the corpus has too few rows.
@@ -122,22 +115,19 @@ class PreparedCorpus:
         reporter: Reporter,
         lease: Lease | None = None,
     ) -> TrainSpec:
-        """Create the spec of the training workers, with a neighbor graph and regression targets if the recipe uses them.
+        """Create the spec of the training workers, with regression targets if the recipe uses them.
 
         Args:
             run: The run's folder.
             tables: One per teacher; None for a live teacher.
-            backend: Where graph and targets are computed.
+            backend: Where targets are computed.
             reporter: Receives progress.
             lease: Lease on `run`.
         """
         recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
-        neighbors = self.neighbors(tables, backend, reporter)
-        if neighbors is not None:
-            RunDirectory(run, lease).record_checksum("neighbors", knn_graph_checksum(neighbors))
         if chosen := recipe.objective.vector_teachers(len(tables)):
-            selected = _select_tables(tables, chosen)
+            selected = [table for number in chosen if (table := tables[number]) is not None]
             targets = self._target_spec(selected, [alphas[number] for number in chosen], run, lease, backend, reporter)
         return TrainSpec(
             recipe,
@@ -145,34 +135,8 @@ class PreparedCorpus:
             open_store(self.corpus.directory),
             open_store(self.tokens.directory),
             lease,
-            None if neighbors is None else open_store(neighbors),
             targets,
         )
-
-    def neighbors(self, tables: Sequence[EmbeddingTable | None], backend: Backend, reporter: Reporter) -> Path | None:
-        """Return the folder of the neighbor graph, from the cache or newly computed; None if the recipe uses none."""
-        section, teachers = self.recipe.training.neighbor_batching, self.recipe.teachers.encoders
-        if section is None:
-            return None
-        tabled = [number for number, table in enumerate(tables) if table is not None]
-        reporter.emit(StageProgress("neighbors", 0, len(self.corpus), "sentences"))
-        selected = _select_tables(tables, tabled)
-        spec = KnnGraphSpec(
-            [table.location for table in selected],
-            [teachers[number].alpha for number in tabled],
-            section.max_rank,
-            open_store(self.recipe.storage.cache),
-        )
-        if (folder := spec.find()) is None:
-            memory = GIB + _GRAPH_COPIES * 4 * len(self.corpus) * sum(table.dimension for table in selected)
-            call = DeviceCall("neighbor graph", partial(_compute_graph, spec), memory)
-            backend.run_on_devices([call], device_options(self.recipe, uses_gpu=False), reporter)
-            spec.store.fetch_folder()
-            folder = spec.store.path
-        report_finished(
-            reporter, "neighbors", len(self.corpus), f"{section.max_rank} nearest neighbors of each sentence"
-        )
-        return folder
 
     def _target_spec(
         self,
@@ -213,11 +177,6 @@ class PreparedCorpus:
 
 def _load(encoder: EncoderHandle, reporter: Reporter) -> None:
     encoder.get()
-
-
-def _compute_graph(spec: KnnGraphSpec, reporter: Reporter) -> None:
-    rows = spec.tables[0].identity.rows
-    spec.prepare(partial(reporter.advance, "neighbors", total=rows, unit="queries"))
 
 
 def _fit_projection(
@@ -286,16 +245,11 @@ def require_shared_projection(
         find_projection(other_run, spec.key, dimension)
 
 
-def require_vectors(recipe: Recipe, rows: int) -> None:
+def require_vectors(recipe: Recipe) -> None:
     """Check that all that needs teachers' vectors has them, before the corpus is embedded.
-
-    Args:
-        recipe: The recipe.
-        rows: Number of rows of the corpus.
 
     Raises:
         UnsuitableTeacherError: A required teacher computes its similarities live, or `teachers.num_servers` has no effect.
-        CorpusTooSmallError: The corpus has no more rows than `training.neighbor_batching.min_rank`.
     """
     kinds = [kind_of(teacher) for teacher in recipe.teachers.encoders]
     for kind in kinds:
@@ -306,22 +260,10 @@ def require_vectors(recipe: Recipe, rows: int) -> None:
             "the tables of all teachers; write teachers.num_servers: 1, or teachers.serve: actor"
         )
     tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
-    missing: list[tuple[str, int]] = []
-    for key in recipe.objective.keys_that_need("vectors", active=True):
-        chosen = recipe.objective.vector_teachers(len(tabled))
-        missing += [(key, number) for number in chosen if not tabled[number]]
-    if (section := recipe.training.neighbor_batching) is not None:
-        missing += [("training.neighbor_batching", 0)] if not any(tabled) else []
-        if section.min_rank >= rows:
-            raise CorpusTooSmallError(
-                f"training.neighbor_batching.min_rank is {section.min_rank}, but the corpus has {rows} rows; lower it"
-            )
-    for key, number in missing:
+    missing = [number for number in recipe.objective.vector_teachers(len(tabled)) if not tabled[number]]
+    if missing:
+        (key, *_) = recipe.objective.keys_that_need("vectors", active=True)
         raise UnsuitableTeacherError(
-            f"{key} needs the vectors of teacher {number}, which has no table; write teachers.mode: table. "
+            f"{key} needs the vectors of teacher {missing[0]}, which has no table; write teachers.mode: table. "
             "A cross-encoder has no vectors: use another teacher"
         )
-
-
-def _select_tables(tables: Sequence[EmbeddingTable | None], numbers: Iterable[int]) -> list[EmbeddingTable]:
-    return [table for number in numbers if (table := tables[number]) is not None]

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from distcse.device import to_device
 from distcse.device_defaults import defaults_of
-from distcse.distributed import on_all_ranks, world_size
-from distcse.experiments.distillation.embedding_queue import gather_parts, rank_slice
+from distcse.distributed import all_gather_parts, on_all_ranks, rank, world_size
 from distcse.models import Encoder
 from distcse.models.kept_tokens import KeptTokens
 
@@ -54,9 +53,14 @@ def encode_shares(encode: Encode, texts: Sequence[str], device: torch.device) ->
     workers = world_size()
     by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     order = [index for first in range(workers) for index in by_length[first::workers]]
-    share = [texts[index] for index in order[rank_slice(len(order))]]
+    per_worker = -(-len(order) // workers)
+    begins = [min(number * per_worker, max(0, len(order) - per_worker)) for number in range(workers)]
+    share = [
+        texts[index] for index in order[begins[rank()] :][:per_worker]
+    ]  # all equally long; the last ones may overlap
     part = on_all_ranks(lambda: torch.from_numpy(encode(share)))
-    gathered = gather_parts(to_device(part, device), len(order)).cpu().numpy()
-    vectors = np.empty_like(gathered)
-    vectors[order] = gathered
+    parts = [part.cpu().numpy() for part in all_gather_parts(to_device(part, device))]
+    vectors = np.empty((len(order), parts[0].shape[1]), dtype=parts[0].dtype)
+    for begin, gathered in zip(begins, parts, strict=True):
+        vectors[order[begin : begin + per_worker]] = gathered
     return vectors

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.teachers.ensemble import TeacherClient
+from distcse.teachers.lists import TeacherClient, WorkerTable
 from distcse.teachers.serving import worker_tables
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.worker_vectors import WorkerTable
 
 
 def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> TrainSpec:

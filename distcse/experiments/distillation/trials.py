@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from distcse.errors import SearchSpaceError
 from distcse.evaluation import Contamination, Tasks
@@ -85,19 +84,6 @@ class DistillationTrials(Trials):
                 "set evaluation.data, or remove the weights from the space"
             )
 
-    def check_exchange(self, path: str, values: Sequence[Any]) -> None:
-        if path.endswith(".alpha") and self._recipe.training.neighbor_batching is not None:
-            raise SearchSpaceError(
-                f"parameters.{path} cannot change during training with training.neighbor_batching, whose neighbors depend on it; "
-                "write training.neighbor_batching: null, or schedule.kind: asha"
-            )
-        for key, section in self._recipe.objective.terms.items():
-            if path == f"objective.{key}.{section.weight_key}" and "queue" in section.needs and 0 in values:
-                raise SearchSpaceError(
-                    f"parameters.{path} cannot become 0 during training with objective.{key}.{section.needs['queue']}, which "
-                    "checkpoints contain; remove 0 from its values, or write schedule.kind: asha"
-                )
-
     def check_labels(self) -> None:
         read_labelled_dev(self._recipe)
         labelled_tasks(self._recipe)
@@ -114,7 +100,6 @@ class DistillationTrials(Trials):
         recipe, corpus = prepared.recipe, prepared.corpus
         of_text = [*Extent.of(recipe, corpus).warnings, *teacher_token_warnings(recipe, corpus)]
         report_warnings([*of_text, *band_warnings(recipe, corpus, keep=True)], reporter)
-        prepared.neighbors(tables, backend, reporter)  # once, not in all trials at the same time
         return SharedTables(prepared.corpus, tables)
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:

@@ -102,7 +102,7 @@ def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
     There are none where only one teacher has cosines.
     """
     section, objective = recipe.teachers, recipe.objective
-    has_lists = objective.keys_that_need("lists", "clean_lists", active=True)
+    has_lists = objective.keys_that_need("lists", active=True)
     count = len(section.encoders)
     found = {
         number: section.encoders[number]

@@ -39,7 +39,7 @@ def data_fingerprints(
 def read_fingerprints(recipe: MutualRecipe, reporter: Reporter) -> dict[str, str]:
     """Read the pairs, or the corpus to mine them from, and the labelled sets; fingerprint them and the models."""
     if recipe.pairs.mine is not None:
-        found = {"corpus": prepare_mining(recipe, reporter).content}
+        found = {"corpus": prepare_mining(recipe, reporter).fingerprint}
         return found | data_fingerprints(recipe, recipe.groups, None, wanted_tasks(recipe))
     with temporary_pairs(recipe, reporter) as pairs:
         return data_fingerprints(recipe, recipe.groups, pairs, wanted_tasks(recipe))

@@ -75,8 +75,6 @@ class Recipe(BaseRecipe):
     searchable_keys: ClassVar[tuple[str, ...]] = (
         "student",
         "teachers.encoders",
-        "teachers.rank_noise_group",
-        "teachers.disagreement_scale",
         "objective",
         "training",
     )
@@ -181,7 +179,7 @@ class Recipe(BaseRecipe):
     @model_validator(mode="after")
     def _terms_have_what_they_need(self) -> Recipe:
         terms = self.objective
-        for key in terms.keys_that_need("lists", "clean_lists", "vectors"):
+        for key in terms.keys_that_need("lists", "vectors"):
             if not self.teachers.encoders:
                 raise ValueError(f"{key} needs teachers; add teachers.encoders, or write {key}: null")
         if terms.combine == "hinge" and not terms.active_terms.keys() >= {*HINGE_TERMS}:
@@ -201,24 +199,8 @@ class Recipe(BaseRecipe):
         return self
 
     @model_validator(mode="after")
-    def _teachers_are_there_for_what_asks_them(self) -> Recipe:
-        terms, there = self.objective, len(self.teachers.encoders)
-        if self.training.neighbor_batching is not None and not there:
-            raise ValueError(
-                "training.neighbor_batching needs teachers; add teachers.encoders, or write training.neighbor_batching: null"
-            )
-        # A custom term may learn from lists: its class is not imported here.
-        weighs_pairs = bool(terms.keys_that_need("pair_weights") or terms.custom)
-        if self.teachers.disagreement_scale is not None and not (weighs_pairs and there > 1):
-            raise ValueError(
-                "teachers.disagreement_scale weighs the pairs of lists on which several teachers disagree, and here is "
-                f"{'one teacher' if weighs_pairs else 'no objective.rank'}; write teachers.disagreement_scale: null"
-            )
-        if self.teachers.rank_noise_group is not None and not (terms.keys_that_need("lists") or terms.custom):
-            raise ValueError(
-                "teachers.rank_noise_group is noise on lists, and no term learns from any; write teachers.rank_noise_group: null"
-            )
-        for section in terms.terms.values():
+    def _terms_fit_the_recipe(self) -> Recipe:
+        for section in self.objective.terms.values():
             section.check_recipe(self)
         return self
 
@@ -239,9 +221,8 @@ class Recipe(BaseRecipe):
 
     @property
     def _terms_to_drop(self) -> list[str]:
-        terms = self.objective
-        fixes = [f"{key}: null" for key in terms.keys_that_need("queue", active=True)]
-        if terms.custom:
+        fixes = []
+        if self.objective.custom:
             fixes.append("objective.custom: {}")  # their Python would run once, and never again
         if self.student.trust_remote_code:
             fixes.append("student.trust_remote_code: false")

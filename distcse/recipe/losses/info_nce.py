@@ -41,4 +41,4 @@ class InfoNCESection(LossSection):
 
     @property
     def needs(self) -> Needs:
-        return {} if self.false_negatives is None else {"clean_lists": "false_negatives"}
+        return {} if self.false_negatives is None else {"lists": "false_negatives"}

@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 Temperature = Annotated[float, Field(ge=1e-4, le=10)]
 """At least 1e-4: below it, the rounding of a float32 cosine changes a logit by a factor of e."""
 
-Need = Literal["lists", "clean_lists", "pair_weights", "vectors", "detector", "queue"]
+Need = Literal["lists", "vectors", "detector"]
 """What a term needs apart from the two views of the batch:
 
-- `lists`: the teachers' similarity lists, `clean_lists`: the same without rank noise;
-- `pair_weights`: the weights of their pairs by the teachers' agreement;
+- `lists`: the teachers' similarity lists;
 - `vectors`: the teachers' vectors of the batch's rows;
-- `detector`: the discriminator of edited tokens;
-- `queue`: the embedding queue, which extends the lists.
+- `detector`: the discriminator of edited tokens.
 """
 Needs = Mapping[Need, str]
 """What a term needs -> the key of its section that asks for it; "" is the term itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from distcse.recipe.losses.loss_section import (
     ClassAndArguments,
@@ -14,32 +14,10 @@ from distcse.recipe.losses.loss_section import (
     Temperature,
     register_loss,
 )
-from distcse.recipe.section import Section, Weight
+from distcse.recipe.section import Weight
 
 if TYPE_CHECKING:
-    from distcse.recipe.kinds.distillation import Recipe
     from distcse.recipe.objective import ObjectiveSection
-
-
-class QueueSection(Section):
-    """Sentences outside the batch that extend every list. Gradients flow through the batch's vectors only."""
-
-    num_batches: Annotated[int, Field(ge=0)] = 8
-    """Recent batches whose student vectors are kept in a queue, as computed then."""
-    num_anchors: Annotated[int, Field(ge=0)] = 0
-    """Corpus rows in every list, drawn by the seed and excluded from training."""
-    refresh_steps: Annotated[int, Field(ge=1)] = 16
-    """Steps between two encodings of the anchors by the student."""
-
-    @property
-    def unread_keys(self) -> Mapping[str, str]:
-        return {} if self.num_anchors else {"refresh_steps": "num_anchors is 0"}
-
-    @model_validator(mode="after")
-    def _holds_something(self) -> QueueSection:
-        if not self.num_batches and not self.num_anchors:
-            raise ValueError("holds nothing; write num_batches or num_anchors above 0, or queue: null")
-        return self
 
 
 @register_loss("rank", "Ranking distillation term; needs teachers.", on_by_default=True, order=3)
@@ -47,7 +25,6 @@ class RankSection(LossSection):
     """Ranking distillation from the teachers' lists (RankCSE Eq. 4 and 5)."""
 
     weight_key = "gamma"
-    fixed_in_training = ("queue",)
 
     form: Literal["list_net", "list_mle"] = "list_net"
     """`list_net` (ListNet) matches the top-one distribution; `list_mle` (ListMLE) maximises the likelihood of the teachers'
@@ -64,8 +41,6 @@ class RankSection(LossSection):
     """ListMLE's reduction over a list; `mean` divides by the list's length."""
     eps: Annotated[float, Field(gt=0, le=1e-3)] | None = None
     """ListMLE only: constant added inside the logarithm, 1e-10 or 1e-7 in the public codes; null adds none."""
-    queue: QueueSection | None = None
-    """Sentences that extend the lists beyond the batch; null uses the batch alone."""
 
     def term(self, objective: ObjectiveSection) -> ClassAndArguments:
         is_list_net = self.form == "list_net"
@@ -85,11 +60,4 @@ class RankSection(LossSection):
 
     @property
     def needs(self) -> Needs:
-        lists: Needs = {"lists": "", "pair_weights": ""}
-        return lists if self.queue is None else {**lists, "queue": "queue"}
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        if self.queue is not None and recipe.student.projection == "batch_norm_mlp":
-            raise ValueError(
-                "objective.rank.queue holds vectors that no batch normalised; write student.projection: none or tanh_mlp"
-            )
+        return {"lists": ""}

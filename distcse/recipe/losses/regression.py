@@ -65,19 +65,6 @@ class RegressionSection(LossSection):
             raise ValueError(
                 f"objective.regression.teachers is {chosen}; name some of the teachers 0 to {len(teachers) - 1}, each once"
             )
-        joined = [teachers[number] for number in self.vector_teachers(len(teachers))]
-        if len(joined) > 1 and any(teacher.alpha_by_domain for teacher in joined):
-            raise ValueError(
-                "objective.regression joins teachers by their alphas, the same in all rows; take alpha_by_domain away, or name "
-                "one teacher: objective.regression.teachers: [0]"
-            )
-        if silent := [
-            name for teacher in joined for name, weight in (teacher.alpha_by_domain or {}).items() if not weight
-        ]:
-            raise ValueError(
-                f"objective.regression learns a teacher's vectors in all rows, and its alpha_by_domain is 0 in {silent[0]}: "
-                "weights by domain are of lists; name another teacher in objective.regression.teachers"
-            )
         if recipe.student.projection != "none":
             raise ValueError(
                 "objective.regression moves the vectors that are used, and nothing may stand between; "
