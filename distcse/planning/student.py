@@ -184,25 +184,24 @@ class StudentPlan:
             found += [replace(work, training=False, texts=share * work.texts) for work in found]
         return found + [Pass(model, 2 * rows, length, False, precision) for model in self.models]
 
+    def _extra_flops(self, rows: float, batch: int) -> float:
+        """FLOPs of one worker's step besides its passes: the frozen models' masked-LM heads, and cosines with the batch."""
+        tokens = 2 * rows * self.padded(rows)
+        heads = sum(2.0 * tokens * model.width * model.vocabulary for model in self.models)
+        return heads + 6.0 * rows * batch * self.student.dimension
+
     def step_flops(self, workers: int, batch: int) -> float:
-        """Return the FLOPs of one step on one worker: its passes, the frozen models' heads and the cosines of its rows."""
-        rows, width = batch / workers, self.student.dimension
-        passes = self.passes(rows)
-        heads = sum(
-            2.0 * work.tokens * work.shape.width * work.shape.vocabulary for work in passes[-len(self.models) :]
-        )
-        heads = heads if self.models else 0.0
-        return sum(work.flops for work in passes) + heads + 6.0 * rows * batch * width
+        """Return the FLOPs of one step on one worker."""
+        rows = batch / workers
+        return sum(work.flops for work in self.passes(rows)) + self._extra_flops(rows, batch)
 
     def step_terms(self, workers: int, batch: int, cluster: Cluster | None = None) -> Terms:
         """Return the seconds of one step, by resource, on a cluster; by default on the plan's."""
         cluster = cluster or self.cluster
         machine, rows, training = cluster.machine, batch / workers, self.recipe.training
-        total = Terms()
+        total = Terms(math=self._extra_flops(rows, batch) / machine.rate(training.precision))
         for work in self.passes(rows):
             total += work.terms(machine)
-        extra = self.step_flops(workers, batch) - sum(work.flops for work in self.passes(rows))
-        total += Terms(math=extra / machine.rate(training.precision))
         total = with_update(total, self.trained, cluster, workers, training)
         views = 3 * (workers - 1) / workers * 2 * batch * self.student.dimension * 4.0
         total += Terms(network=transfer_seconds(views, workers, cluster))
