@@ -28,8 +28,8 @@ from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
 from distcse.recipe.base import recipe_classes
-from distcse.recipe.key_paths import moved_path
 from distcse.recipe.sweep import OVERRIDE_PREFIX
+from distcse.spelling import PATHS_BY_NAME
 from distcse.storage import resolve_path, to_uri
 
 if TYPE_CHECKING:
@@ -107,10 +107,9 @@ def _recipe(name: str, overrides: Sequence[str]) -> BaseRecipe:
         recipe_keys = {key for kind in recipe_classes() for key in kind.model_fields}
         for override in overrides:
             key = override.partition("=")[0]
-            if key.partition(".")[0] not in recipe_keys and (path := moved_path(Sweep, key)):
-                raise UnknownKeyError(
-                    f"{key} is no key of the recipe; did you mean '{OVERRIDE_PREFIX}{path}'?"
-                ) from None
+            meant = PATHS_BY_NAME.get(key, f"{OVERRIDE_PREFIX}{key}")
+            if meant.removeprefix(OVERRIDE_PREFIX).partition(".")[0] in Sweep.model_fields.keys() - recipe_keys:
+                raise UnknownKeyError(f"{key} is no key of the recipe; did you mean {meant!r}?") from None
         raise
 
 

@@ -31,7 +31,7 @@ def recipe_file(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
 def test_mistakes_are_one_line_and_status_2(recipe_file: Path) -> None:
     for arguments, message in (
         (["quikstart"], "did you mean 'quickstart'"),
-        ([str(recipe_file), "training.lr=fast"], "training.lr is 'fast'; expected a number"),
+        ([str(recipe_file), "training.lr=fast"], "training.lr is 'fast'; expected a valid number"),
         ([], "name a recipe or a YAML file"),
     ):
         done = train(*arguments)

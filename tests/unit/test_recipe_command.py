@@ -62,8 +62,8 @@ def test_recipes_and_spaces_are_validated(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "quickstart is a valid student's recipe\n"
     assert main(["validate", str(space), "search.trials=3"]) == 0
     assert capsys.readouterr().out == f"{space} is a valid search space\n"
-    assert main(["validate", "quickstart", "tau2=0.1"]) == 2
-    assert "did you mean 'objective.rank.tau2'?" in capsys.readouterr().err
+    assert main(["validate", "quickstart", "lr=0.1"]) == 2
+    assert "did you mean 'training.lr'?" in capsys.readouterr().err
     assert main(["validate", str(space), "trials=3"]) == 2 and "'search.trials'" in capsys.readouterr().err
 
 
