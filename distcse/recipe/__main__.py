@@ -10,9 +10,8 @@ from importlib.resources import files
 
 from distcse.command import STATUSES, exit_status, parse_command, program
 from distcse.errors import CommandLineError, RecipeNotFoundError
-from distcse.recipe.json_schema import schema_documents, schema_json
 from distcse.recipe.loading import RECIPES_ARE_LISTED, packaged_recipes, read_document
-from distcse.recipe.reference import reference
+from distcse.recipe.schema import reference, schema_documents, schema_json
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.spelling import nearest

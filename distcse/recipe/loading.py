@@ -7,7 +7,6 @@ import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,8 +18,8 @@ from distcse.errors import InvalidValueError, OverrideError, RecipeError, Recipe
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.kinds.distillation import Recipe
+from distcse.recipe.overrides import apply_override, enter, index_in
 from distcse.recipe.sweep import Sweep
-from distcse.recipe.typed_text import accepts_list, read_value
 from distcse.recipe.validation_errors import error_class, explain
 from distcse.spelling import nearest
 from distcse.storage import is_uri, open_store, resolve_path
@@ -134,7 +133,7 @@ def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[
     document = read_with_bases(name, read)
     kind = recipe_class(document)
     for override in overrides:
-        _apply(document, override, kind)
+        apply_override(document, override, kind, _value)
     _read_in_engine_settings(document)
     return document, given | _fitted_keys_in(document, [override.partition("=")[0] for override in overrides])
 
@@ -165,8 +164,8 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
             inside = ".".join(parents[: depth + 1])
             if isinstance(node, dict) and key in node and node[key] is None:
                 raise OverrideError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
-            node = _enter(node, key, inside)
-        node[_index(node, last, path) if isinstance(node, list) else last] = value
+            node = enter(node, key, inside)
+        node[index_in(node, last, path) if isinstance(node, list) else last] = value
     changes = ", ".join(f"{path}={value}" for path, value in values.items())
     given = recipe.given_keys | _fitted_keys_in(document, list(values))
     return _validated(type(recipe), document, f"with {changes}").with_given_keys(given)
@@ -187,7 +186,7 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
     document = parse_document(text, name, "a search space", "parameters:")
     alone = copy.deepcopy(document)
     for override in overrides:
-        _apply(document, override, Sweep)
+        apply_override(document, override, Sweep, _value)
     try:
         return _validated(Sweep, document, name)
     except RecipeError:
@@ -295,28 +294,6 @@ def _read_in_engine_settings(document: Document) -> None:
             )
 
 
-def _apply(document: Document, override: str, model: type[BaseRecipe | Sweep]) -> None:
-    """Set `a.b.0.c=value` in the document; the value is parsed as YAML, unless the key takes only text.
-
-    The index after a list's last appends to it.
-    """
-    path, equals, value = override.partition("=")
-    if not equals or not path:
-        raise OverrideError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
-    *parents, last = path.split(".")
-    node: Any = document
-    for depth, key in enumerate(parents):
-        inside = parents[: depth + 1]
-        if isinstance(node, dict) and node.get(key) is None and accepts_list(model, inside):
-            node[key] = []
-        node = _enter(node, key, ".".join(inside))
-    parsed = read_value(value, path, model, partial(_value, path=path))
-    if isinstance(node, list):
-        node[_index(node, last, path)] = parsed
-    else:
-        node[last] = parsed
-
-
 def _value(text: str, path: str) -> Any:
     try:
         return _constructed(text, path)
@@ -350,27 +327,3 @@ def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
         parts = (part for entry in inside for part in (entry if isinstance(entry, tuple) else (entry,)))
         known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
     return known[id(node)]
-
-
-def _enter(node: Any, key: str, path: str) -> Any:
-    if isinstance(node, list):
-        inner = node[_index(node, key, path)]
-    else:
-        if node.get(key) is None:
-            node[key] = {}
-        inner = node[key]
-    if not isinstance(inner, dict | list):
-        raise OverrideError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
-    return inner
-
-
-def _index(node: list[Any], key: str, path: str) -> int:
-    """Return an index of a list as a number; the index after the last appends an empty mapping to the list."""
-    if not key.isdecimal() or int(key) > len(node):
-        size = len(node)
-        raise OverrideError(
-            f"{path}: {key!r} is no place in a list of {size}; allowed: 0 to {size}, where {size} appends"
-        )
-    if int(key) == len(node):
-        node.append({})
-    return int(key)

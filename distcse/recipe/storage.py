@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 
 from pydantic import field_validator
 
 from distcse.errors import StorageError
-from distcse.recipe.byte_size import parse_bytes
 from distcse.recipe.paths import absolute_location
 from distcse.recipe.section import Name, Section
 from distcse.storage import is_uri, resolve_path
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(B|[KMGT]B|[KMGT]iB)")
+_PREFIXES = "KMGT"
+
+
+def parse_bytes(text: str) -> int:
+    """Return a size such as `200GiB` (2³⁰ bytes each) or `1.5 TB` (10¹² each) in bytes.
+
+    Raises:
+        ValueError: The text is no size.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no size; write a number with its unit, such as 200GiB or 1.5TB")
+    number, unit = float(found[1]), found[2]
+    base = 1024 if unit.endswith("iB") else 1000
+    return int(number * base ** (_PREFIXES.find(unit[0]) + 1))
 
 
 class StorageSection(Section):

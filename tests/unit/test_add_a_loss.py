@@ -20,8 +20,8 @@ import json, sys
 
 from distcse.errors import InvalidValueError
 from distcse.recipe import read_recipe
-from distcse.recipe.json_schema import schema_json
-from distcse.recipe.reference import reference
+from distcse.recipe.schema import schema_json
+from distcse.recipe.schema import reference
 
 try:
     read_recipe("rankcse-listnet-bert-base", ["objective={rank: null, margin_mse: {}}", "teachers.encoders=[]"])

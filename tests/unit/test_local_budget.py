@@ -21,7 +21,7 @@ from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.distillation.teacher_clients import with_worker_tables
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, read_recipe
-from distcse.recipe.byte_size import parse_bytes
+from distcse.recipe.storage import parse_bytes
 from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.storage.stored_files import LocalFile
 from distcse.teachers import row_reader

@@ -225,7 +225,10 @@ def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ),
         ("teachers.encoders=[]", "objective.regression needs teachers"),
         ("objective.regression=null", "objective has no term"),
-        ("evaluation.final_suites=sts", "evaluation.final_suites is 'sts'; expected a valid list or 'with_transfer'; as a list: [sts]"),
+        (
+            "evaluation.final_suites=sts",
+            "evaluation.final_suites is 'sts'; expected a valid list or 'with_transfer'; as a list: [sts]",
+        ),
         ("evaluation.num_heldout=2", "agreement needs teachers and evaluation.num_heldout of at least 3"),
         ("name=a/b", "allowed: letters, digits"),
         ("teachers.encoders.1.alpha=3", "teachers.encoders.1.backbone is missing"),

@@ -13,9 +13,8 @@ import yaml
 from distcse.errors import RecipeError
 from distcse.recipe import packaged_recipes, read_recipe
 from distcse.recipe.__main__ import main
-from distcse.recipe.json_schema import schema_documents, schema_json
 from distcse.recipe.loading import parse_document
-from distcse.recipe.reference import reference
+from distcse.recipe.schema import reference, schema_documents, schema_json
 from tests.conftest import ROOT
 
 TEACHERS = [{"backbone": "a"}, {"backbone": "b"}]

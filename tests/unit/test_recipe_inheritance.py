@@ -10,7 +10,7 @@ import yaml
 
 from distcse.errors import RecipeError, RecipeInheritanceError, RecipeNotFoundError, UnknownKeyError
 from distcse.recipe import load_recipe, read_recipe, recipe_yaml
-from distcse.recipe.json_schema import schema_json
+from distcse.recipe.schema import schema_json
 
 
 def write(file: Path, text: str) -> str:

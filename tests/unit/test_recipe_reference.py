@@ -8,7 +8,7 @@ from pydantic import Field
 
 from distcse.recipe import MutualRecipe, Recipe, Sweep
 from distcse.recipe.key_paths import sections_of
-from distcse.recipe.reference import describe_type, reference
+from distcse.recipe.schema import describe_type, reference
 from distcse.recipe.section import Section
 from tests.conftest import ROOT
 

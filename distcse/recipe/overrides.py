@@ -1,10 +1,11 @@
-"""Keys that hold text take an override's value as it was typed, not as YAML."""
+"""Applies `key.path=value` overrides. Keys that hold text take a value as it was typed, not as YAML."""
 
 from __future__ import annotations
 
 import re
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -16,7 +17,65 @@ _YAML = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|!![a-z]+[ /:].*""", re.D
 _NULLS = ("null", "~")
 
 
-def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[str], Any]) -> Any:
+def apply_override(
+    document: dict[str, Any], override: str, model: type[BaseModel], parse: Callable[[str, str], Any]
+) -> None:
+    """Set `a.b.0.c=value` in the document; the value is parsed as YAML, unless the key takes only text.
+
+    The index after a list's last appends to it.
+
+    Args:
+        document: The document; it is changed.
+        override: `key.path=value`.
+        model: The document's class.
+        parse: Reads YAML, given a text and the key's path.
+
+    Raises:
+        OverrideError: It is no override, there is no such place, or its value is empty or not YAML.
+    """
+    path, equals, value = override.partition("=")
+    if not equals or not path:
+        raise OverrideError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
+    *parents, last = path.split(".")
+    node: Any = document
+    for depth, key in enumerate(parents):
+        inside = parents[: depth + 1]
+        if isinstance(node, dict) and node.get(key) is None and _accepts_list(model, inside):
+            node[key] = []
+        node = enter(node, key, ".".join(inside))
+    parsed = _read_value(value, path, model, partial(parse, path=path))
+    if isinstance(node, list):
+        node[index_in(node, last, path)] = parsed
+    else:
+        node[last] = parsed
+
+
+def enter(node: Any, key: str, path: str) -> Any:
+    """Return what a section or list holds under a key; a missing section is made. Raises `OverrideError` for a value."""
+    if isinstance(node, list):
+        inner = node[index_in(node, key, path)]
+    else:
+        if node.get(key) is None:
+            node[key] = {}
+        inner = node[key]
+    if not isinstance(inner, dict | list):
+        raise OverrideError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
+    return inner
+
+
+def index_in(node: list[Any], key: str, path: str) -> int:
+    """Return an index of a list as a number; the index after the last appends an empty mapping to the list."""
+    if not key.isdecimal() or int(key) > len(node):
+        size = len(node)
+        raise OverrideError(
+            f"{path}: {key!r} is no place in a list of {size}; allowed: 0 to {size}, where {size} appends"
+        )
+    if int(key) == len(node):
+        node.append({})
+    return int(key)
+
+
+def _read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[str], Any]) -> Any:
     """Return an override's value: for a key that takes only text, the text itself unless it is in quotes.
 
     As YAML, `prompt=query: ` would be a mapping, and `prompt=Question ` would lose its last space.
@@ -47,7 +106,7 @@ def read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[s
     return parsed if _is_accepted(parsed, accepted) else typed
 
 
-def accepts_list(model: type[BaseModel], keys: Sequence[str]) -> bool:
+def _accepts_list(model: type[BaseModel], keys: Sequence[str]) -> bool:
     """Return whether the value at a path of keys is a list, and never a mapping."""
     accepted = _types_at(model, keys)
     return list in accepted and dict not in accepted
