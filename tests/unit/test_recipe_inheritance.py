@@ -68,7 +68,7 @@ def test_a_recipe_of_mutual_distillation_extends_one(tmp_path: Path) -> None:
             UnknownKeyError,
             ["a.yaml", "student.layrs"],
         ),
-        ({"a": "extends: minilm-3layer\ntrainig: {lr: 1}\n"}, UnknownKeyError, ["trainig", "'training.lr'"]),
+        ({"a": "extends: minilm-3layer\ntrainig: {lr: 1}\n"}, UnknownKeyError, ["trainig", "'training'"]),
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, texts: dict[str, str], error: type[RecipeError], parts: list[str]) -> None:
