@@ -100,9 +100,9 @@ def warn_of_generator_without_dropout(recipe: Recipe, only_local: bool = False) 
         only_local: Skip a generator that would have to be downloaded. Default: False.
     """
     detection = recipe.objective.active(DetectionSection)
-    if detection is None or "generator_dropout" in detection.unread_keys or not detection.generator_dropout:
+    if detection is None or not detection.generator_dropout:
         return []
-    generator = EncoderSection(backbone=str(detection.generator))
+    generator = EncoderSection(backbone=detection.generator)
     if _has_dropout(generator, only_local):
         return []
     return [

@@ -23,7 +23,7 @@ from distcse.errors import (
 from distcse.events import Reporter, StepReport
 from distcse.experiments.distillation.model import build_encoder
 from distcse.models import Encoder
-from distcse.models.detection import EditDetector, Vocabulary, build_detector, delete, insert, replace
+from distcse.models.detection import EditDetector, Vocabulary, build_detector, replace
 from distcse.models.detection.detector import most_likely_tokens, sample_tokens
 from distcse.recipe import DetectionSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
@@ -65,38 +65,10 @@ def test_replacement_masks_words_alone_and_labels_what_differs() -> None:
     assert everywhere.ids[0].tolist() == [2, 7, 7, 7, 7, 7] and everywhere.labels[1].tolist() == [0, 1, 1, 1, 0, 0]
 
 
-def test_insertion_keeps_the_sentence_and_labels_what_is_new() -> None:
-    torch.manual_seed(0)
-    edited = insert(IDS, MASK, 0.5, WORDS, sevens)
-    assert torch.equal(edited.labels.bool(), edited.ids == 7)
-    for row, before, mask, labels in zip(edited.ids, IDS, edited.mask, edited.labels, strict=True):
-        assert row[(mask == 1) & (labels == 0)].tolist() == before[before != 0].tolist()
-        assert (row[mask == 0] == WORDS.pad).all() and mask.tolist() == sorted(mask.tolist(), reverse=True)
-    assert edited.labels.sum().item() == pytest.approx(0.5 * 6 * 200, rel=0.1)
-
-
-def test_insertion_ends_where_the_backbones_positions_do() -> None:
-    torch.manual_seed(0)
-    edited = insert(IDS, MASK, 0.9, WORDS, sevens, longest=7)
-    assert int(edited.mask.sum(dim=1).max()) == 7
-    inserted = edited.labels.sum(dim=1)
-    assert int(inserted[MASK.sum(dim=1) == 6].max()) == 1 and int(inserted[MASK.sum(dim=1) == 4].max()) == 2
-
-
-def test_deletion_labels_the_token_behind_the_gap() -> None:
-    torch.manual_seed(0)
-    edited = delete(IDS, MASK, 0.5, WORDS)
-    for row, before, mask, labels in zip(edited.ids, IDS, edited.mask, edited.labels, strict=True):
-        left, found = row[mask == 1].tolist(), labels[mask == 1].tolist()
-        places = [before.tolist().index(token) for token in left]
-        gaps = [int(place > 0 and place - 1 not in places) for place in places]
-        assert found == gaps and left[0] == WORDS.cls and 3 in left
-
-
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_the_sentences_vector_stands_in_slot_0(tiny: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     encoder = Encoder.load(tiny(kind), pooling="cls")
-    section = DetectionSection(operation="deletion", masking_ratio=0.5)
+    section = DetectionSection(generator=str(make_masked_lm(tmp_path / "generator", tiny(kind))))
     detector = build_detector(section, encoder, Encoder.load(tiny(kind), pooling="cls")).eval()
     reference: Any = AutoModel.from_pretrained(tiny(kind)).eval()
     ids = encoder.tokenizer(["A man is playing a guitar.", "The cat sees nothing at all."], return_tensors="pt")
@@ -184,12 +156,11 @@ def test_sampling_is_a_function_of_seed_step_and_stream(tiny: Callable[..., Path
 
 
 @pytest.mark.parametrize("reduction", ["all", "nonpad"])
-@pytest.mark.parametrize("operation", ["replacement", "insertion"])
 def test_without_padding_it_finds_the_same(
-    operation: str, reduction: str, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
+    reduction: str, tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]
 ) -> None:
     generator = make_masked_lm(tmp_path / "generator", tiny("bert"))
-    section = DetectionSection(generator=str(generator), operation=operation, reduction=reduction)
+    section = DetectionSection(generator=str(generator), reduction=reduction)
     encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=24)
     detector = build_detector(section, encoder, Encoder.load(tiny("bert"), pooling="cls", max_length=24)).eval()
     tokens = collate([np.asarray(row) for row in encoder.token_ids(sentences[:16])], pad_id=0, with_token_index=True)
@@ -221,7 +192,7 @@ def test_generators_that_do_not_fit_are_refused(
     with fails_with(UnsupportedModelError, "BERT"):
         plain = Encoder.load(tiny("bert"), pooling="cls")
         plain.backbone = torch.nn.Linear(2, 2)
-        build_detector(DetectionSection(operation="deletion"), encoder, plain)
+        build_detector(DetectionSection(generator="unread"), encoder, plain)
 
 
 def diffcse(
@@ -243,20 +214,12 @@ def diffcse(
     )
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        "replacement",
-        pytest.param("insertion", marks=pytest.mark.slow),
-        pytest.param("deletion", marks=pytest.mark.slow),
-    ],
-)
 def test_diffcse_trains_and_leaves_the_encoder_alone(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], operation: str
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     events: list[Any] = []
-    overrides = (f"objective.detection.operation={operation}", "training.epochs=6", "training.lr=3e-3")
-    result = run(diffcse(tmp_path, tiny, sentences, *overrides), Reporter(events.append))
+    recipe = diffcse(tmp_path, tiny, sentences, "training.epochs=6", "training.lr=3e-3")
+    result = run(recipe, Reporter(events.append))
     steps = [event for event in events if isinstance(event, StepReport)]
     assert {"detection", "info_nce", "edited_accuracy", "kept_accuracy"} <= steps[0].losses.keys()
     assert steps[-1].losses["detection"] < 0.8 * steps[0].losses["detection"]

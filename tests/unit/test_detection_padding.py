@@ -20,7 +20,6 @@ from tests.models import make_masked_lm
 from tests.training_step import TrainingStep
 from tests.workers import run_workers
 
-OPERATIONS = ("replacement", "insertion", "deletion")
 MakeRecipe = Callable[..., Recipe]
 
 
@@ -91,24 +90,20 @@ def assert_equal(found: tuple[float, dict[str, Tensor], set[int]], expected: Any
 
 
 @pytest.mark.usefixtures("fixed_edits")
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_streams_and_chunks_have_the_loss_of_one_pass(operation: str, recipe_of: MakeRecipe) -> None:
-    override = f"objective.detection.operation={operation}"
-    expected = first_step(make_spec(recipe_of("one", override))[0])
+def test_streams_and_chunks_have_the_loss_of_one_pass(recipe_of: MakeRecipe) -> None:
+    expected = first_step(make_spec(recipe_of("one"))[0])
     for part in ("dropout_rng_streams=2", "dropout_rng_streams=4", "grad_cache_chunk=8", "grad_cache_chunk=4"):
-        found = first_step(make_spec(recipe_of(part, override, f"training.{part}"))[0])
+        found = first_step(make_spec(recipe_of(part, f"training.{part}"))[0])
         assert len(found[2]) > 1 and max(found[2]) == max(expected[2])  # streams of several lengths
         assert_equal(found, expected)
 
 
 @pytest.mark.usefixtures("fixed_edits")
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("part", ["", "training.dropout_rng_streams=4", "training.grad_cache_chunk=8"])
-def test_a_gpu_has_the_loss_of_a_cpu(part: str, operation: str, recipe_of: MakeRecipe) -> None:
-    """Its host does not know the longest edited sentence: rows are padded further, and what is beyond is not counted."""
-    override = f"objective.detection.operation={operation}"
-    expected = first_step(make_spec(recipe_of("cpu", override))[0])
-    spec, _ = make_spec(recipe_of("gpu", override, *([part] if part else [])))
+def test_a_gpu_has_the_loss_of_a_cpu(part: str, recipe_of: MakeRecipe) -> None:
+    """Its host does not know the longest sentence: rows are padded further, and what is beyond is not counted."""
+    expected = first_step(make_spec(recipe_of("cpu"))[0])
+    spec, _ = make_spec(recipe_of("gpu", *([part] if part else [])))
     with simulated():
         found = first_step(spec)
     assert found[2] == {max(expected[2])}
@@ -120,25 +115,24 @@ def test_without_the_batchs_length_the_loss_differs(
 ) -> None:
     """What the tests here hold is visible at this batch."""
     expected = first_step(make_spec(recipe_of("one"))[0])
-    monkeypatch.setattr(StudentModel, "edited_length", lambda model, batch: None)
+    monkeypatch.setattr(StudentModel, "padded_length", lambda model, batch: None)
     streams = make_spec(recipe_of("four", "training.dropout_rng_streams=4"))[0]
     assert abs(first_step(streams)[0] - expected[0]) > 1e-3
 
 
-def _in_worker(specs: list[Any]) -> list[tuple[float, dict[str, Tensor], set[int]]]:
+def _in_worker(spec: Any) -> tuple[float, dict[str, Tensor], set[int]]:
     edits.choose_positions, edits.mask_chosen = choose_by_id, mask_all
-    return [first_step(spec, dist.get_rank(), 2) for spec in specs]
+    return first_step(spec, dist.get_rank(), 2)
 
 
 @pytest.mark.usefixtures("fixed_edits")
 def test_two_workers_have_the_loss_of_one(recipe_of: MakeRecipe) -> None:
-    specs = [make_spec(recipe_of(name, f"objective.detection.operation={name}"))[0] for name in OPERATIONS]
-    one, other = run_workers(_in_worker, 2, specs)
-    assert any(mine[2] != theirs[2] for mine, theirs in zip(one, other, strict=True))
-    for spec, mine, theirs in zip(specs, one, other, strict=True):
-        expected = first_step(spec)
-        assert_equal(mine, expected)
-        assert_equal(theirs, expected)
+    spec = make_spec(recipe_of("one"))[0]
+    one, other = run_workers(_in_worker, 2, spec)
+    assert one[2] != other[2]
+    expected = first_step(spec)
+    assert_equal(one, expected)
+    assert_equal(other, expected)
 
 
 def test_padding_changes_no_token() -> None:

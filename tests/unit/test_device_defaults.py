@@ -139,7 +139,7 @@ def test_widths_are_kept_where_the_loss_counts_padding(recipe_with: MakeRecipe) 
     overrides = (
         "objective.rank=null",
         "objective.consistency=null",
-        "objective.detection={operation: deletion, reduction: all}",
+        "objective.detection={generator: unread, reduction: all}",
     )
     spec, _ = make_spec(recipe_with(*overrides))
     loader = BatchLoader(spec, 0, 1)

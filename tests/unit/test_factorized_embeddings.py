@@ -18,6 +18,7 @@ from distcse.recipe import StudentSection
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
+from tests.models import make_masked_lm
 
 TEXTS = ["A cat sleeps.", "The old woman sings a song in the garden.", "Dogs."]
 
@@ -80,7 +81,8 @@ def test_a_factorized_student_without_dropout_has_none(tiny: Callable[..., Path]
 def test_a_factorized_student_trains_with_edit_detection(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    overrides = ("student.embedding_size=8", "objective.detection={operation: deletion}", "training.max_steps=2")
+    detection = f"objective.detection.generator={make_masked_lm(tmp_path / 'generator', tiny('bert'))}"
+    overrides = ("student.embedding_size=8", detection, "training.max_steps=2")
     result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *overrides), Reporter())
     assert result.train_result.state.finished
 

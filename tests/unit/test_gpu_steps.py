@@ -78,9 +78,7 @@ SINGLE_PASS: dict[str, tuple[str, ...]] = {
 DETECTION: dict[str, tuple[str, ...]] = {
     "replacement": (),
     "masked only, sampled": ("replace: masked_only", "sampling: sample"),
-    "insertion": ("operation: insertion",),
-    "deletion": ("operation: deletion",),
-    "non-padding": ("operation: replacement", "reduction: nonpad"),
+    "non-padding": ("reduction: nonpad",),
 }
 MODES: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -91,7 +89,7 @@ MODES: dict[str, tuple[str, ...]] = {
 
 def detecting(edit: str) -> tuple[str, ...]:
     """Overrides of a recipe of DiffCSE, whose student learns without teachers."""
-    section = ", ".join(("weight: 0.5", *(() if edit == "deletion" else ("generator: GENERATOR",)), *DETECTION[edit]))
+    section = ", ".join(("weight: 0.5", "generator: GENERATOR", *DETECTION[edit]))
     objective = "objective={rank: null, consistency: null, detection: {" + section + "}}"
     return objective, "teachers.encoders=[]", "student.pooling=cls", "student.projection=batch_norm_mlp"
 
@@ -250,8 +248,8 @@ RECORDED: dict[str, tuple[str, ...]] = {
     ),
     "MiniLM": (),
     **{f"DiffCSE, {edit}": detecting(edit) for edit in DETECTION},
-    "DiffCSE, no dropout": (*detecting("deletion"), "student.dropout=0.0"),
-    "DiffCSE, streams": (*detecting("insertion"), "training.dropout_rng_streams=4"),
+    "DiffCSE, no dropout": (*detecting("replacement"), "student.dropout=0.0"),
+    "DiffCSE, streams": (*detecting("replacement"), "training.dropout_rng_streams=4"),
     "DiffCSE, gradient cache": (*detecting("replacement"), "training.grad_cache_chunk=4"),
 }
 

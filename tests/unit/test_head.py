@@ -203,4 +203,4 @@ def test_a_head_damaged_after_its_export_is_refused(with_head: Make, tmp_path: P
 def test_a_discriminator_needs_vectors_of_the_hidden_size(with_head: Make) -> None:
     narrow = Encoder.load(with_head(dense(32, 8)))
     with fails_with(UnsupportedModelError, "objective.detection", "8 and 32"):
-        build_detector(DetectionSection(operation="deletion"), narrow, narrow)
+        build_detector(DetectionSection(generator="unread"), narrow, narrow)

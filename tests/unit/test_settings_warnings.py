@@ -186,7 +186,6 @@ def test_equal_views_are_warned_of_where_a_loss_contrasts_them(
         (0.0, (), True),
         (0.1, (), False),
         (0.0, ("objective.detection.generator_dropout=false",), False),
-        (0.0, ("objective.detection.operation=deletion",), False),
         (0.0, ("objective.detection.weight=0",), False),
     ],
 )

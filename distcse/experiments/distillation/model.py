@@ -99,7 +99,7 @@ class StudentModel(nn.Module):
             condition: (2R, d) vectors of the first views, then of the second.
         """
         assert self.detector is not None
-        length = self.edited_length(batch)
+        length = self.padded_length(batch)
         first, second = condition.chunk(2)
         detections, done = [], 0
         for number, ((tokens, _), seed) in enumerate(zip(batch.streams, batch.edit_seeds, strict=True), start=1):
@@ -113,19 +113,16 @@ class StudentModel(nn.Module):
         total: Detection = reduce(operator.add, detections)
         return total
 
-    def edited_length(self, batch: Batch) -> int | Tensor | None:
-        """Return the length of the longest edited sentence of the global batch, on a GPU as a scalar.
+    def padded_length(self, batch: Batch) -> int | Tensor | None:
+        """Return the length that the global batch's sentences are padded to, on a GPU as a scalar.
 
         None if the loss ignores padding, or if a single pass contains the entire global batch.
         """
         assert self.detector is not None
         if not self.detector.counts_padding or (len(batch.streams) == 1 and world_size() == 1):
             return None
-        lengths = []
-        for (tokens, _), seed in zip(batch.streams, batch.edit_seeds, strict=True):
-            with dropout_rng(seed, tokens.ids.device):
-                lengths.append(self.detector.edited_length(tokens.twice()))
-        longest = all_reduce_max(torch.stack(lengths).max())
+        widths = [tokens.ids.shape[1] for tokens, _ in batch.streams]
+        longest = all_reduce_max(torch.full((), max(widths), device=batch.streams[0][0].ids.device))
         return longest if is_gpu(longest.device) else int(longest)
 
     def _detect_stream(self, tokens: Tokens, seed: int, condition: Tensor, length: int | Tensor | None) -> Detection:

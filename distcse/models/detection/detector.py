@@ -18,15 +18,16 @@ from distcse.compat.transformers import without_noise
 from distcse.data.collate import Tokens
 from distcse.device import default_device, is_gpu
 from distcse.errors import MissingWeightsError, TokenizerMismatchError, UnsupportedModelError
-from distcse.losses.detection import Detection, detection
+from distcse.losses.detection import detection
+from distcse.losses.views import Detection
 from distcse.models import Encoder
 from distcse.models.attention import prepare_mask
-from distcse.models.detection.edits import Edited, Vocabulary, delete, edited_length, insert, replace
+from distcse.models.detection.edits import Edited, Vocabulary, replace
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.packing import short_cut
 from distcse.models.fast.switch import allows_shortcuts, forbid_shortcuts
 from distcse.models.folder import open_model
-from distcse.models.loading import load_pretrained, position_limit
+from distcse.models.loading import load_pretrained
 from distcse.recipe import DetectionSection
 
 LOGITS_BYTES = 64_000_000
@@ -38,22 +39,18 @@ class EditDetector(nn.Module):
 
     Args:
         backbone: The discriminator, a BERT- or RoBERTa-shaped encoder (one with an `embeddings` module).
-        generator: A masked language model, or None where nothing is to be filled in.
+        generator: A masked language model.
         words: The tokenizer's particulars.
         section: The recipe's part.
     """
 
-    def __init__(
-        self, backbone: nn.Module, generator: nn.Module | None, words: Vocabulary, section: DetectionSection
-    ) -> None:
+    def __init__(self, backbone: nn.Module, generator: nn.Module, words: Vocabulary, section: DetectionSection) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = nn.Linear(int(backbone.config.hidden_size), 2)  # type: ignore[union-attr, arg-type]
-        self._generator = [] if generator is None else [generator.requires_grad_(False)]  # in a list: no submodule
+        self._generator = [generator.requires_grad_(False)]  # in a list: no submodule
         self._words = words
         self._section = section
-        limits = [position_limit(model) for model in (backbone, *self._generator)]
-        self._longest = min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def counts_padding(self) -> bool:
@@ -63,16 +60,8 @@ class EditDetector(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EditDetector:
         """Move the generator too: it is no submodule."""
         super()._apply(fn, recurse)
-        for generator in self._generator:
-            generator.to(self.head.weight.device)
+        self._generator[0].to(self.head.weight.device)
         return self
-
-    def edited_length(self, tokens: Tokens) -> Tensor:
-        """Positions of the longest edited sentence, a scalar, given the random state in which `forward` will edit them."""
-        section = self._section
-        return edited_length(
-            section.operation, tokens.ids, tokens.mask, section.masking_ratio, self._words, self._longest
-        )
 
     def forward(self, tokens: Tokens, vectors: Tensor, length: int | Tensor | None = None) -> Detection:
         """(B, L) tokens and (B, H) vectors of the same sentences -> the discriminator's errors, as sums.
@@ -82,30 +71,24 @@ class EditDetector(nn.Module):
         Args:
             tokens: The sentences.
             vectors: Their vectors.
-            length: Positions of the longest edited sentence of the batch; None is the longest of these sentences. On a GPU it
+            length: Positions of the longest sentence of the batch; None is the longest of these sentences. On a GPU it
                 is a scalar, which the host does not wait for: sentences are padded further, and what is beyond is not counted.
         """
         edited = self.edit(tokens)
-        reads_padding = edited.mask is not tokens.mask or self.counts_padding
         if isinstance(length, int):
             edited, length = edited.padded(length, self._words.pad), None
         elif length is None and self.counts_padding and is_gpu(edited.mask.device):
             length = edited.mask.sum(dim=1).max()
-        with short_cut(self.backbone, edited.mask, None if reads_padding else tokens.token_index, None):
+        with short_cut(self.backbone, edited.mask, None if self.counts_padding else tokens.token_index, None):
             logits = self.head(self.hidden_states(edited, vectors))
         return detection(logits, edited.labels, edited.mask, self._section.reduction, length)
 
     def edit(self, tokens: Tokens) -> Edited:
-        """Edit sentences by the recipe's operation, with the current random state."""
-        section, words, ids, mask = self._section, self._words, tokens.ids, tokens.mask
+        """Replace tokens of sentences, with the current random state."""
+        section, fill = self._section, partial(self.fill, places=tokens.token_index)
+        masked_only = section.replace == "masked_only"
         with torch.no_grad():
-            if section.operation == "insertion":
-                return insert(ids, mask, section.masking_ratio, words, self.fill, self._longest)
-            if section.operation == "deletion":
-                return delete(ids, mask, section.masking_ratio, words)
-            masked_only = section.replace == "masked_only"
-            fill = partial(self.fill, places=tokens.token_index)
-            return replace(ids, mask, section.masking_ratio, words, fill, masked_only)
+            return replace(tokens.ids, tokens.mask, section.masking_ratio, self._words, fill, masked_only)
 
     def fill(self, ids: Tensor, mask: Tensor, wanted: Tensor, places: Tensor | None = None) -> Tensor:
         """Put the generator's tokens at the wanted positions (see `Fill`); `places` are the positions that are no padding."""
@@ -200,10 +183,10 @@ def build_detector(
         tokenizer.mask_token_id,
         tuple(tokenizer.all_special_ids),
     )
-    generator = None if section.operation == "deletion" else _load_generator(section, tokenizer, student.max_length)
-    if generator is not None and not allows_shortcuts(student):
+    generator = _load_generator(section, tokenizer, student.max_length)
+    if not allows_shortcuts(student):
         forbid_shortcuts(generator)
-    if generator is not None and default_device() == "cpu":
+    if default_device() == "cpu":
         use_mkldnn_linear(generator, precision)
     return EditDetector(fresh.backbone, generator, words, section)
 
@@ -212,7 +195,7 @@ def build_detector(
 def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) -> nn.Module:
     from transformers import AutoModelForMaskedLM
 
-    opened = open_model(str(section.generator))
+    opened = open_model(section.generator)
     opened.check_weights()
     folder = opened.backbone
     if opened.load_tokenizer().get_vocab() != tokenizer.get_vocab():
