@@ -287,7 +287,7 @@ def _assert_same_learning(weights: list[dict[str, torch.Tensor]]) -> None:
 def test_a_detection_without_generator_is_refused(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    with fails_with(InvalidValueError, "replacement", "generator"):
+    with fails_with(InvalidValueError, "objective.detection.generator is missing"):
         make_recipe(
             tmp_path, tiny("bert"), [], sentences, "objective.detection.masking_ratio=0.2", "objective.rank=null"
         )
