@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -43,7 +42,7 @@ def apply_override(
         if isinstance(node, dict) and node.get(key) is None and _accepts_list(model, inside):
             node[key] = []
         node = enter(node, key, ".".join(inside))
-    parsed = _read_value(value, path, model, partial(parse, path=path))
+    parsed = _read_value(value, path, model, parse)
     if isinstance(node, list):
         node[index_in(node, last, path)] = parsed
     else:
@@ -75,7 +74,7 @@ def index_in(node: list[Any], key: str, path: str) -> int:
     return int(key)
 
 
-def _read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[str], Any]) -> Any:
+def _read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[str, str], Any]) -> Any:
     """Return an override's value: for a key that takes only text, the text itself unless it is in quotes.
 
     As YAML, `prompt=query: ` would be a mapping, and `prompt=Question ` would lose its last space.
@@ -84,7 +83,7 @@ def _read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[
         typed: What follows the equals sign.
         path: The key's path, such as `teachers.encoders.0.prompt`.
         model: The document's class.
-        parse: Reads YAML.
+        parse: Reads YAML, given a text and the key's path.
 
     Raises:
         OverrideError: It is empty or not YAML, and the key does not take text.
@@ -93,11 +92,11 @@ def _read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[
     if not typed.strip() and str not in accepted:
         raise OverrideError(f"{path}= has no value, such as an unset shell variable; write one, or {path}=null")
     if str not in accepted or typed in _NULLS or _YAML.fullmatch(typed):
-        return parse(typed)
+        return parse(typed, path)
     if accepted <= {str, type(None)} or not typed.strip():
         return typed
     try:
-        parsed = parse(typed)
+        parsed = parse(typed, path)
     except OverrideError as broken:
         if not typed.lstrip().startswith("["):
             return typed  # such as *.txt, which YAML takes for an alias
