@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
-
 from distcse import host
-from distcse.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed
 from distcse.errors import CommandLineError
 
 GIB = 2**30
@@ -75,6 +72,8 @@ GPUS = {
 @cache
 def _cpu_rate() -> float:
     """Return the FLOP/s of fp32 matrix products on one thread, timed for some milliseconds."""
+    import torch  # `parse_cluster` answers before PyTorch is imported
+
     threads, (rows, inputs, outputs), best = torch.get_num_threads(), (512, 384, 1536), float("inf")
     torch.set_num_threads(1)
     try:
@@ -91,6 +90,8 @@ def _cpu_rate() -> float:
 
 def this_machine(threads: int) -> Machine:
     """Return this machine's device for a worker of `threads` threads: its GPU, or its CPU with a timed rate."""
+    from distcse.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed
+
     memory = host.memory()
     if not has_gpu():
         rate = _cpu_rate() * threads

@@ -271,14 +271,15 @@ def test_labels_that_no_node_has_are_refused_immediately(
     (node,) = ray.nodes()
     label = next(iter(node["Labels"].items()))
     for override in ("training.node_labels", "teachers.node_labels"):
-        recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1")
+        served = ("training.workers=1", "teachers.serve=actor")
+        recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *served)
         assert plan_run(recipe, alive()).per_worker["CPU"] >= 1
         matching = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={dict([label])}"
+            tmp_path, tiny("bert"), [tiny("minilm")], sentences, *served, f"{override}={dict([label])}"
         )
         assert plan_run(matching, alive()).per_worker == plan_run(recipe, alive()).per_worker
         not_matching = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.workers=1", f"{override}={{role: students}}"
+            tmp_path, tiny("bert"), [tiny("minilm")], sentences, *served, f"{override}={{role: students}}"
         )
         with fails_with(NodeLabelError, "role=students", override, "ray start --labels"):
             plan_run(not_matching, alive())

@@ -58,7 +58,6 @@ SWEEP = ["--space", "space.yaml"]
         (embed.main, CACHE, "storage.cache", "storage.cache=/shared/cache"),
         (embed.main, [*CACHE, "--compare"], "storage.cache", "storage.cache=/shared/cache"),
         (embed.main, [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
-        (plan.main, [*CACHE, "--calibrate"], "storage.cache", "storage.cache=/shared/cache"),
         (evaluate.main, ["model", "--out", "report"], "--out", "--out /shared/report"),
         (evaluate.main, ["model", "--mteb", "report"], "--mteb", "--mteb /shared/report"),
         (export.main, ["me/model", "--onnx", "--out", "report"], "--out", "--out /shared/FOLDER"),
