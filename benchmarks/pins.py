@@ -85,7 +85,6 @@ RUNS: dict[str, list[str]] = {
     "mutual on Ray": ["train", "minilm-mutual", *MUTUAL],
     "sweep": [
         *("tune", "minilm-3layer", "--space", "material/space.yaml", *STUDENT, *SHORT, *LOCAL),
-        "sweep.max_concurrent=1",
     ],
 }
 SPACE = {

@@ -29,7 +29,7 @@ def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "")
     """Send a signal to the process of one live actor. Actors whose process has ended, which Ray still lists, are skipped.
 
     Args:
-        kind: The actor's class.
+        kind: The actor's class, without the function that defines it.
         how: The signal. Default: SIGKILL.
         named: Regular expression to find in the actor's name. Default: any name.
 
@@ -39,7 +39,7 @@ def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "")
     from ray.util.state import list_actors
 
     for actor in list_actors(limit=1000):
-        is_match = actor.class_name == kind and re.search(named, actor.name or "")
+        is_match = actor.class_name.rpartition(".")[2] == kind and re.search(named, actor.name or "")
         if is_match and actor.state == "ALIVE" and actor.pid:
             try:
                 os.kill(actor.pid, how)

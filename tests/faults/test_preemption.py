@@ -243,7 +243,7 @@ from ray.util.state import list_actors
 ray.init(log_to_driver=False)
 nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["Labels"].get("role")) for node in ray.nodes()}
 actors = [actor for actor in list_actors(detail=True, limit=1000) if actor.node_id]
-print(json.dumps([(actor.class_name, actor.state, actor.node_id, *nodes[actor.node_id]) for actor in actors]))
+print(json.dumps([(actor.class_name.rpartition('.')[2], actor.state, actor.node_id, *nodes[actor.node_id]) for actor in actors]))
 """
     done = head.run(sys.executable, "-c", script, RAY_ADDRESS=f"{head.address}:6379")
     assert done.returncode == 0, done.stderr
