@@ -137,11 +137,14 @@ def record_run(words: list[str], folder: Path) -> dict[str, Any]:
     models = sorted((folder / "runs").rglob("model.safetensors"))
     return {
         "weights": {_shown(file, folder): hashlib.sha256(file.read_bytes()).hexdigest() for file in models},
-        "scores": [
-            _only(event, "group", "step", "name", "score", "suite", "set", "measure", "values")
-            for event in map(json.loads, done.stdout.splitlines())
-            if event["event"] in ("DevScore", "Score")
-        ],
+        "scores": sorted(  # groups that run in parallel report in any order
+            (
+                _only(event, "group", "step", "name", "score", "suite", "set", "measure", "values")
+                for event in map(json.loads, done.stdout.splitlines())
+                if event["event"] in ("DevScore", "Score")
+            ),
+            key=json.dumps,
+        ),
         "dry run": [
             _only(event, "group", "name", "note", "text")
             for event in map(json.loads, checked.stdout.splitlines())
@@ -155,8 +158,8 @@ def _only(event: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _shown(file: Path, folder: Path) -> str:
-    """Return a path without the time in a run's name."""
-    return re.sub(r"-\d{8}-\d{6}", "", file.relative_to(folder).as_posix())
+    """Return a path without the time in a run's name and the random part of a trial's."""
+    return re.sub(r"-\d{8}-\d{6}|(?<=/)[0-9a-f]{5}_(?=\d{5}/)", "", file.relative_to(folder).as_posix())
 
 
 def record(folder: Path, data: Path, only: list[str]) -> Path:
