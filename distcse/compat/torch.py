@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,16 +92,6 @@ def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
     options: dict[str, Any] = {"deterministic": True} if "deterministic" in list_options() else {}
     compiled: Callable[..., Any] = torch.compile(forward, dynamic=True, options=options)
     return compiled
-
-
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Return a context in which operations on the CPU compute shapes and types, and no values.
-
-    Private: `torch._subclasses.FakeTensorMode`. Autocast does not support the public `meta` device.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -436,9 +436,11 @@ def test_ranks_at_inference_cost_a_pass_over_the_references() -> None:
     assert plan.seconds > phase.seconds > 0
 
 
-def test_only_the_last_dev_score_delays_a_run_that_evaluates_beside_it() -> None:
-    waits, beside = (plan_of(load_recipe(RANKCSE, override)) for override in ([], ["evaluation.async_eval={}"]))
-    assert waits.dev_seconds > beside.dev_seconds > 0
+def test_only_the_last_dev_score_delays_a_run_with_asynchronous_evaluation() -> None:
+    synchronous, asynchronous = (
+        plan_of(load_recipe(RANKCSE, override)) for override in ([], ["evaluation.async_eval={}"])
+    )
+    assert synchronous.dev_seconds > asynchronous.dev_seconds > 0
 
 
 @settings(max_examples=15, deadline=None)
