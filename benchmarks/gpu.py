@@ -75,7 +75,7 @@ from distcse.models.kept_tokens import KeptTokens
 from distcse.models.loading import load_backbone
 from distcse.models.precision import frozen_weight_dtype, halve_matrices
 from distcse.rank_space import DeviceRankSpace, pair_similarities
-from distcse.rank_space.device import products, sorted_ranks
+from distcse.rank_space.space import products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.trainer.checkpoints import CheckpointStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distcse.data.corpus import source_rows
+from distcse.data import source_rows
 from distcse.device import default_device
 from distcse.errors import CorpusTooSmallError, UnsupportedModelError
 from distcse.evaluation import Contamination

@@ -5,12 +5,11 @@ cached by their content, so that later runs memory-map them. `BatchSampler` sele
 `distcse.data.collate` pads them. That module alone imports PyTorch, which servers of cached tables do not need.
 """
 
-from distcse.data.corpus import Corpus, check_source, count_repeated_files, source_rows
-from distcse.data.normalized_key import Excluded, normalized_key
-from distcse.data.pair_tokens import PairTokenTable
+from distcse.data.corpus import Corpus, Excluded, normalized_key
 from distcse.data.pairs import Pairs
 from distcse.data.sampler import BatchSampler
-from distcse.data.token_table import Tokenization, TokenTable, tokenizer_fingerprint
+from distcse.data.sources import check_source, count_repeated_files, source_rows
+from distcse.data.token_table import PairTokenTable, Tokenization, TokenTable, tokenizer_fingerprint
 
 __all__ = [
     "BatchSampler",

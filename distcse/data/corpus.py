@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -14,27 +14,50 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.distinct_rows import DistinctRows
-from distcse.data.hub import open_dataset, read_dataset
-from distcse.data.normalized_key import Excluded
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
-from distcse.data.readers import Row, file_kind, find_files, read_sentences
-from distcse.data.row_keys import RowKeys
-from distcse.data.row_set import RowSet
-from distcse.data.sampler import split_held_out
-from distcse.errors import (
-    CorpusNotFoundError,
-    CorpusTooSmallError,
-    EmptyCorpusError,
-)
+from distcse.data.row_keys import DistinctRows, RowKeys
+from distcse.data.sampler import RowSet, split_held_out
+from distcse.data.sources import Row, Source
+from distcse.errors import CorpusTooSmallError, EmptyCorpusError
 from distcse.events import CHUNK
 from distcse.recipe import CorpusSection
-from distcse.storage import Digest, checksum, text_checksum
+from distcse.storage import Digest, text_checksum
 
 FORMAT = 2
 _LABEL = "corpus.json"
+_NOT_WORDS = re.compile(r"[\W_]+")
 
 Progress = Callable[[int], None]
+
+
+def normalized_key(sentence: str) -> str:
+    """Return the key that equal sentences share; empty for a sentence without a letter or digit."""
+    return _NOT_WORDS.sub(" ", sentence.casefold()).strip()
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Sentences that are left out of a corpus, such as those of the evaluation.
+
+    Attributes:
+        keys: The sentences' normalized keys.
+    """
+
+    keys: frozenset[str]
+
+    @classmethod
+    def of(cls, sentences: Iterable[str]) -> Excluded:
+        """Exclude these sentences, and all with the same normalized key."""
+        return cls(frozenset(key for sentence in sentences if (key := normalized_key(sentence))))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the keys, independent of their order."""
+        return text_checksum("\n".join(sorted(self.keys)))
+
+    def holds(self, sentence: str) -> bool:
+        """Return whether the sentence is excluded."""
+        return normalized_key(sentence) in self.keys
 
 
 class Corpus:
@@ -96,14 +119,15 @@ class Corpus:
         cls, section: CorpusSection, cache: Path, on_progress: Progress | None, excluded: Excluded | None
     ) -> Corpus:
         """Prepare the corpus with its duplicates."""
-        source = _source(section)
+        source = Source.of(section)
         directory = cache / "corpora" / _key(source, section, excluded)
         if (cached := find_cached(directory, _LABEL)) is not None:
             return cls(directory, cached, reused=True)
         with write_cache_folder(directory, _LABEL) as (temporary, label):
             summary = _write(temporary, source.rows(), section.limit, excluded, on_progress)
             label.update(summary, sources=source.names)
-            keys = RowKeys.prepare(_texts_in(temporary), summary["rows"], summary["fingerprint"], cache)
+            texts = partial(decode_rows, RaggedRows(temporary, np.uint8))
+            keys = RowKeys.prepare(texts, summary["rows"], summary["fingerprint"], cache)
             label.update(doubled_rows=len(keys) - keys.distinct)
         return cls(directory, label, reused=False)
 
@@ -137,7 +161,7 @@ class Corpus:
         Raises:
             CorpusError: The source is missing.
         """
-        directory = cache / "corpora" / _key(_source(section), section, excluded)
+        directory = cache / "corpora" / _key(Source.of(section), section, excluded)
         if (cached := find_cached(directory, _LABEL)) is None:
             return None
         corpus = cls(directory, cached, reused=True)
@@ -163,7 +187,7 @@ class Corpus:
 
     def texts(self, ids: RowIds) -> list[str]:
         """Return the sentences of row ids, in the order of the ids."""
-        return _decode(self._rows, ids)
+        return decode_rows(self._rows, ids)
 
     def keys(self, cache: Path) -> RowKeys:
         """Return the sorted keys of the sentences, from the cache or newly computed.
@@ -202,10 +226,6 @@ class Corpus:
                 )
         return train, chosen
 
-    def sizes(self, ids: RowIds) -> NDArray[np.int64]:
-        """Return the sentences' sizes in bytes of UTF-8, without reading the sentences."""
-        return self._rows.lengths(ids)
-
 
 def write_sentences(folder: Path, sentences: Iterator[str], on_progress: Progress | None = None) -> tuple[int, str]:
     """Stream sentences into a folder, and return their number and the hash of them and their order.
@@ -229,108 +249,15 @@ def write_sentences(folder: Path, sentences: Iterator[str], on_progress: Progres
     return written, digest.hexdigest()
 
 
-def source_rows(section: CorpusSection) -> Iterator[Row]:
-    """Stream a corpus's rows from its source, None for a blank row, without writing a cache.
-
-    Raises:
-        CorpusError: The source is missing or malformed; raised at the first such row.
-    """
-    return _source(section, identified=False).rows()
-
-
-def count_repeated_files(section: CorpusSection) -> int:
-    """Return how many of a corpus's files are read again, because `corpus.path` names them or matches them repeatedly."""
-    if section.path is None:
-        return 0
-    files = [os.path.realpath(file) for file in find_files(_paths(section.path))]
-    return len(files) - len(set(files))
-
-
-def check_source(section: CorpusSection) -> None:
-    """Check in a moment that a corpus's files exist and that the first file has its column.
-
-    Reads one row. A data set is not opened, because that may download it.
-
-    Raises:
-        CorpusError: The source is missing, or its first row is malformed.
-    """
-    if section.dataset is None:
-        next(source_rows(section), None)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The source that a recipe names.
-
-    Attributes:
-        kind: `path` or `dataset`.
-        names: Files or the data set, for the label.
-        content: Hashes of the content, independent of its location.
-        rows: Streams the sentences, None for a blank row.
-    """
-
-    kind: str
-    names: list[str]
-    content: list[str]
-    rows: Callable[[], Iterator[Row]]
-
-
-def _source(section: CorpusSection, identified: bool = True) -> _Source:
-    if section.path is not None:
-        files = find_files(_paths(section.path))
-        contents = [_content_hash(file) for file in files] if identified else []
-        return _Source(
-            "path",
-            [str(file) for file in files],
-            contents,
-            lambda: _rows_of(files, section.column),
-        )
-    if section.dataset is not None:
-        opened = open_dataset(section)
-        return _Source(
-            "dataset", [section.dataset], [opened.fingerprint], lambda: read_dataset(opened.rows, section.column)
-        )
-    raise CorpusNotFoundError(
-        "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
-    )
-
-
-def _paths(path: str | list[str]) -> list[str]:
-    return [path] if isinstance(path, str) else path
-
-
-def _key(source: _Source, section: CorpusSection, excluded: Excluded | None) -> str:
+def _key(source: Source, section: CorpusSection, excluded: Excluded | None) -> str:
     identity = [FORMAT, source.kind, source.content, section.column, section.limit]
     identity += [] if excluded is None else [{"excluded": excluded.fingerprint}]
     return text_checksum(json.dumps(identity))
 
 
-def _content_hash(file: Path) -> str:
-    try:
-        content = checksum(file)
-    except OSError as error:
-        raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
-    # The extension is part of the hash: the same bytes are different sentences in a .txt and a .jsonl.
-    return file_kind(file) + content
-
-
-def _texts_in(folder: Path) -> Callable[[range], list[str]]:
-    """Return the function that reads sentences from a folder that `write_sentences` wrote."""
-    return partial(_decode, RaggedRows(folder, np.uint8))
-
-
-def _decode(rows: RaggedRows, ids: RowIds) -> list[str]:
+def decode_rows(rows: RaggedRows, ids: RowIds) -> list[str]:
+    """Return the sentences of row ids, in the order of the ids."""
     return [row.tobytes().decode() for row in rows.rows(ids)]
-
-
-def _rows_of(files: Sequence[Path], column: str) -> Iterator[Row]:
-    for file in files:
-        sentences = 0
-        for row in read_sentences(file, column):
-            sentences += row is not None
-            yield row
-        if not sentences:
-            raise EmptyCorpusError(f"{file} contains no sentence: it is empty, or every row is blank")
 
 
 def _write(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.corpus import Corpus, Progress, write_sentences
+from distcse.data.corpus import Corpus, Progress, decode_rows, write_sentences
 from distcse.data.ragged import RaggedRows, RaggedWriter, fetch_label, load_verified_label, write_cache_folder
 from distcse.errors import CorpusCacheError
 from distcse.events import CHUNK
@@ -70,8 +70,7 @@ class Pairs:
             rows = _first_of_each(_spooled(spool, pairs, on_progress))
             if select is not None:
                 rows = rows[select(len(rows))]
-            spooled = RaggedRows(spool, np.uint8)
-            texts = partial(_read_texts, spooled)
+            texts = partial(decode_rows, RaggedRows(spool, np.uint8))
             label.update(_write(temporary, texts, rows, on_progress))
             shutil.rmtree(spool)
         return cls(directory, label)
@@ -170,10 +169,6 @@ def _first_of_each(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     keys = rows[:, 0] * (2 * len(rows)) + rows[:, 1]
     _, first = np.unique(keys, return_index=True)
     return np.asarray(rows[np.sort(first)])
-
-
-def _read_texts(spooled: RaggedRows, ids: NDArray[np.int64]) -> list[str]:
-    return [row.tobytes().decode() for row in spooled.rows(ids)]
 
 
 def _write(

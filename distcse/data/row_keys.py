@@ -1,8 +1,12 @@
-"""Keys of a corpus's sentences, 128-bit hashes in ascending order, which find equal sentences in one corpus and in two.
+"""Equal sentences of a corpus and of two corpora, found by sorted 128-bit hashes, and the numbers of a corpus's distinct ones.
 
     <cache>/row_keys/<fingerprint>/keys.npy        (2, n) uint64, upper and lower halves of the hashes
                                    rows.npy        (n,) int64, the keys' row ids; those of equal sentences ascend
                                    row_keys.json   number of distinct sentences, sizes and checksums of the files
+
+    <cache>/distinct_rows/<fingerprint>/first.npy           (m,) int64, the first row of each distinct sentence, ascending
+                                        numbers.npy         (n,) int64, the number of each row's sentence, 0 to m - 1
+                                        distinct_rows.json  sizes and checksums of the files
 
 The files are memory-mapped and processed in ranges of keys, so that memory does not grow with rows. Hashes are uniform: a range
 holds about the same share of every corpus.
@@ -24,6 +28,7 @@ from distcse.events import CHUNK
 from distcse.storage import text_hashes
 
 _LABEL, _KEYS, _ROWS, _UNSORTED = "row_keys.json", "keys.npy", "rows.npy", "unsorted.bin"
+_DISTINCT_LABEL, _FIRST, _NUMBERS = "distinct_rows.json", "first.npy", "numbers.npy"
 RANGE_ROWS = 2**20
 """Rows of a range, at most about; a million rows' keys and ids take 24 MB."""
 
@@ -60,7 +65,7 @@ class RowKeys:
         """
         if (found := cls.find(fingerprint, cache)) is not None:
             return found
-        directory = _directory(fingerprint, cache)
+        directory = cache / "row_keys" / fingerprint
         with write_cache_folder(directory, _LABEL) as (temporary, label):
             unsorted = temporary / _UNSORTED
             bounds = np.concatenate([[0], np.cumsum(_write_hashes(texts, rows, unsorted))])
@@ -76,7 +81,7 @@ class RowKeys:
     @classmethod
     def find(cls, fingerprint: str, cache: Path) -> RowKeys | None:
         """Return the keys of the corpus with this fingerprint; None if the cache has none that are intact."""
-        directory = _directory(fingerprint, cache)
+        directory = cache / "row_keys" / fingerprint
         label = find_cached(directory, _LABEL)
         return None if label is None else cls(directory, label)
 
@@ -87,7 +92,7 @@ class RowKeys:
         Raises:
             CorpusCacheError: The folder is incomplete.
         """
-        directory = _directory(fingerprint, cache)
+        directory = cache / "row_keys" / fingerprint
         return cls(directory, fetch_label(directory, _LABEL, "keys of sentences"))
 
     def __len__(self) -> int:
@@ -147,8 +152,59 @@ class RowKeys:
         yield from pairwise(bounds)
 
 
-def _directory(fingerprint: str, cache: Path) -> Path:
-    return cache / "row_keys" / fingerprint
+class DistinctRows:
+    """Which rows of a corpus have the same sentence.
+
+    Args:
+        directory: Folder that `prepare` wrote.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.first: NDArray[np.int64] = np.load(directory / _FIRST, mmap_mode="r", allow_pickle=False)
+        """(m,) ids of the first rows of the distinct sentences, ascending; memory-mapped."""
+        self.numbers: NDArray[np.int64] = np.load(directory / _NUMBERS, mmap_mode="r", allow_pickle=False)
+        """(n,) numbers of the rows' sentences; memory-mapped."""
+
+    @classmethod
+    def prepare(cls, keys: RowKeys, fingerprint: str, cache: Path) -> DistinctRows:
+        """Number the distinct sentences of a corpus, or reuse the numbers of a corpus with this fingerprint.
+
+        Args:
+            keys: The corpus's keys.
+            fingerprint: The corpus's fingerprint.
+            cache: Folder of the caches.
+
+        Raises:
+            CorpusCacheError: The cache cannot be written.
+        """
+        directory = cache / "distinct_rows" / fingerprint
+        if find_cached(directory, _DISTINCT_LABEL) is None:
+            with write_cache_folder(directory, _DISTINCT_LABEL) as (temporary, _):
+                numbers = open_memmap(temporary / _NUMBERS, mode="w+", dtype=np.int64, shape=(len(keys),))
+                first = open_memmap(temporary / _FIRST, mode="w+", dtype=np.int64, shape=(keys.distinct,))
+                for rows, first_rows in keys.first_rows():
+                    numbers[rows] = first_rows
+                written = 0
+                for block in _blocks(len(keys)):
+                    new = block.start + np.flatnonzero(numbers[block] == np.arange(block.start, block.stop))
+                    first[written : written + len(new)] = new
+                    written += len(new)
+                for block in _blocks(len(keys)):
+                    numbers[block] = np.searchsorted(first, numbers[block])
+                numbers.flush()
+                first.flush()
+        return cls(directory)
+
+    @classmethod
+    def open(cls, fingerprint: str, cache: Path) -> DistinctRows:
+        """Open the numbers that `prepare` wrote.
+
+        Raises:
+            CorpusCacheError: The folder is incomplete or damaged.
+        """
+        directory = cache / "distinct_rows" / fingerprint
+        fetch_label(directory, _DISTINCT_LABEL, "numbers of distinct sentences")
+        return cls(directory)
 
 
 def _ranges_of(rows: int) -> int:
@@ -207,3 +263,8 @@ def _groups(keys: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int
     is_first = np.ones(keys.shape[1], dtype=bool)
     is_first[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
     return np.flatnonzero(is_first), np.cumsum(is_first) - 1
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    for begin in range(0, rows, RANGE_ROWS):
+        yield slice(begin, min(begin + RANGE_ROWS, rows))

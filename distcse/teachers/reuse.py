@@ -18,8 +18,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from distcse.data import Corpus
-from distcse.data.distinct_rows import DistinctRows
-from distcse.data.row_keys import RowKeys
+from distcse.data.row_keys import DistinctRows, RowKeys
 from distcse.errors import CorpusCacheError, EmbeddingTableError, ReusedTableError
 from distcse.storage import ArtifactStore
 from distcse.teachers.table import EmbeddingTable, StoredVectors, TableIdentity

@@ -10,7 +10,7 @@ two files, complete once it has its record. A machine downloads only the shards 
 they are stored (`storage.local_budget`).
 
 Row i's vector is the i-th. In a corpus with duplicates, each distinct sentence has one vector, in the order of first rows
-(see `distcse.data.distinct_rows`).
+(see `distcse.data.row_keys`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.distinct_rows import DistinctRows
+from distcse.data.row_keys import DistinctRows
 from distcse.errors import EmbeddingTableError, TeacherOutputError
 from distcse.storage import (
     ArtifactStore,

@@ -17,8 +17,8 @@ import pytest
 from distcse.data import BatchSampler, Corpus, TokenTable
 from distcse.data import token_table as tokens_module
 from distcse.data.collate import collate
-from distcse.data.hub import read_dataset
 from distcse.data.sampler import split_held_out
+from distcse.data.sources import read_dataset
 from distcse.errors import (
     CorpusCacheError,
     CorpusError,

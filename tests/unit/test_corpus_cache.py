@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.data import Corpus
-from distcse.data import corpus as corpus_module
-from distcse.data import hub as hub_module
+from distcse.data import Corpus, sources
 from distcse.data.ragged import OFFSETS, VALUES, RaggedWriter, write_cache_folder
 from distcse.data.readers import Row
 from distcse.errors import CorpusCacheError, CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
@@ -108,7 +106,6 @@ def test_row_ids_out_of_range_are_errors(tmp_path: Path, section: CorpusSection)
         with pytest.raises(IndexError, match="0 to 39"):
             corpus.texts(ids)
     assert corpus.texts([]) == [] and corpus.texts(iter([3])) == [LINES[3]]
-    assert corpus.sizes([0, 12]).tolist() == [len(LINES[0]), len(LINES[12])]
 
 
 def test_the_label_describes_the_corpus(tmp_path: Path, section: CorpusSection) -> None:
@@ -154,15 +151,15 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
 def test_of_two_concurrent_preparations_the_first_result_is_used(
     tmp_path: Path, section: CorpusSection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = corpus_module.read_sentences  # type: ignore[attr-defined]
+    read = sources.read_sentences  # type: ignore[attr-defined]
     winners: list[Corpus] = []
 
     def reading_while_another_finishes(file: Path, column: str) -> Iterator[Row]:
-        monkeypatch.setattr(corpus_module, "read_sentences", read)
+        monkeypatch.setattr(sources, "read_sentences", read)
         yield from read(file, column)
         winners.append(Corpus.prepare(section, tmp_path / "cache"))
 
-    monkeypatch.setattr(corpus_module, "read_sentences", reading_while_another_finishes)
+    monkeypatch.setattr(sources, "read_sentences", reading_while_another_finishes)
     second = Corpus.prepare(section, tmp_path / "cache")
     assert not winners[0].reused and second.directory == winners[0].directory
     assert second.texts(range(40)) == winners[0].texts(range(40)) == LINES
@@ -248,7 +245,7 @@ def test_without_a_network_the_error_names_the_keys_of_local_sources(
     def unreachable(name: str, section: CorpusSection) -> Any:
         raise ConnectionError(f"Couldn't reach {name} on the Hub")
 
-    monkeypatch.setattr(hub_module, "open_split", unreachable)
+    monkeypatch.setattr(sources, "open_split", unreachable)
     with fails_with(CorpusNotFoundError, "'somebody/something'", "ConnectionError", "corpus.dataset=FOLDER"):
         prepare(tmp_path, dataset="somebody/something")
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from distcse.data import BatchSampler, sampler
-from distcse.data.row_set import RowSet
-from distcse.data.sampler import Permutation, split_held_out
+from distcse.data.sampler import Permutation, RowSet, split_held_out
 from distcse.errors import CorpusTooSmallError
 from tests.failures import fails_with
 

@@ -203,6 +203,6 @@ def test_each_sentence_is_ranked_once_for_all_pairs(monkeypatch: pytest.MonkeyPa
         return compute_ranks(self, rows)
 
     monkeypatch.setattr(RankSpace, "ranks", ranks)
-    monkeypatch.setattr("distcse.rank_space.pairs.BLOCK_BYTES", 8 * len(vectors) * 2)
+    monkeypatch.setattr("distcse.rank_space.encoder.BLOCK_BYTES", 8 * len(vectors) * 2)
     pair_similarities(space, vectors, np.array([0, 0, 1, 2, 0]), np.array([1, 2, 2, 5, 5]))
     assert ranked == [2, 2, 2]

@@ -296,7 +296,7 @@ def test_ranking_waits_once_per_call(rank_method: str, monkeypatch: pytest.Monke
         for found, same, similar in zip(lists, expected, (vectors[:12], vectors[12:]), strict=True):
             assert np.array_equal(found, same)
             np.testing.assert_allclose(found, host.similarities(similar, slice(2, 6)), atol=2e-6)
-        monkeypatch.setattr("distcse.rank_space.device.BLOCK_BYTES", 8 * 2**16 * 5)  # blocks of five rows
+        monkeypatch.setattr("distcse.rank_space.space.BLOCK_BYTES", 8 * 2**16 * 5)  # blocks of five rows
         ranks, waits = waits_of(gpu, lambda: space.ranks(vectors))
         assert np.array_equal(ranks, on_cpu.ranks(vectors)) and waits <= 5
         pairs = np.arange(12), np.arange(12, 24)

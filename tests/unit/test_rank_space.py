@@ -31,8 +31,7 @@ from distcse.rank_space import (
     rank_space,
     rank_vectors,
 )
-from distcse.rank_space.device import products, sorted_ranks
-from distcse.rank_space.space import histogram_rank_vectors
+from distcse.rank_space.space import histogram_rank_vectors, products, sorted_ranks
 from distcse.recipe import TeachersSection
 from distcse.teachers.resources import server_demands
 from distcse.teachers.serving import serving
@@ -107,9 +106,7 @@ def test_ranks_in_pytorch_equal_those_in_numpy(monkeypatch: pytest.MonkeyPatch) 
     tensor = torch.from_numpy(similarities)
     assert np.array_equal(sorted_ranks(tensor).numpy(), rank_vectors(similarities))
     found = sorted_ranks(tensor).numpy()
-    monkeypatch.setattr(
-        "distcse.rank_space.device.BLOCK_BYTES", 8 * 80 * 999
-    )  # so that products are summed over chunks
+    monkeypatch.setattr("distcse.rank_space.space.BLOCK_BYTES", 8 * 80 * 999)  # so that products are summed over chunks
     np.testing.assert_allclose(
         products(torch.from_numpy(found), torch.from_numpy(found)), inner_products(found), atol=1e-7
     )
@@ -121,7 +118,7 @@ def test_a_space_on_a_device_equals_that_on_the_host(rank_method: str, monkeypat
     vectors, references = unit(20, 16, seed=1), unit(30_000, 16)
     host, device = RankSpace(references, rank_method), DeviceRankSpace(references, "cpu")
     np.testing.assert_allclose(device.similarities(vectors, slice(4, 9)), host.similarities(vectors)[4:9], atol=2e-6)
-    monkeypatch.setattr("distcse.rank_space.device.BLOCK_BYTES", 8 * 2**16 * 7)  # chunks of seven rows
+    monkeypatch.setattr("distcse.rank_space.space.BLOCK_BYTES", 8 * 2**16 * 7)  # chunks of seven rows
     ranks = device.ranks(vectors)
     assert np.abs(inner_products(ranks) - host.similarities(vectors)).max() < 2e-6
     first, second = np.arange(10), np.arange(10, 20)
@@ -133,7 +130,7 @@ def test_a_space_on_a_device_equals_that_on_the_host(rank_method: str, monkeypat
 
 def test_sentences_are_ranked_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[str] = []
-    monkeypatch.setattr("distcse.rank_space.device.DeviceRankSpace", lambda _, device: devices.append(device))
+    monkeypatch.setattr("distcse.rank_space.space.DeviceRankSpace", lambda _, device: devices.append(device))
     for device in ("cpu", "mps", "cuda:1", "cuda"):
         rank_space(unit(10, 4), "sort", device)
     assert devices == ["cuda:1", "cuda"]
@@ -314,8 +311,8 @@ def test_similarities_of_pairs_do_not_depend_on_the_chunk_size(
     space, vectors, draw = RankSpace(unit(50, 8)), unit(60, 8, seed=1), np.random.default_rng(2)
     pairs = [(n, n + 1) for n in range(20)] + [(30, n) for n in range(25, 50)] + [(3, 3), (40, 2), (2, 40)]
     first, second = draw.permutation(np.array(pairs)).T
-    monkeypatch.setattr("distcse.rank_space.pairs.BLOCK_BYTES", 8 * 50 * chunk_rows)
-    monkeypatch.setattr("distcse.rank_space.pairs.MAX_MEMORY_BYTES", memory_bytes)
+    monkeypatch.setattr("distcse.rank_space.encoder.BLOCK_BYTES", 8 * 50 * chunk_rows)
+    monkeypatch.setattr("distcse.rank_space.encoder.MAX_MEMORY_BYTES", memory_bytes)
     all_similarities = space.similarities(vectors)
     found = pair_similarities(space, vectors, first, second)
     np.testing.assert_allclose(found, all_similarities[first, second], atol=1e-6)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from distcse.data import Corpus, row_keys
-from distcse.data.distinct_rows import DistinctRows
-from distcse.data.row_keys import RowKeys
+from distcse.data.row_keys import DistinctRows, RowKeys
 from distcse.recipe import CorpusSection
 
 

@@ -70,7 +70,6 @@ UNITS = {
 """Functions that compute one batch or shard, or one of its parts, and how many calls are at most between two questions."""
 SMALL = {
     "distcse.data.token_table.CHUNK": 16,
-    "distcse.data.pair_tokens.CHUNK": 16,
     "distcse.data.corpus.CHUNK": 16,
     "distcse.data.pairs.CHUNK": 4,
     "distcse.events.CHUNK": 16,

@@ -1,33 +1,119 @@
-"""Read sentences from a Hugging Face data set, by its name or from a local folder."""
+"""Where a corpus's rows come from: files, or a Hugging Face data set by its name or from a local folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distcse.compat.datasets import is_packaged_reader, split_fingerprint
 from distcse.compat.hub_client import fix_of_hub_error
-from distcse.data.readers import Row, clean, describe_missing_column
-from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
+from distcse.data.readers import Row, clean, describe_missing_column, file_kind, find_files, read_sentences
+from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
 from distcse.recipe import CorpusSection
+from distcse.storage import checksum
 
 _BATCH = 1024
 """Rows per request, and therefore the most that a stream fetches beyond `corpus.limit`."""
 
 
 @dataclass(frozen=True)
-class OpenedSplit:
-    """A split of a data set.
+class Source:
+    """The source that a recipe names."""
 
-    Attributes:
-        rows: The `datasets.Dataset` (memory-mapped) or `IterableDataset` (streamed).
-        fingerprint: Hash of the content; for a stream, of the files' names, versions and dates.
+    kind: str
+    """`path` or `dataset`."""
+    names: list[str]
+    """Files or the data set."""
+    content: list[str]
+    """Hashes of the content, independent of its location."""
+    rows: Callable[[], Iterator[Row]]
+    """Streams the sentences, None for a blank row."""
+
+    @classmethod
+    def of(cls, section: CorpusSection, identified: bool = True) -> Source:
+        """Open the source of a corpus; files are hashed only if they are `identified`.
+
+        Raises:
+            CorpusError: The source is missing, or a data set lacks the split or the column.
+        """
+        if section.path is not None:
+            files = _files(section)
+            contents = [_content_hash(file) for file in files] if identified else []
+            return cls("path", [str(file) for file in files], contents, lambda: _rows_of(files, section.column))
+        if section.dataset is not None:
+            split = open_dataset(section)
+            return cls(
+                "dataset", [section.dataset], [split.fingerprint], lambda: read_dataset(split.rows, section.column)
+            )
+        raise CorpusNotFoundError(
+            "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
+        )
+
+
+def source_rows(section: CorpusSection) -> Iterator[Row]:
+    """Stream a corpus's rows from its source, None for a blank row, without writing a cache.
+
+    Raises:
+        CorpusError: The source is missing or malformed; raised at the first such row.
     """
+    return Source.of(section, identified=False).rows()
+
+
+def check_source(section: CorpusSection) -> None:
+    """Check in a moment that a corpus's files exist and that the first file has its column.
+
+    Reads one row. A data set is not opened, because that may download it.
+
+    Raises:
+        CorpusError: The source is missing, or its first row is malformed.
+    """
+    if section.dataset is None:
+        next(source_rows(section), None)
+
+
+def count_repeated_files(section: CorpusSection) -> int:
+    """Return how many of a corpus's files are read again, because `corpus.path` names them or matches them repeatedly."""
+    if section.path is None:
+        return 0
+    files = [os.path.realpath(file) for file in _files(section)]
+    return len(files) - len(set(files))
+
+
+def _files(section: CorpusSection) -> list[Path]:
+    assert section.path is not None
+    return find_files([section.path] if isinstance(section.path, str) else section.path)
+
+
+def _content_hash(file: Path) -> str:
+    try:
+        content = checksum(file)
+    except OSError as error:
+        raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
+    # The extension is part of the hash: the same bytes are different sentences in a .txt and a .jsonl.
+    return file_kind(file) + content
+
+
+def _rows_of(files: list[Path], column: str) -> Iterator[Row]:
+    for file in files:
+        sentences = 0
+        for row in read_sentences(file, column):
+            sentences += row is not None
+            yield row
+        if not sentences:
+            raise EmptyCorpusError(f"{file} contains no sentence: it is empty, or every row is blank")
+
+
+@dataclass(frozen=True)
+class OpenedSplit:
+    """A split of a data set."""
 
     rows: Any
+    """The `datasets.Dataset` (memory-mapped) or `IterableDataset` (streamed)."""
     fingerprint: str
+    """Hash of the content; for a stream, of the files' names, versions and dates."""
 
 
 def open_dataset(section: CorpusSection) -> OpenedSplit:
