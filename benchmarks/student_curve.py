@@ -2,7 +2,7 @@
 
 Every row is a three-layer student that sees its sentences once; its best STS-B dev score in eight looks picks the checkpoint.
 `MSELoss` is sentence-transformers' own trainer with the best settings of benchmarks/best_small.py. Teachers are
-all-MiniLM-L6-v2, paraphrase-MiniLM-L3-v2 and multilingual-e5-small. docs/explanation/students.md#more-sentences has the figures.
+all-MiniLM-L6-v2, paraphrase-MiniLM-L3-v2 and multilingual-e5-small. benchmarks/students.md#more-sentences has the figures.
 
     python -m benchmarks.student_curve --data ../shared/data --models FOLDER --seeds 0 1 2
 

@@ -2,7 +2,7 @@
 
 Teachers are all-MiniLM-L6-v2, paraphrase-MiniLM-L3-v2 and multilingual-e5-small. An ensemble is scored as it is, and as the
 student's targets are: projected to 384 dimensions and normalized. Students see the first Wikipedia sentences once, in bf16,
-without dropout; their last weights are scored. docs/explanation/students.md#unlike-teachers has the figures.
+without dropout; their last weights are scored. benchmarks/students.md#unlike-teachers has the figures.
 
     python -m benchmarks.unlike_teachers --data ../shared/data --models FOLDER --seeds 0 1 2
 
