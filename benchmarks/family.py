@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.best_small import MINILM, STS
 from benchmarks.student_curve import E5, L3
+from distcse.api import export_onnx
 from distcse.evaluation import (
     Candidate,
     Contamination,
@@ -34,7 +35,6 @@ from distcse.evaluation.retrieval import RetrievalTask
 from distcse.events import Reporter
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend
-from distcse.exporting import export_onnx
 from distcse.models import Encoder, StaticEncoder, is_static
 from distcse.recipe import FamilyRecipe, read_recipe
 from distcse.runs.directory import RunDirectory

@@ -16,9 +16,9 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distcse.api import Measurement, Run, measure, rerun, resume, run
     from distcse.errors import DistcseError
     from distcse.evaluation import LoadOptions
-    from distcse.measuring import Measurement, measure
     from distcse.models import CrossEncoder, Encoder
     from distcse.rank_space import RankSpaceEncoder
     from distcse.recipe import (
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         recipe_yaml,
         with_values,
     )
-    from distcse.running import Run, rerun, resume, run
 
     __version__: str
 
@@ -40,20 +39,20 @@ _HOME = {
     "CrossEncoder": "distcse.models",
     "DistcseError": "distcse.errors",
     "Encoder": "distcse.models",
-    "Measurement": "distcse.measuring",
+    "Measurement": "distcse.api",
     "FamilyRecipe": "distcse.recipe",
     "MutualRecipe": "distcse.recipe",
     "RankSpaceEncoder": "distcse.rank_space",
     "LoadOptions": "distcse.evaluation",
     "Recipe": "distcse.recipe",
-    "Run": "distcse.running",
-    "measure": "distcse.measuring",
+    "Run": "distcse.api",
+    "measure": "distcse.api",
     "packaged_recipes": "distcse.recipe",
     "read_recipe": "distcse.recipe",
     "recipe_yaml": "distcse.recipe",
-    "rerun": "distcse.running",
-    "resume": "distcse.running",
-    "run": "distcse.running",
+    "rerun": "distcse.api",
+    "resume": "distcse.api",
+    "run": "distcse.api",
     "with_values": "distcse.recipe",
 }
 

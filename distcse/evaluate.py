@@ -32,7 +32,7 @@ def _main(options: argparse.Namespace) -> int:
     stop = StopOnSignal("stopping after the current batch; the models measured so far are kept")
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
-            from distcse.measuring import check_measurement, measure
+            from distcse.api import check_measurement, measure
             from distcse.report.terminal import choice_as_json, print_evaluation, print_remarks, results_as_json
 
         inputs = _inputs(options)

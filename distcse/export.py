@@ -29,7 +29,7 @@ def _main(options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
-            from distcse.exporting import describe_file, export_onnx
+            from distcse.api import describe_file, export_onnx
 
         exports = export_onnx(
             options.model,

@@ -39,8 +39,8 @@ def _main(options: argparse.Namespace) -> int:
 
         recipe, measured = with_precisions(recipe, form), None
         if options.measure:
+            from distcse.api import run
             from distcse.planning.measure import measure
-            from distcse.running import run
 
             measured = measure(recipe, lambda short, listen: run(short, listen=listen))
         asked = Question(open_cluster(options.cluster, form, recipe), options.corpus_rows, options.gpus or [], measured)

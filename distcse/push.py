@@ -20,8 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
+    from distcse.hub import prepare_upload, upload
     from distcse.report.lines import print_json, print_lines
-    from distcse.sharing import prepare_upload, upload
 
     target = _hub_name(options.to)
     with tempfile.TemporaryDirectory() as folder:

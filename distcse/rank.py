@@ -24,7 +24,7 @@ def _main(options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
-            from distcse.ranking import store_ranker
+            from distcse.api import store_ranker
 
         references = store_ranker(
             options.model,

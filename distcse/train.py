@@ -30,7 +30,7 @@ from distcse.storage import open_store, to_uri
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distcse.running import Run
+    from distcse.api import Run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if recipe is not None and recipe.uses_ray:
                     start_ray()  # while torch and transformers are imported: each takes seconds
                 with gc_paused():
-                    from distcse.running import rerun, resume, run
+                    from distcse.api import rerun, resume, run
 
                 with (stop := StopOnSignal()):
                     if recipe is not None:

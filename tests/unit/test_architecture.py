@@ -56,7 +56,7 @@ def test_the_rule_would_see_an_import_of_ray(tmp_path: Path) -> None:
     layers = write_package(tmp_path)
     assert "ray_backend" in layers and "tuning" in layers
     (tmp_path / "package" / "ray_backend" / "tune.py").write_text("import ray\n")
-    (tmp_path / "package" / "running" / "__init__.py").write_text("import package.ray_backend.tune\n")
+    (tmp_path / "package" / "api" / "__init__.py").write_text("import package.ray_backend.tune\n")
     assert not broken(tmp_path / "rule")
     (tmp_path / "package" / "tuning" / "__init__.py").write_text("from ray import tune\n")
     assert "package.tuning -> ray" in broken(tmp_path / "rule")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from distcse import evaluate, train
+from distcse.api import Run
 from distcse.events import Reporter
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.result import Best, MutualResult
 from distcse.recipe import Recipe
-from distcse.running import Run
 from distcse.runs.directory import RunDirectory
 from tests.backends import run
 from tests.pairs import make_mutual_recipe

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from distcse import measuring
+from distcse import api
 from distcse.command import INTERRUPTED
 from distcse.device import DeviceSpeed
 from distcse.errors import (
@@ -113,7 +113,7 @@ def test_auto_precision_follows_the_devices_speed_and_is_stored(
     speedup: float,
 ) -> None:
     device = DeviceSpeed("a CPU", "cpu", frozenset({"bf16"}), {"bf16": speedup})
-    for module in ("distcse.measuring", "distcse.evaluation.candidates"):
+    for module in ("distcse.api", "distcse.evaluation.candidates"):
         monkeypatch.setattr(f"{module}.speed_of", lambda name: device)
     chosen = "bf16" if speedup > 1 else "fp32"
     assert main([str(tiny()), "--data", str(labelled), "--pooling", "mean", "--out", str(tmp_path)]) == 0
@@ -229,9 +229,9 @@ def test_tables_are_printed_if_the_report_cannot_be_written(
 
 def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callable[..., Path]) -> None:
     with fails_with(EvaluationOptionError, "aggregate", "'weighted'", "all, mean, wmean"):
-        measuring.measure([str(tiny())], labelled, aggregate="weighted")
+        api.measure([str(tiny())], labelled, aggregate="weighted")
     with fails_with(EvaluationOptionError, "model"):
-        measuring.measure({}, labelled)
+        api.measure({}, labelled)
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_the_way_from_the_command_to_the_loss_is_short(
     assert train.main([str(tmp_path / "recipe.yaml"), "--quiet"]) == 0
     assert ways[0] == [
         "main",  # train.py
-        "run",  # running.py
+        "run",  # api.py
         "run",  # Distillation
         "train",  # LocalBackend
         "train_student",  # distillation_task.py

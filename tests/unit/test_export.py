@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse import exporting
+from distcse import api
+from distcse.api import ExportResult, export_onnx
 from distcse.errors import (
     DistcseError,
     EncoderSettingError,
@@ -22,12 +23,11 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.export import main
-from distcse.exporting import ExportResult, export_onnx
+from distcse.hub import prepare_upload
 from distcse.models import Encoder
 from distcse.models.head import Dense, DenseShape
 from distcse.rank_space import RankSpaceEncoder
 from distcse.recipe import StudentSection
-from distcse.sharing import prepare_upload
 from tests.failures import fails_with
 from tests.models import make_cross_encoder
 
@@ -155,7 +155,7 @@ def test_a_file_with_other_vectors_is_not_written(
 ) -> None:
     """Simulated by writing another model's file."""
     other = exported[0] / "onnx" / "model.onnx"
-    monkeypatch.setattr(exporting, "write_onnx", lambda encoder, file: shutil.copyfile(other, file))
+    monkeypatch.setattr(api, "write_onnx", lambda encoder, file: shutil.copyfile(other, file))
     with fails_with(ExportError, "1e-04"):
         export_onnx(str(tiny("bert")), out=tmp_path / "out", pooling="mean")
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from distcse.api import run
 from distcse.data.collate import collate
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
@@ -22,7 +23,6 @@ from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.fast.switch import allows_shortcuts
 from distcse.rank_space import rank_space
 from distcse.recipe import Recipe, read_recipe, recipe_yaml, with_values
-from distcse.running import run
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe

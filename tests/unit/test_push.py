@@ -17,13 +17,13 @@ import yaml
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
+from distcse.api import Run, run
 from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import DistcseError, HubUploadError, ModelNotFoundError
+from distcse.hub import prepare_upload, shorten_paths
 from distcse.models import Encoder
 from distcse.push import main
 from distcse.recipe import Recipe
-from distcse.running import Run, run
-from distcse.sharing import prepare_upload, shorten_paths
 from tests.conftest import ROOT
 from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse import running, train
+from distcse import api, train
 from distcse.data import Pairs
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import DevScore, Reporter
@@ -42,7 +42,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], 
 def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The weights of a run that nothing interrupts."""
     runs = tmp_path_factory.mktemp("undisturbed")
-    run = running.run(str(recipe), *SETTINGS, f"storage.runs={runs}", listen=lambda event: None)
+    run = api.run(str(recipe), *SETTINGS, f"storage.runs={runs}", listen=lambda event: None)
     assert run.directory == runs / "nightly"
     return (run.model / "model.safetensors").read_bytes()
 
@@ -50,7 +50,7 @@ def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes
 def stopped_run(recipe: Path, runs: Path) -> Path:
     """Begin a run and stop it after its first dev score in training."""
     scores: list[DevScore] = []
-    run = running.run(
+    run = api.run(
         str(recipe),
         *SETTINGS,
         f"storage.runs={runs}",
@@ -75,7 +75,7 @@ def test_files_may_have_moved_if_their_contents_are_equal(recipe: Path, undistur
     begun = stopped_run(recipe, tmp_path / "runs")
     moved = shutil.copy(recipe.parent / "corpus.txt", tmp_path / "moved.txt")
     settings = (*SETTINGS, f"storage.runs={tmp_path / 'runs'}")
-    run = running.run(str(recipe), *settings, f"corpus.path={moved}", listen=lambda event: None)
+    run = api.run(str(recipe), *settings, f"corpus.path={moved}", listen=lambda event: None)
     assert run.directory == begun and (run.model / "model.safetensors").read_bytes() == undisturbed
 
 
@@ -83,11 +83,11 @@ def test_other_settings_are_refused_and_the_run_stays_as_it_is(recipe: Path, tmp
     begun = stopped_run(recipe, tmp_path)
     before = (begun / "recipe.yaml").read_bytes()
     with fails_with(FrozenKeyError, "training.lr cannot change in a resumed run"):
-        running.run(str(recipe), *SETTINGS, f"storage.runs={tmp_path}", "training.lr=0.5")
+        api.run(str(recipe), *SETTINGS, f"storage.runs={tmp_path}", "training.lr=0.5")
     assert (begun / "recipe.yaml").read_bytes() == before
     (begun / "requested.yaml").write_bytes((begun / "requested.yaml").read_bytes().replace(b"seed: 42", b"seed: 43"))
     with fails_with(RunRecordError, "requested.yaml"):
-        running.run(str(recipe), *SETTINGS, f"storage.runs={tmp_path}")
+        api.run(str(recipe), *SETTINGS, f"storage.runs={tmp_path}")
 
 
 def test_a_mistake_before_the_data_are_recorded_can_be_corrected(recipe: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_mistake_before_the_data_are_recorded_can_be_corrected(recipe: Path, t
     folder = RunDirectory.create(read_recipe(str(recipe), settings))
     folder.request(read_recipe(str(recipe), [*settings, "training.lr=0.5"]))
     assert RunDirectory.reopen_by_id(read_recipe(str(recipe), settings))[0] is None
-    run = running.run(str(recipe), *settings, "training.max_steps=1", listen=lambda event: None)
+    run = api.run(str(recipe), *settings, "training.max_steps=1", listen=lambda event: None)
     assert not run.interrupted and load_recipe(str(run.directory / "recipe.yaml")).training.lr != 0.5
 
 
@@ -121,11 +121,11 @@ def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Pat
     (tmp_path / "nightly" / "notes.txt").touch()
     settings = (*SETTINGS, f"storage.runs={tmp_path}")
     with fails_with(RunDirectoryError, "files of something else"):
-        running.run(str(recipe), *settings)
+        api.run(str(recipe), *settings)
     assert [file.name for file in (tmp_path / "nightly").iterdir()] == ["notes.txt"]
     (tmp_path / "nightly" / "notes.txt").unlink()
     with Lease.held(tmp_path / "nightly", Reporter()), pytest.raises(RunInUseError):
-        running.run(str(recipe), *settings)
+        api.run(str(recipe), *settings)
 
 
 @pytest.mark.parametrize("name", ["lease", "requested.yaml", "recipe.yaml"])
@@ -149,7 +149,7 @@ def test_a_start_that_was_killed_in_its_first_writes_is_repeated(recipe: Path, t
 @pytest.mark.slow
 def test_a_rerun_of_a_run_with_an_id_has_a_directory_of_its_own(recipe: Path, tmp_path: Path) -> None:
     settings = (*SETTINGS, f"storage.runs={tmp_path}", "training.max_steps=1")
-    run = running.run(str(recipe), *settings, listen=lambda event: None)
+    run = api.run(str(recipe), *settings, listen=lambda event: None)
     again = running.rerun(run.directory, listen=lambda event: None)
     assert again.directory != run.directory and again.compared is not None and again.compared.max_difference == 0
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
+from distcse.api import check_measurement
 from distcse.data import Corpus
 from distcse.doctor import main as doctor
 from distcse.errors import CorpusTooSmallError, StoppedEarlyError
@@ -33,7 +34,6 @@ from distcse.experiments.settings_warnings import (
     warn_of_rising_curve,
     warn_of_session_folders,
 )
-from distcse.measuring import check_measurement
 from distcse.models import Encoder, TokenizerSpec
 from distcse.plan import main as plan
 from distcse.recipe import (

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import requests
 
+from distcse.api import resume, run
 from distcse.errors import InvalidValueError, LoggerSetupError
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport, TrialUpdate
 from distcse.experiments.distillation.preflight import check_recipe
 from distcse.recipe import Recipe, Sweep
-from distcse.running import resume, run
 from distcse.storage import open_store
 from distcse.tracking import Tracking, require_trial_loggers, track_run
 from distcse.tracking.tracker import RunStatus, TrackerThread

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.exporting import export_onnx
+from distcse.api import export_onnx
 from distcse.models import Encoder
 from tests.commands import user_environment
 from tests.conftest import MINILM, ROOT

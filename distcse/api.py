@@ -1,0 +1,821 @@
+"""What `import distcse` gives: train, measure, embed, export, share and plan. The commands print what these functions return."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distcse.command import refuse_launchers
+from distcse.data import source_rows
+from distcse.data.readers import find_files, read_sentences
+from distcse.data.token_table import SampledTokens
+from distcse.device import default_device, speed_of, use_available_cpus
+from distcse.errors import (
+    CorpusTooSmallError,
+    EvaluationOptionError,
+    ExportError,
+    RunArgumentError,
+    UnsupportedModelError,
+)
+from distcse.evaluation import (
+    NO_LIMITS,
+    Candidate,
+    Choice,
+    Contamination,
+    CustomSet,
+    Evaluation,
+    Limits,
+    LoadOptions,
+    RetrievalTask,
+    Tasks,
+    TextsTask,
+    VectorModel,
+    collect,
+    evaluate,
+    labelled_dev,
+    make_candidate,
+    make_ensembles,
+    open_candidate,
+    parse_models,
+    parse_suites,
+    reporting,
+    sts_score,
+)
+from distcse.evaluation.sts import AGGREGATES, Aggregate
+from distcse.events import Listener, LogMessage, Reporter, StageProgress, ignore
+from distcse.experiments.experiment import Result
+from distcse.experiments.registry import experiment_of
+from distcse.experiments.settings_warnings import (
+    SettingsWarning,
+    report_warnings,
+    warn_of_unknown_tokens,
+    warn_of_unused_prompts,
+)
+from distcse.inputs import require_labelled
+from distcse.models import Encoder, is_cross_encoder, resolve_model
+from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
+from distcse.models.st_format import default_pooling
+from distcse.models.weight_files import CHECKSUMS
+from distcse.precision import Role, report_precisions
+from distcse.rank_space import RankSpaceEncoder, draw_references, is_rank_space
+from distcse.ray_backend.backend import choose_backend
+from distcse.recipe import BaseRecipe, CorpusSection, EncoderSection, read_recipe
+from distcse.report.card import write_cards
+from distcse.report.grids import grids, legend, markdown_table
+from distcse.report.history import read_run
+from distcse.report.progress import open_listener
+from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
+from distcse.runs.reference_run import Compared, ReferenceRun
+from distcse.storage import atomic_write, find_model, open_store, resolve_path, to_uri, write_text_atomic
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """Results and files of a run."""
+
+    result: Result
+    reports: Sequence[Path] = ()
+    """Paths of the report pages."""
+    compared: Compared | None = None
+    """Of a rerun: the comparison of its weights with the first run's."""
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder: recipe, events, checkpoints, models; of a run in object storage, its mirror on this machine."""
+        return self.result.directory.path
+
+    @property
+    def uri(self) -> str:
+        """Address of the run for `distcse.resume` and the commands, on this machine or another."""
+        return to_uri(self.directory)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the run was stopped early; `distcse.resume(run.directory)` continues it."""
+        return self.result.interrupted
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """Folders of its models by name: `student`, or `GROUP bi` and `GROUP cross` of a mutual distillation."""
+        return self.result.models
+
+    @property
+    def model(self) -> Path:
+        """Folder of its only model. Raises `RunArgumentError` if there are several."""
+        if len(models := self.models) != 1:
+            raise RunArgumentError(
+                f"{self.uri} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
+            )
+        return next(iter(models.values()))
+
+    @property
+    def improved(self) -> bool:
+        """Whether a model has a better dev score than its start; True without dev scores."""
+        return not self.models or len(self.result.unchanged) < len(self.models)
+
+    @property
+    def scores(self) -> Measurement | None:
+        """Scores of the initial student, the student and the teachers; None if nothing was evaluated."""
+        return None if self.result.evaluation is None else Measurement(self.result.evaluation)
+
+    def __repr__(self) -> str:
+        return f"<Run {self.directory.name}{', interrupted' if self.interrupted else ''}>"
+
+    def encoder(self) -> Encoder:
+        """Load the student."""
+        return Encoder.load(self.model)
+
+
+def run(
+    recipe: BaseRecipe | str | Path,
+    *overrides: str,
+    listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Train from a recipe, as `python -m distcse.train` does. With `storage.run_id`, resume the run if it has begun.
+
+    Args:
+        recipe: A recipe, a packaged one's name, or a YAML file.
+        overrides: Values that override the recipe's, as on the command line: "training.lr=2e-5".
+        listen: Called with every event; None shows progress on standard error.
+        stop_requested: Polled during the run; True ends it with a checkpoint.
+
+    Raises:
+        StoppedEarlyError: `stop_requested` returned True while the run waited for resources or another run; no new checkpoint.
+        FrozenKeyError: The run with this `storage.run_id` has begun with other settings.
+        DistcseError: The run failed; the message names the fix. Finished work is kept.
+    """
+    if isinstance(recipe, str | Path):
+        recipe = read_recipe(recipe, overrides)
+    elif overrides:
+        raise RunArgumentError(
+            "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
+        )
+    begun = None
+    if recipe.storage.run_id is not None:
+        begun, recipe = RunDirectory.reopen_by_id(recipe)
+    require_labelled(recipe)
+    experiment = experiment_of(recipe)
+    with _reporting(listen, stop_requested) as reporter:
+        return _finished(experiment.run(choose_backend(recipe), reporter, begun))
+
+
+def resume(
+    directory: str | Path,
+    *overrides: str,
+    listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Resume a run that was interrupted or killed, from its last checkpoint.
+
+    Args:
+        directory: The run's folder, or its address.
+        overrides: Settings that do not change what is learned, such as "training.workers=4".
+        listen: As for `run`.
+        stop_requested: As for `run`.
+    """
+    path = resolve_path(directory).absolute()
+    require_lasting_run(path)
+    begun, recipe = RunDirectory.reopen(path, list(overrides))
+    require_lasting(recipe.storage, ["cache"])
+    require_labelled(recipe)
+    with _reporting(listen, stop_requested) as reporter:
+        return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter, begun))
+
+
+def rerun(
+    directory: str | Path,
+    *overrides: str,
+    listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Repeat a run in a new directory, on the same data, and compare the weights (`Run.compared`).
+
+    Args:
+        directory: The first run's folder, or its address.
+        overrides: Settings that do not change what is learned, and `storage.runs`.
+        listen: As for `run`; changed packages, machine or code are reported as warnings.
+        stop_requested: As for `run`.
+
+    Raises:
+        RunDirectoryError: The first run did not finish.
+        ResumeMismatchError: The first run's data have changed.
+    """
+    with _reporting(listen, stop_requested) as reporter:
+        earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), reporter)
+        require_labelled(earlier.recipe)
+        experiment = experiment_of(earlier.recipe)
+        earlier.check_data(experiment.fingerprints(reporter))
+        for warning in earlier.warnings:
+            reporter.emit(LogMessage(f"other than in the first run: {warning}", warning=True))
+        done = _finished(experiment.run(choose_backend(earlier.recipe), reporter))
+    return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
+
+
+@contextmanager
+def _reporting(listen: Listener | None, stop_requested: Callable[[], bool]) -> Iterator[Reporter]:
+    """Context manager: use all available CPUs, and yield a reporter for the run's listener."""
+    refuse_launchers()
+    use_available_cpus()
+    with open_listener(listen) as post:
+        yield Reporter(post, stop_requested)
+
+
+def _finished(result: Result) -> Run:
+    """Write the model cards and the report pages of a run."""
+    write_cards(result)
+    if result.evaluation is None:
+        return Run(result, [])
+    from distcse.report.page import write_pages  # imports the plotting library, which takes 0.5 s
+
+    history = read_run(result.directory.path)
+    return Run(result, write_pages(result.evaluation, result.directory.store, history))
+
+
+_IN_MEMORY, _TEACHER = "in memory", "teacher"
+_SAMPLED_TEXTS = 1000
+"""The first texts of the user, which show whether a tokenizer knows them."""
+
+Model = str | Path | Encoder
+"""A run directory, a model folder, the address of either in object storage, a name on the hub, `package:NAME/FOLDER`, or a loaded
+encoder.
+"""
+
+
+@dataclass(frozen=True, repr=False)
+class Measurement:
+    """Scores of several models; notebooks show them as tables."""
+
+    evaluation: Evaluation
+    choice: Choice | None = None
+    """The best model under the given limits; None without limits."""
+
+    def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
+        """Return one of the scores, such as `score("sts", "STS-B", "all", "student")`.
+
+        Raises:
+            EvaluationResultError: It was not measured.
+        """
+        return self.evaluation.score(suite, dataset, measure, model)
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write the pages, evaluation.json, scores.csv and scores.tex into a folder, which is created; return the pages."""
+        from distcse.report.page import write_pages  # imports the plotting library, which takes 0.5 s
+
+        resolve_path(folder).mkdir(parents=True, exist_ok=True)
+        self.evaluation.write(resolve_path(folder))
+        return list(write_pages(self.evaluation, resolve_path(folder)))
+
+    def __repr__(self) -> str:
+        models = ", ".join(model.name for model in self.evaluation.models)
+        return f"<Measurement: {len(self.evaluation.scores)} scores of {models}>"
+
+    def _repr_markdown_(self) -> str:
+        lines: list[str] = []
+        for grid in grids(self.evaluation):
+            lines += [f"**{grid.title}**{f' ({grid.measure})' if grid.measure else ''}", "", *markdown_table(grid), ""]
+        return "\n".join([*lines, *(f"- {line}" for line in legend(self.evaluation))])
+
+
+def measure(
+    models: Mapping[str, str | Path | Encoder] | Sequence[str] | str,
+    data: str | Path | None = None,
+    suites: Iterable[str] = ("sts",),
+    add: Iterable[str] = (),
+    *,
+    texts: str | Path | None = None,
+    column: str = "text",
+    documents: str | None = None,
+    mteb: str | Path | None = None,
+    ensembles: Iterable[str] = (),
+    aggregate: Any = "all",
+    limits: Limits = NO_LIMITS,
+    load_options: LoadOptions | None = None,
+    listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> Measurement:
+    """Evaluate models and compare them with the one called `teacher`, or else the first, as `python -m distcse.evaluate` does.
+
+    Args:
+        models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"].
+        data: Folder with the published sets.
+        suites: Suites to measure on `data`: sts, transfer, pairs, ranking, geometry, retrieval.
+        add: Custom sets: "SUITE[:NAME]=PATH".
+        texts: File of texts without labels, on which the models are also compared, and their speed is measured.
+        column: Column of the texts, if the file has columns.
+        documents: Model to encode the documents; each retrieval set is measured once more with it.
+        mteb: Folder to write MTEB's results of its STS tasks into.
+        ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
+        aggregate: STS score over a year's subsets: all, mean or wmean.
+        limits: What the model that is chosen at the end may need. Default: no choice.
+        load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
+        listen: Receives every event. Default: shows progress on standard error.
+        stop_requested: Polled between batches of texts, and before each model and set. True ends the evaluation with the models
+            measured so far. Default: never stops.
+
+    Raises:
+        StoppedEarlyError: It was stopped before the first model was measured.
+        EvaluationOptionError: An option is invalid, or there is nothing to measure.
+        EvaluationError: A labelled set is missing or malformed.
+        EncoderError: A model cannot be loaded.
+    """
+    if aggregate not in AGGREGATES:
+        raise EvaluationOptionError(f"aggregate is {aggregate!r}; set it to one of {', '.join(AGGREGATES)}")
+    if mteb is not None:
+        _check_mteb(data)
+    limits.check()
+    use_available_cpus()
+    folder = None if data is None else Path(data)
+    load_options = load_options or LoadOptions(device=default_device())
+    with open_listener(listen) as emit:
+        reporter = Reporter(emit, stop_requested)
+        report_precisions([_precision_role(load_options)], emit)
+        own = None if texts is None else (Path(texts), column)
+        candidates, tasks = _load(models, folder, suites, add, own, documents, load_options, reporter, aggregate)
+        limits.check_suites([task.suite for task in tasks.tasks])
+        if limits.ms is not None and not tasks.timed_texts:
+            tasks.timed_texts = tasks.first_sentences()
+        combined = make_ensembles(ensembles, candidates)
+        settings = {
+            "STS": aggregate,
+            "device": load_options.device,
+            "precision": load_options.resolved_precision,
+        }
+        if mteb is not None and folder is not None:  # first, because a failure here must not lose the longer evaluation
+            from distcse.evaluation.mteb import write_results
+
+            write_results(candidates, folder, Path(mteb), load_options)
+        measured = [*candidates, *combined]
+        base = _reference([candidate.info.name for candidate in candidates])
+        evaluation = evaluate(measured, tasks, settings=settings, reporter=reporter, base=base)
+    return Measurement(evaluation, Choice.of(evaluation, limits))
+
+
+def check_measurement(
+    models: Mapping[str, Model] | Sequence[str] | str,
+    data: str | Path | None = None,
+    suites: Iterable[str] = ("sts",),
+    add: Iterable[str] = (),
+    *,
+    texts: str | Path | None = None,
+    column: str = "text",
+    documents: str | None = None,
+    mteb: str | Path | None = None,
+    ensembles: Iterable[str] = (),
+    limits: Limits = NO_LIMITS,
+    load_options: LoadOptions | None = None,
+    listen: Listener | None = None,
+) -> None:
+    """Load the models and read the sets without measuring, as `python -m distcse.evaluate --dry-run` does.
+
+    Args:
+        models: See `measure`, also for the other arguments.
+        data: Folder with the published sets.
+        suites: Suites of `data`.
+        add: Custom sets.
+        texts: File of texts without labels.
+        column: Column of the texts.
+        documents: Model to encode the documents.
+        mteb: Folder for MTEB's results; checked, not written.
+        ensembles: Ensembles of the models.
+        limits: What the model that is chosen may need.
+        load_options: How to load the models.
+        listen: Receives an event per model and set, and a warning per missing set.
+
+    Raises:
+        DistcseError: An error that `measure` would raise.
+    """
+    if mteb is not None:
+        _check_mteb(data)
+    limits.check()
+    folder = None if data is None else Path(data)
+    with open_listener(listen) as emit:
+        load_options = load_options or LoadOptions(device=default_device())
+        report_precisions([_precision_role(load_options)], emit)
+        own = None if texts is None else (Path(texts), column)
+        candidates, tasks = _load(models, folder, suites, add, own, documents, load_options, Reporter(emit))
+        limits.check_suites([task.suite for task in tasks.tasks])
+        combined = make_ensembles(ensembles, candidates)
+        for candidate in candidates:
+            info = candidate.info
+            note = f"{info.kind}, pooling {info.pooling}, {info.parameters / 1e6:.1f} M parameters"
+            emit(StageProgress(info.name, 1, 1, "", finished=True, note=note))
+        for ensemble in combined:
+            emit(StageProgress(ensemble.info.name, 1, 1, "", finished=True, note=ensemble.info.source))
+        for task in tasks.tasks:
+            number = len(set(task.sentences()))
+            note = f"{number:,} distinct texts"
+            emit(StageProgress(f"{task.suite} {task.name}", number, number, "texts", finished=True, note=note))
+        for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
+            emit(LogMessage(line, warning=True))
+
+
+def _precision_role(load_options: LoadOptions) -> Role:
+    return Role("models", "precision", load_options.precision, [speed_of(load_options.device)])
+
+
+def _load(
+    models: Mapping[str, Model] | Sequence[str] | str,
+    folder: Path | None,
+    suites: Iterable[str],
+    add: Iterable[str],
+    texts: tuple[Path, str] | None,
+    documents: str | None,
+    load_options: LoadOptions,
+    reporter: Reporter,
+    aggregate: Aggregate = "all",
+) -> tuple[list[Candidate], Tasks]:
+    """Load the candidates and read the tasks."""
+    if isinstance(models, str):
+        models = [models]
+    sources: Mapping[str, Model] = models if isinstance(models, Mapping) else parse_models(models)
+    if not sources:
+        raise EvaluationOptionError("there is no model to measure; name at least one")
+    custom = [CustomSet.parse(text) for text in add]
+    own = []
+    if texts is not None:
+        own = [TextsTask.read(*texts, reference=_reference(list(sources)) if len(sources) > 1 else None)]
+    tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, aggregate, own)
+    tasks.timed_texts = [text for task in own for text in task.texts]
+    candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
+    report_warnings(_unused_prompts(candidates, load_options), reporter)
+    if own:
+        sample = tasks.timed_texts[:_SAMPLED_TEXTS]
+        shares = {
+            candidate.info.name: SampledTokens.of(candidate.tokenizer, sample).unknown_share
+            for candidate in candidates
+            if candidate.tokenizer is not None
+        }
+        report_warnings(warn_of_unknown_tokens(shares), reporter)
+    if documents is not None:
+        _add_retrieval_with_documents_by(documents, load_options, tasks, candidates, reporter)
+    return candidates, tasks
+
+
+def _reference(names: Sequence[str]) -> str:
+    """Return the model that all tables compare the others with: the one called `teacher`, or else the first."""
+    return _TEACHER if _TEACHER in names else names[0]
+
+
+def _candidate(name: str, source: Model, load_options: LoadOptions, reporter: Reporter) -> Candidate:
+    reporter.check_stop(f"before {name} is loaded")
+    on_progress = reporting(reporter, name)
+    if isinstance(source, Encoder):
+        return make_candidate(
+            name,
+            _IN_MEMORY,
+            source.to(load_options.device),
+            Contamination({}),
+            load_options.resolved_precision,
+            on_progress,
+        )
+    return open_candidate(name, str(source), load_options, on_progress)
+
+
+def _unused_prompts(candidates: Sequence[Candidate], load_options: LoadOptions) -> list[SettingsWarning]:
+    """Return the warnings of bi-encoders of other tools that are measured without the prompts that their folders name.
+
+    A model that distcse trained reads texts as it was trained.
+    """
+    sections = {}
+    for candidate in candidates:
+        info, folder = candidate.info, candidate.folder
+        if info.kind == "bi-encoder" and folder is not None and not (folder / CHECKSUMS).is_file():
+            sections[info.name] = EncoderSection(backbone=str(folder), prompt=load_options.prompt_of(info.name))
+    return warn_of_unused_prompts(
+        sections, fix="measure it with --prompt {key}={prompt}, or another that fits the texts"
+    )
+
+
+def _add_retrieval_with_documents_by(
+    documents: str, load_options: LoadOptions, tasks: Tasks, candidates: Sequence[Candidate], reporter: Reporter
+) -> None:
+    """Add each retrieval set once more, with documents encoded by one model for all candidates.
+
+    Raises:
+        EvaluationOptionError: The model is a cross-encoder, there is no retrieval set, or the dimensions differ.
+    """
+    ((name, source),) = parse_models([documents]).items()
+    model = open_candidate(name, source, load_options, reporting(reporter, name)).model
+    if not isinstance(model, VectorModel):
+        raise EvaluationOptionError(f"--documents {source} is a cross-encoder, which has no vectors; name a bi-encoder")
+    sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]
+    if not sets:
+        raise EvaluationOptionError(
+            "--documents needs a retrieval set; add retrieval to --suite, or --add retrieval=FOLDER"
+        )
+    sample = sets[0].dataset.documents[:1]
+    dimension = model.vectors(sample).shape[1]
+    for candidate in candidates:
+        if (
+            isinstance(candidate.model, VectorModel)
+            and (found := candidate.model.vectors(sample).shape[1]) != dimension
+        ):
+            raise EvaluationOptionError(
+                f"{candidate.info.name} has {found} dimensions, {name} has {dimension}, so cosines between them are "
+                "undefined. Multiply the documents' vectors by the projection.safetensors of the student's run, or leave out "
+                "--documents"
+            )
+    tasks.tasks.extend(task.with_documents_by(name, model) for task in sets)
+
+
+def _check_mteb(data: str | Path | None) -> None:
+    """Check that MTEB's package and a folder with its sets exist, before the evaluation takes its time."""
+    from distcse.evaluation.mteb import sts_tasks  # the import error names the package to install
+
+    if data is None:
+        raise EvaluationOptionError("--mteb measures the STS sets of a data folder; add --data DIR")
+    sts_tasks(Path(data))
+
+
+def store_ranker(
+    model: str,
+    corpus: Sequence[str],
+    out: str,
+    *,
+    column: str = "text",
+    num_references: int = 100_000,
+    weight: float = 0.1,
+    normalize: bool = True,
+    rank_method: str = "sort",
+    pooling: str | None = None,
+    emit: Listener = ignore,
+) -> int:
+    """Store a bi-encoder with references drawn from a corpus, for scores by cosine and ranks.
+
+    Args:
+        model: A run's or a model's folder, or a name that `Encoder.load` accepts.
+        corpus: Files of sentences, as `corpus.path` in a recipe.
+        out: The folder to write, replaced atomically.
+        column: Column or key of the sentences.
+        num_references: Number of references; a rank-space teacher of as many, on the same corpus, has the same.
+        weight: λ of Eq. 7.
+        normalize: Whether to rank references by cosine, or by inner product.
+        rank_method: `sort` or `histogram` (see `RankSpaceEncoder`).
+        pooling: Pooling of a folder that does not store its own.
+        emit: Receives the progress.
+
+    Returns:
+        The number of references.
+
+    Raises:
+        UnsupportedModelError: The model is a cross-encoder.
+        EncoderError: The model cannot be loaded, or a setting is not allowed.
+        CorpusError: The corpus cannot be read, or has fewer than two sentences.
+    """
+    folder = resolve_model(find_model(model))
+    if is_cross_encoder(folder):
+        raise UnsupportedModelError(f"{model} is a cross-encoder, which has no vectors to rank by; name a bi-encoder")
+    encoder = Encoder.load(folder, pooling=default_pooling(folder, pooling)).to(default_device())
+    sentences = [row for row in source_rows(CorpusSection(path=list(corpus), column=column)) if row is not None]
+    texts = [sentences[row] for row in draw_references(len(sentences), num_references)]
+    if len(texts) < 2:
+        raise CorpusTooSmallError(f"a ranking needs at least 2 references, but there are {len(texts)}; add sentences")
+    ranker = RankSpaceEncoder.from_sentences(
+        encoder,
+        texts,
+        weight,
+        normalize,
+        rank_method=rank_method,
+        on_progress=lambda done: emit(StageProgress("references", done, len(texts), "sentences encoded")),
+    )
+    ranker.save(out)
+    Contamination.read(folder).write(resolve_path(out))
+    return len(texts)
+
+
+FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
+"""Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look for the files."""
+_MAX_DIFFERENCE = 1e-4
+_MIN_COSINE = 0.95
+_MIN_SPEARMAN_CHANGE = -1.0
+_TEXTS = "package:distcse/texts/export.txt.gz"
+_WEIGHT_FILES = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
+_HEADING = "## ONNX"
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """An exported file, and how close its vectors are to torch's."""
+
+    file: Path
+    megabytes: float
+    sentences: int
+    """Number of compared sentences."""
+    max_difference: float
+    """Maximum difference of a component of two unit vectors."""
+    cosine: float
+    """Mean cosine between a sentence's vectors by torch and by the file."""
+    min_cosine: float
+    """Minimum of these cosines."""
+    spearman: float | None
+    """On STS-B dev, times 100; None without labelled data."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The exported files, and the model's score."""
+
+    files: list[ExportedFile]
+    spearman: float | None
+    """Torch's score on STS-B dev, times 100; None without labelled data."""
+    opset: int = OPSET
+
+
+def export_onnx(
+    model: str,
+    int8: bool = False,
+    out: Path | None = None,
+    data: Path | None = None,
+    emit: Listener = ignore,
+    pooling: str | None = None,
+    prompt: str = "",
+) -> ExportResult:
+    """Export a model to ONNX, optionally also to int8, after comparing the files with torch on sentences.
+
+    Args:
+        model: A run's or a model's folder, or a name that `Encoder.load` accepts.
+        int8: Also write the quantized file.
+        out: New folder for the files, and for all of the model except its weights. Default: the model's folder.
+        data: Folder with `sts/stsb/dev.tsv.gz`, to compare the scores too.
+        emit: Receives the progress.
+        pooling: Pooling of a folder that does not store its own.
+        prompt: Text put before every sentence, or a template with `{sentence}` in it; empty takes the folder's.
+
+    Raises:
+        ExportDependencyError: A package is missing.
+        UnsupportedModelError: The model is a cross-encoder, a rank space or too large.
+        ExportError: A file's vectors or scores differ too much from torch's, or `out` exists. No file is written.
+        EncoderError: The model cannot be loaded.
+    """
+    require_onnx()
+    folder = _find_folder(model, out)
+    encoder = Encoder.load(folder, pooling=default_pooling(folder, pooling), prompt=prompt).eval()
+    texts = _sample_texts(encoder)
+    pairs = None if data is None else labelled_dev(data)
+    vectors = encoder.encode(texts, normalize=True)
+    torch_spearman = None if pairs is None else sts_score(VectorModel(encoder.encode), pairs)
+
+    def compare(file: Path, name: Path) -> ExportedFile:
+        onnx = OnnxEncoder(file, encoder)
+        found = onnx.encode(texts)
+        cosines = (found * vectors).sum(axis=1)
+        spearman = None if pairs is None else sts_score(VectorModel(onnx.encode), pairs)
+        measured = ExportedFile(
+            (out or folder) / name,
+            file.stat().st_size / 1e6,
+            len(texts),
+            float(np.abs(found - vectors).max()),
+            float(cosines.mean()),
+            float(cosines.min()),
+            spearman,
+        )
+        _require_accuracy(measured, torch_spearman, int8=name == INT8)
+        emit(
+            StageProgress(
+                name.name,
+                len(texts),
+                len(texts),
+                "sentences",
+                finished=True,
+                note=f"{measured.megabytes:.1f} MB, compared",
+            )
+        )
+        return measured
+
+    with tempfile.TemporaryDirectory() as temporary:
+        full_file, int8_file = Path(temporary) / FULL.name, Path(temporary) / INT8.name
+        emit(StageProgress(FULL.name, 0, None, "sentences"))
+        write_onnx(encoder, full_file)
+        written = [(full_file, compare(full_file, FULL))]
+        if int8:
+            emit(StageProgress(INT8.name, 0, None, "sentences"))
+            write_int8(full_file, int8_file)
+            written.append((int8_file, compare(int8_file, INT8)))
+        if out is not None:
+            # Modules after the backbone have their weights in subfolders, which modules.json names.
+            root_ignore, module_ignore = (
+                shutil.ignore_patterns(*_WEIGHT_FILES),
+                shutil.ignore_patterns("checksums.json"),
+            )
+            with open_store(out).write_folder() as copied:
+                shutil.copytree(
+                    folder,
+                    copied,
+                    ignore=lambda parent, names: (root_ignore if Path(parent) == folder else module_ignore)(
+                        parent, names
+                    ),
+                    dirs_exist_ok=True,
+                )
+        for file, exported in written:
+            exported.file.parent.mkdir(exist_ok=True)
+            with atomic_write(exported.file) as target:
+                shutil.copyfile(file, target)
+    exports = ExportResult([exported for _, exported in written], torch_spearman)
+    _write_card(out or folder, encoder, exports)
+    return exports
+
+
+def usage(encoder: Encoder, file: Path) -> str:
+    """Return Python code that computes the vectors with the file, onnxruntime and tokenizers alone."""
+    tokenizer, texts = encoder.tokenizer, '["How do I sort a list?", "Order the items."]'
+    if encoder.prompt:
+        put_in = f"{encoder.prompt!r}.replace('{{sentence}}', text)"
+        texts = f"[{put_in if '{sentence}' in encoder.prompt else f'{encoder.prompt!r} + text'} for text in {texts}]"
+    return f"""import numpy as np
+from onnxruntime import InferenceSession
+from tokenizers import Tokenizer
+
+folder = "path/to/this/folder"
+tokenizer = Tokenizer.from_file(f"{{folder}}/tokenizer.json")
+tokenizer.enable_truncation({encoder.max_length})
+tokenizer.enable_padding(pad_id={tokenizer.pad_token_id or 0}, pad_token={tokenizer.pad_token or ""!r})
+session = InferenceSession(f"{{folder}}/{file.as_posix()}")
+
+rows = tokenizer.encode_batch({texts})
+inputs = {{"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}}
+inputs = {{name: np.array(values, dtype=np.int64) for name, values in inputs.items()}}
+(vectors,) = session.run(["sentence_embedding"], inputs)
+print(vectors @ vectors.T)  # cosines: the vectors have length 1"""
+
+
+def _find_folder(model: str, out: Path | None) -> Path:
+    """Return the model's folder.
+
+    Raises:
+        UnsupportedModelError: The model is a cross-encoder or a rank space.
+        ExportError: The target folder is not writable or exists.
+    """
+    folder = resolve_model(find_model(model))
+    if is_cross_encoder(folder):
+        raise UnsupportedModelError(f"{model} is a cross-encoder, which has no vectors; export a bi-encoder")
+    if is_rank_space(folder):
+        raise UnsupportedModelError(
+            f"{model} is a rank space, whose reference sentences ONNX cannot store; export the model that it was built from"
+        )
+    if out is None and not os.path.isdir(model):
+        raise ExportError(f"{model} is not a folder to write into; set --out FOLDER")
+    if out is not None and out.exists():
+        raise ExportError(f"--out {out} exists; name a new folder")
+    return folder
+
+
+def _sample_texts(encoder: Encoder) -> list[str]:
+    """Return texts of all lengths: sentences, the empty text, and texts longer than the maximum."""
+    sentences = [text for file in find_files([_TEXTS]) for text in read_sentences(file, "") if text is not None]
+    longest = " ".join(sentences)[: 12 * encoder.max_length]
+    return [*sentences, "", *(longest[: len(longest) // part] for part in (1, 2, 4))]
+
+
+def _require_accuracy(measured: ExportedFile, torch_spearman: float | None, int8: bool) -> None:
+    """Check that a file computes nearly the same vectors and score as torch.
+
+    Raises:
+        ExportError: It does not.
+    """
+    if not int8 and measured.max_difference > _MAX_DIFFERENCE:
+        raise ExportError(
+            f"the ONNX file's vectors differ from torch's by {measured.max_difference:.1e}, more than {_MAX_DIFFERENCE:.0e}; "
+            "nothing was written. Please report the model's architecture"
+        )
+    if int8 and measured.cosine < _MIN_COSINE:
+        raise ExportError(
+            f"the int8 vectors' mean cosine with torch's is {measured.cosine:.3f}, less than {_MIN_COSINE}; nothing was written. "
+            "Leave out --int8: this model loses too much accuracy"
+        )
+    change = None if measured.spearman is None or torch_spearman is None else measured.spearman - torch_spearman
+    if change is not None and change < _MIN_SPEARMAN_CHANGE:
+        raise ExportError(
+            f"{measured.file.name} has {measured.spearman:.2f} on STS-B dev, torch {torch_spearman:.2f}; it loses more than "
+            f"{-_MIN_SPEARMAN_CHANGE:g}; nothing was written. Leave out --int8: this model loses too much accuracy"
+        )
+
+
+def _write_card(folder: Path, encoder: Encoder, exports: ExportResult) -> None:
+    """Write a section into the model card, replacing that of an earlier export."""
+    card = folder / "README.md"
+    before, _, rest = (card.read_text(encoding="utf-8") if card.is_file() else "").partition(f"{_HEADING}\n")
+    after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
+    files = "; ".join(describe_file(exported) for exported in exports.files)
+    cut = " A longer sentence is cut so that the template stays complete." if "{sentence}" in encoder.prompt else ""
+    section = (
+        f"{_HEADING}\n\nOpset {exports.opset}, batches of any size, sentences of up to {encoder.max_length} tokens.{cut} "
+        f"Against torch on {exports.files[0].sentences} sentences: {files}.\n\n```python\n{usage(encoder, FULL)}\n```\n"
+    )
+    write_text_atomic(card, "\n".join(part for part in (before, section, after) if part))
+
+
+def describe_file(exported: ExportedFile) -> str:
+    """Format how close a file is to torch, in one line."""
+    return (
+        f"`{exported.file.name}` ({exported.megabytes:.1f} MB) differs by at most {exported.max_difference:.1e}, cosine "
+        f"{exported.cosine:.4f} on average and {exported.min_cosine:.4f} at least"
+    )
