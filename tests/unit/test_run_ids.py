@@ -150,7 +150,7 @@ def test_a_start_that_was_killed_in_its_first_writes_is_repeated(recipe: Path, t
 def test_a_rerun_of_a_run_with_an_id_has_a_directory_of_its_own(recipe: Path, tmp_path: Path) -> None:
     settings = (*SETTINGS, f"storage.runs={tmp_path}", "training.max_steps=1")
     run = api.run(str(recipe), *settings, listen=lambda event: None)
-    again = running.rerun(run.directory, listen=lambda event: None)
+    again = api.rerun(run.directory, listen=lambda event: None)
     assert again.directory != run.directory and again.compared is not None and again.compared.max_difference == 0
 
 
