@@ -37,15 +37,8 @@ A `*` is an index in a list, counted from 0, as in `teachers.encoders.0.alpha=2`
 disabled unless one of its keys is set; `key: null` disables a section. `python -m distcse.train --print-recipe RECIPE` prints a
 recipe with all its values.
 
-A recipe may begin with `extends: NAME`, a packaged recipe's name or the path of a recipe file, relative to its own file. It then
-has all keys of that recipe, and its own keys replace them: sections are merged key by key, lists and values are replaced, and
-`null` disables a section. An extended recipe may itself extend one. A run stores the resolved recipe.
-
-```yaml
-extends: minilm-3layer
-corpus: {path: sentences.txt.gz}
-training: {epochs: 2}
-```
+A recipe may begin with [`extends: NAME`](command-line.md#a-recipe-that-changes-another): sections are merged key by key,
+lists and values are replaced, and `null` disables a section.
 """
 _PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
 _MANY = {"section": "sections", "text": "texts", "number": "numbers", "integer": "integers"}
@@ -56,6 +49,7 @@ def reference() -> str:
     """Return the page as Markdown."""
     parts = [_HEAD]
     headings: dict[type[BaseModel], str] = {}
+    shown: dict[str, str] = {}
     documents: list[tuple[str, str, type[BaseModel], str]] = [
         *((kind.title, kind.subject(), kind, kind.summary) for kind in recipe_classes()),
         ("search space", " of a search space", Sweep, _SPACE),
@@ -66,20 +60,31 @@ def reference() -> str:
         parts.append(f"## A {title}\n\n{about}\n")
         for model, heading in new.items():
             if headings[model] == heading:
-                parts.append(f"### {heading}\n\n{_prose(model.__doc__)}\n\n{_table(model, headings)}")
+                parts.append(f"### {heading}\n\n{_prose(model.__doc__)}\n\n{_table(model, headings, shown)}")
     return "\n".join(parts)
 
 
-def _table(model: type[BaseModel], headings: dict[type[BaseModel], str]) -> str:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+def _table(model: type[BaseModel], headings: dict[type[BaseModel], str], shown: dict[str, str]) -> str:
+    """Return a section's keys: a table, and links for several keys that an earlier section has in the same words (`shown`)."""
+    rows: dict[str, str] = {}
     for name, field in model.model_fields.items():
         _, inner = section_in(field.annotation)
         meaning = _prose(field.description)
         if inner is not None:
             meaning += f" [Its keys](#{_anchor(headings[inner])})."
         cells = (f"`{name}`", describe_type(field), _default(field), meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows[name] = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    repeated: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        if (heading := shown.setdefault(row, headings[model])) != headings[model]:
+            repeated.setdefault(heading, []).append(name)
+    repeated = {heading: names for heading, names in repeated.items() if len(names) > 1}
+    linked = {name for names in repeated.values() for name in names}
+    table = [row for name, row in rows.items() if name not in linked]
+    parts = ["\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *table])] if table else []
+    for heading, names in repeated.items():
+        parts.append(f"As in [{heading}](#{_anchor(heading)}): {', '.join(f'`{name}`' for name in names)}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def describe_type(field: FieldInfo) -> str:
