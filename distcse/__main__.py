@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from distcse import __version__
 from distcse.command import exit_status
 from distcse.commands import COMMANDS, GROUPS, USUAL_CALLS, import_command
-from distcse.errors import CommandLineError
+from distcse.errors import ArgumentError
 from distcse.spelling import nearest
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(name: str) -> int:
-    raise CommandLineError(f"no command {name!r}{nearest(name, COMMANDS) or '; commands: ' + ', '.join(COMMANDS)}")
+    raise ArgumentError(f"no command {name!r}{nearest(name, COMMANDS) or '; commands: ' + ', '.join(COMMANDS)}")
 
 
 def _parser() -> argparse.ArgumentParser:

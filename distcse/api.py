@@ -19,10 +19,10 @@ from distcse.data.readers import find_files, read_sentences
 from distcse.data.token_table import SampledTokens
 from distcse.device import default_device, speed_of, use_available_cpus
 from distcse.errors import (
+    ArgumentError,
     CorpusTooSmallError,
     EvaluationOptionError,
     ExportError,
-    RunArgumentError,
     UnsupportedModelError,
 )
 from distcse.evaluation import (
@@ -109,9 +109,9 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """Folder of its only model. Raises `RunArgumentError` if there are several."""
+        """Folder of its only model. Raises `ArgumentError` if there are several."""
         if len(models := self.models) != 1:
-            raise RunArgumentError(
+            raise ArgumentError(
                 f"{self.uri} has {len(models)} models; name one: run.models[{next(iter(models), 'NAME')!r}]"
             )
         return next(iter(models.values()))
@@ -156,7 +156,7 @@ def run(
     if isinstance(recipe, str | Path):
         recipe = read_recipe(recipe, overrides)
     elif overrides:
-        raise RunArgumentError(
+        raise ArgumentError(
             "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
         )
     begun = None
@@ -651,7 +651,7 @@ def export_onnx(
         prompt: Text put before every sentence, or a template with `{sentence}` in it; empty takes the folder's.
 
     Raises:
-        ExportDependencyError: A package is missing.
+        MissingDependencyError: A package is missing.
         UnsupportedModelError: The model is a cross-encoder, a rank space or too large.
         ExportError: A file's vectors or scores differ too much from torch's, or `out` exists. No file is written.
         EncoderError: The model cannot be loaded.

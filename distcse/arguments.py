@@ -9,14 +9,14 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from distcse.errors import RunArgumentError
+from distcse.errors import ArgumentError
 from distcse.spelling import PATHS_BY_NAME
 
 _BY_TYPE = ConfigDict(arbitrary_types_allowed=True, strict=True)
 
 
 def with_checked_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that raises `RunArgumentError` for arguments that its signature or annotations do not allow."""
+    """Return a function that raises `ArgumentError` for arguments that its signature or annotations do not allow."""
 
     @functools.wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
@@ -34,7 +34,7 @@ def _check(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
         unknown = [name for name in keywords if name not in signature.parameters]
         path = PATHS_BY_NAME.get(unknown[0]) if unknown and "overrides" in signature.parameters else None
         fix = f"write the setting as text: '{path}=…'" if path else f"its arguments: {', '.join(signature.parameters)}"
-        raise RunArgumentError(f"{called}: {wrong}; {fix}") from None
+        raise ArgumentError(f"{called}: {wrong}; {fix}") from None
     types = get_type_hints(function)
     for name, value in bound.items():
         parameter = signature.parameters[name]
@@ -43,7 +43,7 @@ def _check(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
             allowed = types[name].__bound__.__name__
         for part in value if parameter.kind is parameter.VAR_POSITIONAL else [value]:
             if not _is_allowed(part, types[name], allowed):
-                raise RunArgumentError(f"{called}: {name} is {part!r:.200}; pass {allowed}{_fix(part, allowed)}")
+                raise ArgumentError(f"{called}: {name} is {part!r:.200}; pass {allowed}{_fix(part, allowed)}")
 
 
 def _is_allowed(value: Any, annotation: Any, described: str) -> bool:

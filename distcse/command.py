@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, Literal, Self, TextIO, cast
 
 from distcse import host
-from distcse.errors import CommandLineError, DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
+from distcse.errors import ArgumentError, DistcseError, EncoderSettingError, RecipeError, StoppedEarlyError
 from distcse.spelling import PATHS_BY_NAME, nearest
 
 NO_GAIN = 3
@@ -84,7 +84,7 @@ def parse_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | No
 
 
 def refuse_launchers() -> None:
-    """Raise `CommandLineError` if a launcher started several processes, each of which would do the same work.
+    """Raise `ArgumentError` if a launcher started several processes, each of which would do the same work.
 
     A Ray job is one process, although it inherits the variables of its node.
     """
@@ -93,7 +93,7 @@ def refuse_launchers() -> None:
     for launcher, (size_variable, rank_variable) in _LAUNCHERS.items():
         size, rank = os.environ.get(size_variable, ""), os.environ.get(rank_variable, "")
         if size.isdecimal() and rank.isdecimal() and int(size) > 1:
-            raise CommandLineError(
+            raise ArgumentError(
                 f"{launcher} started this process as number {rank} of {size} ({rank_variable}, {size_variable}), and each would "
                 f"do the same work; start one process, without the launcher, which starts its own: training.workers={size} "
                 f"(unset {size_variable} if this is the only one)"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distcse.command import exit_status, parse_command, program
 from distcse.commands import COMMANDS, import_command
-from distcse.errors import CommandDependencyError
+from distcse.errors import MissingDependencyError
 from distcse.host import pip_install
 
 
@@ -23,7 +23,7 @@ def _print(shell: str) -> int:
     try:
         import shtab
     except ImportError:
-        raise CommandDependencyError(f"completion needs the package shtab; {pip_install('completion')}") from None
+        raise MissingDependencyError(f"completion needs the package shtab; {pip_install('completion')}") from None
     parser = argparse.ArgumentParser(prog="distcse")
     commands = parser.add_subparsers()
     for name, about in COMMANDS.items():

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from distcse.command import add_recipe, exit_status, parse_command, program
-from distcse.errors import ClusterTooSmallError, CommandLineError
+from distcse.errors import ArgumentError, ClusterTooSmallError
 from distcse.gc_paused import gc_paused
 from distcse.recipe import read_recipe
 
@@ -24,11 +24,11 @@ def _main(options: argparse.Namespace) -> int:
 
     for name, numbers in (("--corpus-rows", [options.corpus_rows]), ("--gpus", options.gpus or [])):
         if any(number is not None and number < 1 for number in numbers):
-            raise CommandLineError(f"{name} is {numbers}; write numbers from 1 on")
+            raise ArgumentError(f"{name} is {numbers}; write numbers from 1 on")
     form = parse_cluster(options.cluster)
     recipe = read_recipe(options.recipe, options.overrides)
     if options.measure and form[2] != "local":
-        raise CommandLineError(f"--measure runs on this machine; --cluster is {options.cluster}: write --cluster local")
+        raise ArgumentError(f"--measure runs on this machine; --cluster is {options.cluster}: write --cluster local")
     from distcse.report.lines import print_lines
     from distcse.report.progress import open_view
 

@@ -20,7 +20,7 @@ from distcse.command import (
     program,
     refuse_launchers,
 )
-from distcse.errors import CommandLineError
+from distcse.errors import ArgumentError
 from distcse.gc_paused import gc_paused
 from distcse.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
@@ -82,23 +82,23 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     """Return the overrides.
 
     Raises:
-        CommandLineError: Options exclude each other, or the recipe is missing or named twice.
+        ArgumentError: Options exclude each other, or the recipe is missing or named twice.
     """
     if options.rerun is None and options.resume is None:
         if options.recipe is None:
-            raise CommandLineError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
+            raise ArgumentError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
         run_id = [] if options.run_id is None else [f"storage.run_id={options.run_id}"]
         return [*options.overrides, *run_id]
     option = "--resume" if options.rerun is None else "--rerun"
     overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
     if overrides and "=" not in overrides[0]:
-        raise CommandLineError(f"{option} takes the recipe from the run's folder; take {overrides[0]} away")
+        raise ArgumentError(f"{option} takes the recipe from the run's folder; take {overrides[0]} away")
     if options.run_id is not None:
-        raise CommandLineError(f"{option} takes a run's folder; take --run-id away")
+        raise ArgumentError(f"{option} takes a run's folder; take --run-id away")
     if options.rerun is not None and (options.resume is not None or options.print_recipe or options.dry_run):
-        raise CommandLineError("--rerun starts over, with the recipe of the run's folder; leave out the other option")
+        raise ArgumentError("--rerun starts over, with the recipe of the run's folder; leave out the other option")
     if options.dry_run and not options.print_recipe:
-        raise CommandLineError("--dry-run is for a run that has not begun; take --resume away")
+        raise ArgumentError("--dry-run is for a run that has not begun; take --resume away")
     return overrides
 
 

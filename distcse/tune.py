@@ -21,7 +21,7 @@ from distcse.command import (
     program,
     refuse_launchers,
 )
-from distcse.errors import CommandLineError, MissingDependencyError, UnknownKeyError, WorkFailedError
+from distcse.errors import ArgumentError, MissingDependencyError, UnknownKeyError, WorkFailedError
 from distcse.gc_paused import gc_paused
 from distcse.host import pip_install
 from distcse.inputs import require_inputs
@@ -63,15 +63,15 @@ def _main(options: argparse.Namespace) -> int:
     refuse_launchers()
     if options.resume is not None:
         if options.recipe or options.space:
-            raise CommandLineError("--resume takes recipe and space from the sweep's folder; name only the folder")
+            raise ArgumentError("--resume takes recipe and space from the sweep's folder; name only the folder")
         if options.run_id is not None:
-            raise CommandLineError("--resume takes a sweep's folder; take --run-id away")
+            raise ArgumentError("--resume takes a sweep's folder; take --run-id away")
         if options.dry_run or options.print_space:
             option = "--dry-run" if options.dry_run else "--print-space"
-            raise CommandLineError(f"{option} is for a sweep that has not begun; take --resume away")
+            raise ArgumentError(f"{option} is for a sweep that has not begun; take --resume away")
         return _sweep(options, resolve_path(options.resume).absolute(), None, None)
     if options.recipe is None or options.space is None:
-        raise CommandLineError(
+        raise ArgumentError(
             f"name a recipe and a space: {program('tune')} RECIPE --space SPACE; recipes: "
             f"{', '.join(packaged_recipes())}; spaces: {', '.join(packaged_spaces())}"
         )

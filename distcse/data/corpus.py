@@ -18,7 +18,7 @@ from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, f
 from distcse.data.row_keys import DistinctRows, RowKeys
 from distcse.data.sampler import RowSet, split_held_out
 from distcse.data.sources import Row, Source
-from distcse.errors import CorpusTooSmallError, EmptyCorpusError
+from distcse.errors import CorpusTooSmallError
 from distcse.events import CHUNK
 from distcse.recipe import CorpusSection
 from distcse.storage import Digest, text_checksum
@@ -282,7 +282,7 @@ def _write(
 
     written, fingerprint = write_sentences(folder, islice(kept_rows(), limit), on_progress)
     if not written:
-        raise EmptyCorpusError(
+        raise CorpusTooSmallError(
             "the corpus contains no sentence"
             + (f" that is not in the evaluation ({num_excluded:,} are)" if num_excluded else "")
         )

@@ -11,7 +11,7 @@ from typing import Any
 from distcse.compat.datasets import is_packaged_reader, split_fingerprint
 from distcse.compat.hub_client import fix_of_hub_error
 from distcse.data.readers import Row, clean, describe_missing_column, file_kind, find_files, read_sentences
-from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, EmptyCorpusError, MissingColumnError
+from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, CorpusTooSmallError, MissingColumnError
 from distcse.recipe import CorpusSection
 from distcse.storage import checksum
 
@@ -103,7 +103,7 @@ def _rows_of(files: list[Path], column: str) -> Iterator[Row]:
             sentences += row is not None
             yield row
         if not sentences:
-            raise EmptyCorpusError(f"{file} contains no sentence: it is empty, or every row is blank")
+            raise CorpusTooSmallError(f"{file} contains no sentence: it is empty, or every row is blank")
 
 
 @dataclass(frozen=True)

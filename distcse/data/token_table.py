@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from distcse.data.corpus import Corpus
 from distcse.data.pairs import Pairs
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
-from distcse.errors import TokenizationError
+from distcse.errors import TokenizerError
 from distcse.events import CHUNK
 from distcse.storage import ArtifactStore, content_key, open_store, text_checksum
 
@@ -100,7 +100,7 @@ class Tokenization:
             on_progress: Called with the number of its sentences tokenized so far.
 
         Raises:
-            TokenizationError: The tokenizer is slow, or returns no token for a sentence.
+            TokenizerError: The tokenizer is slow, or returns no token for a sentence.
             CorpusCacheError: The cache cannot be written.
         """
         rows = self.parts[number]
@@ -115,7 +115,7 @@ class Tokenization:
             on_progress: Called with the number of sentences of the table so far.
 
         Raises:
-            TokenizationError: As for `write_part`.
+            TokenizerError: As for `write_part`.
             CorpusCacheError: As for `write_part`.
         """
         with self._written(self.directory) as writer:
@@ -203,7 +203,7 @@ class TokenTable:
             prompt: Prefix of every sentence. Default: none.
 
         Raises:
-            TokenizationError: The tokenizer is slow, or returns no token for a sentence.
+            TokenizerError: The tokenizer is slow, or returns no token for a sentence.
             CorpusCacheError: The cache cannot be written.
         """
         # Without parts: this process does not hold their lease.
@@ -280,7 +280,7 @@ class PairTokenTable:
             on_progress: Called with the number of rows tokenized so far.
 
         Raises:
-            TokenizationError: The tokenizer is slow.
+            TokenizerError: The tokenizer is slow.
             CorpusCacheError: The cache cannot be written.
         """
         has_kinds = "token_type_ids" in tokenizer.model_input_names
@@ -355,7 +355,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a hash of everything that determines a tokenizer's output, except truncation and padding.
 
     Raises:
-        TokenizationError: The tokenizer is slow.
+        TokenizerError: The tokenizer is slow.
     """
     content = json.loads(_backend(tokenizer).to_str())
     content.pop("truncation", None)
@@ -366,7 +366,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def _backend(tokenizer: Any) -> Any:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise TokenizationError(
+        raise TokenizerError(
             f"tokenizer {type(tokenizer).__name__} is slow; save the fast one (tokenizer.json) in the model's folder"
         )
     return backend
@@ -412,6 +412,6 @@ def _require_tokens(ids: list[list[int]], texts: list[str], first: int) -> None:
     """Raise for a sentence without tokens: its attention is NaN, as is every similarity list with it."""
     for number, row in enumerate(ids):
         if not row:
-            raise TokenizationError(
+            raise TokenizerError(
                 f"corpus row {first + number}, {texts[number][:60]!r}: the tokenizer returns no token; remove the row"
             )

@@ -42,8 +42,8 @@ class CustomDev:
 
         Raises:
             EvaluationDataError: The file does not exist.
-            EvaluationFormatError: The file is malformed, or has none of these columns, or no row of split dev.
-            InsufficientLabelsError: All labels are equal.
+            EvaluationFormatError: The file is malformed, or has none of these columns, or no row of split dev. All
+                labels are equal.
         """
         if os.path.isdir(path):
             return cls._of_retrieval(path.name, RetrievalDataset.read(path))

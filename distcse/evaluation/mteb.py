@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationDataError, EvaluationDependencyError
+from distcse.errors import EvaluationDataError, MissingDependencyError
 from distcse.evaluation.candidates import LoadOptions
 from distcse.evaluation.catalogue import STS, KnownSet
 from distcse.evaluation.contamination import NOTICED_FROM, Contamination
@@ -39,7 +39,7 @@ try:
     from mteb.models import ModelMeta
     from mteb.models.abs_encoder import AbsEncoder
 except ImportError as absent:
-    raise EvaluationDependencyError(f"{absent}; {pip_install('mteb')}") from None
+    raise MissingDependencyError(f"{absent}; {pip_install('mteb')}") from None
 
 _TASKS = {known.name: known.name for known in STS} | {"STS-B": "STSBenchmark"}
 _SPLITS = {"SICK-R": ("train", "trial", "test")}

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import InsufficientLabelsError
+from distcse.errors import EvaluationFormatError
 from distcse.evaluation.estimates import AucOf
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
@@ -33,12 +33,11 @@ class PairClassificationTask:
         """Read columns label (0 or 1), sentence1, sentence2.
 
         Raises:
-            InsufficientLabelsError: All labels are equal.
-            EvaluationFormatError: A column is missing or malformed.
+            EvaluationFormatError: All labels are equal. A column is missing or malformed.
         """
         labels = table.binary("label")
         if len(set(labels.tolist())) < 2:
-            raise InsufficientLabelsError(
+            raise EvaluationFormatError(
                 f"{table.file} has only the label {labels[0]}; add rows with the other of 0 and 1"
             )
         return cls(name, table.texts("sentence1"), table.texts("sentence2"), labels)

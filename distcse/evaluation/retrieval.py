@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError
+from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.sts import ScoredPairs
@@ -52,7 +52,7 @@ class RetrievalDataset:
         """Take each side of a pair with the top score as a query for the other, among all sentences (DiffCSE §6.2).
 
         Raises:
-            InsufficientLabelsError: No pair has the top score.
+            EvaluationFormatError: No pair has the top score.
         """
         documents = pairs.unique
         index = {text: number for number, text in enumerate(documents)}
@@ -62,7 +62,7 @@ class RetrievalDataset:
             if gold == _TOP_SCORE and first != second
         ]
         if not chosen:
-            raise InsufficientLabelsError(
+            raise EvaluationFormatError(
                 f"{pairs.name} has no pair with score {_TOP_SCORE:g}, which retrieval needs; add one, or leave out the suite"
             )
         directed = [*chosen, *((second, first) for first, second in chosen)]
@@ -82,8 +82,7 @@ class RetrievalDataset:
 
         Raises:
             EvaluationDataError: A file does not exist.
-            EvaluationFormatError: A file is malformed, or an id is unknown.
-            InsufficientLabelsError: No row has a score above 0.
+            EvaluationFormatError: A file is malformed, or an id is unknown. No row has a score above 0.
         """
         queries, corpus, relevant = (read_table(_file(folder, name)) for name in ("queries", "corpus", "relevant"))
         texts, indices = _by_id(queries), {key: index for index, key in enumerate(_by_id(corpus))}
@@ -100,7 +99,7 @@ class RetrievalDataset:
             if score > 0:
                 gains.setdefault(query, {})[indices[document]] = score
         if not gains:
-            raise InsufficientLabelsError(f"{relevant.file}: no row has a score above 0; add one")
+            raise EvaluationFormatError(f"{relevant.file}: no row has a score above 0; add one")
         with_relevant = [query for query in texts if query in gains]
         return cls(
             [texts[query] for query in with_relevant],

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import InsufficientLabelsError
+from distcse.errors import EvaluationFormatError
 from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
@@ -41,13 +41,13 @@ class ScoredPairs:
         """Read columns score, sentence1, sentence2 and, optionally, subset.
 
         Raises:
-            InsufficientLabelsError: There are fewer than two pairs, or all scores are equal.
-            EvaluationFormatError: A column is missing or malformed.
+            EvaluationFormatError: There are fewer than two pairs, or all scores are equal. A column is missing or
+                malformed.
         """
         subsets = table.columns.get("subset", [""] * len(table))
         pairs = cls(name, table.texts("sentence1"), table.texts("sentence2"), table.numbers("score"), np.array(subsets))
         if len(table) < 2 or np.ptp(pairs.gold) == 0:
-            raise InsufficientLabelsError(
+            raise EvaluationFormatError(
                 f"{table.file} has {len(table)} pairs and one distinct score; add pairs with another score"
             )
         return pairs

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distcse.errors import EvaluationDataError, EvaluationFormatError, EvaluationOptionError, InsufficientLabelsError
+from distcse.errors import EvaluationDataError, EvaluationFormatError, EvaluationOptionError
 from distcse.evaluation.catalogue import (
     CUSTOM_SUITES,
     PAIRS,
@@ -201,7 +201,7 @@ def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -
     if custom.suite == "ranking":
         task = RankingTask(pairs)
         if not task.lists:
-            raise InsufficientLabelsError(
+            raise EvaluationFormatError(
                 f"{custom.path}: no sentence has {MIN_PARTNERS} partners with different scores, which ranking needs; add pairs"
             )
         return task

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data.readers import read_sentences
-from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError, MissingColumnError
+from distcse.errors import EvaluationDataError, EvaluationFormatError, MissingColumnError
 from distcse.evaluation.estimates import Estimate, MeanOf, PearsonOf, SpearmanOf
 from distcse.evaluation.models import PairModel, VectorModel
 from distcse.evaluation.neighbor_changes import cosines_to_others
@@ -59,7 +59,7 @@ class TextsTask:
             EvaluationDataError: The file does not exist.
             EvaluationFormatError: It has no such column.
             CorpusFormatError: It is malformed.
-            InsufficientLabelsError: It has fewer than 12 distinct texts.
+            EvaluationFormatError: It has fewer than 12 distinct texts.
         """
         if not file.is_file():
             raise EvaluationDataError(f"--texts {file} is no file; name one with a text per line")
@@ -71,7 +71,7 @@ class TextsTask:
             ) from None
         name = file.name
         if len(distinct) < MIN_TEXTS:
-            raise InsufficientLabelsError(
+            raise EvaluationFormatError(
                 f"--texts {file} has {len(distinct)} distinct texts, and {max(NEIGHBORS)} neighbors of each are compared; "
                 f"add texts, to at least {MIN_TEXTS}"
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationFormatError, InsufficientLabelsError
+from distcse.errors import EvaluationFormatError
 from distcse.evaluation.estimates import MeanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import Table
@@ -56,8 +56,7 @@ class Labelled:
             names: Names of the classes. Default: the table's labels.
 
         Raises:
-            EvaluationFormatError: A column is missing, or a label is not in `names`.
-            InsufficientLabelsError: There is only one class.
+            EvaluationFormatError: A column is missing, or a label is not in `names`. There is only one class.
         """
         columns = ["sentence1", "sentence2"] if "sentence1" in table.columns else ["text"]
         labels = table.labels("label")
@@ -67,7 +66,7 @@ class Labelled:
                 f"{table.file}: label {unknown[0]!r} is not in the training set, which has {names}; correct it"
             )
         if len(names) < 2:
-            raise InsufficientLabelsError(f"{table.file} has only the label {names[0]!r}; add rows with another label")
+            raise EvaluationFormatError(f"{table.file} has only the label {names[0]!r}; add rows with another label")
         number = {name: index for index, name in enumerate(names)}
         words = [[text.split() for text in table.texts(column)] for column in columns]
         rows = sorted(
@@ -111,15 +110,14 @@ class TransferTask:
         """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
 
         Raises:
-            InsufficientLabelsError: A class has too few rows to split.
-            EvaluationFormatError: A table is malformed.
+            EvaluationFormatError: A class has too few rows to split. A table is malformed.
         """
         train = Labelled.of(tables["all"] if "all" in tables else tables["train"])
         dev, test = (Labelled.of(tables[key], train.names) if key in tables else None for key in ("dev", "test"))
         smallest = np.bincount(train.labels).min()
         if (test is None or dev is None) and smallest < FOLDS:
             file = tables["all" if "all" in tables else "train"].file
-            raise InsufficientLabelsError(
+            raise EvaluationFormatError(
                 f"{file}: a label has {smallest} rows, too few to select the strength on a part of them; "
                 f"add rows: {FOLDS} per label"
             )

@@ -160,9 +160,9 @@ class Experiment(ABC, Generic[R]):
         """Check that the nodes can run everything that must run at the same time. Default: any can.
 
         Raises:
-            ClusterTooSmallError: They have too few CPUs or GPUs.
-            GpuRequiredError: `resources.gpu` is `required`, and a process gets no GPU.
-            NodeLabelError: No node has the labels of a key.
+            ClusterTooSmallError: They have too few CPUs or GPUs. `resources.gpu` is `required`, and a process gets no
+                GPU.
+                No node has the labels of a key.
         """
         return
 

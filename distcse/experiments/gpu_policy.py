@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from distcse import host
 from distcse.device import has_gpu
-from distcse.errors import GpuRequiredError
+from distcse.errors import ClusterTooSmallError
 from distcse.recipe import GpuMode
 
 
@@ -20,14 +20,14 @@ def gpu_policy(mode: GpuMode, computes_here: bool) -> Iterator[None]:
         computes_here: Whether this process trains, rather than processes of a cluster, whose GPUs are planned there.
 
     Raises:
-        GpuRequiredError: `mode` is `required`, and this process must train and sees no GPU.
+        ClusterTooSmallError: `mode` is `required`, and this process must train and sees no GPU.
     """
     if mode == "none":
         with host.gpus_hidden():
             yield
         return
     if mode == "required" and computes_here and not has_gpu():
-        raise GpuRequiredError(
+        raise ClusterTooSmallError(
             "resources.gpu is required, but this process, in which the run trains, sees no GPU; start it on a machine with one "
             "(python -m distcse.doctor shows what torch sees), or write resources.gpu=auto"
         )

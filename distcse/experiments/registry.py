@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from distcse import experiments
-from distcse.errors import RunArgumentError
+from distcse.errors import ArgumentError
 from distcse.experiments.experiment import Experiment, experiment_classes
 from distcse.recipe import BaseRecipe
 
@@ -23,12 +23,12 @@ def experiment_of(recipe: BaseRecipe) -> Experiment[Any]:
     """Return the experiment that a recipe describes.
 
     Raises:
-        RunArgumentError: No experiment is registered for the recipe's class.
+        ArgumentError: No experiment is registered for the recipe's class.
     """
     name = type(recipe).__name__
     experiment_class = experiment_classes().get(type(recipe))
     if experiment_class is None:
-        raise RunArgumentError(
+        raise ArgumentError(
             f"there is no experiment for a {name}; import the module that registers one with @register_experiment({name})"
         )
     return experiment_class(recipe)

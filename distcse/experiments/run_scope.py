@@ -48,7 +48,7 @@ def open_run(
     Raises:
         EncoderError: A model of a new run is missing, or a setting does not fit it.
         RunInUseError: Another process works in the folder.
-        GpuRequiredError: `resources.gpu` is `required`, and this process must train and sees no GPU.
+        ClusterTooSmallError: `resources.gpu` is `required`, and this process must train and sees no GPU.
     """
     recipe = experiment.recipe
     with ExitStack() as scope:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from distcse.compat.transformers import without_noise
-from distcse.errors import EncoderSettingError, MissingWeightsError, UnsupportedModelError
+from distcse.errors import EncoderSettingError, ModelFormatError, UnsupportedModelError
 from distcse.models.attention import prepare_mask
 from distcse.models.fast.last_layer import can_stop_at_one
 from distcse.models.fast.packing import short_cut
@@ -89,14 +89,14 @@ class CrossEncoder(nn.Module):
         Raises:
             ModelNotFoundError: No such model exists.
             PickledWeightsError: The weights are not safetensors.
-            MissingWeightsError: Weights are missing, such as those of the head.
+            ModelFormatError: Weights are missing, such as those of the head.
             UnsupportedModelError: It does not score pairs as sentence-transformers' CrossEncoder would (see `check_scorer`).
         """
         folder = open_model(str(path), trust_remote_code)
         activation = check_scorer(folder)
         model, missing = _load_classifier(folder, max_length, is_fast)
         if missing:
-            raise MissingWeightsError(
+            raise ModelFormatError(
                 f"{folder.backbone} lacks {len(missing)} weights, such as {missing[0]}, which would be random; train it first"
             )
         tokenizer = folder.load_tokenizer()
@@ -125,8 +125,7 @@ class CrossEncoder(nn.Module):
 
         Raises:
             ModelNotFoundError: No such model exists.
-            ModelLoadError: transformers cannot load it as a sequence classifier.
-            MissingWeightsError: Weights of the encoder are missing.
+            ModelFormatError: transformers cannot load it as a sequence classifier. Weights of the encoder are missing.
             EncoderSettingError: `layers` or `max_length` does not fit the backbone.
         """
         folder = open_model(str(path), trust_remote_code)
@@ -134,7 +133,7 @@ class CrossEncoder(nn.Module):
         prefix = f"{model.base_model_prefix}."
         required = [key for key in missing if key.startswith(prefix) and "pooler." not in key]
         if required:
-            raise MissingWeightsError(
+            raise ModelFormatError(
                 f"{folder.backbone} lacks {len(required)} weights, such as {required[0]}, which would be random; get the "
                 "model again"
             )
@@ -203,7 +202,7 @@ class CrossEncoder(nn.Module):
             on_progress: Called with the number of pairs scored so far.
 
         Raises:
-            TextInputError: `pairs` are not pairs of texts; names the first that is none.
+            ArgumentError: `pairs` are not pairs of texts; names the first that is none.
             DeviceMemoryError: A pair does not fit in the GPU's memory.
         """
         parts = self.score_each(
@@ -288,7 +287,7 @@ def check_scorer(folder: ModelFolder) -> str:
         folder: The model's folder.
 
     Raises:
-        ModelLoadError: transformers cannot read the config.
+        ModelFormatError: transformers cannot read the config.
         UnsupportedModelError: It has a default prompt, several labels, or an activation that distcse does not compute.
     """
     if folder.layout.prompt:

@@ -113,7 +113,7 @@ class Encoder(nn.Module):
         Raises:
             ModelNotFoundError: No such model exists.
             PickledWeightsError: The weights are not safetensors.
-            MissingWeightsError: Weights are missing.
+            ModelFormatError: Weights are missing.
             EncoderSettingError: The pooling is unknown, or max_length exceeds the backbone's positions.
             EncoderError: Another problem of the model (see `distcse.errors`).
         """
@@ -270,7 +270,7 @@ class Encoder(nn.Module):
             on_progress: Called with the number of distinct texts encoded so far.
 
         Raises:
-            TextInputError: `texts` are not texts; names the first that is none.
+            ArgumentError: `texts` are not texts; names the first that is none.
             EncoderSettingError: There is no prompt or precision of this name.
             DeviceMemoryError: A text does not fit in the GPU's memory.
         """
@@ -360,7 +360,7 @@ class Encoder(nn.Module):
             The (n, d) float32 vectors of each group's n texts.
 
         Raises:
-            TextInputError: A group is not texts; names the first of its texts that is none.
+            ArgumentError: A group is not texts; names the first of its texts that is none.
             DeviceMemoryError: A text does not fit in the GPU's memory.
         """
         indices: deque[list[int]] = deque()
@@ -508,7 +508,7 @@ class TokenizerSpec:
         Raises:
             ModelNotFoundError: No such model exists.
             PickledWeightsError: The weights are not safetensors.
-            TokenizerMismatchError: The tokenizer does not load, or is slow.
+            TokenizerError: The tokenizer does not load, or is slow.
             UnsupportedModelError: The model preprocesses texts in an unsupported way.
             EncoderSettingError: The pooling is unknown.
         """

@@ -50,7 +50,7 @@ class ModelFolder:
         """Load the backbone's config, with the folder's settings of it.
 
         Raises:
-            ModelLoadError: transformers cannot read it.
+            ModelFormatError: transformers cannot read it.
         """
         return load_config(self.backbone, self.trust_remote_code, self.layout.config_settings)
 
@@ -69,7 +69,7 @@ class ModelFolder:
         """Refuse a config that does not load, or a family that is not supported.
 
         Raises:
-            ModelLoadError: transformers cannot read the config.
+            ModelFormatError: transformers cannot read the config.
             UnsupportedModelError: The family is not supported.
         """
         model_class(self.load_config())
@@ -95,8 +95,7 @@ def open_model(name: str, trust_remote_code: bool = False, only_local: bool = Fa
     Raises:
         ModelNotFoundError: No such model exists.
         PickledWeightsError: The weights are not safetensors.
-        MissingWeightsError: Weights are missing.
-        ModelFormatError: A file is malformed, or a Git LFS pointer.
+        ModelFormatError: Weights are missing. A file is malformed, or a Git LFS pointer.
         UnsupportedModelError: distcse does not support something that the folder contains.
     """
     root = resolve_model(name, trust_remote_code, only_local=only_local)

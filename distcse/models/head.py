@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from distcse.errors import MissingWeightsError, ModelFormatError
+from distcse.errors import ModelFormatError
 from distcse.losses.views import unit
 from distcse.models.st_files import VectorFile
 from distcse.models.weight_files import require_module_weights
@@ -63,8 +63,7 @@ class Dense(nn.Module):
         """Load a module's weights from a safetensors file.
 
         Raises:
-            ModelFormatError: The file is damaged, or its weights do not have the shape.
-            MissingWeightsError: A weight is missing.
+            ModelFormatError: The file is damaged, or its weights do not have the shape. A weight is missing.
         """
         dense = cls(shape)
         try:
@@ -74,9 +73,7 @@ class Dense(nn.Module):
                 f"{file} does not match its config.json: {' '.join(str(error).split())[:200]}; get the model again"
             ) from None
         if keys.missing_keys:
-            raise MissingWeightsError(
-                f"{file} lacks {keys.missing_keys[0]}, which would be random; get the model again"
-            )
+            raise ModelFormatError(f"{file} lacks {keys.missing_keys[0]}, which would be random; get the model again")
         return dense
 
     def forward(self, vectors: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class KeptTokens:
             precision: See `Encoder.encode`.
 
         Raises:
-            TextInputError: `texts` are not texts.
+            ArgumentError: `texts` are not texts.
             DeviceMemoryError: A text does not fit in the GPU's memory.
         """
         found = as_texts(texts)

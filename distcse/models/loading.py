@@ -17,10 +17,9 @@ from distcse.compat.transformers import without_noise
 from distcse.device import has_gpu
 from distcse.errors import (
     EncoderSettingError,
-    MissingWeightsError,
-    ModelLoadError,
+    ModelFormatError,
     NotFiniteError,
-    TokenizerMismatchError,
+    TokenizerError,
     UnsupportedModelError,
 )
 from distcse.gc_paused import gc_paused
@@ -81,9 +80,9 @@ def load_backbone(
         config_settings: Settings that replace those of config.json. Default: none.
 
     Raises:
-        ModelLoadError: transformers cannot load the folder as an encoder.
+        ModelFormatError: transformers cannot load the folder as an encoder.
         UnsupportedModelError: The family is not supported, or needs more than a text's tokens.
-        MissingWeightsError: Weights are missing, and would be random.
+        ModelFormatError: Weights are missing, and would be random.
         NotFiniteError: A weight is NaN or infinite.
     """
     config = load_config(folder, trust_remote_code, config_settings)
@@ -93,7 +92,7 @@ def load_backbone(
     model, missing, unexpected = load_pretrained(kind, folder, config, max_length, "an encoder", trust_remote_code)
     required = [key for key in missing if not key.startswith("pooler.")]
     if required:
-        raise MissingWeightsError(
+        raise ModelFormatError(
             f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
         )
     backbone: nn.Module = model
@@ -161,7 +160,7 @@ def load_pretrained(
         The model, the names of the weights that the folder lacks, and of those that the model does not use.
 
     Raises:
-        ModelLoadError: transformers cannot load it, or config.json and weights do not fit.
+        ModelFormatError: transformers cannot load it, or config.json and weights do not fit.
     """
     try:
         with gc_paused():  # imports the model family's module
@@ -176,11 +175,11 @@ def load_pretrained(
                 attn_implementation=attention_of(max_length),
             )
     except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
-        raise ModelLoadError(f"{folder} cannot be loaded as {what}: {' '.join(str(error).split())[:400]}") from error
+        raise ModelFormatError(f"{folder} cannot be loaded as {what}: {' '.join(str(error).split())[:400]}") from error
     kept = f"{model.base_model_prefix}." if has_new_head and model.base_model_prefix else ""
     if weights := sorted(weight for weight in report["mismatched_keys"] if weight[0].startswith(kept)):
         name, stored, configured = weights[0]
-        raise ModelLoadError(
+        raise ModelFormatError(
             f"{folder}: {len(weights)} weights do not have the shape that config.json gives, such as {name}: {tuple(stored)}, "
             f"not {tuple(configured)}; get config.json and weights of the same model"
         )
@@ -213,7 +212,7 @@ def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping
         settings: Settings that replace those of the file. Default: none.
 
     Raises:
-        ModelLoadError: transformers cannot read it.
+        ModelFormatError: transformers cannot read it.
     """
     with gc_paused():
         from transformers import AutoConfig
@@ -224,10 +223,10 @@ def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping
         return config
     except Exception as error:  # the libraries raise many types
         if "auto_map" in read_json(folder / "config.json") and not trust_remote_code:
-            raise ModelLoadError(
+            raise ModelFormatError(
                 f"{folder} has Python code, which is not run without your consent; read it, and set trust_remote_code: true"
             ) from None
-        raise ModelLoadError(
+        raise ModelFormatError(
             f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
         ) from error
 
@@ -315,9 +314,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str,
         settings: Keyword arguments of the tokenizer, which replace those of tokenizer_config.json. Default: none.
 
     Raises:
-        TokenizerMissingError: The folder has no tokenizer files.
+        TokenizerError: The folder has no tokenizer files.
         ModelFormatError: A tokenizer file is a Git LFS pointer.
-        TokenizerMismatchError: The tokenizer does not load, is slow, or has no vocabulary.
+        TokenizerError: The tokenizer does not load, is slow, or has no vocabulary.
     """
     with gc_paused():
         from transformers import AutoTokenizer
@@ -330,9 +329,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str,
     except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
         raise tokenizer_load_error(folder, error) from error
     if not tokenizer.is_fast:
-        raise TokenizerMismatchError(
-            f"{folder} has only a slow tokenizer; save the fast one (tokenizer.json) in the folder"
-        )
+        raise TokenizerError(f"{folder} has only a slow tokenizer; save the fast one (tokenizer.json) in the folder")
     refuse_empty_vocabulary(folder, tokenizer)
     return tokenizer
 
@@ -400,12 +397,12 @@ def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
     """Refuse a tokenizer with more tokens than the backbone has embeddings.
 
     Raises:
-        TokenizerMismatchError: Names both numbers.
+        TokenizerError: Names both numbers.
     """
     tokens = len(tokenizer)
     rows, _ = embedding_shape(backbone)
     if 0 < rows < tokens:
-        raise TokenizerMismatchError(
+        raise TokenizerError(
             f"{folder}: the tokenizer has {tokens} tokens, but the backbone has {rows} embeddings; "
             "save the backbone's own tokenizer in the folder"
         )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
-from distcse.errors import ExportDependencyError, ExportError
+from distcse.errors import ExportError, MissingDependencyError
 from distcse.host import pip_install
 from distcse.models.batching import by_length, padded
 from distcse.models.encoder import Encoder
@@ -33,10 +33,10 @@ _TOKENS, VECTORS = "last_hidden_state", "sentence_embedding"
 
 
 def require_onnx() -> None:
-    """Raise `ExportDependencyError` if a package for the export is not installed."""
+    """Raise `MissingDependencyError` if a package for the export is not installed."""
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise ExportDependencyError(f"an ONNX file needs {' and '.join(missing)}; {pip_install('onnx')}")
+        raise MissingDependencyError(f"an ONNX file needs {' and '.join(missing)}; {pip_install('onnx')}")
 
 
 def write_onnx(encoder: Encoder, file: Path) -> None:
@@ -50,7 +50,7 @@ def write_onnx(encoder: Encoder, file: Path) -> None:
         file: Path of the file.
 
     Raises:
-        ExportDependencyError: A package is not installed.
+        MissingDependencyError: A package is not installed.
         ExportError: The weights exceed the size limit of an ONNX file, or torch cannot export the model.
     """
     require_onnx()

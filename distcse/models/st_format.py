@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from distcse.errors import MissingWeightsError, ModelFormatError, UnsupportedModelError
+from distcse.errors import ModelFormatError, UnsupportedModelError
 from distcse.models.head import Dense, DenseShape, head_weights
 from distcse.models.json_files import leads_outside, read_json, write_json
 from distcse.models.pooling import NEEDS_ALL_LAYERS
@@ -292,7 +292,7 @@ def _layer_average(folder: Path) -> Pooling:
         weights = load_file(file)["layer_weights"].tolist()
         ends_only = weights[0] == weights[-1] != 0 and not any(weights[1:-1])
     except (OSError, SafetensorError, LookupError, TypeError) as error:
-        raise MissingWeightsError(f"{file} has no layer weights ({error}); get the model again") from None
+        raise ModelFormatError(f"{file} has no layer weights ({error}); get the model again") from None
     if ends_only and config.get("layer_start") == 1:
         return "first_last_avg"
     if ends_only and len(weights) == 2:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distcse.errors import TextInputError
+from distcse.errors import ArgumentError
 
 
 def as_texts(texts: Iterable[str]) -> list[str]:
@@ -17,15 +17,15 @@ def as_texts(texts: Iterable[str]) -> list[str]:
         texts: A list, tuple, NumPy array, pandas Series, pyarrow array or generator of texts.
 
     Raises:
-        TextInputError: They are something else, or one of them is not a text, or has half of a surrogate pair; names its place.
+        ArgumentError: They are something else, or one of them is not a text, or has half of a surrogate pair; names its place.
     """
     if not _is_list(texts):
-        raise TextInputError(f"expected a list of texts, found {type(texts).__name__}; pass a list of str")
+        raise ArgumentError(f"expected a list of texts, found {type(texts).__name__}; pass a list of str")
     as_python = getattr(texts, "to_pylist", None)  # pyarrow's values are no str
     found: list[Any] = list(texts if as_python is None else as_python())
     for place, text in enumerate(found):
         if not isinstance(text, str):
-            raise TextInputError(
+            raise ArgumentError(
                 f"texts[{place}] is {text!r:.60} ({type(text).__name__}), not a str; correct or remove it"
             )
         _refuse_half_character(text, f"texts[{place}]")
@@ -39,15 +39,15 @@ def as_pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
         pairs: A list, tuple, NumPy array or generator of pairs.
 
     Raises:
-        TextInputError: They are something else, or one of them is not two texts; names its place.
+        ArgumentError: They are something else, or one of them is not two texts; names its place.
     """
     if not _is_list(pairs):
-        raise TextInputError(f"expected a list of pairs, found {type(pairs).__name__}; write [(first, second)]")
+        raise ArgumentError(f"expected a list of pairs, found {type(pairs).__name__}; write [(first, second)]")
     found: list[tuple[str, str]] = []
     for place, pair in enumerate(pairs):
         is_pair = isinstance(pair, Sequence | np.ndarray) and not isinstance(pair, str) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise TextInputError(
+            raise ArgumentError(
                 f"pairs[{place}] is {pair!r:.60} ({type(pair).__name__}), not two texts; write [(first, second)]"
             )
         for text in pair:
@@ -68,6 +68,6 @@ def _refuse_half_character(text: str, place: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TextInputError(
+        raise ArgumentError(
             f"{place} has {text[error.start]!a}, half of a surrogate pair and no character; remove it"
         ) from None

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import EncoderError, TokenizerMismatchError, TokenizerMissingError
+from distcse.errors import EncoderError, TokenizerError
 from distcse.models.json_files import read_json, refuse_pointer
 
 _FILES = ("tokenizer.json", "tokenizer.*.json", "vocab.txt", "vocab.json", "*.model", "*.tiktoken", "tekken.json")
@@ -42,8 +42,8 @@ def refuse_empty_vocabulary(folder: Path, tokenizer: Any) -> None:
     """Refuse a loaded tokenizer whose vocabulary has only special, added and unused tokens.
 
     Raises:
-        TokenizerMissingError: The folder has no vocabulary file.
-        TokenizerMismatchError: The tokenizer does not read the vocabulary files of the folder.
+        TokenizerError: The folder has no vocabulary file. The tokenizer does not read the vocabulary files of the
+            folder.
     """
     others = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     for token in tokenizer.get_vocab():
@@ -58,7 +58,7 @@ def tokenizer_load_error(folder: Path, error: Exception) -> EncoderError:
     """Return the error for a tokenizer that transformers cannot load; it names missing files where they are the cause."""
     reason = " ".join(str(error).split())[:400]
     if "auto_map" in read_json(folder / "tokenizer_config.json"):  # custom code may read other files
-        return TokenizerMismatchError(f"{folder} has a tokenizer that does not load: {reason}; {_describe_fix(folder)}")
+        return TokenizerError(f"{folder} has a tokenizer that does not load: {reason}; {_describe_fix(folder)}")
     return _error(folder, f"has a tokenizer that does not load: {reason}; the folder has ")
 
 
@@ -66,8 +66,8 @@ def _error(folder: Path, problem: str) -> EncoderError:
     """Return the error for a tokenizer with a problem, or for a missing one."""
     names = ", ".join(file.name for file in vocabulary_files(folder))
     if not names:
-        return TokenizerMissingError(f"{folder} has no tokenizer: it has none of {_EXPECTED}; {_describe_fix(folder)}")
-    return TokenizerMismatchError(f"{folder} {problem}{names}; {_describe_fix(folder)}")
+        return TokenizerError(f"{folder} has no tokenizer: it has none of {_EXPECTED}; {_describe_fix(folder)}")
+    return TokenizerError(f"{folder} {problem}{names}; {_describe_fix(folder)}")
 
 
 def _describe_fix(folder: Path) -> str:

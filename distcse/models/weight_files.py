@@ -6,7 +6,6 @@ from pathlib import Path
 
 from distcse.errors import (
     EncoderError,
-    MissingWeightsError,
     ModelFormatError,
     ModelNotFoundError,
     PickledWeightsError,
@@ -29,7 +28,7 @@ def require_weights(folder: Path) -> None:
     Raises:
         UnsupportedModelError: The folder has an adapter, or quantized weights.
         PickledWeightsError: The weights are pickles, which can run code when they are loaded.
-        MissingWeightsError: Weights are missing.
+        ModelFormatError: Weights are missing.
         ModelNotFoundError: The folder is above that of a model.
         ModelFormatError: A weight file is a Git LFS pointer, or the index of shards names a file outside the folder.
     """
@@ -37,7 +36,7 @@ def require_weights(folder: Path) -> None:
     shards = _shards(folder)
     for name in shards:
         if not (folder / name).is_file():
-            raise MissingWeightsError(f"{folder} lacks {name}, which {_INDEX} names; download it again")
+            raise ModelFormatError(f"{folder} lacks {name}, which {_INDEX} names; download it again")
     if not shards and not (folder / WEIGHTS).is_file():
         raise _without_weights(folder)
     for name in shards or [WEIGHTS]:
@@ -63,14 +62,13 @@ def require_module_weights(root: Path, path: str) -> Path:
 
     Raises:
         PickledWeightsError: The weights are pickles.
-        MissingWeightsError: There are none.
-        ModelFormatError: The file is a Git LFS pointer.
+        ModelFormatError: There are none. The file is a Git LFS pointer.
     """
     file = root / path / WEIGHTS
     refuse_pointer(file)
     if file.is_file():
         return file
-    raise _pickles(root / path, f"SentenceTransformer({str(root)!r}).save_pretrained(FOLDER)") or MissingWeightsError(
+    raise _pickles(root / path, f"SentenceTransformer({str(root)!r}).save_pretrained(FOLDER)") or ModelFormatError(
         f"{root / path} has no {WEIGHTS}; get the model again"
     )
 
@@ -136,7 +134,7 @@ def _without_weights(folder: Path) -> EncoderError:
     if inside := _models_inside(folder):
         several = f" (the newest of {len(inside)} models)" if len(inside) > 1 else ""
         return ModelNotFoundError(f"{folder} is no model's folder; write {inside[0]}{several}")
-    return MissingWeightsError(f"{folder} has no weights: neither {WEIGHTS} nor {_INDEX}; get the model again")
+    return ModelFormatError(f"{folder} has no weights: neither {WEIGHTS} nor {_INDEX}; get the model again")
 
 
 def _pickles(folder: Path, conversion: str) -> EncoderError | None:

@@ -82,7 +82,7 @@ def select_nodes(options: DeviceOptions, nodes: Sequence[Node]) -> SelectedNodes
     """Select the first labels whose nodes have GPUs that the functions may use; without any, the first that a node has.
 
     Raises:
-        NodeLabelError: No node has the labels of any key.
+        ClusterTooSmallError: No node has the labels of any key.
     """
     usable = [labels for labels in options.labels.values() if any(node.has(labels) for node in nodes)]
     if not usable:
@@ -116,7 +116,7 @@ def plan_devices(
         The processes to start; None if the run's process calls the functions.
 
     Raises:
-        NodeLabelError: No node has the labels of any key.
+        ClusterTooSmallError: No node has the labels of any key.
     """
     selected = select_nodes(options, nodes)
     resources = [node.resources for node in nodes if node.has(selected.labels)]

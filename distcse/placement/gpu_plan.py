@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from distcse.errors import GpuRequiredError
+from distcse.errors import ClusterTooSmallError
 from distcse.events import Listener, LogMessage
 from distcse.placement.resources import Node, describe_nodes
 from distcse.recipe.resources import GpuMode
@@ -74,10 +74,10 @@ class GpuPlan:
         return replace(self, roles=[replace(r, number=number) if r.name == name else r for r in self.roles])
 
     def require_all(self) -> None:
-        """Raise `GpuRequiredError` if `resources.gpu` is `required`, and a role gets no GPU."""
+        """Raise `ClusterTooSmallError` if `resources.gpu` is `required`, and a role gets no GPU."""
         missing = [role for role in self.roles if not self._of(role)] if self.mode == "required" else []
         for role in missing:
-            raise GpuRequiredError(
+            raise ClusterTooSmallError(
                 f"resources.gpu is required, but {describe_nodes(role.labels)} no GPU for the {role.name}; add GPUs, or write "
                 "resources.gpu=auto"
             )
@@ -96,7 +96,7 @@ def plan_gpus(roles: Sequence[GpuRole], nodes: Sequence[Node], mode: GpuMode) ->
         mode: The recipe's `resources.gpu`.
 
     Raises:
-        GpuRequiredError: `mode` is `required`, and a role gets no GPU.
+        ClusterTooSmallError: `mode` is `required`, and a role gets no GPU.
     """
     plan = GpuPlan(roles, nodes, mode)
     plan.require_all()

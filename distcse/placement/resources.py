@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distcse.errors import ClusterTooSmallError, NodeLabelError
+from distcse.errors import ClusterTooSmallError
 
 Resources = Mapping[str, float]
 """Amounts by Ray's resource names: {"CPU": 4, "GPU": 1}."""
@@ -64,7 +64,7 @@ def nodes_with(nodes: Sequence[Node], labels: Mapping[str, str] | None, key: str
         key: The recipe key that sets the labels, for the error message.
 
     Raises:
-        NodeLabelError: No node has the labels.
+        ClusterTooSmallError: No node has the labels.
     """
     chosen = [node.resources for node in nodes if node.has(labels)]
     if labels and not chosen:
@@ -72,7 +72,7 @@ def nodes_with(nodes: Sequence[Node], labels: Mapping[str, str] | None, key: str
     return chosen
 
 
-def no_node_error(labels: Mapping[str, Mapping[str, str] | None]) -> NodeLabelError:
+def no_node_error(labels: Mapping[str, Mapping[str, str] | None]) -> ClusterTooSmallError:
     """Return the error that no node has the labels of any recipe key.
 
     Args:
@@ -81,7 +81,7 @@ def no_node_error(labels: Mapping[str, Mapping[str, str] | None]) -> NodeLabelEr
     required = {key: _format_labels(each or {}) for key, each in labels.items()}
     described = " or ".join(f"{each} of {key}" for key, each in required.items())
     first = next(iter(required.values()))
-    return NodeLabelError(
+    return ClusterTooSmallError(
         f'no node has the labels {described}; start nodes with ray start --labels "{first}", or write null'
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from distcse import host
-from distcse.errors import CommandLineError
+from distcse.errors import ArgumentError
 
 GIB = 2**30
 NETWORK = 100e9 / 8
@@ -136,20 +136,20 @@ def parse_cluster(text: str) -> Form:
     `2x8xH100-80G` is (2, 8, "H100-80G"), `8xL4-24G` one node, `3xcpu` three machines like this one, `local` this machine.
 
     Raises:
-        CommandLineError: The form is wrong, or the GPU is unknown or comes with several memory sizes.
+        ArgumentError: The form is wrong, or the GPU is unknown or comes with several memory sizes.
     """
     found = _FORM.match(text)
     if found is None:
-        raise CommandLineError(
+        raise ArgumentError(
             f"--cluster {text!r} is not of the form 8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu or local"
         )
     first, second, name = found.groups()
     counts = [int(count) for count in (first, second) if count is not None]
     if 0 in counts:
-        raise CommandLineError(f"--cluster {text!r} has 0 machines; write at least 1")
+        raise ArgumentError(f"--cluster {text!r} has 0 machines; write at least 1")
     if name == "local":
         if counts:
-            raise CommandLineError(
+            raise ArgumentError(
                 f"--cluster {text!r}: local is this one machine; write {counts[0]}xcpu for several like it"
             )
         return 1, 1, name
@@ -159,7 +159,7 @@ def parse_cluster(text: str) -> Form:
         gpu for gpu in GPUS if gpu.lower().startswith(f"{name.lower()}-")
     ]
     if len(known) != 1:
-        raise CommandLineError(
+        raise ArgumentError(
             f"--cluster: {name} is {'ambiguous' if known else 'unknown'}; write one of {', '.join(known or GPUS)}, cpu and local"
         )
     nodes, per_node = (counts[0], counts[1]) if len(counts) > 1 else (1, counts[0] if counts else 1)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import CommandLineError
+from distcse.errors import ArgumentError
 from distcse.events import DevScore, Event, Listener, StageProgress, StepReport
 from distcse.planning.student import Measured
 from distcse.recipe import BaseRecipe, Recipe, StudentSection, with_values
@@ -27,12 +27,10 @@ def measure(recipe: BaseRecipe, run: Callable[[BaseRecipe, Listener], object]) -
         run: Trains a recipe and calls a listener with the events.
 
     Raises:
-        CommandLineError: The recipe is not a student's.
+        ArgumentError: The recipe is not a student's.
     """
     if type(recipe) is not Recipe:
-        raise CommandLineError(
-            "--measure is for a student's recipe; leave it out, or plan one student or group by itself"
-        )
+        raise ArgumentError("--measure is for a student's recipe; leave it out, or plan one student or group by itself")
     steps: list[float] = []
     blocked: list[float] = []
     progress: dict[int, list[tuple[float, int]]] = {}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from distcse import host
 from distcse.device import DeviceSpeed, local_speed
-from distcse.errors import CommandLineError
+from distcse.errors import ArgumentError
 from distcse.experiments.registry import experiment_of
 from distcse.planning.formulas import ms, span
 from distcse.planning.lengths import read_lengths
@@ -54,7 +54,7 @@ def plan_student(recipe: Recipe, asked: Question) -> Estimate:
 def plan_mutual(recipe: MutualRecipe, asked: Question) -> Estimate:
     """Plan the training of a mutual distillation's groups."""
     if asked.device_counts:
-        raise CommandLineError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
+        raise ArgumentError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
     plan = MutualPlan.of(recipe, asked.cluster, asked.rows)
     return Estimate(plan.lines, plan.described, plan.problems)
 
@@ -65,7 +65,7 @@ def plan_family(recipe: FamilyRecipe, asked: Question) -> Estimate:
     Which layers a student has does not change its cost.
     """
     if asked.device_counts:
-        raise CommandLineError("--gpus is for a student's recipe; leave out family to see how one student scales")
+        raise ArgumentError("--gpus is for a student's recipe; leave out family to see how one student scales")
     cluster, lengths = asked.cluster, read_lengths(recipe.corpus, recipe.student, asked.rows)
     plans = {}
     for member in recipe.largest_first:
@@ -115,11 +115,11 @@ def plan(recipe: BaseRecipe, asked: Question) -> Estimate:
     """Plan a recipe.
 
     Raises:
-        CommandLineError: There is no planner for its kind of run.
+        ArgumentError: There is no planner for its kind of run.
     """
     if (planner := PLANNERS.get(type(recipe))) is None:
         name = experiment_of(recipe).name
-        raise CommandLineError(f"there is no planner for {name}; run it on a small part of its data, and measure")
+        raise ArgumentError(f"there is no planner for {name}; run it on a small part of its data, and measure")
     return planner(recipe, asked)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcse.errors import EncoderError, ModelLoadError
+from distcse.errors import EncoderError, ModelFormatError
 from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
 from distcse.models.factorized_embeddings import factorize_embeddings
@@ -71,7 +71,7 @@ def read_shape(section: EncoderSection) -> Shape:
 
     Raises:
         ModelNotFoundError: There is no such folder or hub model.
-        ModelLoadError: The config.json is not that of an encoder.
+        ModelFormatError: The config.json is not that of an encoder.
         EncoderError: A folder with weights would not load (see `ModelFolder.check`), or the prompt would not be pooled.
     """
     folder = folder_of(section.backbone, section.trust_remote_code)
@@ -84,7 +84,7 @@ def read_shape(section: EncoderSection) -> Shape:
     try:
         encoder = _build(section, config, layout)
     except (ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"{section.backbone} is not an encoder: {' '.join(str(error).split())[:300]}") from error
+        raise ModelFormatError(f"{section.backbone} is not an encoder: {' '.join(str(error).split())[:300]}") from error
     backbone: Any = encoder.backbone
     stack, pooler = layers_of(backbone), getattr(backbone, "pooler", None)
     frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0

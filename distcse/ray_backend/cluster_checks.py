@@ -14,7 +14,7 @@ from typing import Any
 from distcse import host
 from distcse.checks import Check, fail, ok, warn
 from distcse.device import gpu_count
-from distcse.errors import ClusterTooSmallError, EncoderError, GpuRequiredError, NodeLabelError, StorageError
+from distcse.errors import ClusterTooSmallError, EncoderError, StorageError
 from distcse.experiments.registry import experiment_of
 from distcse.host import installed_version
 from distcse.placement.resources import Node, format_nodes
@@ -83,7 +83,7 @@ def _resources(recipe: BaseRecipe | None, nodes: Sequence[Node]) -> list[Check]:
         return []
     try:
         experiment_of(recipe).check_resources(nodes)
-    except (ClusterTooSmallError, GpuRequiredError, NodeLabelError) as error:
+    except ClusterTooSmallError as error:
         found, _, fix = error.coded_message.partition("; ")
         if recipe.resources.wait_s and os.environ.get("RAY_ADDRESS"):
             return [warn("resources", found, f"a run waits {recipe.resources.wait_s:g} s for nodes; otherwise {fix}")]

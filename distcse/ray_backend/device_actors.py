@@ -56,7 +56,7 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     See `Backend.run_on_devices`. An actor that is killed, hangs or loses its node repeats its function.
 
     Raises:
-        NodeLabelError: No node has the labels of any key.
+        ClusterTooSmallError: No node has the labels of any key.
         SharedStorageError: A node does not see a folder.
         ClusterTooSmallError: The cluster lost a node and got no other.
     """

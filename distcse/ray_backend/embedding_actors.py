@@ -110,8 +110,8 @@ def embed_shards(request: EmbeddingRequest) -> None:
     Raises:
         StoppedEarlyError: A stop was requested. Complete shards are kept.
         TeacherServerError: An actor failed, or crashed repeatedly.
-        ClusterTooSmallError: The cluster cannot run the actors, or lost a node and got no other.
-        NodeLabelError: No node has the labels of `teachers.node_labels`.
+        ClusterTooSmallError: The cluster cannot run the actors, or lost a node and got no other. No node has the labels
+             of `teachers.node_labels`.
         TeacherOutputError: The teacher outputs a vector that is zero or not finite.
     """
     teacher, section, table, reporter = request.teacher, request.section, request.table, request.reporter

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from distcse.command import STATUSES, exit_status, parse_command, program
-from distcse.errors import CommandLineError, RecipeNotFoundError
+from distcse.errors import ArgumentError, RecipeNotFoundError
 from distcse.recipe.loading import RECIPES_ARE_LISTED, packaged_recipes, read_document
 from distcse.recipe.schema import reference, schema_documents, schema_json
 from distcse.recipe.sweep import Sweep
@@ -66,7 +66,7 @@ def _copy(name: str, file: str) -> str:
     text, target = "".join(_lines(name)), resolve_path(file)
     store = open_store(target.parent)
     if store.fetch(target.name) or os.path.lexists(target):
-        raise CommandLineError(f"{file} exists; write another name: {program('recipe')} cp {name} FILE")
+        raise ArgumentError(f"{file} exists; write another name: {program('recipe')} cp {name} FILE")
     store.write_text(target.name, text)
     return f"written to {file}\ntrain   {program('train')} {file}\n"
 

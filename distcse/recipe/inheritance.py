@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from distcse.errors import RecipeInheritanceError
+from distcse.errors import RecipeSyntaxError
 from distcse.storage import is_uri
 
 Document = dict[str, Any]
@@ -26,19 +26,19 @@ def read_with_bases(name: str, read: Callable[[str], Document]) -> Document:
         read: Reads one document.
 
     Raises:
-        RecipeInheritanceError: `extends` is no text, or documents extend each other.
+        RecipeSyntaxError: `extends` is no text, or documents extend each other.
     """
     names, documents = [name], [read(name)]
     while EXTENDS in documents[-1]:
         base = documents[-1].pop(EXTENDS)
         if not isinstance(base, str):
-            raise RecipeInheritanceError(
+            raise RecipeSyntaxError(
                 f"recipe {names[-1]}: {EXTENDS} is {base!r:.200}; write a packaged recipe's name, or the path of one recipe"
             )
         base = _locate(base, names[-1])
         if _identity(base) in map(_identity, names):
             chain = " → ".join([*names, base])
-            raise RecipeInheritanceError(f"recipes extend each other: {chain}; remove {EXTENDS} from one of them")
+            raise RecipeSyntaxError(f"recipes extend each other: {chain}; remove {EXTENDS} from one of them")
         names.append(base)
         documents.append(read(base))
     merged = documents.pop()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from distcse.errors import InvalidValueError, OverrideError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
+from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.kinds.distillation import Recipe
@@ -153,7 +153,7 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
     """Return a copy of a recipe with other values at some paths, validated again.
 
     Raises:
-        OverrideError: A path is inside a section that the recipe leaves out.
+        InvalidValueError: A path is inside a section that the recipe leaves out.
         RecipeError: A path is no key of this recipe, or a value is invalid.
     """
     document = recipe.model_dump(mode="json")
@@ -163,7 +163,7 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
         for depth, key in enumerate(parents):
             inside = ".".join(parents[: depth + 1])
             if isinstance(node, dict) and key in node and node[key] is None:
-                raise OverrideError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
+                raise InvalidValueError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
             node = enter(node, key, inside)
         node[index_in(node, last, path) if isinstance(node, list) else last] = value
     changes = ", ".join(f"{path}={value}" for path, value in values.items())
@@ -298,7 +298,7 @@ def _value(text: str, path: str) -> Any:
     try:
         return _constructed(text, path)
     except ValueError as broken:
-        raise OverrideError(f"{path}: {text[:200]!r} is not a YAML value: {broken}") from None
+        raise InvalidValueError(f"{path}: {text[:200]!r} is not a YAML value: {broken}") from None
 
 
 def _constructed(text: bytes | str, name: str) -> Any:

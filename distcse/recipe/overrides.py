@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from distcse.errors import OverrideError
+from distcse.errors import InvalidValueError
 
 _YAML = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|!![a-z]+[ /:].*""", re.DOTALL)
 """A value that is YAML also for a text key: in quotes from end to end, or with an explicit type."""
@@ -30,11 +30,11 @@ def apply_override(
         parse: Reads YAML, given a text and the key's path.
 
     Raises:
-        OverrideError: It is no override, there is no such place, or its value is empty or not YAML.
+        InvalidValueError: It is no override, there is no such place, or its value is empty or not YAML.
     """
     path, equals, value = override.partition("=")
     if not equals or not path:
-        raise OverrideError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
+        raise InvalidValueError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
     *parents, last = path.split(".")
     node: Any = document
     for depth, key in enumerate(parents):
@@ -50,7 +50,7 @@ def apply_override(
 
 
 def enter(node: Any, key: str, path: str) -> Any:
-    """Return what a section or list holds under a key; a missing section is made. Raises `OverrideError` for a value."""
+    """Return what a section or list holds under a key; a missing section is made. Raises `InvalidValueError` for a value."""
     if isinstance(node, list):
         inner = node[index_in(node, key, path)]
     else:
@@ -58,7 +58,7 @@ def enter(node: Any, key: str, path: str) -> Any:
             node[key] = {}
         inner = node[key]
     if not isinstance(inner, dict | list):
-        raise OverrideError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
+        raise InvalidValueError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
     return inner
 
 
@@ -66,7 +66,7 @@ def index_in(node: list[Any], key: str, path: str) -> int:
     """Return an index of a list as a number; the index after the last appends an empty mapping to the list."""
     if not key.isdecimal() or int(key) > len(node):
         size = len(node)
-        raise OverrideError(
+        raise InvalidValueError(
             f"{path}: {key!r} is no place in a list of {size}; allowed: 0 to {size}, where {size} appends"
         )
     if int(key) == len(node):
@@ -86,21 +86,21 @@ def _read_value(typed: str, path: str, model: type[BaseModel], parse: Callable[[
         parse: Reads YAML, given a text and the key's path.
 
     Raises:
-        OverrideError: It is empty or not YAML, and the key does not take text.
+        InvalidValueError: It is empty or not YAML, and the key does not take text.
     """
     accepted = _types_at(model, path.split("."))
     if not typed.strip() and str not in accepted:
-        raise OverrideError(f"{path}= has no value, such as an unset shell variable; write one, or {path}=null")
+        raise InvalidValueError(f"{path}= has no value, such as an unset shell variable; write one, or {path}=null")
     if str not in accepted or typed in _NULLS or _YAML.fullmatch(typed):
         return parse(typed, path)
     if accepted <= {str, type(None)} or not typed.strip():
         return typed
     try:
         parsed = parse(typed, path)
-    except OverrideError as broken:
+    except InvalidValueError as broken:
         if not typed.lstrip().startswith("["):
             return typed  # such as *.txt, which YAML takes for an alias
-        raise OverrideError(f"{broken}; put each text of the list in quotes, such as ['*.txt', '007']") from None
+        raise InvalidValueError(f"{broken}; put each text of the list in quotes, such as ['*.txt', '007']") from None
     # A file named 2024-01-01 is text, also where a list of files is accepted.
     return parsed if _is_accepted(parsed, accepted) else typed
 

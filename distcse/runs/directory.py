@@ -247,14 +247,14 @@ class RunDirectory:
 
 
 def require_lasting(storage: StorageSection, keys: Sequence[str] = ("runs", "cache")) -> None:
-    """Raise `TemporaryPathError` if Ray deletes a folder of the recipe with the job."""
+    """Raise `InvalidValueError` if Ray deletes a folder of the recipe with the job."""
     for key in keys:
         fix = f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}"
         refuse_job_copy(f"storage.{key}", resolve_path(getattr(storage, key)), fix)
 
 
 def require_lasting_run(directory: Path) -> None:
-    """Raise `TemporaryPathError` if Ray deletes the run or sweep to resume with the job."""
+    """Raise `InvalidValueError` if Ray deletes the run or sweep to resume with the job."""
     fix = f"copy it to storage that stays, and write --resume /shared/runs/{directory.name}"
     refuse_job_copy("--resume", directory, fix)
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from distcse.errors import TemporaryPathError
+from distcse.errors import InvalidValueError
 from distcse.storage.locations import is_mirror
 
 # <session>/runtime_resources/working_dir_files/_ray_pkg_<hash>; packages that Ray downloaded have other last names.
@@ -38,10 +38,10 @@ def refuse_job_copy(setting: str, path: str | Path, fix: str) -> None:
         fix: How to fix it, as an imperative.
 
     Raises:
-        TemporaryPathError: The path is in the copy.
+        InvalidValueError: The path is in the copy.
     """
     if is_in_job_copy(path):
-        raise TemporaryPathError(
+        raise InvalidValueError(
             f"{setting} is {os.path.abspath(path)}, in Ray's temporary copy of the job's working directory, which Ray deletes; "
             f"{fix}"
         )

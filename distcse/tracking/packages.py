@@ -23,7 +23,7 @@ def require_packages(section: LoggersSection) -> None:
 
     Raises:
         LoggerSetupError: A logger's package is missing.
-        TemporaryPathError: MLflow has no server, and would write into a folder that Ray deletes.
+        InvalidValueError: MLflow has no server, and would write into a folder that Ray deletes.
     """
     for name in _PACKAGES:
         if getattr(section, name):
@@ -37,7 +37,7 @@ def require_trial_loggers(loggers: Sequence[str]) -> None:
 
     Raises:
         LoggerSetupError: A logger's package is missing, or W&B has no login.
-        TemporaryPathError: MLflow has no server, and would write into a folder that Ray deletes.
+        InvalidValueError: MLflow has no server, and would write into a folder that Ray deletes.
     """
     for name in loggers:
         _require_package(name, f"loggers: {name}")
@@ -68,7 +68,7 @@ def require_mlflow_server(fix: str) -> None:
         fix: How to set the server's address, as an imperative.
 
     Raises:
-        TemporaryPathError: MLflow would write into Ray's temporary copy of the working directory.
+        InvalidValueError: MLflow would write into Ray's temporary copy of the working directory.
     """
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         refuse_job_copy("MLflow's folder", os.getcwd(), fix)

@@ -97,9 +97,9 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
         nodes: The nodes of the cluster.
 
     Raises:
-        ClusterTooSmallError: `search.concurrent` trials, or the GPUs of trials and servers, do not fit.
-        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
-        NodeLabelError: No node has the labels of `training.node_labels`.
+        ClusterTooSmallError: `search.concurrent` trials, or the GPUs of trials and servers, do not fit. `resources.gpu`
+             is `required`, and a role gets no GPU.
+            No node has the labels of `training.node_labels`.
     """
     request = experiment_of(recipe).trials.request
     can_wait = recipe.resources.wait_s > 0
@@ -139,7 +139,7 @@ def plans_of_trials(
     """Return the plans of a sweep's GPUs: those of the embedding pass, then those of the trials and their servers.
 
     Raises:
-        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
+        ClusterTooSmallError: `resources.gpu` is `required`, and a role gets no GPU.
     """
     request, mode = experiment_of(recipe).trials.request, recipe.gpu_mode
     embedding = [] if request.teachers is None else [plan_embedding(request.teachers, nodes, mode)]

@@ -14,7 +14,7 @@ import pytest
 
 import distcse
 from distcse import host
-from distcse.errors import ClusterTooSmallError, ModelNotFoundError, NodeLabelError
+from distcse.errors import ClusterTooSmallError, ModelNotFoundError
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress, StepReport
 from distcse.experiments.distillation.resources import plan_run
 from distcse.experiments.distillation.tables import embed_corpus
@@ -281,5 +281,5 @@ def test_labels_that_no_node_has_are_refused_immediately(
         not_matching = make_recipe(
             tmp_path, tiny("bert"), [tiny("minilm")], sentences, *served, f"{override}={{role: students}}"
         )
-        with fails_with(NodeLabelError, "role=students", override, "ray start --labels"):
+        with fails_with(ClusterTooSmallError, "role=students", override, "ray start --labels"):
             plan_run(not_matching, alive())

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from distcse import embed, evaluate, train, tune
 from distcse.data import Corpus
 from distcse.data.readers import read_sentences
-from distcse.errors import CorpusFormatError, DistcseError, EmptyCorpusError, EvaluationResultError
+from distcse.errors import CorpusFormatError, CorpusTooSmallError, DistcseError, EvaluationResultError
 from distcse.evaluation import Contamination, PairClassificationTask, RetrievalDataset, ScoredPairs, read_table
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.models.st_format import read_layout
@@ -563,8 +563,8 @@ def test_a_hundred_thousand_duplicates_are_rows_like_others(tmp_path: Path) -> N
     [
         ("a.txt", "one\ntwo\n".encode("utf-16")[:-1], CorpusFormatError, ["line 2", "not UTF-16"]),
         ("a.txt", b"\xffone\n", CorpusFormatError, ["line 1", "byte 0xff at column 1"]),
-        ("a.txt", b"", EmptyCorpusError, []),
-        ("a.txt", b"\0\0\n\r\n  \n", EmptyCorpusError, []),
+        ("a.txt", b"", CorpusTooSmallError, []),
+        ("a.txt", b"\0\0\n\r\n  \n", CorpusTooSmallError, []),
         ("a.jsonl", b'{"text": "\\ud83d"}', CorpusFormatError, ["line 1, key 'text'", r"'\ud83d'"]),
         ("a.txt", b"ab\xed\xa0\x80", CorpusFormatError, ["line 1", "UTF-8"]),
         ("a.txt.gz", gzip.compress(b"one\n" * 9999, mtime=0)[:-12], CorpusFormatError, ["after line"]),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import distcse
-from distcse.errors import EncoderSettingError, RunArgumentError
+from distcse.errors import ArgumentError, EncoderSettingError
 from distcse.events import DevScore, Event, StepReport
 from distcse.recipe import Recipe
 from tests.conftest import ROOT
@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_argument_is_one_error_that_says_what_to_pass(case: str) -> None:
     call, named = WRONG[case]
-    with fails_with(RunArgumentError, named):
+    with fails_with(ArgumentError, named):
         call()
 
 
@@ -128,5 +128,5 @@ def test_without_a_listener_progress_goes_to_standard_error(
 
 
 def test_overrides_want_a_name(recipe_with: Callable[..., Recipe]) -> None:
-    with fails_with(RunArgumentError, "overrides"):
+    with fails_with(ArgumentError, "overrides"):
         distcse.run(recipe_with(), "training.lr=1e-4")

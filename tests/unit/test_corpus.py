@@ -25,7 +25,6 @@ from distcse.errors import (
     CorpusFormatError,
     CorpusNotFoundError,
     CorpusTooSmallError,
-    EmptyCorpusError,
     MissingColumnError,
 )
 from distcse.models import Encoder
@@ -97,10 +96,10 @@ def test_a_damaged_cache_is_prepared_again(tmp_path: Path) -> None:
     ("name", "content", "kind", "named"),
     [
         ("a.txt", b"fine\nbad \xff byte\n", CorpusFormatError, ["a.txt, line 2", "byte 0xff at column 5"]),
-        ("a.txt", b"", EmptyCorpusError, ["a.txt"]),
-        ("a.txt", b"\n \n", EmptyCorpusError, ["a.txt"]),
+        ("a.txt", b"", CorpusTooSmallError, ["a.txt"]),
+        ("a.txt", b"\n \n", CorpusTooSmallError, ["a.txt"]),
         ("a.csv", b"text,id\nx\n", CorpusFormatError, ["a.csv, line 2", "1 fields", "2"]),
-        ("a.csv", b"", EmptyCorpusError, ["a.csv"]),
+        ("a.csv", b"", CorpusTooSmallError, ["a.csv"]),
         ("a.txt.gz", gzip.compress(b"line\n" * 50_000, mtime=0)[:100], CorpusFormatError, ["a.txt.gz", "after line"]),
     ],
 )

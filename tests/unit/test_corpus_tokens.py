@@ -19,7 +19,7 @@ from distcse.data import Corpus, Tokenization, TokenTable, tokenizer_fingerprint
 from distcse.data import token_table as tokens_module
 from distcse.data.collate import collate
 from distcse.data.ragged import VALUES
-from distcse.errors import CorpusCacheError, TokenizationError
+from distcse.errors import CorpusCacheError, TokenizerError
 from distcse.recipe import CorpusSection
 from tests.failures import fails_with
 
@@ -125,7 +125,7 @@ def test_ids_above_sixteen_bits_are_preserved(tmp_path: Path) -> None:
 def test_a_row_without_tokens_is_named(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, ["aa", "xyz"])
     letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))  # drops unknown characters
-    with fails_with(TokenizationError, "row 1", "'xyz'"):
+    with fails_with(TokenizerError, "row 1", "'xyz'"):
         TokenTable.prepare(corpus, letters, 4, tmp_path)
     assert not list((tmp_path / "tokens").iterdir())
 
@@ -134,7 +134,7 @@ def test_a_slow_tokenizer_is_refused(tmp_path: Path, corpus: Corpus) -> None:
     class Slow:
         pass
 
-    with fails_with(TokenizationError, "tokenizer Slow", "tokenizer.json"):
+    with fails_with(TokenizerError, "tokenizer Slow", "tokenizer.json"):
         TokenTable.prepare(corpus, Slow(), 4, tmp_path)
 
 

@@ -15,9 +15,9 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from distcse.data.collate import Tokens, collate
 from distcse.errors import (
     InvalidValueError,
-    MissingWeightsError,
+    ModelFormatError,
     ModelNotFoundError,
-    TokenizerMismatchError,
+    TokenizerError,
     UnsupportedModelError,
 )
 from distcse.events import Reporter, StepReport
@@ -183,8 +183,8 @@ def test_generators_that_do_not_fit_are_refused(
     encoder = Encoder.load(tiny("bert"), pooling="cls")
     other = make_encoder(tmp_path / "other", "bert", sentences[:30])
     for generator, kind in (
-        (make_masked_lm(tmp_path / "foreign", other), TokenizerMismatchError),
-        (tiny("bert"), MissingWeightsError),
+        (make_masked_lm(tmp_path / "foreign", other), TokenizerError),
+        (tiny("bert"), ModelFormatError),
         (tmp_path / "nowhere", ModelNotFoundError),
     ):
         with fails_with(kind, str(generator)):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import NodeLabelError
+from distcse.errors import ClusterTooSmallError
 from distcse.events import Reporter
 from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.roles import with_precisions
@@ -188,11 +188,11 @@ def test_nodes_of_dropped_groups_are_not_needed(
     assert device_options(recipe, recipe.groups[1:], {}).labels == {"groups.1.node_labels": {"role": "b"}}
     cluster = FixedCluster([node(4, role="a")])
     assert with_precisions(recipe, cluster, Reporter(), groups=recipe.groups[:1]) == recipe
-    with fails_with(NodeLabelError, "groups.1.node_labels"):
+    with fails_with(ClusterTooSmallError, "groups.1.node_labels"):
         with_precisions(recipe, cluster, Reporter())
 
 
 def test_labels_that_no_node_has_are_named() -> None:
     named = ("role=students of training.node_labels or role=teachers of teachers.node_labels", "ray start --labels")
-    with fails_with(NodeLabelError, *named):
+    with fails_with(ClusterTooSmallError, *named):
         plan_devices(DeviceOptions(BY_ROLE), [node(1, role="others")], OwnNode("own", GIB), 1, GIB)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distcse.data.collate import Tokens
 from distcse.errors import (
     EncoderSettingError,
-    MissingWeightsError,
+    ModelFormatError,
     ModelNotFoundError,
     PickledWeightsError,
     UnsupportedModelError,
@@ -256,7 +256,7 @@ def test_pickles_are_never_loaded(tiny: Callable[..., Path], tmp_path: Path) -> 
     with fails_with(PickledWeightsError, str(folder), "pytorch_model.bin"):
         Encoder.load(folder, pooling="mean", max_length=8)
     (folder / "pytorch_model.bin").unlink()
-    with fails_with(MissingWeightsError, str(folder), "model.safetensors"):
+    with fails_with(ModelFormatError, str(folder), "model.safetensors"):
         Encoder.load(folder, pooling="mean", max_length=8)
 
 
@@ -305,7 +305,7 @@ def test_weights_are_never_random(tiny: Callable[..., Path], tmp_path: Path) -> 
     weights = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if "layer.1.output.dense.weight" not in name}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    with fails_with(MissingWeightsError, str(folder), "1 weights", "layer.1.output.dense.weight"):
+    with fails_with(ModelFormatError, str(folder), "1 weights", "layer.1.output.dense.weight"):
         Encoder.load(folder, pooling="mean", max_length=8)
 
 

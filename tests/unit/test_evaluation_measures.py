@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import kendalltau, spearmanr
 from sklearn.metrics import ndcg_score, roc_auc_score
 
-from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError, ModelOutputError
+from distcse.errors import EvaluationDataError, EvaluationFormatError, ModelOutputError
 from distcse.evaluation import RetrievalDataset, RetrievalTask, ScoredPairs, StsTask, VectorModel, agreement, sts_score
 from distcse.evaluation.geometry import GeometryTask, alignment, uniformity
 from distcse.evaluation.models import PairModel
@@ -192,7 +192,7 @@ def test_paraphrases_are_queries_in_both_directions() -> None:
     assert dataset.queries == ["a", "ac", "ab", "a"]
     assert [dataset.documents[next(iter(gains))] for gains in dataset.relevant] == ["ab", "a", "a", "ac"]
     assert [dataset.documents[index] for index in dataset.excluded if index is not None] == dataset.queries
-    with fails_with(InsufficientLabelsError, "set", "5"):
+    with fails_with(EvaluationFormatError, "set", "5"):
         RetrievalDataset.paraphrases(pairs_of([("a", "b", 1.0)]))
 
 

@@ -17,7 +17,6 @@ from distcse.errors import (
     EvaluationFormatError,
     EvaluationOptionError,
     EvaluationResultError,
-    InsufficientLabelsError,
     ModelOutputError,
 )
 from distcse.evaluation import (
@@ -169,7 +168,7 @@ def test_sets_that_a_protocol_cannot_measure_are_refused_when_read(tmp_path: Pat
     rows = [f"{number % 2}\t{text}" for number, text in enumerate(sentences[:18])]
     (tmp_path / "few.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
     few = [CustomSet.parse(f"transfer={tmp_path / 'few.tsv'}")]
-    with fails_with(InsufficientLabelsError, "few.tsv", "9 rows", "10 per label"):
+    with fails_with(EvaluationFormatError, "few.tsv", "9 rows", "10 per label"):
         collect(None, [], few)
     (tmp_path / "below.tsv").write_text(scored(sentences, 60, 5).replace("a\t", "a\t-"))
     with fails_with(EvaluationFormatError, "ranking below", "-"):

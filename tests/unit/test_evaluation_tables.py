@@ -15,7 +15,6 @@ from distcse.errors import (
     DistcseError,
     EvaluationDataError,
     EvaluationFormatError,
-    InsufficientLabelsError,
 )
 from distcse.evaluation import CustomSet, collect
 from distcse.evaluation.tables import read_table
@@ -71,7 +70,7 @@ def test_byte_order_marks_and_windows_line_ends_are_ignored(tmp_path: Path) -> N
             ["line 2, column 'score'", "'nan'"],
         ),
         ("score\tsentence1\tsentence2\n\tx\ty\n2\tx\ty\n", EvaluationFormatError, ["line 2, column 'score'", "''"]),
-        ("score\tsentence1\tsentence2\n1\tx\ty\n1\tv\tw\n", InsufficientLabelsError, ["2 pairs"]),
+        ("score\tsentence1\tsentence2\n1\tx\ty\n1\tv\tw\n", EvaluationFormatError, ["2 pairs"]),
     ],
 )
 def test_errors_in_sts_files_name_file_and_line(
@@ -97,15 +96,15 @@ def test_errors_in_sts_files_name_file_and_line(
             "pairs",
             "p.tsv",
             "label\tsentence1\tsentence2\n1\tx\ty\n1\tx\ty\n",
-            InsufficientLabelsError,
+            EvaluationFormatError,
             ["label 1"],
         ),
-        ("transfer", "t.tsv", "label\ttext\n" + "a\tx\n" * 30, InsufficientLabelsError, ["'a'"]),
+        ("transfer", "t.tsv", "label\ttext\n" + "a\tx\n" * 30, EvaluationFormatError, ["'a'"]),
         (
             "transfer",
             "t.tsv",
             "label\ttext\n" + "a\tx\n" * 30 + "b\ty\n" * 9,
-            InsufficientLabelsError,
+            EvaluationFormatError,
             ["9 rows", "10 per label"],
         ),
         ("transfer", "t.tsv", "label\ttext\n\tx\n", EvaluationFormatError, ["line 2, column 'label'", "''"]),
@@ -113,7 +112,7 @@ def test_errors_in_sts_files_name_file_and_line(
             "ranking",
             "r.tsv",
             "score\tsentence1\tsentence2\n1\tx\ty\n2\tz\ty\n",
-            InsufficientLabelsError,
+            EvaluationFormatError,
             ["4 partners"],
         ),
         ("sts", "s.jsonl", '{"score": 1}\n{"score": ', EvaluationFormatError, ["line 2", "JSON"]),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import distcse
 from distcse import plan, train, tune
 from distcse.device import DeviceSpeed
-from distcse.errors import CommandLineError, FrozenKeyError, ResumeMismatchError, RunArgumentError, SearchSpaceError
+from distcse.errors import ArgumentError, FrozenKeyError, ResumeMismatchError, SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments import experiment
@@ -194,7 +194,7 @@ def test_a_recipe_is_read_by_its_key(file: Path, models: list[Path]) -> None:
     assert isinstance(recipe, SoupRecipe) and recipe.soup == [str(model) for model in models] and recipe.log_every == 2
     assert isinstance(experiment_of(recipe), Soup)
     assert distcse.with_values(recipe, {"soup": ["a"]}).soup == ["a"]
-    with pytest.raises(RunArgumentError, match="BlendRecipe"):
+    with pytest.raises(ArgumentError, match="BlendRecipe"):
         experiment_of(BlendRecipe.model_validate({"soup": ["a"]}))
 
 
@@ -246,7 +246,7 @@ def test_commands_that_do_not_know_it_name_it(file: Path, tmp_path: Path, capsys
     assert SearchSpaceError.code in capsys.readouterr().err
     assert plan.main([str(file)]) == 2
     errors = capsys.readouterr().err
-    assert CommandLineError.code in errors and "a model soup" in errors
+    assert ArgumentError.code in errors and "a model soup" in errors
 
 
 def test_the_doctor_checks_its_models(file: Path) -> None:

@@ -17,8 +17,8 @@ from distcse.api import ExportResult, export_onnx
 from distcse.errors import (
     DistcseError,
     EncoderSettingError,
-    ExportDependencyError,
     ExportError,
+    MissingDependencyError,
     ModelNotFoundError,
     UnsupportedModelError,
 )
@@ -189,4 +189,4 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["anything", "--onnx"]) == 1
     shown = capsys.readouterr().err
-    assert f"[{ExportDependencyError.code}]" in shown and 'pip install "onnx>=' in shown
+    assert f"[{MissingDependencyError.code}]" in shown and 'pip install "onnx>=' in shown

@@ -15,7 +15,7 @@ import torch
 
 from distcse import host
 from distcse.device import default_device, gpu_count, has_gpu, limit_memory, usable_memory
-from distcse.errors import GpuRequiredError, RayConnectionError
+from distcse.errors import ClusterTooSmallError, RayConnectionError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.gpu_policy import gpu_policy
@@ -94,7 +94,9 @@ def test_a_required_gpu_is_there(simulated_gpu: Simulation) -> None:
 def test_a_run_in_this_process_refuses_to_train_without_a_required_gpu(recipe_with: MakeRecipe, tmp_path: Path) -> None:
     experiment = Distillation(recipe_with("resources.gpu=required"))
     for start in (experiment.check, experiment.run):
-        with fails_with(GpuRequiredError, "this process, in which the run trains, sees no GPU", "resources.gpu=auto"):
+        with fails_with(
+            ClusterTooSmallError, "this process, in which the run trains, sees no GPU", "resources.gpu=auto"
+        ):
             start(LocalBackend(), Reporter())
     assert not list((tmp_path / "runs").iterdir())
 

@@ -14,7 +14,7 @@ import pytest
 import distcse
 from distcse import doctor, embed, evaluate, export, plan, train, tune
 from distcse.command import StopOnSignal
-from distcse.errors import TemporaryPathError
+from distcse.errors import InvalidValueError
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, open_store, resolve_path
@@ -75,7 +75,7 @@ def test_output_in_the_copy_is_refused(
     monkeypatch.setattr("distcse.tune.start_ray", lambda **options: None)
     assert is_refused(main, *words)
     error = capsys.readouterr().err
-    assert error.startswith(f"distcse: [{TemporaryPathError.code}] {setting} ")
+    assert error.startswith(f"distcse: [{InvalidValueError.code}] {setting} ")
     assert f"{job}/" in error and fix in error and error.count("\n") == 1
     assert not [file for file in job.iterdir() if file.suffix != ".yaml" and any(file.rglob("*"))]
 
@@ -86,7 +86,7 @@ def test_the_default_folder_of_runs_is_refused_only_by_commands_that_write_runs(
     (job / "mine.yaml").write_text(recipe_yaml(recipe_with()).partition("storage:")[0])
     assert is_refused(train.main, "mine.yaml")
     error = capsys.readouterr().err
-    assert f"[{TemporaryPathError.code}] storage.runs " in error and f"{job}/runs" in error
+    assert f"[{InvalidValueError.code}] storage.runs " in error and f"{job}/runs" in error
     assert train.main(["mine.yaml", "--print-recipe"]) == 0
     assert embed.main(["mine.yaml", f"storage.cache={tmp_path}/shared", "--quiet"]) == 0
     assert plan.main(["mine.yaml", "--json"]) == 0
@@ -101,7 +101,7 @@ def test_an_onnx_export_next_to_a_model_in_the_copy_is_refused(job: Path, capsys
     (job / "model").mkdir()
     assert is_refused(export.main, "model", "--onnx")
     error = capsys.readouterr().err
-    assert f"[{TemporaryPathError.code}] MODEL " in error and f"{job}/model" in error
+    assert f"[{InvalidValueError.code}] MODEL " in error and f"{job}/model" in error
 
 
 def test_paths_outside_the_copy_are_accepted(job: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_mlflow_without_an_address_is_refused(job: Path, monkeypatch: pytest.Mon
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     loggers = distcse.read_recipe("mine.yaml", ["loggers.mlflow={}"]).loggers
-    with fails_with(TemporaryPathError, "loggers.mlflow.uri"):
+    with fails_with(InvalidValueError, "loggers.mlflow.uri"):
         require_packages(loggers)
     require_packages(distcse.read_recipe("mine.yaml", ["loggers.mlflow.uri=http://mlflow:5000"]).loggers)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distcse.device import default_device
-from distcse.errors import TextInputError
+from distcse.errors import ArgumentError
 from distcse.evaluation import VectorModel, agreement
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import DevMetric, read_labelled_dev, teacher_similarities
@@ -124,5 +124,5 @@ def test_few_texts_are_kept(tiny: Callable[..., Path], sentences: list[str], tok
         for texts in (few, many):
             np.testing.assert_array_equal(kept.encode(encoder, texts), encoder.encode(texts))
     assert len(tokenized) == (1 + 2) * len(few) + (2 + 2) * len(many)
-    with fails_with(TextInputError, "texts[1]"):
+    with fails_with(ArgumentError, "texts[1]"):
         kept.encode(encoder, ["A man.", None])  # type: ignore[list-item]

@@ -12,7 +12,7 @@ import pytest
 
 import distcse
 from distcse.data import Corpus, Excluded
-from distcse.errors import EmptyCorpusError, EvaluationDataError, EvaluationResultError, InvalidValueError
+from distcse.errors import CorpusTooSmallError, EvaluationDataError, EvaluationResultError, InvalidValueError
 from distcse.evaluation import (
     Contamination,
     Tasks,
@@ -189,7 +189,7 @@ def test_excluded_rows_are_left_out_of_the_corpus(tmp_path: Path) -> None:
     assert filtered.texts(range(2)) == ["one", "four"] and filtered.excluded_rows == 2
     assert len(full) == 4 and full.fingerprint != filtered.fingerprint
     assert Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(["two.", "THREE"])).reused
-    with fails_with(EmptyCorpusError, "4"):
+    with fails_with(CorpusTooSmallError, "4"):
         Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(rows))
 
 

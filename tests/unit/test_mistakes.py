@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from distcse import embed, evaluate, run, train, tune
 from distcse.command import refuse_launchers
-from distcse.errors import CommandLineError, CorpusNotFoundError, EncoderSettingError
+from distcse.errors import ArgumentError, CorpusNotFoundError, EncoderSettingError
 from distcse.experiments.required_models import require_models
 from distcse.models import Encoder
 from distcse.recipe import Recipe, read_recipe, recipe_yaml
@@ -123,7 +123,7 @@ MISTAKES: list[tuple[str, list[str], int, list[str]]] = [
     ("tune", [R, "--space", "{p.folder}/space.yaml"], 2, ["objective.rank.tua2", "did you mean 'tau2'?"]),
     ("evaluate", ["{p.tiny}", "--suite", "stss", "--data", "{p.labelled}"], 1, ["DCSE-E04", "'stss'", "sts, transfer"]),
     ("evaluate", ["{p.tiny}", "--pooling", "mean"], 1, ["DCSE-E04", "--data"]),
-    ("evaluate", ["{p.folder}/empty", "--data", "{p.labelled}"], 1, ["DCSE-M03", "empty", "model.safetensors"]),
+    ("evaluate", ["{p.folder}/empty", "--data", "{p.labelled}"], 1, ["DCSE-M02", "empty", "model.safetensors"]),
     ("embed", [R, "--compare"], 1, ["two teachers"]),
 ]  # fmt: skip
 
@@ -280,9 +280,9 @@ def test_one_of_several_processes_of_a_launcher_is_refused(
     before = sorted(place.folder.rglob("*"))
     assert COMMANDS[command]([str(place.recipe)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"[{CommandLineError.code}]" in line and "number 1 of 2" in line and "training.workers=2" in line
+    assert f"[{ArgumentError.code}]" in line and "number 1 of 2" in line and "training.workers=2" in line
     assert launcher in line and sorted(place.folder.rglob("*")) == before
-    with fails_with(CommandLineError, "number 1 of 2"):
+    with fails_with(ArgumentError, "number 1 of 2"):
         run(read_recipe(str(place.recipe)), listen=lambda event: None)
 
 

@@ -23,7 +23,7 @@ from distcse.errors import (
     EvaluationFormatError,
     FrozenKeyError,
     InvalidValueError,
-    ModelLoadError,
+    ModelFormatError,
     ModelNotFoundError,
     RecipeError,
     RunRecordError,
@@ -386,7 +386,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_has_a_folder(
     broken = make_encoder(tmp_path / "broken", "bert", sentences)
     (broken / "model.safetensors").write_bytes(b"truncated")
     recipe = both(f"groups.1.cross_backbone={broken}", "mutual.on_failure=drop")
-    with fails_with(ModelLoadError, str(broken)):
+    with fails_with(ModelFormatError, str(broken)):
         run_mutual(recipe, Reporter())
     assert not Path(recipe.storage.runs).exists() or not list(Path(recipe.storage.runs).iterdir())
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel
 
 from distcse.data import Corpus
 from distcse.device import DeviceSpeed
-from distcse.errors import CommandLineError, ModelNotFoundError
+from distcse.errors import ArgumentError, ModelNotFoundError
 from distcse.experiments.distillation.roles import roles_on
 from distcse.models import Encoder, resolve_model
 from distcse.models.loading import model_class
@@ -357,7 +357,7 @@ def test_clusters_are_parsed(spec: str, form: tuple[int, int, str]) -> None:
     ],
 )
 def test_other_clusters_are_refused(spec: str, named: str) -> None:
-    with fails_with(CommandLineError, "--cluster", named):
+    with fails_with(ArgumentError, "--cluster", named):
         parse_cluster(spec)
 
 

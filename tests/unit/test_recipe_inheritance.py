@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distcse.errors import RecipeError, RecipeInheritanceError, RecipeNotFoundError, UnknownKeyError
+from distcse.errors import RecipeError, RecipeNotFoundError, RecipeSyntaxError, UnknownKeyError
 from distcse.recipe import load_recipe, read_recipe, recipe_yaml
 from distcse.recipe.schema import schema_json
 
@@ -55,11 +55,11 @@ def test_a_recipe_of_mutual_distillation_extends_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "error", "parts"),
     [
-        ({"a": "extends: a.yaml\n"}, RecipeInheritanceError, ["a.yaml → ", "remove extends"]),
-        ({"a": "extends: b.yaml\n", "b": "extends: ./a.yaml\n"}, RecipeInheritanceError, ["a.yaml", "b.yaml"]),
+        ({"a": "extends: a.yaml\n"}, RecipeSyntaxError, ["a.yaml → ", "remove extends"]),
+        ({"a": "extends: b.yaml\n", "b": "extends: ./a.yaml\n"}, RecipeSyntaxError, ["a.yaml", "b.yaml"]),
         (
             {"a": "extends: [b.yaml, c.yaml]\n"},
-            RecipeInheritanceError,
+            RecipeSyntaxError,
             ["extends is ['b.yaml', 'c.yaml']", "one recipe"],
         ),
         ({"a": "extends: minilm-3layr\n"}, RecipeNotFoundError, ["'minilm-3layr'", "did you mean 'minilm-3layer'?"]),

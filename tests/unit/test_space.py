@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from distcse.errors import (
     InvalidValueError,
-    OverrideError,
     RecipeError,
     RunRecordError,
     SearchSpaceError,
@@ -108,7 +107,7 @@ def test_random_samples_depend_on_the_seed_and_respect_their_bounds(recipe: Reci
     ("parameters", "sections", "error", "named"),
     [
         ({"objective.rank.tau9": {"values": [1]}}, {}, UnknownKeyError, ["objective.rank.tau9", "'tau3'"]),
-        ({"objective.detection.weight": {"values": [1]}}, {}, OverrideError, ["objective.detection"]),
+        ({"objective.detection.weight": {"values": [1]}}, {}, InvalidValueError, ["objective.detection"]),
         (
             {"objective.rank.tau2": {"uniform": [0.05, 50]}},
             {},
@@ -224,7 +223,7 @@ def test_with_values_returns_another_recipe(recipe: Recipe) -> None:
     other = with_values(recipe, {"training.lr": 0.5, "teachers.encoders.1.alpha": 3, "student.layers": [1]})
     assert (other.training.lr, other.teachers.encoders[1].alpha, other.student.layers) == (0.5, 3, [1])
     assert recipe.training.lr == 1e-3
-    with fails_with(OverrideError, "teachers.encoders.7", "0 to 3"):
+    with fails_with(InvalidValueError, "teachers.encoders.7", "0 to 3"):
         with_values(recipe, {"teachers.encoders.7.alpha": 3})
 
 

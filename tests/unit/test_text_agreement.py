@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.stats import pearsonr, spearmanr
 
 from distcse import measure
-from distcse.errors import EvaluationDataError, EvaluationFormatError, InsufficientLabelsError
+from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluate import main
 from distcse.evaluation import Choice, Limits, LoadOptions, TextsTask
 from distcse.evaluation.estimates import PearsonOf
@@ -129,7 +129,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, tiny: Callable[...,
     table.write_text("".join(json.dumps({"body": f"text {number}"}) + "\n" for number in range(20)))
     with fails_with(EvaluationDataError, "missing.txt"):
         measure(models, texts=tmp_path / "missing.txt", load_options=OPTIONS)
-    with fails_with(InsufficientLabelsError, "few.txt", "2 distinct texts", "at least 12"):
+    with fails_with(EvaluationFormatError, "few.txt", "2 distinct texts", "at least 12"):
         measure(models, texts=few, load_options=OPTIONS)
     with fails_with(EvaluationFormatError, "table.jsonl", "--column"):
         measure(models, texts=table, load_options=OPTIONS)

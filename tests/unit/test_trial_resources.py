@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.tune import PlacementGroupFactory
 
-from distcse.errors import ClusterTooSmallError, GpuRequiredError, NodeLabelError
+from distcse.errors import ClusterTooSmallError
 from distcse.events import Event, Reporter
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.resources import least_requests as run_requests
@@ -98,7 +98,7 @@ def test_trials_run_on_labelled_nodes_only(recipe_with: MakeRecipe) -> None:
     reserved = placement(resources)
     assert reserved.bundles == [{"CPU": 1.0}]
     assert reserved == PlacementGroupFactory([{"CPU": 1.0}], bundle_label_selector=[{"role": "students"}])
-    with fails_with(NodeLabelError, "role=students of training.node_labels"):
+    with fails_with(ClusterTooSmallError, "role=students of training.node_labels"):
         trial_resources(recipe, sweep(), nodes[1:])
 
 
@@ -178,7 +178,7 @@ def test_a_required_gpu_is_asked_for_where_rows_are_missing(recipe_with: MakeRec
     cluster, messages = FixedCluster(nodes), list[Event]()
     report_gpus(recipe, cluster, Reporter(messages.append))
     corpus = read_corpus(recipe, Reporter())
-    with fails_with(GpuRequiredError, "the nodes with role=teachers have no GPU for the embedding actors"):
+    with fails_with(ClusterTooSmallError, "the nodes with role=teachers have no GPU for the embedding actors"):
         require_embedding_gpus(recipe, corpus, cluster, Reporter())
     prepare_tables(recipe, corpus, LocalBackend(), Reporter())
     require_embedding_gpus(recipe, corpus, cluster, Reporter())

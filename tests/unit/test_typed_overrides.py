@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distcse.errors import EvaluationOptionError, InvalidValueError, ModelNotFoundError, OverrideError
+from distcse.errors import EvaluationOptionError, InvalidValueError, ModelNotFoundError
 from distcse.evaluation import parse_models
 from distcse.models import resolve_model
 from distcse.recipe import Recipe, read_recipe
@@ -61,7 +61,7 @@ def test_an_unset_shell_variable_is_no_value(key: str, typed: str) -> None:
 
 
 def test_an_empty_value_is_not_null_and_an_empty_prompt_is_one() -> None:
-    with fails_with(OverrideError, "training.max_steps=", "training.max_steps=null"):
+    with fails_with(InvalidValueError, "training.max_steps=", "training.max_steps=null"):
         read_recipe("minilm-3layer", ["training.max_steps="])
     with fails_with(InvalidValueError, "corpus.path", "empty"):
         read_recipe("minilm-3layer", ["corpus.path=[a.txt, '']"])
@@ -99,7 +99,7 @@ def test_a_key_for_text_or_a_list_of_texts_takes_text_as_typed(typed: str) -> No
 
 @pytest.mark.parametrize("typed", ["[*.txt]", "[a.txt", "[@a, b]"])
 def test_a_list_of_texts_that_is_not_yaml_says_how_to_write_one(typed: str) -> None:
-    with fails_with(OverrideError, "corpus.path", repr(typed), "['*.txt', '007']"):
+    with fails_with(InvalidValueError, "corpus.path", repr(typed), "['*.txt', '007']"):
         read_recipe("minilm-3layer", [f"corpus.path={typed}"])
 
 

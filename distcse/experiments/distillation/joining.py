@@ -30,9 +30,9 @@ def joined_for_run(
         What the run's processes reserve; None without a cluster or in a sweep.
 
     Raises:
-        ClusterTooSmallError: The cluster does not have the resources.
-        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
-        NodeLabelError: No node has the labels of a key.
+        ClusterTooSmallError: The cluster does not have the resources. `resources.gpu` is `required`, and a role gets no
+             GPU.
+            No node has the labels of a key.
         SharedStorageError: A node does not see a folder.
         RayConnectionError: The cluster cannot be joined or started.
     """

@@ -76,7 +76,7 @@ class PreparedCorpus:
         Raises:
             CorpusTooSmallError: The corpus has too few rows for a batch and the held-out rows.
             UnsuitableTeacherError: The recipe needs vectors of a teacher that gives none.
-            TokenizationError: The corpus cannot be tokenized.
+            TokenizerError: The corpus cannot be tokenized.
         """
         corpus = read_corpus(recipe, reporter)
         recipe = fit_to_corpus(recipe, corpus, reporter)

@@ -88,9 +88,9 @@ def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
         nodes: The nodes of its cluster.
 
     Raises:
-        ClusterTooSmallError: The cluster does not have the resources.
-        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
-        NodeLabelError: No node has the labels of a key.
+        ClusterTooSmallError: The cluster does not have the resources. `resources.gpu` is `required`, and a role gets no
+             GPU.
+            No node has the labels of a key.
     """
     training, teachers = recipe.training, recipe.teachers
     usable = nodes_with(nodes, training.node_labels, "training.node_labels")
@@ -203,7 +203,7 @@ def require_gpus_of(recipe: Recipe, embedded: Sequence[TeacherSection], cluster:
         cluster: The teachers' cluster; None checks nothing.
 
     Raises:
-        GpuRequiredError: Their embedding actors get no GPU.
+        ClusterTooSmallError: Their embedding actors get no GPU.
     """
     if embedded and cluster is not None and recipe.gpu_mode == "required":
         plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode, embedded).require_all()
@@ -218,9 +218,9 @@ def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> 
         reporter: Receives one line.
 
     Raises:
-        ClusterTooSmallError: The cluster does not have the resources.
-        GpuRequiredError: `resources.gpu` is `required`, and a role gets no GPU.
-        NodeLabelError: No node has the labels of a key.
+        ClusterTooSmallError: The cluster does not have the resources. `resources.gpu` is `required`, and a role gets no
+             GPU.
+            No node has the labels of a key.
         RayConnectionError: The cluster cannot be joined or started.
     """
     if cluster is None or _needs_no_report(recipe, cluster):

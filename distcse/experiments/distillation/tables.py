@@ -80,7 +80,7 @@ def prepare_tables(
         One complete table per teacher; None for a live teacher.
 
     Raises:
-        GpuRequiredError: `resources.gpu` is `required`, and embedding actors that must start get no GPU.
+        ClusterTooSmallError: `resources.gpu` is `required`, and embedding actors that must start get no GPU.
         EmbeddingTableError: A shard is damaged.
         ObjectStorageError: The storage refuses a shard.
     """
@@ -156,7 +156,7 @@ def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | No
         reporter: Its stop request ends the check.
 
     Raises:
-        GpuRequiredError: A table is incomplete, and its embedding actors get no GPU.
+        ClusterTooSmallError: A table is incomplete, and its embedding actors get no GPU.
         StoppedEarlyError: A stop was requested.
     """
     if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed

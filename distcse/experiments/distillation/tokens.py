@@ -32,7 +32,7 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
         reporter: Receives progress.
 
     Raises:
-        TokenizationError: The corpus cannot be tokenized.
+        TokenizerError: The corpus cannot be tokenized.
         CorpusCacheError: The cache cannot be written.
         StoppedEarlyError: A stop was requested before all parts were tokenized.
     """

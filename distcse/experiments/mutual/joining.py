@@ -36,9 +36,9 @@ def joined_for_groups(
         What the groups' workers reserve; without a cluster or in a sweep, an empty mapping per group.
 
     Raises:
-        ClusterTooSmallError: The cluster does not have the resources.
-        GpuRequiredError: `resources.gpu` is `required`, and a group gets no GPU.
-        NodeLabelError: No node has the labels of a group.
+        ClusterTooSmallError: The cluster does not have the resources. `resources.gpu` is `required`, and a group gets
+            no GPU.
+            No node has the labels of a group.
         SharedStorageError: A node does not see a folder.
         RayConnectionError: The cluster cannot be joined or started.
     """

@@ -72,9 +72,9 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
         nodes: The nodes of the cluster.
 
     Raises:
-        ClusterTooSmallError: The cluster does not have the resources for all groups at once, or for one that shares workers.
-        GpuRequiredError: `resources.gpu` is `required`, and a group gets no GPU.
-        NodeLabelError: No node has the labels of a group.
+        ClusterTooSmallError: The cluster does not have the resources for all groups at once, or for one that shares
+            workers. `resources.gpu` is `required`, and a group gets no GPU.
+            No node has the labels of a group.
     """
     if recipe.mutual.shared_workers is not None:
         return _plan_shared(recipe, groups, nodes)
@@ -153,9 +153,9 @@ def report_gpus(
         reporter: Receives one line.
 
     Raises:
-        ClusterTooSmallError: The cluster does not have the resources for all groups at once.
-        GpuRequiredError: `resources.gpu` is `required`, and a group gets no GPU.
-        NodeLabelError: No node has the labels of a group.
+        ClusterTooSmallError: The cluster does not have the resources for all groups at once. `resources.gpu` is
+            `required`, and a group gets no GPU.
+            No node has the labels of a group.
         RayConnectionError: The cluster cannot be joined or started.
     """
     if cluster is None or (recipe.gpu_mode != "required" and cluster.is_one_cpu()):

@@ -43,7 +43,7 @@ def prepare_tokens(
         The tables of each group.
 
     Raises:
-        TokenizationError: A sentence has no token.
+        TokenizerError: A sentence has no token.
         StoppedEarlyError: A stop was requested before all pairs were tokenized.
         CorpusCacheError: The cache cannot be written.
     """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distcse.compat.transformers import without_noise
 from distcse.data.collate import Tokens
 from distcse.device import default_device, is_gpu
-from distcse.errors import MissingWeightsError, TokenizerMismatchError, UnsupportedModelError
+from distcse.errors import ModelFormatError, TokenizerError, UnsupportedModelError
 from distcse.losses.detection import detection
 from distcse.losses.views import Detection
 from distcse.models import Encoder
@@ -175,7 +175,7 @@ def build_detector(
             "objective.detection needs a BERT- or RoBERTa-shaped student: one with an embeddings module"
         )
     if tokenizer.mask_token_id is None or tokenizer.cls_token_id is None:
-        raise TokenizerMismatchError("objective.detection needs a tokenizer with [CLS] and [MASK]")
+        raise TokenizerError("objective.detection needs a tokenizer with [CLS] and [MASK]")
     words = Vocabulary(
         len(tokenizer),
         tokenizer.cls_token_id,
@@ -199,7 +199,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
     opened.check_weights()
     folder = opened.backbone
     if opened.load_tokenizer().get_vocab() != tokenizer.get_vocab():
-        raise TokenizerMismatchError(
+        raise TokenizerError(
             f"objective.detection.generator {section.generator} has another vocabulary than the student; "
             "a generator speaks the student's tokens (distilbert-base-uncased for BERT, distilroberta-base for RoBERTa)"
         )
@@ -207,7 +207,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
         AutoModelForMaskedLM, folder, opened.load_config(), max_length, "a masked language model"
     )
     if missing:
-        raise MissingWeightsError(
+        raise ModelFormatError(
             f"{folder} lacks the weights of its masked-language-model head, such as {missing[0]}; they would be random"
         )
     loaded: nn.Module = model
