@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from distcse.checks import require
 from distcse.command import refuse_launchers
 from distcse.data import source_rows
 from distcse.data.readers import find_files, read_sentences
@@ -53,18 +54,17 @@ from distcse.evaluation.sts import AGGREGATES, Aggregate
 from distcse.events import Listener, LogMessage, Reporter, StageProgress, ignore
 from distcse.experiments.experiment import Result
 from distcse.experiments.registry import experiment_of
-from distcse.experiments.settings_warnings import (
-    SettingsWarning,
-    report_warnings,
-    warn_of_unknown_tokens,
-    warn_of_unused_prompts,
-)
-from distcse.inputs import require_labelled
 from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.models.st_format import default_pooling
 from distcse.models.weight_files import CHECKSUMS
 from distcse.precision import Role, report_precisions
+from distcse.preflight.warnings import (
+    SettingsWarning,
+    report_warnings,
+    warn_of_unknown_tokens,
+    warn_of_unused_prompts,
+)
 from distcse.rank_space import RankSpaceEncoder, draw_references, is_rank_space
 from distcse.ray_backend.backend import choose_backend
 from distcse.recipe import BaseRecipe, CorpusSection, EncoderSection, read_recipe
@@ -162,7 +162,6 @@ def run(
     begun = None
     if recipe.storage.run_id is not None:
         begun, recipe = RunDirectory.reopen_by_id(recipe)
-    require_labelled(recipe)
     experiment = experiment_of(recipe)
     with _reporting(listen, stop_requested) as reporter:
         return _finished(experiment.run(choose_backend(recipe), reporter, begun))
@@ -186,7 +185,6 @@ def resume(
     require_lasting_run(path)
     begun, recipe = RunDirectory.reopen(path, list(overrides))
     require_lasting(recipe.storage, ["cache"])
-    require_labelled(recipe)
     with _reporting(listen, stop_requested) as reporter:
         return _finished(experiment_of(recipe).run(choose_backend(recipe), reporter, begun))
 
@@ -211,8 +209,8 @@ def rerun(
     """
     with _reporting(listen, stop_requested) as reporter:
         earlier = ReferenceRun.open(resolve_path(directory).absolute(), list(overrides), reporter)
-        require_labelled(earlier.recipe)
         experiment = experiment_of(earlier.recipe)
+        require(experiment.questions())
         earlier.check_data(experiment.fingerprints(reporter))
         for warning in earlier.warnings:
             reporter.emit(LogMessage(f"other than in the first run: {warning}", warning=True))

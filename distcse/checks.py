@@ -1,12 +1,17 @@
-"""The result of a check."""
+"""Checks before a run: questions, asked by a run, `--dry-run` and `doctor`, and their results as lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from distcse.errors import DistcseError
+
 Verdict = Literal["ok", "warn", "fail"]
+
+Question = tuple[str, Callable[[], str | None]]
+"""A name, and a function that returns what it found, None for nothing to show. An error is a `DistcseError`."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,25 @@ def fail(name: str, found: str, fix: str) -> Check:
     return Check(name, "fail", found, fix)
 
 
-def run_checks(checks: Sequence[Callable[[], list[Check]]]) -> Iterator[Check]:
-    """Run all checks in order, and yield each result as soon as it is found."""
-    for check in checks:
-        yield from check()
+def require(questions: Iterable[Question]) -> None:
+    """Ask all questions, as a run does; raises the first error."""
+    for _, ask in questions:
+        ask()
+
+
+def answers(questions: Iterable[Question]) -> Iterator[Check]:
+    """Ask all questions, as `doctor` does, and yield each answer once, as soon as it is known; an error is a failed check."""
+    seen = set()
+    for name, ask in questions:
+        try:
+            found = ask()
+            check = None if found is None else ok(name, found)
+        except DistcseError as error:
+            problem, _, fix = error.coded_message.partition("; ")
+            check = fail(name, problem, fix)
+        if check is not None and check not in seen:
+            seen.add(check)
+            yield check
 
 
 def gib(size: float) -> str:

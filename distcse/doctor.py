@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from distcse.command import add_recipe, exit_status, parse_command, program
 from distcse.gc_paused import gc_paused
-from distcse.recipe import BaseRecipe, StorageSection, read_recipe
-from distcse.storage import resolve_path
-
-if TYPE_CHECKING:
-    from distcse.checks import Check
+from distcse.recipe import read_recipe
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,42 +20,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
-    from distcse.checks import run_checks
     from distcse.report.lines import print_lines
     from distcse.report.progress import open_view
 
     with open_view(quiet=options.json, is_loading=True), gc_paused():
-        from distcse.health import machine, settings, sources, storage
-        from distcse.ray_backend import cluster_checks
+        from distcse.ray_backend.health import diagnose
 
-    runs, cache = _storage(recipe)
-    checks: list[Callable[[], list[Check]]] = [
-        machine.check_python,
-        machine.check_packages,
-        machine.check_cpus,
-        partial(machine.check_gpus, recipe),
-        partial(machine.check_precision, recipe),
-        machine.check_memory,
-        machine.check_shared_memory,
-        machine.check_open_files,
-        partial(machine.check_deepspeed, recipe),
-        cluster_checks.check_version,
-        partial(cluster_checks.check_cluster, {"storage.runs": runs, "storage.cache": cache}, recipe),
-        cluster_checks.check_token,
-        cluster_checks.check_ports,
-        *(
-            partial(storage.check_location, name, path)
-            for name, path in (("storage.runs", runs), ("storage.cache", cache))
-        ),
-    ]
-    if recipe is not None:
-        checks += [
-            partial(sources.check_models, recipe),
-            partial(sources.check_text, recipe),
-            partial(settings.check_settings, recipe),
-        ]
-    found: list[Check] = []
-    for check in run_checks(checks):
+    found = []
+    for check in diagnose(recipe):
         found.append(check)
         if not options.json:
             print_lines([check.line])
@@ -75,13 +39,6 @@ def _main(options: argparse.Namespace) -> int:
         summary = ", ".join(f"{number} {verdict}" for verdict, number in counts.items())
         print_lines(["", summary])
     return int(any(check.verdict == "fail" for check in found))
-
-
-def _storage(recipe: BaseRecipe | None) -> tuple[Path, Path]:
-    """Folders of runs and cache, the recipe's or the defaults."""
-    section = StorageSection() if recipe is None else recipe.storage
-    cache = (os.environ.get("DISTCSE_CACHE") or section.cache) if recipe is None else section.cache
-    return resolve_path(section.runs).expanduser().absolute(), resolve_path(cache).expanduser().absolute()
 
 
 def build_parser() -> argparse.ArgumentParser:

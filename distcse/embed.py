@@ -19,7 +19,7 @@ from distcse.command import (
     refuse_launchers,
 )
 from distcse.gc_paused import gc_paused
-from distcse.inputs import require_inputs
+from distcse.preflight.inputs import require_inputs
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import to_uri
 
@@ -98,7 +98,7 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
             from distcse.experiments.distillation.dev_ensemble import score_ensemble
             from distcse.experiments.distillation.roles import with_teacher_precisions
             from distcse.experiments.gpu_policy import gpu_policy
-            from distcse.experiments.settings_warnings import report_warnings, warn_of_narrow_bands
+            from distcse.preflight.warnings import report_warnings, warn_of_narrow_bands
             from distcse.report.terminal import print_comparison, print_ensemble_scores
             from distcse.teachers.comparison import compare
 

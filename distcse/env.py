@@ -27,8 +27,8 @@ def _main(options: argparse.Namespace) -> int:
 
     with open_view(quiet=options.json, is_loading=True):
         with gc_paused():
-            from distcse.health.environment import describe_environment
-            from distcse.ray_backend.cluster_checks import check_cluster
+            from distcse.preflight.machine import describe_environment
+            from distcse.ray_backend.health import check_cluster
 
         found = describe_environment()
         found["ray cluster"] = "; ".join(check.found for check in check_cluster())

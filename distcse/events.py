@@ -192,6 +192,10 @@ class Reporter:
         self.emit(StageProgress(name, done, total, unit))
         self.check_stop(f"in {name} after {done:,}{'' if total is None else f' of {total:,}'} {unit}")
 
+    def found(self, stage: str, note: str) -> None:
+        """Report a stage that is done at once, such as a check, with what it found."""
+        self.emit(StageProgress(stage, 1, 1, "", finished=True, note=note))
+
     def follow(self, items: Iterable[T], name: str) -> Iterator[T]:
         """Yield the items of a long stream, and end it at a stop request.
 

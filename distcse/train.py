@@ -22,7 +22,7 @@ from distcse.command import (
 )
 from distcse.errors import ArgumentError
 from distcse.gc_paused import gc_paused
-from distcse.inputs import require_inputs
+from distcse.preflight.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.storage import open_store, to_uri

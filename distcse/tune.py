@@ -24,7 +24,7 @@ from distcse.command import (
 from distcse.errors import ArgumentError, MissingDependencyError, UnknownKeyError, WorkFailedError
 from distcse.gc_paused import gc_paused
 from distcse.host import pip_install
-from distcse.inputs import require_inputs
+from distcse.preflight.inputs import require_inputs
 from distcse.ray_backend.cluster import shutdown_ray, start_ray
 from distcse.recipe import BaseRecipe, Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep, recipe_yaml
 from distcse.recipe.base import recipe_classes

@@ -8,19 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from distcse.checks import Question
 from distcse.device import DeviceSpeed
 from distcse.errors import SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.model_card import ModelCard
-from distcse.experiments.settings_warnings import SettingsWarning, warn_of_session_folders, warn_of_unread_keys
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
+from distcse.preflight.inputs import input_questions
+from distcse.preflight.warnings import SettingsWarning, warn_of_places, warn_of_unread_keys
 from distcse.recipe import BaseRecipe, EncoderSection
 from distcse.recipe.unread_keys import unread_keys
 from distcse.runs.directory import RunDirectory
+from distcse.tracking import require_packages
+from distcse.trainer.engines import uses_deepspeed
 
 if TYPE_CHECKING:
     from distcse.experiments.trials import Trials
@@ -138,6 +142,17 @@ class Experiment(ABC, Generic[R]):
             DistcseError: The recipe, the data or the cluster has a problem. Finished work is kept.
         """
 
+    def questions(self, begun: RunDirectory | None = None) -> list[Question]:
+        """Return what can be asked in under a second: each start of a run, `--dry-run`, a sweep and `doctor` ask the same.
+
+        Default: for the recipe's text and labelled sets, and the packages of its loggers and engines. Models are asked for
+        apart, because a begun run has them (`distcse.preflight.models`).
+
+        Args:
+            begun: The folder of the run to resume, which may have what would be asked for. Default: none.
+        """
+        return questions_of(self.recipe)
+
     def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
         """Return the warnings of the recipe's settings that a run begins with (see `open_run`), and that `check` reports.
 
@@ -146,7 +161,7 @@ class Experiment(ABC, Generic[R]):
         Args:
             only_local: Skip models that would have to be downloaded. Default: False.
         """
-        return [*warn_of_session_folders(self.recipe.storage), *warn_of_unread_keys(self.recipe, self.unread_keys())]
+        return [*warn_of_places(self.recipe), *warn_of_unread_keys(self.recipe, self.unread_keys())]
 
     def warnings(self, corpus_rows: int | None = None) -> list[SettingsWarning]:
         """Return all warnings that a run would report, from what is on this machine. Default: those that it begins with.
@@ -178,6 +193,17 @@ class Experiment(ABC, Generic[R]):
     def trials(self) -> Trials:
         """What a sweep asks of this kind of run. Raises `SearchSpaceError` if its recipes cannot be searched, the default."""
         raise SearchSpaceError(f"{self.name} has no sweeps; train each recipe by itself with python -m distcse.train")
+
+
+def questions_of(recipe: BaseRecipe, needs_text: bool = True) -> list[Question]:
+    """Ask for a recipe's text and labelled sets, and for the packages of its loggers and engines."""
+
+    def ask_packages() -> None:
+        require_packages(recipe.loggers)
+        for section in recipe.loop_sections:
+            uses_deepspeed(section)
+
+    return [*input_questions(recipe, needs_text), ("packages", ask_packages)]
 
 
 E = TypeVar("E", bound=type[Experiment[Any]])

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+from distcse.checks import require
 from distcse.errors import StoppedEarlyError
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.experiment import Experiment
 from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.required_models import require_models
-from distcse.experiments.settings_warnings import report_warnings
 from distcse.placement.cluster import Cluster
 from distcse.placement.resources import ResourceRequest
+from distcse.preflight.models import model_questions
+from distcse.preflight.warnings import report_warnings
 from distcse.recipe import BaseRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -56,7 +57,7 @@ def open_run(
         scope.enter_context(gpu_policy(recipe.gpu_mode, computes_here))
         is_new = directory is None
         if is_new and not backend.is_for_trials:
-            require_models(recipe)
+            require(model_questions(recipe, fetch=True))
         directory = directory or RunDirectory.create(recipe)
         lease = scope.enter_context(directory.leased(reporter))
         if is_new and recipe.storage.run_id is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from distcse.errors import DistcseError
 from distcse.events import Reporter
 from distcse.experiments.mutual.max_workers import with_max_workers
+from distcse.experiments.mutual.pairs import fit_to_pairs, temporary_pairs
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
 from distcse.planning.formulas import FITS, PROCESS, Pass, WorkerMemory, gib, size_text, span, with_update
 from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
@@ -69,7 +70,7 @@ class MutualPlan:
             why = "pairs in files are not tokenised for a plan"
             why += "" if rows or counted else f"; {pairs:,} pairs assumed: give --corpus-rows"
             lengths = assumed_lengths(2 * pairs, why)
-        recipe = with_max_workers(recipe, Reporter())
+        recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs)
         shapes = [_shapes(group, recipe.cross_start(group)) for group in recipe.groups]
         return cls(recipe, cluster, shapes, lengths, pairs)
 
@@ -267,8 +268,6 @@ def _shapes(section: GroupSection, cross_start: str) -> dict[Kind, Shape]:
 
 def _count_pairs(recipe: MutualRecipe) -> int | None:
     """Count the pairs in the recipe's files; None if they cannot be read."""
-    from distcse.experiments.mutual.pairs import temporary_pairs
-
     try:
         with temporary_pairs(recipe) as pairs:
             return len(pairs)

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from distcse.recipe.training import LoopSection
 
 
-FITTED_KEYS = (("evaluation", "num_heldout"), ("training", "batch_size"))
+FITTED_KEYS = (
+    ("evaluation", "num_heldout"),
+    ("training", "batch_size"),
+    ("bi", "batch_size"),
+    ("cross", "batch_size"),
+)
 """Sections and keys whose values a run lowers for a small corpus, unless a user gave them."""
 
 
@@ -35,8 +40,6 @@ class RecipeInputs:
     """Teachers of every kind."""
     corpus: CorpusSection | None = None
     """The sentences to train on."""
-    pairs: str | list[str] | None = None
-    """Files of sentence pairs to train on."""
     labelled: str | None = None
     """Folder of the labelled sets."""
     labelled_for: str | None = None
@@ -122,6 +125,15 @@ class BaseRecipe(Section):
         for name, key in self.given_keys - {*given}:
             getattr(self, name).model_fields_set.discard(key)
         return self
+
+    def describe_fitted(self, fitted: Self) -> str:
+        """Return the values of `FITTED_KEYS` that another recipe has lowered, as part of a sentence; empty if it has none."""
+        pairs = {
+            f"{name}.{key}": (getattr(getattr(self, name), key), getattr(getattr(fitted, name), key))
+            for name, key in FITTED_KEYS
+            if key in getattr(type(getattr(self, name, None)), "model_fields", ())
+        }
+        return " and ".join(f"{path} is {now}, not {before}" for path, (before, now) in pairs.items() if now != before)
 
     @model_validator(mode="after")
     def _switch_reaches_encoders(self) -> Self:

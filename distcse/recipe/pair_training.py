@@ -18,7 +18,8 @@ class BiSection(LoopSection):
     """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Pairs per step over all workers of a group."""
+    """Pairs per step over all workers of a group. This default, or a packaged recipe's, is lowered where it would leave fewer
+    than ten steps in a phase. A value of yours is kept."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
     """Passes over the pairs: 10 for STS, 15 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
@@ -33,7 +34,7 @@ class CrossSection(LoopSection):
     """Training of cross-encoders on the bi-encoders' labels: binary cross-entropy with soft labels."""
 
     batch_size: Annotated[int, Field(ge=2)] = 32
-    """Pairs per step over all workers of a group."""
+    """Pairs per step over all workers of a group; lowered for few pairs, as that of `bi` is."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 1
     """Passes over the pairs: 1 for STS, 3 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 2e-5

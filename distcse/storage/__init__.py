@@ -22,7 +22,7 @@ from distcse.storage.checksums import (
     without_checksum_line,
 )
 from distcse.storage.folder_store import FolderStore
-from distcse.storage.job_copy import is_in_job_copy, is_in_session, refuse_job_copy
+from distcse.storage.job_copy import is_in_job_copy, is_in_session, refuse_job_copy, shadowed_package
 from distcse.storage.locations import is_uri, resolve_path, to_uri
 from distcse.storage.stored_files import StoredFile
 from distcse.storage.stores import find_model, open_store
@@ -50,6 +50,7 @@ __all__ = [
     "refuse_job_copy",
     "resolve_path",
     "sha256",
+    "shadowed_package",
     "storage_errors",
     "text_checksum",
     "text_hashes",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from distcse.errors import InvalidValueError
@@ -45,3 +47,13 @@ def refuse_job_copy(setting: str, path: str | Path, fix: str) -> None:
             f"{setting} is {os.path.abspath(path)}, in Ray's temporary copy of the job's working directory, which Ray deletes; "
             f"{fix}"
         )
+
+
+def shadowed_package() -> tuple[Path, Path] | None:
+    """Return the folder of this package and that of the installed one, if a job's working directory hides the latter."""
+    used = Path(__file__).parents[1]
+    if not is_in_job_copy(used):
+        return None
+    others = [entry for entry in sys.path if not is_in_job_copy(entry or os.getcwd())]
+    found = PathFinder.find_spec("distcse", others)
+    return None if found is None or found.origin is None else (used, Path(found.origin).parent)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distcse.recipe import LoopSection
+
+_FEWEST_STEPS = 10
 
 
 def warmup_then_linear(update: int, total: int, warmup: float) -> float:
@@ -30,3 +34,19 @@ def total_steps(training: LoopSection, steps_per_epoch: int) -> int:
     if training.max_steps is not None:
         steps = min(steps, training.max_steps)
     return max(training.gradient_accumulation, steps - steps % training.gradient_accumulation)
+
+
+def fitting_batch(sections: Sequence[LoopSection], sizes: Sequence[int], rows: int) -> int:
+    """Return the largest batch that leaves trainings on a few rows ten steps without `max_steps`; else the smallest.
+
+    Args:
+        sections: The trainings, which have one batch size.
+        sizes: The sizes to choose from, the largest first.
+        rows: Rows to train on.
+    """
+    unlimited = [section.model_copy(update={"max_steps": None}) for section in sections]
+
+    def leaves_steps(size: int) -> bool:
+        return size <= rows and all(total_steps(section, rows // size) >= _FEWEST_STEPS for section in unlimited)
+
+    return next(filter(leaves_steps, sizes), sizes[-1])

@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distcse.checks import require
 from distcse.errors import FrozenKeyError, RunDirectoryError, SearchSpaceError, StoppedEarlyError
 from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.registry import experiment_of
-from distcse.experiments.required_models import require_models
 from distcse.experiments.run_scope import joined_for_devices, waited_for_nodes
-from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import TrialGpus, Trials
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import report_plans
+from distcse.preflight.models import model_questions
+from distcse.preflight.warnings import report_warnings
 from distcse.recipe import BaseRecipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
 from distcse.runs.changes import differences, is_location
 from distcse.runs.directory import (
@@ -100,7 +101,7 @@ def begin(recipe: BaseRecipe, sweep: Sweep, reporter: Reporter | None = None) ->
     """
     run_id = recipe.storage.run_id
     if run_id is None or not (open_store(recipe.storage.runs) / run_id).fetch("space.yaml"):
-        require_models(recipe)
+        require(model_questions(recipe, fetch=True))
     directory = RunDirectory.create(recipe.model_copy(update={"name": f"{recipe.name}-{sweep.name}"}))
     with directory.leased(reporter or Reporter()):
         if directory.store.fetch("space.yaml"):

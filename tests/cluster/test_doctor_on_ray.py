@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.ray_backend import cluster_checks
+from distcse.ray_backend import health
 
 pytestmark = pytest.mark.cluster
 
@@ -15,6 +15,6 @@ def test_nodes_are_checked(cluster: None, tmp_path: Path, monkeypatch: pytest.Mo
     import ray
 
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-    (found,) = cluster_checks.check_cluster({"storage.runs": tmp_path, "storage.cache": tmp_path / "not created yet"})
+    (found,) = health.check_cluster({"storage.runs": tmp_path, "storage.cache": tmp_path / "not created yet"})
     assert found.verdict == "ok" and "1 nodes, 6 CPUs" in found.found
     assert ray.is_initialized()  # an existing connection is kept

@@ -36,8 +36,8 @@ from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.health.storage import check_location
 from distcse.models import Encoder, StaticEncoder, resolve_model
+from distcse.preflight.machine import check_location
 from distcse.ray_backend.teacher_servers import live_teacher, table_teacher
 from distcse.recipe import FamilyRecipe, MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from distcse.events import Event, Reporter, StageProgress, StepReport
-from distcse.health.sources import check_models
 from distcse.models import Encoder
 from distcse.plan import main as plan
+from distcse.ray_backend.health import check_recipe
 from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers import kinds
 from distcse.teachers.kinds import kind_of, registry
@@ -73,7 +73,7 @@ def test_doctor_and_plan_know_the_new_kind(
     recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = recipe_with(TEACHER)
-    assert {check.verdict for check in check_models(recipe)} == {"ok"}
+    assert {check.verdict for check in check_recipe(recipe)} == {"ok"}
     assert plan([str(tmp_path / "recipe.yaml"), TEACHER]) == 0
     assert "384 sentences are embedded by hashed-words:512; time not estimated" in capsys.readouterr().out
 

@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
 from distcse import evaluate
+from distcse.checks import require
 from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidValueError
 from distcse.evaluation import (
     CustomDev,
@@ -27,9 +28,8 @@ from distcse.evaluation import (
 from distcse.events import DevScore, Event, Reporter
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
-from distcse.experiments.distillation.preflight import check_recipe
+from distcse.experiments.distillation.preflight import recipe_questions
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.inputs import require_labelled
 from distcse.models import Encoder
 from distcse.planning.student import DEV_SENTENCES
 from distcse.recipe import Recipe
@@ -121,7 +121,7 @@ def test_a_missing_dev_set_is_named(recipe_with: MakeRecipe, labelled: Path) -> 
     with fails_with(EvaluationDataError, "SICK-R trial", "trial.tsv.gz"):
         read_labelled_dev(recipe_with(f"evaluation.data={labelled}", "evaluation.dev=stsb_sickr"))
     with fails_with(InvalidValueError, "evaluation.dev is stsb_sickr", "evaluation.data"):
-        require_labelled(recipe_with("evaluation.dev=stsb_sickr"))
+        require(recipe_questions(recipe_with("evaluation.dev=stsb_sickr")))
 
 
 def write_triplets(file: Path, sentences: list[str], model: VectorModel) -> None:
@@ -257,7 +257,7 @@ def test_a_dev_score_that_is_neither_a_name_nor_a_path_is_refused(
     monkeypatch.chdir(tmp_path)
     assert recipe_with("evaluation.dev=dev.tsv").with_absolute_paths().dev_score == str(tmp_path / "dev.tsv")
     with fails_with(EvaluationDataError, "dev.tsv", "does not exist"):
-        check_recipe(recipe_with("evaluation.dev=./dev.tsv"))
+        require(recipe_questions(recipe_with("evaluation.dev=./dev.tsv")))
     (tmp_path / "dev.tsv").write_text("text\nwords\n")
     with fails_with(EvaluationFormatError, "dev.tsv", "'score', 'label' or 'anchor'"):
-        check_recipe(recipe_with("evaluation.dev=./dev.tsv"))
+        require(recipe_questions(recipe_with("evaluation.dev=./dev.tsv")))

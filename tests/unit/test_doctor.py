@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from distcse import host
-from distcse.checks import Check, ok, run_checks
+from distcse.checks import Check, answers, ok
 from distcse.doctor import main
 from distcse.errors import RecipeNotFoundError
-from distcse.health import machine, sources, storage
-from distcse.ray_backend import cluster_checks
-from distcse.recipe import EndpointSection, Recipe, TeacherSection, read_recipe
+from distcse.preflight import machine
+from distcse.preflight.inputs import input_questions
+from distcse.preflight.models import check_model, model_questions
+from distcse.ray_backend import health
+from distcse.recipe import EncoderSection, EndpointSection, Recipe, TeacherSection, read_recipe
 from distcse.teachers.kinds import kind_of
 from tests.endpoints import Reply, open_endpoint
 
@@ -29,16 +31,16 @@ def the_only(found: list[Check]) -> Check:
 
 
 def test_python_torch_transformers_and_ray_are_supported() -> None:
-    found = [*machine.check_python(), *machine.check_packages(), *cluster_checks.check_version()]
+    found = [*machine.check_python(), *machine.check_packages(), *health.check_version()]
     assert [check.name for check in found] == ["python", "torch", "transformers", "ray"]
     assert all(check.verdict == "ok" for check in found)
 
 
 def test_results_do_not_wait_for_later_checks() -> None:
-    def unfinished() -> list[Check]:
+    def unfinished() -> str:
         raise AssertionError("asked before its turn")
 
-    assert next(run_checks([lambda: [ok("first", "done")], unfinished])) == ok("first", "done")
+    assert next(answers([("first", lambda: "done"), ("second", unfinished)])) == ok("first", "done")
 
 
 def test_cpus_and_gpus_are_reported() -> None:
@@ -109,20 +111,20 @@ def test_a_low_limit_of_open_files_is_reported(limit: int, verdict: str) -> None
 
 
 def test_a_folder_is_tested_and_left_unchanged(tmp_path: Path) -> None:
-    assert the_only(storage.check_folder("storage.runs", tmp_path, good_free=1)).verdict == "ok"
+    assert the_only(machine.check_folder("storage.runs", tmp_path, good_free=1)).verdict == "ok"
     missing = tmp_path / "a" / "b"
-    found = the_only(storage.check_folder("storage.runs", missing, good_free=1))
+    found = the_only(machine.check_folder("storage.runs", missing, good_free=1))
     assert found.verdict == "ok" and f"{missing} (to be created in {tmp_path})" in found.found
     assert list(tmp_path.iterdir()) == []
-    assert the_only(storage.check_folder("storage.runs", tmp_path, good_free=1e18)).verdict == "warn"
+    assert the_only(machine.check_folder("storage.runs", tmp_path, good_free=1e18)).verdict == "warn"
 
 
 def test_a_folder_without_write_access_fails(tmp_path: Path) -> None:
-    found = the_only(storage.check_folder("storage.cache", Path("/proc/self/cache")))
+    found = the_only(machine.check_folder("storage.cache", Path("/proc/self/cache")))
     assert found.verdict == "fail" and "storage.cache=FOLDER" in found.fix
     file = tmp_path / "file"
     file.write_text("")
-    blocked = the_only(storage.check_folder("storage.runs", file / "runs"))
+    blocked = the_only(machine.check_folder("storage.runs", file / "runs"))
     assert blocked.verdict == "fail" and str(file) in blocked.found and "storage.runs=FOLDER" in blocked.fix
 
 
@@ -131,7 +133,7 @@ def test_a_folder_without_read_access_fails(tmp_path: Path, monkeypatch: pytest.
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", refuse)
-    found = the_only(storage.check_folder("storage.runs", tmp_path / "closed" / "runs"))
+    found = the_only(machine.check_folder("storage.runs", tmp_path / "closed" / "runs"))
     assert found.verdict == "fail" and "Permission denied" in found.found and "storage.runs=FOLDER" in found.fix
 
 
@@ -143,15 +145,29 @@ def test_storage_that_refuses_writing_and_deleting_fails(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("builtins.open", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    found = the_only(storage.check_folder("storage.runs", tmp_path))
+    found = the_only(machine.check_folder("storage.runs", tmp_path))
     assert found.verdict == "fail" and "Read-only file system" in found.found
+
+
+def answer_of(name: str) -> Check:
+    """Return what the doctor finds of a model."""
+    return the_only([*answers([("model", lambda: check_model(EncoderSection(backbone=name)))])])
+
+
+def check_models(recipe: Recipe) -> list[Check]:
+    kinds = [kind_of(section, only_local=True) for section in recipe.inputs.teachers]
+    return [*answers(model_questions(recipe)), *(check for kind in kinds for check in kind.check_source())]
+
+
+def check_text(recipe: Recipe) -> list[Check]:
+    return [*answers(input_questions(recipe))]
 
 
 def test_a_custom_teacher_is_created(recipe_with: Callable[..., Recipe]) -> None:
     valid = recipe_with("teachers.encoders.0={backbone: mine, class_path: 'tests.unit.test_doctor:CustomTeacher'}")
-    assert {check.verdict for check in sources.check_models(valid)} == {"ok"}
+    assert {check.verdict for check in check_models(valid)} == {"ok"}
     invalid = recipe_with("teachers.encoders.0={backbone: mine, class_path: 'tests.unit.test_doctor:Nobody'}")
-    (failed,) = [check for check in sources.check_models(invalid) if check.verdict == "fail"]
+    (failed,) = [check for check in check_models(invalid) if check.verdict == "fail"]
     assert "Nobody" in failed.found and "extend.md" in failed.fix
 
 
@@ -163,25 +179,25 @@ class CustomTeacher:
 
 
 def test_models_are_checked(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    assert the_only(sources.check_model(str(tiny("bert")))).verdict == "ok"
-    assert the_only(sources.check_model("/nowhere")).verdict == "fail"
-    offline = the_only(sources.check_model("nobody/has-this"))
+    assert answer_of(str(tiny("bert"))).verdict == "ok"
+    assert answer_of("/nowhere").verdict == "fail"
+    offline = answer_of("nobody/has-this")
     assert offline.verdict == "fail" and "HF_HUB_OFFLINE" in offline.found
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "model.safetensors").write_bytes((tiny("bert") / "model.safetensors").read_bytes())
-    without = the_only(sources.check_model(str(bare)))
+    without = answer_of(str(bare))
     assert without.verdict == "fail" and str(bare) in without.found and "no tokenizer" in without.found
     (bare / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
     (bare / "config.json").write_bytes((tiny("bert") / "config.json").read_bytes())
-    empty = the_only(sources.check_model(str(bare)))
+    empty = answer_of(str(bare))
     assert empty.verdict == "fail" and str(bare) in empty.found and "tokenizer" in empty.found
     (bare / "tokenizer.json").write_bytes((tiny("bert") / "tokenizer.json").read_bytes())
-    assert the_only(sources.check_model(str(bare))).verdict == "ok"
+    assert answer_of(str(bare)).verdict == "ok"
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "pytorch_model.bin").write_bytes(b"")
-    refused = the_only(sources.check_model(str(pickled)))
+    refused = answer_of(str(pickled))
     assert refused.verdict == "fail" and "safetensors" in refused.found
 
 
@@ -195,10 +211,10 @@ def test_deepspeed_is_imported_if_required(recipe_with: Callable[..., Recipe]) -
 
 def test_text_and_labelled_sets_are_checked(recipe_with: Callable[..., Recipe], tmp_path: Path) -> None:
     recipe = recipe_with()
-    assert the_only(sources.check_text(recipe)).verdict == "ok"
-    assert [check.verdict for check in sources.check_text(recipe_with("evaluation.data=/nowhere"))] == ["ok", "fail"]
+    assert the_only(check_text(recipe)).verdict == "ok"
+    assert [check.verdict for check in check_text(recipe_with("evaluation.data=/nowhere"))] == ["fail", "ok"]
     (tmp_path / "corpus.txt").unlink()
-    assert the_only(sources.check_text(recipe)).verdict == "fail"
+    assert the_only(check_text(recipe)).verdict == "fail"
 
 
 @pytest.fixture
@@ -231,11 +247,11 @@ def test_a_port_beyond_loopback_fails(host: str, verdict: str, monkeypatch: pyte
         listening.bind((host, 0))
         listening.listen()
         port = listening.getsockname()[1]
-        found = the_only(cluster_checks.check_ports([port]))
+        found = the_only(health.check_ports([port]))
         assert found.verdict == verdict and str(port) in found.found
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        assert the_only(cluster_checks.check_ports([port])).verdict == ("warn" if verdict == "fail" else "ok")
-    closed = the_only(cluster_checks.check_ports([port]))
+        assert the_only(health.check_ports([port])).verdict == ("warn" if verdict == "fail" else "ok")
+    closed = the_only(health.check_ports([port]))
     assert closed.verdict == "ok" and str(port) not in closed.found
 
 
@@ -252,7 +268,7 @@ def test_a_port_beyond_loopback_fails(host: str, verdict: str, monkeypatch: pyte
 def test_a_recipe_needs_what_this_machine_has(
     overrides: tuple[str, ...], problem: str, fix: str, recipe_with: Callable[..., Recipe]
 ) -> None:
-    cluster, found = cluster_checks.check_cluster(recipe=recipe_with(*overrides))
+    cluster, found = health.check_cluster(recipe=recipe_with(*overrides))
     assert (cluster.name, cluster.verdict) == ("cluster", "ok")
     assert found.verdict == ("fail" if problem else "ok") and problem in found.found and fix in found.fix
 
@@ -263,36 +279,36 @@ def test_groups_need_what_this_machine_has(tiny: Callable[..., Path]) -> None:
         "trans-encoder-mutual-base",
         [*groups, "evaluation.data=data", "groups.0.gpus_per_worker=1", "groups.0.workers=16"],
     )
-    assert [check.verdict for check in cluster_checks.check_cluster(recipe=recipe)] == ["ok", "fail"]
+    assert [check.verdict for check in health.check_cluster(recipe=recipe)] == ["ok", "fail"]
 
 
 def test_the_token_is_required_and_private(tmp_path: Path) -> None:
-    assert the_only(cluster_checks.check_token({}, tmp_path)).verdict == "ok"
-    assert the_only(cluster_checks.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path)).verdict == "warn"
+    assert the_only(health.check_token({}, tmp_path)).verdict == "ok"
+    assert the_only(health.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path)).verdict == "warn"
     joined = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": "10.0.0.1:6379"}
-    assert the_only(cluster_checks.check_token(joined, tmp_path)).verdict == "fail"
-    assert the_only(cluster_checks.check_token({**joined, "RAY_AUTH_TOKEN": "abc"}, tmp_path)).verdict == "ok"
+    assert the_only(health.check_token(joined, tmp_path)).verdict == "fail"
+    assert the_only(health.check_token({**joined, "RAY_AUTH_TOKEN": "abc"}, tmp_path)).verdict == "ok"
     file = tmp_path / ".ray" / "auth_token"
     file.parent.mkdir()
     file.write_text("abc")
     file.chmod(0o644)
-    assert [check.verdict for check in cluster_checks.check_token(joined, tmp_path)] == ["ok", "warn"]
+    assert [check.verdict for check in health.check_token(joined, tmp_path)] == ["ok", "warn"]
     file.chmod(0o600)
-    assert the_only(cluster_checks.check_token(joined, tmp_path)).verdict == "ok"
+    assert the_only(health.check_token(joined, tmp_path)).verdict == "ok"
 
 
 def test_without_an_address_no_cluster_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert cluster_checks.check_cluster()[0].found.startswith("none")
+    assert health.check_cluster()[0].found.startswith("none")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(address)
-        assert f"export RAY_ADDRESS={address}" in cluster_checks.check_cluster()[0].found
-    assert cluster_checks.check_cluster()[0].found.startswith("none")  # it has ended, and its file remains
+        assert f"export RAY_ADDRESS={address}" in health.check_cluster()[0].found
+    assert health.check_cluster()[0].found.startswith("none")  # it has ended, and its file remains
 
 
 def test_the_command_prints_checks_and_leaves_no_files(

@@ -33,7 +33,7 @@ from distcse.errors import (
     first_line,
     last_line,
 )
-from distcse.experiments import settings_warnings
+from distcse.preflight import warnings as settings_warnings
 from distcse.recipe import read_recipe
 from tests.conftest import ROOT
 from tests.failures import fails_with

@@ -27,11 +27,11 @@ from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.model_card import ModelCard, hub_metadata, limits
 from distcse.experiments.registry import experiment_of
 from distcse.experiments.run_scope import open_run
-from distcse.health.sources import check_models, check_text
 from distcse.losses import ListNet
 from distcse.models import Encoder, model_fingerprint
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.precision import Role
+from distcse.ray_backend.health import check_recipe
 from distcse.recipe import (
     BaseRecipe,
     EncoderSection,
@@ -251,9 +251,12 @@ def test_commands_that_do_not_know_it_name_it(file: Path, tmp_path: Path, capsys
 
 def test_the_doctor_checks_its_models(file: Path) -> None:
     recipe = distcse.read_recipe(str(file))
-    assert [check.verdict for check in check_models(recipe)] == ["ok"] * 3 and check_text(recipe) == []
+    assert [(check.name, check.verdict) for check in check_recipe(recipe)] == [
+        *[("model", "ok")] * 3,
+        ("settings", "ok"),
+    ]
     broken = distcse.read_recipe(str(file), ["soup=[nowhere]"])
-    assert [check.verdict for check in check_models(broken)] == ["fail"]
+    assert [check.verdict for check in check_recipe(broken) if check.name == "model"] == ["fail"]
 
 
 def test_the_default_trials_name_the_kind_of_run(file: Path) -> None:

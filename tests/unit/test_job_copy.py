@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import distcse
 from distcse import doctor, embed, evaluate, export, plan, train, tune
 from distcse.command import StopOnSignal
 from distcse.errors import InvalidValueError
+from distcse.preflight.warnings import warn_of_places
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, open_store, resolve_path
@@ -95,6 +99,28 @@ def test_the_default_folder_of_runs_is_refused_only_by_commands_that_write_runs(
     checks: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     (runs,) = [check for check in checks if check["name"] == "storage.runs"]
     assert runs["verdict"] == "fail" and f"{job}/runs" in runs["found"]
+
+
+def test_a_copy_of_the_package_that_hides_the_installed_one_is_named(job: Path, tmp_path: Path) -> None:
+    installed = Path(distcse.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(installed, job / "distcse", ignore=ignored)
+    shutil.copytree(installed, tmp_path / "distcse", ignore=ignored)
+    code = "from distcse.storage import shadowed_package; print(*map(str, shadowed_package() or []), sep='\\n')"
+    for folder, found in ((job, [job / "distcse", installed]), (tmp_path, [])):
+        variables = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{installed.parent}"}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [str(path) for path in found]
+
+
+def test_a_job_that_runs_its_own_copy_is_warned(
+    recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = Path("/job/distcse"), Path("/installed/distcse")
+    monkeypatch.setattr("distcse.preflight.warnings.shadowed_package", lambda: places)
+    (warning,) = warn_of_places(recipe_with())
+    assert warning.code == "DCSE-W12" and all(str(place) in warning.problem for place in places)
 
 
 def test_an_onnx_export_next_to_a_model_in_the_copy_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

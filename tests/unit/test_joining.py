@@ -11,7 +11,7 @@ from ray.exceptions import AuthenticationError
 
 from distcse.errors import RayConnectionError
 from distcse.ray_backend.cluster import ClusterConfig, StartingCluster, cluster, fix_of_joining, start_ray, starting_ray
-from distcse.ray_backend.cluster_checks import check_cluster
+from distcse.ray_backend.health import check_cluster
 from tests.failures import fails_with
 from tests.ports import free_port
 

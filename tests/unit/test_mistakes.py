@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from distcse import embed, evaluate, run, train, tune
+from distcse.checks import require
 from distcse.command import refuse_launchers
 from distcse.errors import ArgumentError, CorpusNotFoundError, EncoderSettingError
-from distcse.experiments.required_models import require_models
 from distcse.models import Encoder
-from distcse.recipe import Recipe, read_recipe, recipe_yaml
+from distcse.preflight.models import model_questions
+from distcse.recipe import BaseRecipe, Recipe, read_recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import open_store
 from tests.endpoints import Reply, open_endpoint
@@ -213,6 +214,11 @@ def hub(tmp_path: Path, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return store
+
+
+def require_models(recipe: BaseRecipe) -> None:
+    """Check the recipe's models, as a run does before it has a folder."""
+    require(model_questions(recipe, fetch=True))
 
 
 @pytest.mark.parametrize("inside", ["", "0_Transformer"])

@@ -25,11 +25,11 @@ from distcse.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from distcse.health.sources import check_model
 from distcse.models import CrossEncoder, Encoder, StaticEncoder, TokenizerSpec
 from distcse.models.detection import build_detector
 from distcse.models.loading import dropouts
 from distcse.planning.shapes import read_shape
+from distcse.preflight.models import check_model
 from distcse.recipe import DetectionSection, EncoderSection, Pooling, StudentSection, TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
@@ -95,7 +95,10 @@ def refused_everywhere(folder: Path, error: type[DistcseError], *named: str, pro
         with fails_with(error, *named) as raised:
             use(section)
         messages.add(str(raised.value))
-    assert len(messages) == 1 and messages.pop() in check_model(str(folder), prompt=prompt)[0].line
+    with fails_with(error, *named) as raised:
+        check_model(section)
+    messages.add(str(raised.value))
+    assert len(messages) == 1
 
 
 NIGHTLY = (
@@ -215,7 +218,7 @@ def test_custom_code_is_read_planned_trained_and_saved(sentences: list[str], tmp
     encoder.save(tmp_path / "saved")
     same(Encoder.load(tmp_path / "saved", trust_remote_code=True).encode(TEXTS), vectors)
     same(their_vectors(tmp_path / "saved", TEXTS, trust_remote_code=True), vectors)
-    assert check_model(str(tmp_path / "saved"), trust_remote_code=True)[0].verdict == "ok"
+    assert check_model(EncoderSection(backbone=str(tmp_path / "saved"), trust_remote_code=True))
     refused_everywhere(tmp_path / "saved", ModelFormatError, "trust_remote_code")
 
 
@@ -261,12 +264,13 @@ def test_a_backbone_in_a_subfolder_is_read_everywhere(folder: Path) -> None:
     section = EncoderSection(backbone=str(folder))
     assert TokenizerSpec.of(section).max_length == encoder.max_length == 12
     assert read_shape(section).dimension == encoder.dimension
-    assert [check.verdict for check in check_model(str(folder))] == ["ok"]
+    assert check_model(section).endswith(str(folder))
     (folder / "0_Transformer" / "model.safetensors").write_bytes(POINTER)
     for use in (lambda: Encoder.load(folder), lambda: TokenizerSpec.of(section), lambda: CrossEncoder.load(folder)):
         with fails_with(ModelFormatError, "0_Transformer/model.safetensors", "Git LFS", "lfs pull"):
             use()
-    assert "Git LFS" in check_model(str(folder))[0].line
+    with fails_with(ModelFormatError, "Git LFS"):
+        check_model(section)
 
 
 def test_settings_are_those_of_the_first_file_that_has_any(folder: Path) -> None:

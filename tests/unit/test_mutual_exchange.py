@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse.checks import require
 from distcse.errors import InvalidValueError, StoppedEarlyError
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.labels import dev_weight, to_band
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import PhaseResult
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.preflight import check_recipe
+from distcse.experiments.mutual.preflight import recipe_questions
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
 from tests.failures import fails_with
@@ -115,7 +116,7 @@ def test_weights_by_dev_scores_need_a_correlation(both: MakeRecipe, tmp_path: Pa
     (tmp_path / "labelled.tsv").write_text("label\tsentence1\tsentence2\n1\ta\tb\n0\tc\td\n")
     learn = ("mutual.standardize=true", "mutual.weigh_by=group_and_dev", f"evaluation.dev={tmp_path / 'labelled.tsv'}")
     with fails_with(InvalidValueError, "give dev pairs with a column score"):
-        check_recipe(both(*learn))
+        require(recipe_questions(both(*learn)))
 
 
 def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, tmp_path: Path) -> None:

@@ -16,15 +16,19 @@ from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecordError
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
 from distcse.events import Event, LogMessage, Reporter, StageProgress
+from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual import labels, mining
-from distcse.experiments.mutual.pairs import read_pairs
+from distcse.experiments.mutual.experiment import MutualDistillation
+from distcse.experiments.mutual.pairs import fit_to_pairs, read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.stored_scores import StoredScores
 from distcse.experiments.mutual.tokens import report_extent
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
+from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report import cycles
+from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store, sha256
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -84,6 +88,48 @@ def test_a_limit_samples_the_pairs_that_it_sampled_in_memory(
     with fails_with(CorpusTooSmallError, "20 different pairs", "32"):
         read_pairs(recipe.model_copy(update={"bi": recipe.bi.model_copy(update={"batch_size": 32})}), tmp_path / "few")
     assert not (tmp_path / "few").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "overrides", "expected"),
+    [
+        (5000, [], (128, 32)),
+        (100, [], (100, 20)),
+        (100, ["cross.both_orders=false"], (100, 10)),
+        (100, ["bi.epochs=2", "cross.epochs=20"], (20, 32)),
+        (100, ["bi.max_steps=3"], (100, 20)),
+        (100, ["groups.0.workers=4"], (100, 20)),
+        (50, ["groups.0.workers=2", "groups.0.max_workers=8"], (48, 8)),
+        (5, ["groups.0.workers=8"], (8, 8)),
+        (100, ["bi.batch_size=64"], (64, 20)),
+        (100, ["groups.0.bi.batch_size=16", "groups.0.bi.epochs=1"], (128, 20)),
+        (2, [], (2, 2)),
+    ],
+)
+def test_default_batches_follow_few_pairs(number: int, overrides: list[str], expected: tuple[int, int]) -> None:
+    """A packaged recipe's values are defaults; a user's are kept."""
+    recipe = read_recipe("trans-encoder-bert-base", ["evaluation.data=data", *overrides])
+    assert isinstance(recipe, MutualRecipe)
+    events: list[Event] = []
+    fitted = fit_to_pairs(recipe, number, Reporter(events.append))
+    assert (fitted.bi.batch_size, fitted.cross.batch_size) == expected
+    assert len(events) == (fitted != recipe) and fit_to_pairs(fitted, number) == fitted
+    if events:
+        assert isinstance(events[0], LogMessage) and f"{number} different pairs" in events[0].text
+
+
+def test_a_run_on_few_pairs_keeps_the_batches_that_it_lowered(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    overrides = ("mutual.cycles=1", "bi.batch_size=128", "cross.batch_size=128", "bi.epochs=4")
+    given = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
+    number = len(read_pairs(given.with_given_keys([]), tmp_path / "all"))
+    with fails_with(CorpusTooSmallError, f"{number} different pairs", "128"):
+        read_pairs(read_recipe(str(tmp_path / "recipe.yaml"), overrides), tmp_path / "few")
+    result = MutualDistillation(given).run(LocalBackend(), Reporter())
+    assert (result.recipe.bi.batch_size, result.recipe.cross.batch_size) == (number // 3, number // 5)
+    _, stored = RunDirectory.reopen(result.directory.path, [])
+    assert stored == result.recipe
 
 
 @pytest.mark.parametrize("ending", [".tsv", ".jsonl"])

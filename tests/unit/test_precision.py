@@ -20,6 +20,7 @@ from distcse.errors import SearchSpaceError
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.mutual.roles import with_precisions as with_precisions_of_groups
+from distcse.experiments.registry import experiment_of
 from distcse.placement.cluster import ClusterSpeeds
 from distcse.placement.resources import Node
 from distcse.precision import Role, report_precisions
@@ -268,24 +269,24 @@ def test_auto_cannot_be_searched(recipe_with: MakeRecipe, labelled: Path) -> Non
 def test_plan_and_doctor_select_the_same_precision_as_a_run(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distcse.health import machine
     from distcse.planning import planner
     from distcse.planning.machines import parse_cluster
+    from distcse.preflight import machine
 
     recipe = with_values(recipe_with(), {"training.precision": "auto"})
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        for module in ("distcse.planning.planner", "distcse.health.machine", "distcse.experiments.distillation.roles"):
+        for module in ("distcse.planning.planner", "distcse.experiments.distillation.roles"):
             monkeypatch.setattr(f"{module}.local_speed", lambda device=device: device)
         planned = planner.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
         assert with_precisions(recipe, None, Reporter()).training.precision == chosen
-        (check,) = machine.check_precision(recipe)
+        (check,) = machine.check_precision(experiment_of(recipe).precision_roles([device]))
         assert check.verdict == "ok" and f"{chosen}: student" in check.found
     for cluster, chosen in (("8xA100-40G", "bf16"), ("8xV100-32G", "fp32")):
         planned = planner.with_precisions(recipe, parse_cluster(cluster))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
-    monkeypatch.setattr("distcse.health.machine.local_speed", lambda: SLOW)
-    (check,) = machine.check_precision(with_values(recipe, {"training.precision": "bf16"}))
+    in_bf16 = experiment_of(with_values(recipe, {"training.precision": "bf16"}))
+    (check,) = machine.check_precision(in_bf16.precision_roles([SLOW]))
     assert check.verdict == "warn" and "training.precision" in check.fix
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
-from distcse.inputs import require_inputs
+from distcse.preflight.inputs import require_inputs
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.recipe.key_paths import sections_of
 from distcse.spelling import PATHS_BY_NAME

@@ -25,21 +25,19 @@ from distcse.experiments.distillation.trials import DistillationTrials
 from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.settings_warnings import (
+from distcse.models import Encoder, TokenizerSpec
+from distcse.plan import main as plan
+from distcse.preflight.warnings import (
     SettingsWarning,
+    warn_of_curve,
     warn_of_cut_rows,
     warn_of_few_steps,
     warn_of_narrow_bands,
-    warn_of_no_gain,
-    warn_of_rising_curve,
-    warn_of_session_folders,
+    warn_of_places,
 )
-from distcse.models import Encoder, TokenizerSpec
-from distcse.plan import main as plan
 from distcse.recipe import (
     FamilyRecipe,
     Recipe,
-    StorageSection,
     load_recipe,
     read_recipe,
     read_sweep,
@@ -294,7 +292,9 @@ def test_groups_of_a_mutual_distillation_are_warned_of(
     assert warning.code == "DCSE-W04" and "groups.0.prompt" in warning.fix
 
 
-def test_storage_in_the_folder_of_a_ray_session_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_in_the_folder_of_a_ray_session_is_warned_of(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = tmp_path / "ray" / "session_2026-11-26_06-49-30_123456_7890"
     (session / "logs").mkdir(parents=True)
     (tmp_path / "session_latest").symlink_to(session)
@@ -305,10 +305,10 @@ def test_storage_in_the_folder_of_a_ray_session_is_warned_of(tmp_path: Path, mon
         (tmp_path / "session_of_tuesday", False),
         ("s3://bucket/session_2026-11-26_06-49-30_123456_7890", False),
     ):
-        found = warn_of_session_folders(StorageSection(runs=str(runs), cache=str(tmp_path)))
+        found = warn_of_places(recipe_with(f"storage.runs={runs}"))
         assert codes(found) == ["DCSE-W03"] * warns
     monkeypatch.chdir(session / "logs")
-    (warning,) = warn_of_session_folders(StorageSection(runs="runs", cache=str(tmp_path)))
+    (warning,) = warn_of_places(recipe_with("storage.runs=runs"))
     assert str(session / "logs" / "runs") in warning.problem
 
 
@@ -512,7 +512,7 @@ def test_a_text_that_is_cut_more_often_than_any_measured_one_is_warned_of() -> N
     ],
 )
 def test_a_dev_score_that_still_rises_at_the_end_is_warned_of(scores: list[tuple[int, float]], rises: str) -> None:
-    found = warn_of_rising_curve(scores, 152, TrainingSection(epochs=1.5))
+    found = warn_of_curve(scores, 152, TrainingSection(epochs=1.5))
     assert codes(found) == ["DCSE-W07"] * bool(rises)
     for warning in found:
         assert rises in warning.problem and "training.epochs=3" in warning.fix
@@ -529,13 +529,13 @@ def test_a_dev_score_that_still_rises_at_the_end_is_warned_of(scores: list[tuple
     ],
 )
 def test_a_run_without_gain_is_warned_of(scores: list[tuple[int, float]], warns: bool) -> None:
-    found = warn_of_no_gain(scores, TrainingSection(lr=0.06))
+    found = warn_of_curve(scores, 25, TrainingSection(lr=0.06))
     assert [warning.code for warning in found] == ["DCSE-W11"] * warns
     assert not found or ("46.64" in found[0].problem and "training.lr (0.02)" in found[0].fix)
 
 
 def test_the_advice_for_a_rising_curve_names_the_key_that_ends_the_run() -> None:
-    (warning,) = warn_of_rising_curve([(2, 1.0), (4, 9.0)], 4, TrainingSection(max_steps=4))
+    (warning,) = warn_of_curve([(2, 1.0), (4, 9.0)], 4, TrainingSection(max_steps=4))
     assert "training.max_steps=8" in warning.fix
 
 
@@ -546,6 +546,6 @@ def test_a_run_reports_its_extent_and_a_curve_that_still_rises(recipe_with: Call
     (steps,) = (event.note for event in events if isinstance(event, StageProgress) and event.name == "steps")
     assert steps.startswith("22 steps of 16, 22 per epoch; ") and "of the rows have more than 16 tokens" in steps
     state = done.train_result.state
-    expected = warn_of_rising_curve(state.scores, 22, recipe.training)
+    expected = warn_of_curve(state.scores, 22, recipe.training)
     reported = [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W07]" in event.text]
     assert reported == [warning.text for warning in expected]

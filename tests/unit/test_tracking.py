@@ -17,9 +17,10 @@ import pytest
 import requests
 
 from distcse.api import resume, run
+from distcse.checks import require
 from distcse.errors import InvalidValueError, LoggerSetupError
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport, TrialUpdate
-from distcse.experiments.distillation.preflight import check_recipe
+from distcse.experiments.distillation.preflight import recipe_questions
 from distcse.recipe import Recipe, Sweep
 from distcse.storage import open_store
 from distcse.tracking import Tracking, require_trial_loggers, track_run
@@ -169,7 +170,7 @@ def test_a_missing_package_is_an_error_before_the_run(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with fails_with(LoggerSetupError, "loggers.wandb", 'pip install "wandb>='):
-        check_recipe(recipe_with("loggers.wandb={}"))
+        require(recipe_questions(recipe_with("loggers.wandb={}")))
 
 
 LR = "training.lr"

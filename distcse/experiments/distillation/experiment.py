@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from distcse.checks import Question, require
 from distcse.data import Corpus
 from distcse.device import DeviceSpeed
 from distcse.errors import CheckpointError, StoppedEarlyError
@@ -21,7 +22,7 @@ from distcse.experiments.distillation.final_evaluation import ScoredStudent, fin
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.model import encoder_weights
-from distcse.experiments.distillation.preflight import check_recipe, check_run
+from distcse.experiments.distillation.preflight import check_run, recipe_questions
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.resources import least_requests, plan_run, report_gpus
 from distcse.experiments.distillation.result import DistillationResult
@@ -36,20 +37,15 @@ from distcse.experiments.distillation.warnings import (
 from distcse.experiments.experiment import Experiment, register_experiment
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
-from distcse.experiments.settings_warnings import (
-    SettingsWarning,
-    report_warnings,
-    warn_of_no_gain,
-    warn_of_rising_curve,
-)
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.models import Encoder, EncoderHandle
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
+from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_curve
 from distcse.recipe import Recipe
-from distcse.runs.directory import RunDirectory
+from distcse.runs.directory import RunDirectory, check_storage
 from distcse.storage import ArtifactStore
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
@@ -69,6 +65,9 @@ class Distillation(Experiment[Recipe]):
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             report_warnings(self.settings_warnings(), reporter)
             check_run(self.recipe, backend, reporter, plans_of_trials)
+
+    def questions(self, begun: RunDirectory | None = None) -> list[Question]:
+        return recipe_questions(self.recipe)
 
     def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
         return [*super().settings_warnings(), *model_warnings(self.recipe, only_local)]
@@ -103,7 +102,8 @@ class Distillation(Experiment[Recipe]):
 
         Arguments and errors are those of `Experiment.run`.
         """
-        check_recipe(self.recipe)
+        require(self.questions(directory))
+        check_storage(self.recipe.storage)
         labelled = labelled_tasks(self.recipe)
         run = open_run(self, backend, reporter, directory)
         with (
@@ -185,14 +185,7 @@ class OpenDistillation:
             raise StoppedEarlyError("stopped before the first training step; what is stored is kept")
         recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
         if not train_result.interrupted and not backend.is_for_trials:
-            scores, steps = train_result.state.scores, train_result.steps
-            report_warnings(
-                [
-                    *warn_of_rising_curve(scores, steps, recipe.training),
-                    *warn_of_no_gain(scores, recipe.training),
-                ],
-                reporter,
-            )
+            report_warnings(warn_of_curve(train_result.state.scores, train_result.steps, recipe.training), reporter)
         student = EncoderHandle(partial(load_trained, recipe, directory.store))
         final = FinalScores(None, stopped=train_result.interrupted)
         _export(recipe, student, directory, backend, reporter)

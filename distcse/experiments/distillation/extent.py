@@ -11,16 +11,16 @@ import numpy as np
 from distcse.data import BatchSampler, Corpus
 from distcse.data.token_table import SampledTokens
 from distcse.errors import CorpusTooSmallError
-from distcse.events import LogMessage, Reporter, StageProgress
-from distcse.experiments.settings_warnings import (
+from distcse.events import LogMessage, Reporter
+from distcse.models import TokenizerSpec
+from distcse.preflight.warnings import (
     SettingsWarning,
     warn_of_cut_rows,
     warn_of_few_steps,
     warn_of_unknown_tokens,
 )
-from distcse.models import TokenizerSpec
-from distcse.recipe import FITTED_KEYS, Recipe, TrainingSection
-from distcse.trainer.schedule import total_steps
+from distcse.recipe import Recipe, TrainingSection
+from distcse.trainer.schedule import fitting_batch, total_steps
 
 R = TypeVar("R", bound=Recipe)
 
@@ -29,7 +29,6 @@ _SAMPLE = 2000
 _ROWS_PER_HELD_OUT = 10
 _FEWEST_HELD_OUT = 3
 """With 2 sentences, each list has one entry, so there is no order to agree on."""
-_FEWEST_STEPS = 10
 
 
 def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
@@ -61,20 +60,11 @@ def fit_to_corpus(recipe: R, corpus: Corpus | int, reporter: Reporter) -> R:
     learned = rows - evaluation.num_heldout
     if not isinstance(corpus, int):
         learned = len(corpus.split_held_out(evaluation.num_heldout, recipe.seed)[0])
-    unlimited = training.model_copy(update={"max_steps": None})
-    has_steps = (
-        size for size in batches if size <= learned and total_steps(unlimited, learned // size) >= _FEWEST_STEPS
-    )
-    training = training.model_copy(update={"batch_size": next(has_steps, batches[-1])})
+    training = training.model_copy(update={"batch_size": fitting_batch([training], batches, learned)})
     fitted = fitted.model_copy(update={"training": training})
-    changes = {
-        f"{section}.{key}": (getattr(getattr(recipe, section), key), getattr(getattr(fitted, section), key))
-        for section, key in FITTED_KEYS
-    }
-    lowered = [f"{path} is {now}, not {before}" for path, (before, now) in changes.items() if now != before]
-    if not lowered:
+    if not (lowered := recipe.describe_fitted(fitted)):
         return recipe
-    reporter.emit(LogMessage(f"the corpus has {rows:,} rows, so {' and '.join(lowered)}"))
+    reporter.emit(LogMessage(f"the corpus has {rows:,} rows, so {lowered}"))
     return fitted
 
 
@@ -146,8 +136,7 @@ class Extent:
         steps = f"{self.steps:,} steps of {self.batch_size}, {self.steps_per_epoch:,} per epoch"
         cut = f"{self.cut_share:.0%} of the rows have more than {self.max_length} tokens and are cut"
         twins = f"; {self.num_held_out_twins:,} rows equal a held-out one and are left out"
-        note = f"{steps}; {cut}{twins if self.num_held_out_twins else ''}"
-        reporter.emit(StageProgress("steps", 1, 1, "", finished=True, note=note))
+        reporter.found("steps", f"{steps}; {cut}{twins if self.num_held_out_twins else ''}")
 
     @property
     def warnings(self) -> list[SettingsWarning]:

@@ -1,12 +1,13 @@
-"""Checks of a run's inputs before it starts: `--dry-run`, and the subset with which every run begins."""
+"""What a student's run asks before it starts, and what `--dry-run` tries in addition."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from distcse.data import Corpus, check_source
+from distcse.checks import Question, require
+from distcse.data import Corpus
 from distcse.errors import InvalidValueError, TeacherOutputError
-from distcse.events import LogMessage, Reporter, StageProgress
+from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
@@ -19,15 +20,15 @@ from distcse.experiments.distillation.resources import describe_resources, plans
 from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
 from distcse.experiments.distillation.tables import require_embedding_gpus
 from distcse.experiments.distillation.warnings import band_warnings, teacher_token_warnings
+from distcse.experiments.experiment import questions_of
 from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.trials import TrialGpus
 from distcse.losses import build_objective, try_custom_terms
-from distcse.model_source import is_hub_id
-from distcse.models import Encoder, resolve_model
+from distcse.models import Encoder
 from distcse.models.fast.switch import allows_shortcuts
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans
+from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
@@ -36,46 +37,28 @@ from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import SERVERS
 from distcse.teachers.reuse import count_new_rows
-from distcse.tracking import require_packages
-from distcse.trainer.engines import uses_deepspeed
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Check what takes under a second: loss terms, packages, text and columns, models' folders, the labelled dev set.
+def recipe_questions(recipe: Recipe) -> list[Question]:
+    """Ask what takes under a second: text and columns, packages, loss terms, the labelled dev set.
 
     Without it, these errors would end the run only after its teachers have embedded the corpus.
-
-    Raises:
-        InvalidValueError: A custom loss term needs teachers, and the recipe has none.
-        CustomClassError: A custom loss term fails on random views.
-        MissingDependencyError: A setting needs a package that is not installed.
-        CorpusError: The text is missing, or lacks a column.
-        ModelNotFoundError: A model's folder or package is missing. Models of the hub are not looked up.
-        LoggerSetupError: A logger lacks its package or login.
-        RunDirectoryError: A storage folder cannot be written.
-        EvaluationError: The labelled dev set is missing or malformed.
     """
-    objective = build_objective(recipe.objective)
-    if objective.needs_lists and not recipe.teachers.encoders:
-        raise InvalidValueError(
-            "a term of objective.custom needs the teachers' lists, but teachers.encoders is empty; add a teacher or remove the "
-            "term"
-        )
-    try_custom_terms(objective, recipe.objective, recipe.training.batch_size)
-    require_packages(recipe.loggers)
-    uses_deepspeed(recipe.training)
-    check_source(recipe.corpus)
-    _check_local_models(recipe)
-    check_storage(recipe.storage)
-    read_labelled_dev(recipe)
 
+    def ask_objective() -> None:
+        objective = build_objective(recipe.objective)
+        if objective.needs_lists and not recipe.teachers.encoders:
+            raise InvalidValueError(
+                "a term of objective.custom needs the teachers' lists, but teachers.encoders is empty; add a teacher or remove "
+                "the term"
+            )
+        try_custom_terms(objective, recipe.objective, recipe.training.batch_size)
 
-def _check_local_models(recipe: Recipe) -> None:
-    """Check that the recipe's models exist, except those that the hub may have. Raises `ModelNotFoundError`."""
-    teachers = [kind for section in recipe.teachers.encoders if (kind := kind_of(section, only_local=True)).is_model]
-    for section in [*recipe.inputs.encoders, *(kind.section for kind in teachers)]:
-        if not is_hub_id(section.backbone):
-            resolve_model(section.backbone, section.trust_remote_code, only_local=True)
+    def ask_dev() -> str | None:
+        dev = read_labelled_dev(recipe)
+        return None if dev is None else dev.name
+
+    return [*questions_of(recipe), ("objective", ask_objective), ("dev score", ask_dev)]
 
 
 def check_run(
@@ -97,11 +80,12 @@ def check_run(
         DistcseError: A check failed.
     """
     require_lasting(recipe.storage)
-    check_recipe(recipe)
+    require(recipe_questions(recipe))
+    check_storage(recipe.storage)
     recipe = with_precisions(recipe, backend.cluster, reporter, _gpus_of_trials(backend.cluster, plans_of_trials))
     tasks = labelled_tasks(recipe)
     if tasks.tasks:
-        _report(reporter, "labelled", f"{len(tasks.tasks)} sets to evaluate on")
+        reporter.found("labelled", f"{len(tasks.tasks)} sets to evaluate on")
     for line in tasks.missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     corpus = read_corpus(recipe, reporter)
@@ -111,14 +95,14 @@ def check_run(
     extent.report(reporter)
     encoder = build_student(_with_all_layers(recipe)).encoder
     require_shared_projection(recipe, corpus, dimension=encoder.dimension)
-    _report(reporter, "student", _describe_encoder(encoder))
+    reporter.found("student", _describe_encoder(encoder))
     tokens = teacher_token_warnings(recipe, corpus)
     report_warnings([*extent.warnings, *tokens, *band_warnings(recipe, corpus)], reporter)
     for number in range(len(recipe.teachers.encoders)):
-        _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
+        reporter.found(f"teacher {number}", _query_teacher(recipe, corpus, number))
     runs = resolve_path(recipe.storage.runs)
     if (cluster := backend.cluster) is None:
-        _report(reporter, "cluster", "none: the run stays in this process (training.workers is 0)")
+        reporter.found("cluster", "none: the run stays in this process (training.workers is 0)")
         return
     with joined_for_run(recipe, cluster, runs, in_sweep=plans_of_trials is not None) as resources:
         nodes = cluster.nodes()
@@ -129,7 +113,7 @@ def check_run(
             if resources.warning:
                 reporter.emit(LogMessage(resources.warning, warning=True))
         require_embedding_gpus(recipe, corpus, cluster, reporter)
-        _report(reporter, "cluster", describe_resources(recipe, resources, nodes))
+        reporter.found("cluster", describe_resources(recipe, resources, nodes))
 
 
 def _gpus_of_trials(cluster: Cluster | None, plans_of_trials: PlansOfTrials | None) -> TrialGpus | None:
@@ -166,7 +150,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
                 cache = resolve_path(recipe.storage.cache)
                 table = table_of(teacher, corpus, cache, recipe.teachers.shard_rows)
                 note += f", {count_new_rows(table, corpus, cache):,} of {len(corpus):,} rows to embed"
-            _report(reporter, f"teacher {number}", note)
+            reporter.found(f"teacher {number}", note)
         with joined_for_embedding(recipe, backend.cluster):  # checks that the nodes see the cache
             require_embedding_gpus(recipe, corpus, backend.cluster, reporter)
 
@@ -189,7 +173,7 @@ def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
         recipe = with_teacher_precisions(recipe, None, reporter)
         corpus = read_corpus(recipe, reporter)
         for number in numbers:
-            _report(reporter, f"teacher {number}", _query_teacher(recipe, corpus, number))
+            reporter.found(f"teacher {number}", _query_teacher(recipe, corpus, number))
 
 
 def _query_teacher(recipe: Recipe, corpus: Corpus, number: int) -> str:
@@ -219,7 +203,3 @@ def _describe_encoder(encoder: Encoder) -> str:
     weights = sum(parameter.numel() for parameter in encoder.parameters())
     shortcuts = "" if allows_shortcuts(encoder) else ", no shortcuts (models.fast: off)"
     return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens{shortcuts}"
-
-
-def _report(reporter: Reporter, stage: str, note: str) -> None:
-    reporter.emit(StageProgress(stage, 1, 1, "", finished=True, note=note))

@@ -18,8 +18,8 @@ from distcse.experiments.distillation.roles import with_teacher_precisions
 from distcse.experiments.distillation.warnings import teacher_token_warnings
 from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.run_scope import waited_for_nodes
-from distcse.experiments.settings_warnings import report_warnings
 from distcse.placement.cluster import Cluster
+from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.runs.lease import Lease

@@ -18,9 +18,9 @@ from distcse.experiments.distillation.joining import read_by_workers
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
 from distcse.experiments.distillation.roles import with_precisions
 from distcse.experiments.distillation.warnings import band_warnings, teacher_token_warnings
-from distcse.experiments.settings_warnings import report_warnings
 from distcse.experiments.trials import SharedPaths, SharedTables, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
+from distcse.preflight.warnings import report_warnings
 from distcse.recipe import LoggersSection, Recipe, Sweep, TrainedSection, decided
 from distcse.runs.directory import RunDirectory
 from distcse.storage import resolve_path

@@ -8,18 +8,16 @@ from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import find_corpus
 from distcse.experiments.distillation.extent import Extent, fit_to_corpus, planned_steps, sample_texts
 from distcse.experiments.distillation.roles import with_teacher_precisions
-from distcse.experiments.settings_warnings import (
+from distcse.models.folder import find_local_model, open_model
+from distcse.preflight.warnings import (
     SettingsWarning,
-    teacher_encoders,
-    warn_of_equal_views,
     warn_of_few_steps,
-    warn_of_generator_without_dropout,
+    warn_of_missing_dropout,
     warn_of_narrow_bands,
     warn_of_unknown_tokens,
     warn_of_unused_prompts,
 )
-from distcse.models.folder import find_local_model, open_model
-from distcse.recipe import Recipe, TeacherSection
+from distcse.recipe import EncoderSection, Recipe, TeacherSection
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.kinds import kind_of
@@ -28,18 +26,13 @@ from distcse.teachers.vector_statistics import table_statistics
 
 
 def model_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
-    """Return the warnings of a recipe's models that need no vectors.
-
-    Args:
-        recipe: The recipe.
-        only_local: Skip models that would have to be downloaded. Default: False.
-    """
-    encoders = {"student": recipe.student, **teacher_encoders(recipe)}
-    return [
-        *warn_of_equal_views(recipe, only_local),
-        *warn_of_generator_without_dropout(recipe, only_local),
-        *warn_of_unused_prompts(encoders, only_local),
-    ]
+    """Return the warnings of a recipe's models that need no vectors; `only_local` skips what would have to be downloaded."""
+    encoders: dict[str, EncoderSection] = {"student": recipe.student}
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        kind = kind_of(teacher, only_local=True)
+        if kind.is_model and kind.has_vectors:
+            encoders[f"teachers.encoders.{number}"] = teacher
+    return [*warn_of_missing_dropout(recipe, only_local), *warn_of_unused_prompts(encoders, only_local)]
 
 
 def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[SettingsWarning]:
@@ -59,12 +52,7 @@ def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[Se
 
 
 def teacher_token_warnings(recipe: Recipe, corpus: Corpus) -> list[SettingsWarning]:
-    """Return the warnings of teachers whose tokenizers do not know the text, from a sample of it.
-
-    Args:
-        recipe: The recipe.
-        corpus: Its sentences.
-    """
+    """Return the warnings of teachers whose tokenizers do not know the text, from a sample of it."""
     shares, texts = {}, sample_texts(corpus)
     for number, teacher in enumerate(recipe.teachers.encoders):
         if _is_model(teacher):

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from distcse.checks import Question, require
 from distcse.device import DeviceSpeed
 from distcse.errors import StoppedEarlyError
 from distcse.events import Reporter
@@ -15,7 +16,7 @@ from distcse.experiments.distillation.experiment import Distillation, load_train
 from distcse.experiments.distillation.extent import fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
-from distcse.experiments.distillation.preflight import check_recipe
+from distcse.experiments.distillation.preflight import recipe_questions
 from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.distillation.resources import least_requests, plan_run, report_embedding_gpus
 from distcse.experiments.distillation.roles import roles_on, with_precisions
@@ -38,7 +39,7 @@ from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.recipe import FamilyRecipe
-from distcse.runs.directory import RunDirectory
+from distcse.runs.directory import RunDirectory, check_storage
 
 
 @register_experiment(FamilyRecipe)
@@ -48,13 +49,17 @@ class Family(Experiment[FamilyRecipe]):
     name = "a family of students"
 
     def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
-        _require_packages(self.recipe)
+        require(self.questions())
         recipe = with_member_layers(self.recipe, backend, reporter)
         for member in recipe.largest_first:
             student = Distillation(recipe.student_recipe(member))
             student.check(backend, reporter.of_group(member.label), plans_of_trials)
         with joined_for_devices(backend.cluster):
             plan_side_by_side(recipe, backend.cluster, reporter)
+
+    def questions(self, begun: RunDirectory | None = None) -> list[Question]:
+        static: list[Question] = [("static members", partial(_find_model2vec, self.recipe))]
+        return [*static, *recipe_questions(self.recipe)]
 
     def fingerprints(self, reporter: Reporter) -> dict[str, str]:
         return read_fingerprints(self.recipe, reporter)
@@ -73,8 +78,8 @@ class Family(Experiment[FamilyRecipe]):
 
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> FamilyResult:
         """Run the recipe; see `Experiment.run`. A resumed run keeps trained students and continues an unfinished one."""
-        _require_packages(self.recipe)
-        check_recipe(self.recipe)
+        require(self.questions(directory))
+        check_storage(self.recipe.storage)
         labelled = labelled_tasks(self.recipe)
         with ExitStack() as joined:
             computes_here = backend.cluster is None and not backend.is_for_trials
@@ -128,6 +133,6 @@ class Family(Experiment[FamilyRecipe]):
             return FamilyResult(recipe, directory, students, static, final.evaluation, final.stopped)
 
 
-def _require_packages(recipe: FamilyRecipe) -> None:
+def _find_model2vec(recipe: FamilyRecipe) -> None:
     if recipe.static_members:
         require_model2vec("static: true")

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+from distcse.checks import Question, require
 from distcse.device import DeviceSpeed
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
@@ -19,10 +20,10 @@ from distcse.experiments.mutual.final_evaluation import checked_tasks, final_sco
 from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.max_workers import with_max_workers
-from distcse.experiments.mutual.pairs import load_pairs
+from distcse.experiments.mutual.pairs import fit_to_pairs, load_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.preflight import check_groups, check_recipe
+from distcse.experiments.mutual.preflight import check_groups, load_models, recipe_questions
 from distcse.experiments.mutual.resources import least_requests, plan_groups, report_gpus
 from distcse.experiments.mutual.result import MutualResult
 from distcse.experiments.mutual.roles import roles_on, with_precisions
@@ -31,14 +32,13 @@ from distcse.experiments.mutual.start_scores import score_starts
 from distcse.experiments.mutual.tokens import prepare_tokens
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
-from distcse.experiments.settings_warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
 from distcse.experiments.stoppable_evaluation import FinalScores
-from distcse.models import CrossEncoder, Encoder
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
+from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
 from distcse.recipe import GroupSection, MutualRecipe
-from distcse.runs.directory import RunDirectory
+from distcse.runs.directory import RunDirectory, check_storage
 from distcse.tracking import track_run
 from distcse.trainer.checkpoints import CheckpointStore
 
@@ -53,6 +53,9 @@ class MutualDistillation(Experiment[MutualRecipe]):
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             report_warnings(self.settings_warnings(), reporter)
             check_groups(self.recipe, backend, reporter, plans_of_trials)
+
+    def questions(self, begun: RunDirectory | None = None) -> list[Question]:
+        return recipe_questions(self.recipe, has_pairs=begun is not None and (begun.store / "pairs").has_folder())
 
     def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
         groups = {f"groups.{number}": group for number, group in enumerate(self.recipe.groups)}
@@ -69,7 +72,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
         A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
         """
-        check_recipe(self.recipe, has_pairs=directory is not None and (directory.store / "pairs").has_folder())
+        require(self.questions(directory))
+        check_storage(self.recipe.storage)
         tasks = checked_tasks(self.recipe)
         dropped = PhaseStore(directory.path).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
@@ -105,6 +109,10 @@ class MutualDistillation(Experiment[MutualRecipe]):
             if not is_recorded:
                 (directory.store / "pairs").delete_folder()
             pairs = load_pairs(recipe, directory.path, backend, reporter)
+            if (fitted := fit_to_pairs(recipe, len(pairs), reporter)) != recipe:
+                recipe = fitted
+                groups = [recipe.groups[number] for number in active]
+                directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
             store.record_pairs(pairs.fingerprint)
             tokens = prepare_tokens(recipe, groups, pairs, backend, reporter)
@@ -155,7 +163,4 @@ def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend:
 
 def _load_models(recipe: MutualRecipe, groups: Sequence[GroupSection], reporter: Reporter) -> None:
     for group in groups:
-        Encoder.from_section(group)
-        if (cross := recipe.cross_start(group)) != group.backbone:
-            length, trusts_code = recipe.cross_of(group).max_length, group.trust_remote_code
-            CrossEncoder.fresh(cross, length, group.named_layers, group.dropout, trusts_code, group.is_fast)
+        load_models(recipe, group)

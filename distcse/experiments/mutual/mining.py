@@ -26,7 +26,7 @@ from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.folder import ModelFolder, find_local_model
-from distcse.recipe import MiningSection, MutualRecipe
+from distcse.recipe import KINDS, MiningSection, MutualRecipe
 from distcse.storage import ArtifactStore, resolve_path
 from distcse.teachers.knn import knn, require_faiss
 
@@ -247,7 +247,8 @@ def sample_pairs(number: int, recipe: MutualRecipe) -> NDArray[np.int64]:
     Raises:
         CorpusTooSmallError: There are fewer pairs than a batch needs.
     """
-    batch_size = max(section.batch_size for section in recipe.loop_sections)
+    own = [size for group in recipe.groups for kind in KINDS if (size := group.overrides(kind).batch_size)]
+    batch_size = max(own + [recipe.batch_sizes(kind)[-1] for kind in KINDS])
     limit, rows = recipe.pairs.limit, np.arange(number)
     if limit is not None and limit < number:
         sample = np.random.Generator(np.random.PCG64([recipe.seed, _SAMPLE_STREAM])).permutation(number)[:limit]

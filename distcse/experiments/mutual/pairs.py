@@ -12,12 +12,13 @@ from distcse.data import Pairs
 from distcse.errors import CorpusNotFoundError
 from distcse.evaluation import stream_texts
 from distcse.evaluation.tables import ENDINGS
-from distcse.events import Reporter, StageProgress
+from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.mining import mine_into, mining_memory, prepare_mining, sample_pairs
-from distcse.recipe import MutualRecipe
+from distcse.recipe import KINDS, MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path
+from distcse.trainer.schedule import fitting_batch
 
 _SILENT = Reporter()
 
@@ -42,15 +43,42 @@ def read_pairs(recipe: MutualRecipe, folder: Path, reporter: Reporter = _SILENT)
     return Pairs.write(folder, pairs, lambda number: sample_pairs(number, recipe), progress)
 
 
-def require_pairs(recipe: MutualRecipe) -> None:
-    """Check that the files with a recipe's pairs exist and have its columns, by their first rows.
+def find_pairs(recipe: MutualRecipe) -> str:
+    """Check that the files with a recipe's pairs exist and have its columns, by their first rows, and return their names.
 
     Raises:
         CorpusNotFoundError: The folder of pairs.task has no table.
         EvaluationError: A file is missing or malformed, or lacks a column.
     """
-    for file in _files(recipe):
+    files = _files(recipe)
+    for file in files:
         next(stream_texts(file, *recipe.pairs.columns), None)
+    return ", ".join(map(str, files))
+
+
+def fit_to_pairs(recipe: MutualRecipe, number: int, reporter: Reporter = _SILENT) -> MutualRecipe:
+    """Return the recipe with lower defaults of `bi.batch_size` and `cross.batch_size` where there are few pairs.
+
+    Each is the largest that leaves ten steps in a phase of each group. Values that a user gave are kept.
+
+    Args:
+        recipe: The recipe.
+        number: Number of different pairs.
+        reporter: Receives a line about lowered values. Default: silent.
+    """
+    fitted = recipe
+    for kind in KINDS:
+        loops = [recipe.loop_of(group, kind) for group in recipe.groups if group.overrides(kind).batch_size is None]
+        if not loops:
+            continue
+        rows = 2 * number if kind == "cross" and recipe.cross.both_orders else number
+        size = fitting_batch(loops, recipe.batch_sizes(kind), rows)
+        section = getattr(recipe, kind).model_copy(update={"batch_size": size})
+        fitted = fitted.model_copy(update={kind: section})
+    if not (lowered := recipe.describe_fitted(fitted)):
+        return recipe
+    reporter.emit(LogMessage(f"the run has {number:,} different pairs, so {lowered}"))
+    return fitted
 
 
 @contextmanager

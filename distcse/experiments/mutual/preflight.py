@@ -1,63 +1,56 @@
-"""Checks of a mutual distillation's inputs before it starts: `--dry-run`, and the subset with which every run begins."""
+"""What a mutual distillation asks before it starts, and what `--dry-run` tries in addition."""
 
 from __future__ import annotations
 
-from distcse.data import check_source
+from distcse.checks import Question, require
 from distcse.errors import InvalidValueError
-from distcse.events import LogMessage, Reporter, StageProgress
+from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.experiment import questions_of
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.experiments.mutual.joining import joined_for_groups
 from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.mining import prepare_mining, require_mining
-from distcse.experiments.mutual.pairs import require_pairs, temporary_pairs
+from distcse.experiments.mutual.pairs import find_pairs, fit_to_pairs, temporary_pairs
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.mutual.start_scores import score_starts
-from distcse.experiments.settings_warnings import report_warnings
 from distcse.models import CrossEncoder, Encoder
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans
-from distcse.recipe import MutualRecipe
+from distcse.preflight.warnings import report_warnings
+from distcse.recipe import GroupSection, MutualRecipe
 from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
-from distcse.tracking import require_packages
-from distcse.trainer.engines import uses_deepspeed
 
 
-def check_recipe(recipe: MutualRecipe, has_pairs: bool = False) -> None:
-    """Check what takes under a second: packages, the pairs' files and columns or the text to mine, storage.
+def recipe_questions(recipe: MutualRecipe, has_pairs: bool = False) -> list[Question]:
+    """Ask what takes under a second: packages, the pairs' files and columns or the text to mine, the dev pairs.
 
     Without it, these errors would end the run only after its groups have scored their starts.
 
     Args:
-        recipe: The recipe to check.
+        recipe: The recipe.
         has_pairs: Whether the run has its pairs already. Default: False.
-
-    Raises:
-        MissingDependencyError: A setting needs a package that is not installed.
-        LoggerSetupError: A logger lacks its package or login.
-        InvalidValueError: The dev pairs have no correlation to weigh scores by.
-        CorpusError: The text, or the folder of `pairs.task`, is missing, or lacks a column.
-        EvaluationError: A file of pairs is missing, malformed, or lacks a column.
-        RunDirectoryError: A storage folder cannot be written.
     """
-    require_packages(recipe.loggers)
-    for section in recipe.loop_sections:
-        uses_deepspeed(section)
-    check_storage(recipe.storage)
-    dev = DevPairs.of(recipe)
-    if recipe.mutual.weigh_by == "group_and_dev" and dev is not None and not dev.is_correlation:
-        raise InvalidValueError(
-            f"mutual.weigh_by is group_and_dev, whose weights are those of correlations, but the dev score is {dev.name}; give "
-            "dev pairs with a column score, or write mutual.weigh_by: group"
-        )
-    if has_pairs:
-        return
-    if recipe.pairs.mine is None:
-        require_pairs(recipe)
-    else:
+
+    def ask_dev() -> str | None:
+        dev = DevPairs.of(recipe)
+        if recipe.mutual.weigh_by == "group_and_dev" and dev is not None and not dev.is_correlation:
+            raise InvalidValueError(
+                f"mutual.weigh_by is group_and_dev, whose weights are those of correlations, but the dev score is {dev.name}; "
+                "give dev pairs with a column score, or write mutual.weigh_by: group"
+            )
+        return None if dev is None else dev.name
+
+    def ask_pairs() -> str | None:
+        if has_pairs:
+            return None
+        if recipe.pairs.mine is None:
+            return find_pairs(recipe)
         require_mining(recipe.pairs.mine)
-        check_source(recipe.pairs.mine.corpus)
+        return "to be mined"
+
+    return [*questions_of(recipe, needs_text=not has_pairs), ("dev score", ask_dev), ("pairs", ask_pairs)]
 
 
 def check_groups(
@@ -79,26 +72,24 @@ def check_groups(
         DistcseError: A check failed.
     """
     require_lasting(recipe.storage)
-    check_recipe(recipe)
+    require(recipe_questions(recipe))
+    check_storage(recipe.storage)
     trial_gpus = None
     if plans_of_trials is not None and backend.cluster is not None and not backend.cluster.is_one_cpu():
         trial_gpus = plans_of_trials(backend.cluster.nodes())[-1].gpus[0]
     recipe = with_max_workers(with_precisions(recipe, backend.cluster, reporter, trial_gpus=trial_gpus), reporter)
-    tasks = checked_tasks(recipe)
-    for line in tasks.missing:
+    for line in checked_tasks(recipe).missing:
         reporter.emit(LogMessage(f"missing: {line}", warning=True))
     if recipe.pairs.mine is None:
         with temporary_pairs(recipe, reporter) as pairs:
-            _report(reporter, "pairs", f"{len(pairs):,} different pairs")
+            reporter.found("pairs", f"{len(pairs):,} different pairs")
+            recipe = fit_to_pairs(recipe, len(pairs), reporter)
     else:
         corpus = prepare_mining(recipe, reporter)
-        _report(reporter, "pairs", f"to be mined from {len(corpus):,} sentences")
+        reporter.found("pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
-        Encoder.from_section(group)
-        source = recipe.cross_start(group)
-        length, layers = recipe.cross_of(group).max_length, group.named_layers
-        CrossEncoder.fresh(source, length, layers, group.dropout, group.trust_remote_code, group.is_fast)
-        _report(reporter, group.name, "both of its models load")
+        load_models(recipe, group)
+        reporter.found(group.name, "both of its models load")
     report_warnings(score_starts(recipe, recipe.groups, backend, reporter).warnings, reporter)
     if backend.cluster is None:
         return
@@ -111,8 +102,11 @@ def check_groups(
             for group, each in zip(recipe.groups, resources.per_worker, strict=True)
             if each
         )
-        _report(reporter, "cluster", ", ".join(notes) or f"nodes {len(nodes)}")
+        reporter.found("cluster", ", ".join(notes) or f"nodes {len(nodes)}")
 
 
-def _report(reporter: Reporter, stage: str, note: str) -> None:
-    reporter.emit(StageProgress(stage, 1, 1, "", finished=True, note=note))
+def load_models(recipe: MutualRecipe, group: GroupSection) -> None:
+    """Load both initial models of a group once. Raises `EncoderError` if one cannot be loaded."""
+    Encoder.from_section(group)
+    cross, length = recipe.cross_start(group), recipe.cross_of(group).max_length
+    CrossEncoder.fresh(cross, length, group.named_layers, group.dropout, group.trust_remote_code, group.is_fast)

@@ -10,15 +10,15 @@ from functools import partial
 from distcse.device import default_device
 from distcse.errors import NotFiniteError
 from distcse.evaluation import RecordedScores, VectorModel, reporting
-from distcse.events import Reporter, StageProgress
+from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.devices import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.labels import combine, score_weight
-from distcse.experiments.settings_warnings import SettingsWarning, warn_of_weak_label_source
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.preflight.warnings import SettingsWarning, warn_of_weak_label_source
 from distcse.recipe import GroupSection, MutualRecipe, decided
 
 _STAGE = "starts"
@@ -64,11 +64,11 @@ def score_starts(
             )
     listed = ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
     if len(groups) == 1:
-        _report(reporter, f"{listed} ({dev.name})")
+        reporter.found(_STAGE, f"{listed} ({dev.name})")
         return StartScores(scores, [])
     weights = [score_weight(recipe.mutual, group, scores[group.name]) for group in groups]
     labels = dev.score(_labels(recipe, weights, recorded))
-    _report(reporter, f"{listed}, their labels {labels:.2f} ({dev.name})")
+    reporter.found(_STAGE, f"{listed}, their labels {labels:.2f} ({dev.name})")
     warnings = []
     for number, group in enumerate(groups):
         others = [*weights[:number], *weights[number + 1 :]]
@@ -95,7 +95,3 @@ def _labels(recipe: MutualRecipe, weights: Sequence[float], recorded: Sequence[R
     scores = [found.similarities(first, second) for found in recorded]
     labels = combine(scores, weights, recipe.mutual.standardize)
     return RecordedScores(dict(zip(zip(first, second, strict=True), labels.tolist(), strict=True)))
-
-
-def _report(reporter: Reporter, note: str) -> None:
-    reporter.emit(StageProgress(_STAGE, 1, 1, "", finished=True, note=note))

@@ -14,9 +14,9 @@ from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import GIB, Backend, DeviceCall
 from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.phases import Kind
-from distcse.experiments.settings_warnings import report_warnings, warn_of_cut_rows, warn_of_unknown_tokens
 from distcse.models import TokenizerSpec, resolve_model
 from distcse.models.folder import ModelFolder
+from distcse.preflight.warnings import report_warnings, warn_of_cut_rows, warn_of_unknown_tokens
 from distcse.recipe import GroupSection, MutualRecipe
 from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
 from distcse.trainer.schedule import total_steps
@@ -136,7 +136,7 @@ def report_extent(
         f"(bi); {of_pairs:.0%} of the pairs have more than {cross.max_length} tokens, {of_sentences:.0%} of the "
         f"sentences more than {spec.max_length}, and are cut"
     )
-    reporter.emit(StageProgress("steps", 1, 1, "", finished=True, note=note))
+    reporter.found("steps", note)
     key = f"groups.{recipe.groups.index(group)}.max_length"
     cut = warn_of_cut_rows(of_sentences, spec.max_length, key, f"sentences of group {group.name}")
     report_warnings([*cut, *warn_of_unknown_tokens({f"group {group.name}": sentences.unknown_share})], reporter)

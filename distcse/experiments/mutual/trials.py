@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from distcse.checks import require
 from distcse.data import Pairs
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.backend import Backend
 from distcse.experiments.mutual.final_evaluation import checked_tasks, contamination_of, wanted_tasks
-from distcse.experiments.mutual.fingerprints import read_fingerprints
+from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
 from distcse.experiments.mutual.joining import read_by_groups
+from distcse.experiments.mutual.pairs import fit_to_pairs, temporary_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore, best_phase, dev_scores
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.preflight import check_recipe
+from distcse.experiments.mutual.preflight import recipe_questions
 from distcse.experiments.mutual.roles import with_precisions
 from distcse.experiments.trials import SharedPaths, TrialGpus, TrialRequest, Trials, TrialScore
 from distcse.placement.cluster import Cluster
 from distcse.recipe import KINDS, LoggersSection, MutualRecipe, TrainedSection, decided
-from distcse.runs.directory import RunDirectory
+from distcse.runs.directory import RunDirectory, check_storage
 
 
 class MutualTrials(Trials):
@@ -52,11 +54,19 @@ class MutualTrials(Trials):
         return with_precisions(self._recipe, cluster, reporter, gpus.worker)
 
     def check_labels(self) -> None:
-        check_recipe(self.recipe(0, 0))  # as trials see it: without loggers
+        require(recipe_questions(self.recipe(0, 0)))  # as trials see it: without loggers
+        check_storage(self._recipe.storage)
         checked_tasks(self._recipe)
 
     def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> None:
-        sweep.record(self._recipe.seed, read_fingerprints(self._recipe, reporter))
+        if self._recipe.pairs.mine is None:  # fitted once, for all trials and for best.yaml
+            with temporary_pairs(self._recipe, reporter) as pairs:
+                if (fitted := fit_to_pairs(self._recipe, len(pairs), reporter)) != self._recipe:
+                    sweep.decide(fitted)
+                fingerprints = data_fingerprints(self._recipe, self._recipe.groups, pairs, self.labelled_tasks())
+        else:
+            fingerprints = read_fingerprints(self._recipe, reporter)
+        sweep.record(self._recipe.seed, fingerprints)
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
         return CycleScores(self._recipe, run).of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -259,7 +260,6 @@ class MutualRecipe(BaseRecipe):
         return RecipeInputs(
             [*self.groups, *starts],
             corpus=corpus,
-            pairs=self.pairs.path,
             labelled=self.evaluation.data,
             labelled_for=next((use for use, needs_data in uses.items() if needs_data), None),
         )
@@ -283,6 +283,17 @@ class MutualRecipe(BaseRecipe):
     def loop_path(self, group: GroupSection, kind: Literal["bi", "cross"]) -> str:
         """Return the path of the section to change in advice: the group's own if it sets any key, else the run's."""
         return f"groups.{self.groups.index(group)}.{kind}" if group.overrides(kind).named else kind
+
+    def batch_sizes(self, kind: Literal["bi", "cross"]) -> list[int]:
+        """Return the sizes that `bi.batch_size` or `cross.batch_size` may have, the largest first.
+
+        These are the value, and, unless a user gave it, all lower ones that the workers of the groups with this size divide.
+        """
+        size: int = getattr(self, kind).batch_size
+        if (kind, "batch_size") in self.given_keys:
+            return [size]
+        parts = lcm(*(group.rng_streams for group in self.groups if group.overrides(kind).batch_size is None))
+        return [lower for lower in range(size, 1, -1) if lower % parts == 0]
 
     def cross_start(self, group: GroupSection) -> str:
         """Return the model from which a group's first cross-encoder starts (Trans-Encoder §5.2)."""

@@ -16,11 +16,10 @@ from distcse.models.folder import ModelFolder, find_local_model
 from distcse.models.loading import has_dropout
 from distcse.models.st_files import UNNAMED_PROMPTS, read_model_file
 from distcse.models.st_format import backbone_folder
-from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe, StorageSection
+from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe
 from distcse.recipe.training import TrainingSection
 from distcse.recipe.unread_keys import settings_without_effect
-from distcse.storage import is_in_session, resolve_path
-from distcse.teachers.kinds import kind_of
+from distcse.storage import is_in_session, resolve_path, shadowed_package
 from distcse.teachers.vector_statistics import VectorStatistics, effective_weights
 
 _SETTINGS_FILES = [
@@ -47,17 +46,14 @@ _NOISE = 0.35
 
 @dataclass(frozen=True)
 class SettingsWarning:
-    """A warning of a recipe's settings.
-
-    Attributes:
-        code: Stable code, `DCSE-W…`.
-        problem: The setting, and what it leads to.
-        fix: How to fix it, as an imperative.
-    """
+    """A warning of a recipe's settings."""
 
     code: str
+    """Stable code, `DCSE-W…`."""
     problem: str
+    """The setting, and what it leads to."""
     fix: str
+    """How to fix it, as an imperative."""
 
     @property
     def text(self) -> str:
@@ -71,48 +67,66 @@ def report_warnings(warnings: Sequence[SettingsWarning], reporter: Reporter) -> 
         reporter.emit(LogMessage(warning.text, warning=True))
 
 
-def warn_of_equal_views(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
-    """Warn of a student without dropout whose objective contrasts the two views of a sentence.
-
-    Args:
-        recipe: The recipe.
-        only_local: Skip a student that would have to be downloaded. Default: False.
-    """
-    keys = [f"objective.{key}" for key, term in recipe.objective.active_terms.items() if term.contrasts_views]
-    student = recipe.student
-    if not keys or student.dropout or (student.dropout is None and _has_dropout(student, only_local)):
-        return []
-    return [
+def warn_of_places(recipe: BaseRecipe) -> list[SettingsWarning]:
+    """Warn of storage in the folder of a Ray session, and of a job's copy of distcse that hides the installed one."""
+    found = [
         SettingsWarning(
-            "DCSE-W01",
-            f"{student.backbone} has no dropout, so that both views of a sentence are equal, and {' and '.join(keys)} "
-            f"{'compare' if len(keys) > 1 else 'compares'} them",
-            f"write student.dropout: 0.1, or {keys[0]}: null",
+            "DCSE-W03",
+            f"storage.{key} is {folder}, in the folder of a Ray session, which is deleted with the cluster",
+            f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}",
         )
+        for key in ("runs", "cache")
+        if is_in_session(folder := resolve_path(getattr(recipe.storage, key)).absolute())
     ]
+    if (shadowed := shadowed_package()) is not None:
+        used, installed = shadowed
+        found.append(
+            SettingsWarning(
+                "DCSE-W12",
+                f"this job runs {used}, uploaded with its working directory, and not the installed {installed}",
+                "submit the job from a folder without the package, or install what you upload",
+            )
+        )
+    return found
 
 
-def warn_of_generator_without_dropout(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
-    """Warn of an edit detection that asks for dropout in a generator that has none.
+def warn_of_unread_keys(recipe: BaseRecipe, unread: Mapping[str, str]) -> list[SettingsWarning]:
+    """Warn of settings that nothing reads: `unread` has their paths -> why."""
+    return [SettingsWarning("DCSE-W09", problem, "remove it") for problem in settings_without_effect(recipe, unread)]
+
+
+def warn_of_missing_dropout(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
+    """Warn of a student without dropout whose objective contrasts two views, and of a generator without the dropout asked for.
 
     Args:
         recipe: The recipe.
-        only_local: Skip a generator that would have to be downloaded. Default: False.
+        only_local: Skip models that would have to be downloaded. Default: False.
     """
+    found, student = list[SettingsWarning](), recipe.student
+    keys = [f"objective.{key}" for key, term in recipe.objective.active_terms.items() if term.contrasts_views]
+    if keys and not (_has_dropout(student, only_local) if student.dropout is None else student.dropout):
+        found.append(
+            SettingsWarning(
+                "DCSE-W01",
+                f"{student.backbone} has no dropout, so that both views of a sentence are equal, and {' and '.join(keys)} "
+                f"{'compare' if len(keys) > 1 else 'compares'} them",
+                f"write student.dropout: 0.1, or {keys[0]}: null",
+            )
+        )
     detection = recipe.objective.active(DetectionSection)
     if detection is None or not detection.generator_dropout:
-        return []
+        return found
     generator = EncoderSection(backbone=detection.generator)
-    if _has_dropout(generator, only_local):
-        return []
-    return [
-        SettingsWarning(
-            "DCSE-W01",
-            f"{generator.backbone} has no dropout, so that objective.detection.generator_dropout: true has no effect, and equal "
-            "maskings of a sentence get equal edits",
-            "write objective.detection.generator_dropout: false, or use a generator with dropout",
+    if not _has_dropout(generator, only_local):
+        found.append(
+            SettingsWarning(
+                "DCSE-W01",
+                f"{generator.backbone} has no dropout, so that objective.detection.generator_dropout: true has no effect, and "
+                "equal maskings of a sentence get equal edits",
+                "write objective.detection.generator_dropout: false, or use a generator with dropout",
+            )
         )
-    ]
+    return found
 
 
 def warn_of_narrow_bands(recipe: Recipe, statistics: Mapping[int, VectorStatistics]) -> list[SettingsWarning]:
@@ -140,29 +154,6 @@ def warn_of_narrow_bands(recipe: Recipe, statistics: Mapping[int, VectorStatisti
         for number, found in statistics.items()
         if found.spread < _NARROW * statistics[widest].spread
     ]
-
-
-def warn_of_session_folders(storage: StorageSection) -> list[SettingsWarning]:
-    """Warn of storage in the folder of a Ray session."""
-    return [
-        SettingsWarning(
-            "DCSE-W03",
-            f"storage.{key} is {folder}, in the folder of a Ray session, which is deleted with the cluster",
-            f"write storage.{key}=/shared/{key}, or storage.{key}=s3://BUCKET/{key}",
-        )
-        for key in ("runs", "cache")
-        if is_in_session(folder := resolve_path(getattr(storage, key)).absolute())
-    ]
-
-
-def warn_of_unread_keys(recipe: BaseRecipe, unread: Mapping[str, str]) -> list[SettingsWarning]:
-    """Warn of settings that nothing reads.
-
-    Args:
-        recipe: The recipe.
-        unread: Its paths that nothing reads -> why.
-    """
-    return [SettingsWarning("DCSE-W09", problem, "remove it") for problem in settings_without_effect(recipe, unread)]
 
 
 def warn_of_unused_prompts(
@@ -207,13 +198,7 @@ def _prompts_of_all_texts(prompts: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_few_steps(steps: int, steps_per_epoch: int, max_steps: int | None) -> list[SettingsWarning]:
-    """Warn of a run with fewer steps than any that was measured.
-
-    Args:
-        steps: Steps of the run.
-        steps_per_epoch: Steps of one epoch.
-        max_steps: `training.max_steps`.
-    """
+    """Warn of a run with fewer steps than any that was measured; `max_steps` is `training.max_steps`."""
     if steps >= _FEWEST_STEPS:
         return []
     is_limited = max_steps is not None and max_steps < _FEWEST_STEPS
@@ -252,11 +237,7 @@ def warn_of_cut_rows(
 
 
 def warn_of_unknown_tokens(shares: Mapping[str, float]) -> list[SettingsWarning]:
-    """Warn of encoders whose tokenizers do not know the text.
-
-    Args:
-        shares: Share of the text's tokens that an encoder's tokenizer does not know, by the encoder's name.
-    """
+    """Warn of encoders whose tokenizers do not know the text: `shares` has the share of unknown tokens by encoder."""
     return [
         SettingsWarning(
             "DCSE-W10",
@@ -268,51 +249,38 @@ def warn_of_unknown_tokens(shares: Mapping[str, float]) -> list[SettingsWarning]
     ]
 
 
-def warn_of_rising_curve(
-    scores: Sequence[tuple[int, float]], steps: int, training: TrainingSection
-) -> list[SettingsWarning]:
-    """Warn of a run that ended while its dev score still rose.
+def warn_of_curve(scores: Sequence[tuple[int, float]], steps: int, training: TrainingSection) -> list[SettingsWarning]:
+    """Warn of a run that ended while its dev score still rose, and of one that saves its start, which no later score exceeds.
 
     Args:
         scores: (step, score) of all dev scores, by step.
         steps: Steps of the run.
         training: Its settings of the training.
     """
+    if not scores:
+        return []
+    found, (step, last), highest = list[SettingsWarning](), scores[-1], max(score for _, score in scores)
     before = [entry for entry in scores if 0 < entry[0] <= (1 - _LAST_PART) * steps]
-    if not before:
-        return []
-    (step, earlier), (_, last) = before[-1], scores[-1]
-    if last < max(score for _, score in scores) or last - earlier <= _NOISE:
-        return []
-    is_limited = training.max_steps == steps
-    longer = f"training.max_steps={2 * steps}" if is_limited else f"training.epochs={2 * training.epochs:g}"
-    return [
-        SettingsWarning(
-            "DCSE-W07",
-            f"the dev score still rose at the end, by {last - earlier:.2f} from step {step:,} to {scores[-1][0]:,}",
-            f"train longer ({longer}), or give more text",
+    if before and last == highest and last - before[-1][1] > _NOISE:
+        is_limited = training.max_steps == steps
+        longer = f"training.max_steps={2 * steps}" if is_limited else f"training.epochs={2 * training.epochs:g}"
+        found.append(
+            SettingsWarning(
+                "DCSE-W07",
+                f"the dev score still rose at the end, by {last - before[-1][1]:.2f} from step {before[-1][0]:,} to {step:,}",
+                f"train longer ({longer}), or give more text",
+            )
         )
-    ]
-
-
-def warn_of_no_gain(scores: Sequence[tuple[int, float]], training: TrainingSection) -> list[SettingsWarning]:
-    """Warn of a run that saves its start, because no later dev score is higher.
-
-    Args:
-        scores: As for `warn_of_rising_curve`.
-        training: As there.
-    """
-    if len(scores) < 2 or max(score for _, score in scores[1:]) > scores[0][1]:
-        return []
-    (_, start), (step, last) = scores[0], scores[-1]
-    return [
-        SettingsWarning(
-            "DCSE-W11",
-            f"no checkpoint has a higher dev score than the start, {start:.2f} (at step {step:,}: {last:.2f}), so the model that "
-            "is saved is the start, unchanged",
-            f"lower training.lr ({training.lr / 3:.2g}), or train longer",
+    if len(scores) > 1 and scores[0][1] == highest:
+        found.append(
+            SettingsWarning(
+                "DCSE-W11",
+                f"no checkpoint has a higher dev score than the start, {highest:.2f} (at step {step:,}: {last:.2f}), so the "
+                "model that is saved is the start, unchanged",
+                f"lower training.lr ({training.lr / 3:.2g}), or train longer",
+            )
         )
-    ]
+    return found
 
 
 def warn_of_weak_label_source(
@@ -338,16 +306,6 @@ def warn_of_weak_label_source(
             f"lower {key}.weight, write mutual.standardize: true if its cosines lie in a narrow band, or give it a better start",
         )
     ]
-
-
-def teacher_encoders(recipe: Recipe) -> dict[str, EncoderSection]:
-    """Return the sections of the teachers that are models with sentence vectors, by recipe key."""
-    kinds = [kind_of(teacher, only_local=True) for teacher in recipe.teachers.encoders]
-    return {
-        f"teachers.encoders.{number}": kind.section
-        for number, kind in enumerate(kinds)
-        if kind.is_model and kind.has_vectors
-    }
 
 
 def _folder(section: EncoderSection, only_local: bool) -> Path | None:

@@ -1,4 +1,4 @@
-"""Checks of Ray on this machine, and of the cluster at RAY_ADDRESS: versions, authentication, exposed ports."""
+"""`distcse doctor`: checks of this machine, of Ray and the cluster at RAY_ADDRESS, and of all that a recipe wants."""
 
 from __future__ import annotations
 
@@ -6,27 +6,77 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from distcse import host
-from distcse.checks import Check, fail, ok, warn
-from distcse.device import gpu_count
-from distcse.errors import ClusterTooSmallError, EncoderError, StorageError
+from distcse.checks import Check, answers, fail, ok, warn
+from distcse.device import gpu_count, local_speed
+from distcse.errors import ClusterTooSmallError, DistcseError, EncoderError, StorageError
 from distcse.experiments.registry import experiment_of
 from distcse.host import installed_version
 from distcse.placement.resources import Node, format_nodes
+from distcse.preflight import machine
+from distcse.preflight.models import model_questions
 from distcse.ray_backend.cluster import fix_of_joining
 from distcse.ray_backend.nodes import alive
 from distcse.ray_backend.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, find_long_socket_path
-from distcse.recipe import BaseRecipe
-from distcse.storage import ArtifactStore, open_store
+from distcse.recipe import BaseRecipe, StorageSection
+from distcse.storage import ArtifactStore, open_store, resolve_path
+from distcse.teachers.kinds import kind_of
 
 _DASHBOARD = 8265
 _CLIENT = 10001
 _LOOPBACK = ("127.", "::1")
+
+
+def diagnose(recipe: BaseRecipe | None = None) -> Iterator[Check]:
+    """Yield the checks of this machine, of the cluster, and of a recipe if there is one, each as soon as it is known."""
+    storage = StorageSection() if recipe is None else recipe.storage
+    cache = storage.cache if recipe is not None else os.environ.get("DISTCSE_CACHE") or storage.cache
+    folders = {
+        f"storage.{key}": resolve_path(folder).expanduser().absolute()
+        for key, folder in (("runs", storage.runs), ("cache", cache))
+    }
+    yield from machine.check_python()
+    yield from machine.check_packages()
+    yield from machine.check_cpus()
+    yield from machine.check_gpus(recipe)
+    yield from machine.check_precision(
+        None if recipe is None else experiment_of(recipe).precision_roles([local_speed()])
+    )
+    yield from machine.check_memory()
+    yield from machine.check_shared_memory()
+    yield from machine.check_open_files()
+    yield from machine.check_deepspeed(recipe)
+    yield from check_version()
+    yield from check_cluster(folders, recipe)
+    yield from check_token()
+    yield from check_ports()
+    for key, folder in folders.items():
+        yield from machine.check_location(key, folder)
+    if recipe is not None:
+        yield from check_recipe(recipe)
+
+
+def check_recipe(recipe: BaseRecipe) -> Iterator[Check]:
+    """Ask what a run of the recipe asks before it starts, and yield the warnings that it would report."""
+    experiment = experiment_of(recipe)
+    yield from answers(model_questions(recipe))
+    for teacher in recipe.inputs.teachers:
+        yield from kind_of(teacher, only_local=True).check_source()
+    yield from answers(experiment.questions())
+    try:
+        warnings = experiment.warnings()
+    except DistcseError as error:
+        yield fail("settings", error.coded_message, "or correct the recipe")
+        return
+    for warning in warnings:
+        yield warn("settings", f"[{warning.code}] {warning.problem}", warning.fix)
+    if not warnings:
+        yield ok("settings", "nothing to warn of")
 
 
 def check_version() -> list[Check]:

@@ -1,0 +1,64 @@
+"""Whether the text, the labelled sets and the model folders of a recipe are on this machine: answered without PyTorch."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from distcse.checks import Question, require
+from distcse.data import check_source
+from distcse.errors import EvaluationDataError, InvalidValueError
+from distcse.model_source import is_hub_id, resolve_model
+from distcse.recipe import BaseRecipe, CorpusSection, RecipeInputs
+from distcse.storage import is_uri
+
+
+def require_inputs(recipe: BaseRecipe) -> None:
+    """Check a recipe's text, labelled sets and models before PyTorch is imported and Ray starts.
+
+    Models of the hub and of object storage are not looked up.
+
+    Raises:
+        InvalidValueError: A setting needs labelled sets, and the recipe names no folder of them.
+        CorpusError: The text is missing, or lacks a column.
+        ModelNotFoundError: A model's folder or package is missing.
+        EvaluationDataError: The folder of labelled sets is missing.
+    """
+    require(input_questions(recipe))
+    teachers = [section for section in recipe.inputs.teachers if section.loads_model]
+    for section in [*recipe.inputs.encoders, *teachers]:
+        if not is_hub_id(section.backbone) and not is_uri(section.backbone):
+            resolve_model(section.backbone, only_local=True)
+
+
+def input_questions(recipe: BaseRecipe, needs_text: bool = True) -> list[Question]:
+    """Ask for a recipe's labelled sets, which are not read, and for its text with its column.
+
+    Args:
+        recipe: The recipe.
+        needs_text: False for a run that has stored what it needs of its text. Default: True.
+    """
+    inputs, questions = recipe.inputs, list[Question]()
+    if inputs.labelled is not None or inputs.labelled_for is not None:
+        questions.append(("evaluation.data", partial(_find_labelled, inputs)))
+    if inputs.corpus is not None and needs_text:
+        questions.append(("corpus", partial(_find_text, inputs.corpus)))
+    return questions
+
+
+def _find_labelled(inputs: RecipeInputs) -> str:
+    if inputs.labelled is None:
+        raise InvalidValueError(f"{inputs.labelled_for}, but evaluation.data is not set; write evaluation.data: FOLDER")
+    if not Path(inputs.labelled).is_dir():
+        raise EvaluationDataError(
+            f"{inputs.labelled} is not a folder; correct evaluation.data (see docs/how-to/evaluate.md)"
+        )
+    return inputs.labelled
+
+
+def _find_text(section: CorpusSection) -> str:
+    check_source(section)
+    if section.dataset is not None:
+        return f"data set {section.dataset}, opened when the run starts"
+    paths = section.path or []
+    return ", ".join([paths] if isinstance(paths, str) else paths)
