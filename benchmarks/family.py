@@ -31,7 +31,7 @@ from distcse.evaluation import (
     make_candidate,
 )
 from distcse.evaluation.evaluation import measure_speed
-from distcse.evaluation.retrieval import RetrievalTask
+from distcse.evaluation.tasks.retrieval import RetrievalTask
 from distcse.events import Reporter
 from distcse.experiments.family.experiment import Family
 from distcse.experiments.local_backend import LocalBackend

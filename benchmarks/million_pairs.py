@@ -39,7 +39,7 @@ from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import PairScorer
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import MutualRecipe, read_recipe
-from distcse.report.cycles import read_cycles
+from distcse.report.history import read_cycles
 from distcse.runs.lease import Lease
 from distcse.storage import open_store
 from tests.wikipedia import wiki_file

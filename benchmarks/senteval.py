@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from distcse.evaluation import LoadOptions, VectorModel, collect, open_candidate
-from distcse.evaluation.transfer import FOLDS, SEED, Labelled, TransferTask, folds
+from distcse.evaluation.tasks.transfer import FOLDS, SEED, Labelled, TransferTask, folds
 
 STRENGTHS = tuple(10.0**power for power in range(-5, -1))
 DEV_SHARE = 0.05

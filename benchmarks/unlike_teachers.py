@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from distcse.data.collate import collate
 from distcse.evaluation import collect, labelled_dev
-from distcse.evaluation.estimates import spearman
-from distcse.evaluation.sts import ScoredPairs, StsTask
+from distcse.evaluation.bootstrap import spearman
+from distcse.evaluation.tasks.sts import ScoredPairs, StsTask
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.tables import embed_corpus

@@ -50,7 +50,7 @@ from distcse.evaluation import (
     reporting,
     sts_score,
 )
-from distcse.evaluation.sts import AGGREGATES, Aggregate
+from distcse.evaluation.tasks.sts import AGGREGATES, Aggregate
 from distcse.events import Listener, LogMessage, Reporter, StageProgress, ignore
 from distcse.experiments.experiment import Result
 from distcse.experiments.registry import experiment_of

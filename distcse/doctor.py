@@ -20,8 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
-    from distcse.report.lines import print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_lines
 
     with open_view(quiet=options.json, is_loading=True), gc_paused():
         from distcse.ray_backend.health import diagnose

@@ -41,8 +41,7 @@ def _main(options: argparse.Namespace) -> int:
 
 def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.events import Reporter
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
@@ -62,8 +61,7 @@ def _embed(recipe: Recipe, options: argparse.Namespace) -> int:
 def _check(recipe: Recipe, options: argparse.Namespace) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
@@ -87,8 +85,7 @@ def _check(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
     from distcse.events import Reporter
-    from distcse.report.lines import print_json
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json
 
     with ExitStack() as stack:
         view = stack.enter_context(open_view(options.quiet, options.json, is_loading=True))

@@ -22,8 +22,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.constraints:
         sys.stdout.write(files("distcse").joinpath("constraints.txt").read_text())
         return 0
-    from distcse.report.lines import print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_lines
 
     with open_view(quiet=options.json, is_loading=True):
         with gc_paused():

@@ -26,8 +26,7 @@ def _main(options: argparse.Namespace) -> int:
             refuse_job_copy(option, resolve_path(folder), f"write {option} /shared/report")
     if options.out is not None and not options.dry_run:
         _make(resolve_path(options.out))
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     stop = StopOnSignal("stopping after the current batch; the models measured so far are kept")
     with open_view(options.quiet, options.json, is_loading=True) as view:
@@ -71,7 +70,7 @@ def _main(options: argparse.Namespace) -> int:
 
 def _print_checked(options: argparse.Namespace) -> int:
     """Print the end of a dry run."""
-    from distcse.report.lines import print_json, print_lines
+    from distcse.report.progress import print_json, print_lines
 
     if options.json:
         print_json([{"event": "Checked", "models": options.models}])

@@ -24,8 +24,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.out is not None or os.path.isdir(options.model):
         setting = "MODEL" if options.out is None else "--out"
         refuse_job_copy(setting, options.out or options.model, "write --out /shared/FOLDER")
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():

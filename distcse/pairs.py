@@ -23,8 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     refuse_job_copy("--data", options.data, "write --data /shared/data")
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     with open_view(options.quiet or options.json, is_loading=True):
         with gc_paused():

@@ -29,8 +29,7 @@ def _main(options: argparse.Namespace) -> int:
     recipe = read_recipe(options.recipe, options.overrides)
     if options.measure and form[2] != "local":
         raise ArgumentError(f"--measure runs on this machine; --cluster is {options.cluster}: write --cluster local")
-    from distcse.report.lines import print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_lines
 
     with open_view(quiet=options.json, is_loading=True):
         with gc_paused():

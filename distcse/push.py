@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     from distcse.hub import prepare_upload, upload
-    from distcse.report.lines import print_json, print_lines
+    from distcse.report.progress import print_json, print_lines
 
     target = _hub_name(options.to)
     with tempfile.TemporaryDirectory() as folder:

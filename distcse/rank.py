@@ -19,8 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     refuse_job_copy("--out", options.out, "write --out /shared/FOLDER")
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():

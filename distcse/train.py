@@ -112,8 +112,7 @@ def _stored(run: str) -> str:
 def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
     """Carry out `--dry-run`."""
     from distcse.events import Reporter
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
@@ -129,7 +128,7 @@ def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
 
 
 def _print(done: Run, as_json: bool) -> None:
-    from distcse.report.lines import print_json, print_lines
+    from distcse.report.progress import print_json, print_lines
     from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
 
     evaluation = done.result.evaluation

@@ -129,8 +129,7 @@ def _describe_space(sweep: Sweep, space: Space) -> list[str]:
 def _check(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int:
     """`--dry-run`."""
     from distcse.events import Reporter
-    from distcse.report.lines import print_json, print_lines
-    from distcse.report.progress import open_view
+    from distcse.report.progress import open_view, print_json, print_lines
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
@@ -165,8 +164,7 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
         with gc_paused():
             from distcse.events import Reporter
             from distcse.ray_backend.sweep_backend import RaySweepBackend
-            from distcse.report.lines import print_json, print_lines
-            from distcse.report.parameters import format_values
+            from distcse.report.progress import format_values, print_json, print_lines
             from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
             from distcse.report.terminal import print_summary
             from distcse.tuning.sweep import begin, check, reopen, run_sweep

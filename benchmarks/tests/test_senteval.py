@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.senteval import STRENGTHS, Problem, Schedule, accuracy, fit
 from distcse.evaluation import VectorModel
 from distcse.evaluation.tables import Table
-from distcse.evaluation.transfer import SEED, TransferTask, folds
+from distcse.evaluation.tasks.transfer import SEED, TransferTask, folds
 
 
 def senteval(

@@ -1,12 +1,9 @@
 """Evaluation of sentence encoders by the protocols of the papers, one protocol per module."""
 
-from distcse.evaluation.agreement import HeldOutVectors, agreement, agreement_result
 from distcse.evaluation.candidates import LoadOptions, make_candidate, open_candidate, parse_models, parse_prompts
-from distcse.evaluation.catalogue import DEV_SETS, SUITES, DatasetFolder, parse_suites
 from distcse.evaluation.choice import NO_LIMITS, Choice, Limits
-from distcse.evaluation.contamination import Contamination
-from distcse.evaluation.custom_dev import CustomDev
-from distcse.evaluation.dev import LabelledDev, labelled_dev
+from distcse.evaluation.contamination import Contamination, evaluation_sentences, refuse_test_as_dev
+from distcse.evaluation.dev import CustomDev, LabelledDev, labelled_dev
 from distcse.evaluation.ensembles import make_ensembles, measure_ensemble
 from distcse.evaluation.evaluation import (
     Candidate,
@@ -18,14 +15,13 @@ from distcse.evaluation.evaluation import (
     evaluate,
     measure_model,
 )
-from distcse.evaluation.leakage import evaluation_sentences, refuse_test_as_dev
 from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, RecordedScores, VectorModel, reporting
-from distcse.evaluation.pairs import PairClassificationTask
-from distcse.evaluation.retrieval import RetrievalDataset, RetrievalTask
-from distcse.evaluation.sts import ScoredPairs, StsTask, sts_score
-from distcse.evaluation.suites import CustomSet, Tasks, collect
+from distcse.evaluation.suites import DEV_SETS, SUITES, CustomSet, DatasetFolder, Tasks, collect, parse_suites
 from distcse.evaluation.tables import read_table, stream_texts
-from distcse.evaluation.text_agreement import MIN_TEXTS, TextsTask
+from distcse.evaluation.tasks.agreement import MIN_TEXTS, HeldOutVectors, TextsTask, agreement, agreement_result
+from distcse.evaluation.tasks.pairs import PairClassificationTask
+from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask
+from distcse.evaluation.tasks.sts import ScoredPairs, StsTask, sts_score
 
 __all__ = [
     "DEV_SETS",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from distcse.errors import EvaluationOptionError
 from distcse.evaluation.evaluation import Evaluation, ModelInfo, Score
-from distcse.evaluation.text_agreement import TextsTask
+from distcse.evaluation.tasks.agreement import TextsTask
 
 _UNRANKED = "geometry"
 """The suite whose scores do not say which model is better."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import EvaluationDataError
-from distcse.evaluation.catalogue import DEV_SETS, DatasetFolder
-from distcse.evaluation.estimates import spearman
+from distcse.errors import EvaluationDataError, EvaluationFormatError
+from distcse.evaluation.bootstrap import spearman
 from distcse.evaluation.models import PairModel
-from distcse.evaluation.sts import ScoredPairs, sts_score
+from distcse.evaluation.suites import DEV_SETS, DatasetFolder
+from distcse.evaluation.tables import read_table
+from distcse.evaluation.tasks.pairs import PairClassificationTask, TripletTask
+from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask
+from distcse.evaluation.tasks.sts import ScoredPairs, StsTask, sts_score
 from distcse.storage import content_key
 
 
@@ -85,3 +90,80 @@ def labelled_dev(data: Path) -> ScoredPairs:
     """Read STS-B dev from a data folder; raises as `LabelledDev.read` does."""
     (pairs,) = LabelledDev.read(data).sets
     return pairs
+
+
+@dataclass(frozen=True)
+class CustomDev:
+    """A dev set from a file or folder, with its texts as pairs."""
+
+    name: str
+    """Name of the score in events and reports."""
+    task: StsTask | PairClassificationTask | TripletTask | RetrievalTask
+    measure: str
+    """The measure that is the dev score."""
+    first: list[str]
+    second: list[str]
+    """Texts of the pairs: of a triplet, the anchor with each of the others; of retrieval, a query with a relevant document."""
+    gold: list[float]
+    """Gold scores of the pairs: 1 and 0 of a triplet's two, the gain of a document."""
+
+    @classmethod
+    def read(cls, path: Path) -> CustomDev:
+        """Read a dev set; the columns of a file decide its kind.
+
+        Args:
+            path: A folder with `queries`, `corpus` and `relevant` (NDCG@10), or a file with the columns `anchor`, `positive` and
+                `negative` (accuracy), or `sentence1`, `sentence2` and either `score` (Spearman correlation) or `label` (area
+                under the ROC curve). Where a column `split` names several splits, only `dev` (or `validation`) is read.
+
+        Raises:
+            EvaluationDataError: The file does not exist.
+            EvaluationFormatError: The file is malformed, lacks these columns or rows of split dev, or has one label only.
+        """
+        if os.path.isdir(path):
+            return cls._of_retrieval(path.name, RetrievalDataset.read(path))
+        every = read_table(path)
+        table, name = every.of_split("dev"), f"{path.parent.name} {path.name.split('.')[0]}"
+        if len(table) < len(every):
+            name += f" ({len(table):,} rows of split dev)"
+        if "score" in table.columns:
+            pairs = ScoredPairs.of(name, table)
+            return cls(f"{name}, Spearman", StsTask(pairs), "all", pairs.first, pairs.second, pairs.gold.tolist())
+        if "label" in table.columns:
+            task = PairClassificationTask.of(name, table)
+            return cls(f"{name}, AUC", task, "auc", task.first, task.second, task.labels.tolist())
+        if "anchor" in table.columns:
+            return cls._of_triplets(TripletTask.of(name, table))
+        raise EvaluationFormatError(
+            f"{path}: no column 'score', 'label' or 'anchor'; its columns: {', '.join(table.columns)}"
+        )
+
+    @classmethod
+    def _of_triplets(cls, task: TripletTask) -> CustomDev:
+        number = len(task.anchors)
+        first, second = [*task.anchors, *task.anchors], [*task.positives, *task.negatives]
+        return cls(f"{task.name}, accuracy", task, "accuracy", first, second, [1.0] * number + [0.0] * number)
+
+    @classmethod
+    def _of_retrieval(cls, name: str, dataset: RetrievalDataset) -> CustomDev:
+        pairs = [
+            (query, dataset.documents[document], gain)
+            for query, gains in zip(dataset.queries, dataset.relevant, strict=True)
+            for document, gain in gains.items()
+        ]
+        first, second, gold = (list(column) for column in zip(*pairs, strict=True))
+        return cls(f"{name}, NDCG@10", RetrievalTask(name, dataset), "ndcg@10", first, second, gold)
+
+    @property
+    def pairs_only(self) -> bool:
+        """Whether a model that scores pairs can be scored; retrieval needs vectors."""
+        return self.task.pairs_only
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all texts, their order and their labels."""
+        return content_key(self.task)
+
+    def score(self, model: Any) -> float:
+        """Compute the dev score of a `PairModel`, for retrieval of a `VectorModel`; higher is better."""
+        return self.task.measure(model).scores[self.measure].value

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, PearsonOf, SpearmanOf
+from distcse.evaluation.bootstrap import AucOf, AverageOf, Fixed, MeanOf, PearsonOf, SpearmanOf
 from distcse.evaluation.evaluation import ModelInfo, ModelResults
 from distcse.evaluation.models import RecordedScores
 from distcse.evaluation.tasks import TaskResult

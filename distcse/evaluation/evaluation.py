@@ -16,15 +16,14 @@ from numpy.typing import NDArray
 
 from distcse.device import default_device
 from distcse.errors import EvaluationResultError, StoppedEarlyError
-from distcse.evaluation.catalogue import PUBLISHED
+from distcse.evaluation.bootstrap import AverageOf, Difference, Estimate, difference
 from distcse.evaluation.contamination import Contamination
-from distcse.evaluation.estimates import AverageOf, Difference, Estimate, difference
 from distcse.evaluation.models import Ensemble, Model, VectorModel
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges, NeighborComparison
-from distcse.evaluation.suites import Tasks
+from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
-from distcse.evaluation.text_agreement import with_agreement
-from distcse.evaluation.transfer import TransferTask
+from distcse.evaluation.tasks.agreement import with_agreement
+from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
 from distcse.storage import ArtifactStore, open_store
 

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, MissingDependencyError
 from distcse.evaluation.candidates import LoadOptions
-from distcse.evaluation.catalogue import STS, KnownSet
 from distcse.evaluation.contamination import NOTICED_FROM, Contamination
 from distcse.evaluation.evaluation import Candidate
 from distcse.evaluation.models import VectorModel
-from distcse.evaluation.sts import ScoredPairs
+from distcse.evaluation.suites import STS, KnownSet
 from distcse.evaluation.tables import find_table, read_table
+from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.host import pip_install
 from distcse.models import Encoder, model_fingerprint
 from distcse.models.prompts import is_template

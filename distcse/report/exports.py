@@ -10,7 +10,7 @@ from pathlib import Path
 from distcse.evaluation import Evaluation
 from distcse.report.grids import Grid, grids, legend, row_title, spread_text
 from distcse.storage import ArtifactStore, open_store
-from distcse.tuning.summary import SummaryRow
+from distcse.tuning.final_evaluation import SummaryRow
 
 _NEEDS = r"% Needs \usepackage{booktabs}."
 _COLUMNS = ("suite", "set", "measure", "model", "value", "base", "difference", "low", "high", "overlap")

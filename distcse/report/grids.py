@@ -1,14 +1,20 @@
-"""An evaluation as tables, for the terminal, model cards and report pages."""
+"""An evaluation as tables, for the terminal, model cards and report pages, with the papers' published scores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from statistics import mean
+
+import yaml
 
 from distcse.evaluation import Evaluation, ModelInfo, Score
 from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
 from distcse.evaluation.runs import Spread, compute_spreads, group_runs, has_repeated_runs
-from distcse.tuning.summary import SummaryRow
+from distcse.evaluation.suites import PUBLISHED
+from distcse.tuning.final_evaluation import SummaryRow
 
 SPEED_COLUMNS = ("parameters", "MB", "dimensions", "sentences/s", "one sentence")
 
@@ -202,3 +208,48 @@ def markdown_table(grid: Grid, differences: bool = False) -> list[str]:
             ]
         lines.append(f"| {model} | {' | '.join(shown)} |")
     return lines
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A row of a paper's table."""
+
+    suite: str
+    model: str
+    source: str
+    values: dict[str, float]
+    measure: str = ""
+    """The measure, if the columns are sets."""
+    set: str = ""
+    """The set, if the columns are measures."""
+
+
+@cache
+def published_rows() -> tuple[PublishedRow, ...]:
+    """Return all published rows, in the order of published.yaml."""
+    text = (files("distcse.report") / "published.yaml").read_text(encoding="utf-8")
+    return tuple(PublishedRow(**row) for row in yaml.safe_load(text))
+
+
+def find_published(grid: Grid) -> list[tuple[PublishedRow, list[str]]]:
+    """Return the published rows that share a column with a grid, and their cells in its columns.
+
+    An average is over the sets of the grid: it is computed from the paper's scores if the paper averages over other sets.
+    """
+    found = []
+    for row in published_rows():
+        if (row.suite, row.measure, row.set) == (grid.suite, grid.measure_key, grid.set):
+            cells = [_published_cell(row, column, grid) for column in grid.columns]
+            if any(cell != "–" for cell in cells):
+                found.append((row, cells))
+    return found
+
+
+def _published_cell(row: PublishedRow, column: str, grid: Grid) -> str:
+    if column in row.values:
+        return number(column, row.values[column])
+    if not column.startswith("average"):
+        return "–"
+    sets = [known.name for known in PUBLISHED[row.suite] if known.name in grid.columns]
+    known = [row.values[name] for name in sets if name in row.values]
+    return f"{mean(known):.2f}" if len(known) == len(sets) else "–"

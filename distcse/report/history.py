@@ -1,19 +1,141 @@
-"""Reads the history of a run from its directory: curves, stages and versions."""
+"""Reads the history of a run from its directory: curves, stages and versions, and a mutual distillation's cycles."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from distcse.errors import RunDirectoryError, RunError
-from distcse.report.cycles import Cycles, read_cycles
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.stored_scores import Scores
 from distcse.runs.directory import recorded
+
+COMPARED_PAIRS = 1_000_000
+"""Pairs whose scores are compared, at most; evenly spaced. The correlation's standard error is then at most 0.1."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An activity of a group, in seconds since the run began."""
+
+    group: str
+    phase: str
+    activity: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """History of a mutual distillation by phase."""
+
+    groups: list[str]
+    dev: Mapping[str, Mapping[int, float]]
+    """Best dev score of a phase, by `group kind`, then by cycle; cycle 0 is the start."""
+    agreement: Mapping[str, Mapping[str, float]]
+    """Spearman correlation × 100 of two groups' scores, by phase, then by pair of groups."""
+    spans: Sequence[Span]
+    dropped: Mapping[str, str]
+    """Reason for each dropped group."""
+    best_starts: Sequence[str] = ()
+    """Groups whose best bi-encoder is their start."""
+
+    @property
+    def number(self) -> int:
+        """Number of cycles that at least one group has completed."""
+        return max((cycle for scores in self.dev.values() for cycle in scores), default=0)
+
+    @property
+    def columns(self) -> dict[int, str]:
+        """Names of the columns of dev scores, by cycle: the start, if its scores are known, and the cycles."""
+        first = 0 if any(0 in scores for scores in self.dev.values()) else 1
+        return {cycle: f"cycle {cycle}" if cycle else "start" for cycle in range(first, self.number + 1)}
+
+    @property
+    def pairs(self) -> list[str]:
+        """Pairs of groups whose scores were compared."""
+        return list(dict.fromkeys(pair for row in self.agreement.values() for pair in row))
+
+
+def read_cycles(
+    run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]], best_of: str = "cycles"
+) -> Cycles:
+    """Read the history from a run's phase store and its events.
+
+    Args:
+        run: The run's directory.
+        groups: Names of the groups.
+        events: The objects of events.jsonl.
+        best_of: The recipe's `mutual.best_of`. Default: its default.
+    """
+    store = PhaseStore(run)
+    dev: dict[str, dict[int, float]] = {f"{group} bi": {0: score} for group, score in store.starts.items()}
+    agreement: dict[str, dict[str, float]] = {}
+    number = 0
+    while posted := store.posted(phase := Phase(number)):
+        for group, entry in posted.items():
+            if entry.get("dev") is not None:
+                dev.setdefault(f"{group} {phase.kind}", {})[phase.cycle] = entry["dev"]
+        ranks = {group: _ranks(store.scores(group, phase)) for group in groups if group in posted}
+        compared = {f"{a} – {b}": _correlation(ranks[a], ranks[b]) for a, b in combinations(ranks, 2)}
+        if compared:
+            agreement[phase.name] = compared
+        number += 1
+    ordered = {name: dev[name] for group in groups for name in (f"{group} bi", f"{group} cross") if name in dev}
+    best_starts = [
+        group
+        for group in groups
+        if best_of == "start_and_cycles" and group not in store.dropped and _is_start_best(dev.get(f"{group} bi", {}))
+    ]
+    return Cycles(list(groups), ordered, agreement, _spans(events), store.dropped, best_starts)
+
+
+def _is_start_best(scores: Mapping[int, float]) -> bool:
+    """Return whether no cycle has a higher dev score than the start; false before the first cycle has ended."""
+    return len(scores) > 1 and max(scores.values()) == scores[0]
+
+
+def _ranks(scores: Scores) -> NDArray[np.float64]:
+    """Return centered ranks of unit length of at most `COMPARED_PAIRS` of the scores; zeros if all are equal."""
+    from scipy.stats import rankdata  # imported late, so that a run's first step does not wait 0.5 s for it
+
+    ranks = rankdata(scores[:: -(-len(scores) // COMPARED_PAIRS)])
+    ranks -= ranks.mean()
+    length = np.linalg.norm(ranks)
+    return np.asarray(ranks / length if length else ranks)
+
+
+def _correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Return the Spearman correlation × 100 of scores with these ranks; 0 if one side is constant."""
+    return float(100 * (one @ other))
+
+
+def _spans(events: Sequence[Mapping[str, Any]]) -> list[Span]:
+    """Return the activities; each lasts until its group's next one, with a gap where the run was resumed."""
+    spans: list[Span] = []
+    running: dict[str, tuple[str, str, float]] = {}
+    began = events[0]["time"] if events else 0.0
+    for event in events:
+        if event["event"] == "LogMessage" and event["text"].startswith("run directory"):
+            running.clear()
+        if event["event"] != "GroupActivity":
+            continue
+        group, now = event["group"], event["time"] - began
+        if group in running:
+            phase, activity, since = running[group]
+            spans.append(Span(group, phase, activity, since, now))
+        running[group] = (event["phase"], event["activity"], now)
+    return spans
 
 
 @dataclass(frozen=True)

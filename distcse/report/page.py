@@ -11,13 +11,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distcse import __version__
 from distcse.evaluation import Evaluation
-from distcse.evaluation.estimates import RESAMPLES
+from distcse.evaluation.bootstrap import RESAMPLES
 from distcse.host import installed_version
 from distcse.report.exports import write_exports
 from distcse.report.grids import (
     NOTICED,
     SPEED_COLUMNS,
     TRANSDUCTIVE,
+    find_published,
     grids,
     legend,
     markdown_table,
@@ -26,7 +27,6 @@ from distcse.report.grids import (
 )
 from distcse.report.history import History
 from distcse.report.plots import colour_of, pictures
-from distcse.report.published import find_published
 from distcse.storage import ArtifactStore, open_store
 
 _PACKAGES = ("torch", "transformers", "scipy", "scikit-learn")

@@ -10,9 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from distcse.evaluation import Evaluation, Score
 from distcse.report.canvas import COLOURS, GRID, INK, MUTED, PAPER, SERIES, Picture, legend_above, svg
-from distcse.report.cycles import Cycles
-from distcse.report.history import History
-from distcse.report.published import published_rows
+from distcse.report.grids import published_rows
+from distcse.report.history import Cycles, History
 
 
 def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:

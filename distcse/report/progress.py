@@ -1,13 +1,17 @@
-"""Shows a run's progress: live bars on a terminal, plain lines in logs, JSON lines for programs, or only warnings."""
+"""Shows a run's progress: live bars on a terminal, plain lines in logs, JSON lines for programs, or only warnings.
+
+It imports no PyTorch, so that commands can print at once.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
@@ -29,7 +33,6 @@ from distcse.events import (
     TrialUpdate,
     to_json_line,
 )
-from distcse.report.parameters import format_values
 
 _PLAIN_EVERY_SECONDS = 10.0
 REMINDER_S, REMINDER_INTERVAL_S = 30.0, 1.0
@@ -373,3 +376,34 @@ def _trial_note(event: TrialUpdate) -> str:
 def _dev_line(event: DevScore) -> str:
     best = "best so far" if event.best_step == event.step else f"best {event.best:.2f} at step {event.best_step}"
     return f"step {event.step}  {event.name} {event.score:.2f}  ({best})"
+
+
+def shorten_path(path: str) -> str:
+    """Return the last parts of a recipe path: `rank.tau2`, `encoders.0.alpha`, `lr`."""
+    parts = path.split(".")
+    last_parts = parts[-3:] if len(parts) > 2 and parts[-2].isdigit() else parts[-2:]
+    return ".".join(last_parts).removeprefix("training.").removeprefix("objective.")
+
+
+def format_value(value: Any) -> str:
+    """Format a value; floats with four significant digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def format_values(values: Mapping[str, Any]) -> str:
+    """Format values by their short paths, in one line."""
+    return "  ".join(f"{shorten_path(path)}={format_value(value)}" for path, value in values.items())
+
+
+def print_lines(lines: list[str]) -> None:
+    """Print lines on standard output without wrapping, so that they can be copied."""
+    console = Console(file=sys.stdout)
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(lines: Iterable[Mapping[str, Any]]) -> None:
+    """Print one JSON object per line on standard output, for programs."""
+    for line in lines:
+        sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+    sys.stdout.flush()

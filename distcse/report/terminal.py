@@ -15,7 +15,7 @@ from distcse.evaluation import Choice, Evaluation
 from distcse.experiments.distillation.dev_ensemble import EnsembleScores
 from distcse.report.grids import SPEED_COLUMNS, Grid, grids, legend, row_title, size_and_speed, spread_text
 from distcse.teachers.comparison import NEAREST, TeacherComparison
-from distcse.tuning.summary import SummaryRow
+from distcse.tuning.final_evaluation import SummaryRow
 
 _PIPE_WIDTH = 1000
 

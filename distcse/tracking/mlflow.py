@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 
 from distcse.recipe import MLflowSection
 from distcse.storage import ArtifactStore, open_store
-from distcse.tracking.tracker import RunInfo, RunStatus
+from distcse.tracking.loggers import RunInfo, RunStatus
 
 _RUN_ID_FILE = "mlflow.run"
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}

@@ -12,7 +12,7 @@ from tensorboardX.summary import hparams
 
 from distcse.errors import StorageError
 from distcse.storage import open_store
-from distcse.tracking.tracker import RunInfo, RunStatus
+from distcse.tracking.loggers import RunInfo, RunStatus
 
 _UPLOAD_INTERVAL_S = 60.0
 """Seconds between uploads of the event file, if the run's folder is in object storage: each upload is the complete file."""

@@ -11,7 +11,7 @@ import wandb
 
 from distcse.recipe import WandbSection
 from distcse.storage import open_store
-from distcse.tracking.tracker import RunInfo, RunStatus
+from distcse.tracking.loggers import RunInfo, RunStatus
 
 _RUN_ID_FILE = "wandb.run"
 

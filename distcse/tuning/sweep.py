@@ -46,11 +46,10 @@ from distcse.storage import ArtifactStore, open_store
 from distcse.tracking import require_trial_loggers
 from distcse.tuning.backend import StoppedError, SweepBackend
 from distcse.tuning.final_evaluation import measure
-from distcse.tuning.records import Trial, find_best_trial, read_trials
+from distcse.tuning.records import Trial, find_best_trial, read_trials, write_tables
 from distcse.tuning.space import Space
 from distcse.tuning.trial import TrialContext
 from distcse.tuning.trial_resources import TrialResources, least_requests, plans_of_trials, trial_resources
-from distcse.tuning.trial_table import write_tables
 from distcse.tuning.trial_tracking import track_trials
 
 _TRIALS, _FINAL_RUNS = "trials", "final_runs"

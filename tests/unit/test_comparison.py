@@ -15,7 +15,7 @@ from distcse.data import Corpus
 from distcse.embed import main
 from distcse.errors import ComparisonError
 from distcse.evaluation import LabelledDev
-from distcse.evaluation.sts import ScoredPairs
+from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.events import Reporter
 from distcse.experiments.distillation.dev_ensemble import DevEnsemble
 from distcse.recipe import Recipe, load_recipe

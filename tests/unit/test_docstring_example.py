@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.evaluation.retrieval import RetrievalDataset
+from distcse.evaluation.tasks.retrieval import RetrievalDataset
 from examples import docstring_corpus
 from examples.docstring_corpus import (
     DocumentedObject,

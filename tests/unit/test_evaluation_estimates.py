@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy.stats import rankdata, spearmanr
 from sklearn.metrics import roc_auc_score
 
-from distcse.evaluation import estimates
-from distcse.evaluation.estimates import (
+from distcse.evaluation import bootstrap
+from distcse.evaluation.bootstrap import (
     AucOf,
     AverageOf,
     Fixed,
@@ -62,7 +62,7 @@ def test_resampling_in_blocks_changes_no_score(monkeypatch: pytest.MonkeyPatch) 
         return [each.resampled for each in (SpearmanOf(GOOD, GOLD, "x"), AucOf(GOOD, labels, "x"), MeanOf(GOOD, "x"))]
 
     in_one_block = scores()
-    monkeypatch.setattr(estimates, "WEIGHTS_PER_BLOCK", 7 * 60 + 1)
+    monkeypatch.setattr(bootstrap, "WEIGHTS_PER_BLOCK", 7 * 60 + 1)
     resample("x", 60, lambda block: (block_sizes.append(len(block)), np.zeros(len(block)))[1])
     assert set(block_sizes) == {7, 1000 % 7} and sum(block_sizes) == 1000
     for expected, found in zip(in_one_block, scores(), strict=True):

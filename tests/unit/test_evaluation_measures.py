@@ -12,10 +12,10 @@ from sklearn.metrics import ndcg_score, roc_auc_score
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError, ModelOutputError
 from distcse.evaluation import RetrievalDataset, RetrievalTask, ScoredPairs, StsTask, VectorModel, agreement, sts_score
-from distcse.evaluation.geometry import GeometryTask, alignment, uniformity
 from distcse.evaluation.models import PairModel
-from distcse.evaluation.pairs import PairClassificationTask
-from distcse.evaluation.ranking import RankingTask, kendall, ndcg, ranked_lists
+from distcse.evaluation.tasks.geometry import GeometryTask, alignment, uniformity
+from distcse.evaluation.tasks.pairs import PairClassificationTask
+from distcse.evaluation.tasks.ranking import RankingTask, kendall, ndcg, ranked_lists
 from tests.failures import fails_with
 
 

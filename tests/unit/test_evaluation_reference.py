@@ -27,11 +27,11 @@ from distcse.evaluation import (
     parse_suites,
     sts_score,
 )
-from distcse.evaluation.catalogue import STSB_DEV
-from distcse.evaluation.geometry import GeometryTask
-from distcse.evaluation.pairs import PairClassificationTask
-from distcse.evaluation.ranking import RankingTask
+from distcse.evaluation.suites import STSB_DEV
 from distcse.evaluation.tables import Table, read_table
+from distcse.evaluation.tasks.geometry import GeometryTask
+from distcse.evaluation.tasks.pairs import PairClassificationTask
+from distcse.evaluation.tasks.ranking import RankingTask
 from distcse.models import Encoder, resolve_model
 
 EXPECTED = {"STS12": 72.37, "STS13": 80.60, "STS14": 75.60, "STS-B": 82.03, "SICK-R": 77.15}

@@ -8,7 +8,7 @@ import numpy as np
 
 from distcse.evaluation import CustomSet, VectorModel, collect
 from distcse.evaluation.tables import Table
-from distcse.evaluation.transfer import Labelled
+from distcse.evaluation.tasks.transfer import Labelled
 
 
 def test_sentences_are_in_sentevals_order() -> None:

@@ -32,7 +32,7 @@ from distcse.errors import (
     WorkFailedError,
 )
 from distcse.evaluation import LoadOptions, PairScores, VectorModel, open_candidate, read_table, sts_score
-from distcse.evaluation.sts import ScoredPairs
+from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.group import SerializedGroup

@@ -27,7 +27,7 @@ from distcse.experiments.mutual.tokens import report_extent
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
 from distcse.recipe import MutualRecipe, read_recipe
-from distcse.report import cycles
+from distcse.report import history
 from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store, sha256
 from tests.backends import run_mutual
@@ -254,12 +254,12 @@ def test_agreement_in_the_report_is_the_spearman_correlation(tmp_path: Path, mon
     scores["constant"] = np.ones(500, dtype=np.float32)
     for name, values in scores.items():
         store.post(name, Phase(0), values, None)
-    found = cycles.read_cycles(tmp_path, list(scores), []).agreement["start"]
+    found = history.read_cycles(tmp_path, list(scores), []).agreement["start"]
     for one, other in combinations(("a", "b", "c"), 2):
         assert found[f"{one} – {other}"] == pytest.approx(100 * spearmanr(scores[one], scores[other]).statistic)
     assert found["a – constant"] == 0
-    monkeypatch.setattr(cycles, "COMPARED_PAIRS", 100)
-    sampled = cycles.read_cycles(tmp_path, list(scores), []).agreement["start"]
+    monkeypatch.setattr(history, "COMPARED_PAIRS", 100)
+    sampled = history.read_cycles(tmp_path, list(scores), []).agreement["start"]
     assert sampled["a – b"] == pytest.approx(100 * spearmanr(scores["a"][::5], scores["b"][::5]).statistic)
 
 

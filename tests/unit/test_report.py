@@ -30,7 +30,7 @@ from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
 from distcse.report.sweep_page import summary_tiles
 from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
-from distcse.tuning.summary import SummaryRow
+from distcse.tuning.final_evaluation import SummaryRow
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe

@@ -22,12 +22,19 @@ from distcse.errors import (
 )
 from distcse.evaluation.runs import compute_spread
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
+from distcse.report.sweep_page import importances
 from distcse.storage import open_store
-from distcse.tuning.importance import importances
-from distcse.tuning.records import Trial, TrialMetric, find_best_trial, read_trials, readable_trials
+from distcse.tuning.final_evaluation import dev_row
+from distcse.tuning.records import (
+    Trial,
+    TrialMetric,
+    find_best_trial,
+    read_trials,
+    readable_trials,
+    rows_of,
+    write_tables,
+)
 from distcse.tuning.space import Space
-from distcse.tuning.summary import dev_row
-from distcse.tuning.trial_table import rows_of, write_tables
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 

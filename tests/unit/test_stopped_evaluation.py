@@ -15,8 +15,8 @@ import pytest
 import distcse
 from distcse.command import INTERRUPTED
 from distcse.evaluation import Evaluation, ModelInfo, ModelResults, RecordedScores
+from distcse.evaluation.bootstrap import AucOf, AverageOf, Fixed, MeanOf, SpearmanOf
 from distcse.evaluation.encoding import decode_result, encode_result
-from distcse.evaluation.estimates import AucOf, AverageOf, Fixed, MeanOf, SpearmanOf
 from distcse.evaluation.tasks import TaskResult
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import DeviceCall

@@ -62,7 +62,7 @@ UNITS = {
     "distcse.data.ragged.RaggedWriter.append": 1,
     "distcse.data.ragged.RaggedWriter.append_rows": 1,
     "distcse.evaluation.contamination.normalized_key": 16,
-    "distcse.evaluation.transfer._regression": 1,
+    "distcse.evaluation.tasks.transfer._regression": 1,
     "distcse.teachers.table.EmbeddingTable.is_intact": 8,
     "faiss.IndexFlatIP.search": 1,
     "model2vec.train.base.BaseFinetuneable.forward": 1,
@@ -484,7 +484,7 @@ SHORT = {
     "teachers/kinds/cross_encoder:PairTeacher.similarities": "the lists of a training step",
     "teachers/reuse:count_new_rows": "a dry run, without `StopOnSignal`",
     "teachers/teacher:LiveTeacher.similarities": "the lists of a training step",
-    "tuning/trial_table:write_tables": "a Parquet table",
+    "tuning/records:write_tables": "a Parquet table",
 }
 """Calls of a loop over batches that ask nobody, and why."""
 _QUESTIONS, _HELPERS = {"advance", "check_stop", "follow"}, {"start_stage", "reporting"}

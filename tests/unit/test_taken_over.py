@@ -38,10 +38,9 @@ from distcse.storage import open_store
 from distcse.teachers.targets import has_projection, write_projection
 from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_trainer_state, load_weights
 from distcse.trainer.checkpoints import CheckpointStore
-from distcse.tuning.records import Trial, TrialMetric, read_trials
+from distcse.tuning.records import Trial, TrialMetric, read_trials, write_tables
 from distcse.tuning.sweep import begin, reopen
 from distcse.tuning.trial import clear
-from distcse.tuning.trial_table import write_tables
 from tests.disks import before_change
 from tests.jobs import make_recipe
 

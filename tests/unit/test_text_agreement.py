@@ -15,9 +15,9 @@ from distcse import measure
 from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluate import main
 from distcse.evaluation import Choice, Limits, LoadOptions, TextsTask
-from distcse.evaluation.estimates import PearsonOf
+from distcse.evaluation.bootstrap import PearsonOf
 from distcse.evaluation.evaluation import TIMED_TEXTS, measure_speed
-from distcse.evaluation.text_agreement import MAX_TEXTS, nearest
+from distcse.evaluation.tasks.agreement import MAX_TEXTS, nearest
 from distcse.models import Encoder
 from tests.failures import fails_with
 

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError
-from distcse.evaluation.estimates import MeanOf
+from distcse.evaluation.bootstrap import MeanOf
 from distcse.evaluation.models import VectorModel
-from distcse.evaluation.sts import ScoredPairs
 from distcse.evaluation.tables import ENDINGS, Table, describe_row, find_table, read_table
 from distcse.evaluation.tasks import TaskResult
+from distcse.evaluation.tasks.sts import ScoredPairs
 
 CUTOFFS = (1, 5, 10)
 _CUTOFF = 10
@@ -82,7 +82,7 @@ class RetrievalDataset:
 
         Raises:
             EvaluationDataError: A file does not exist.
-            EvaluationFormatError: A file is malformed, or an id is unknown. No row has a score above 0.
+            EvaluationFormatError: A file is malformed, an id is unknown, or no row has a score above 0.
         """
         queries, corpus, relevant = (read_table(_file(folder, name)) for name in ("queries", "corpus", "relevant"))
         texts, indices = _by_id(queries), {key: index for index, key in enumerate(_by_id(corpus))}

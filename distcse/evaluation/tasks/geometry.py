@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.evaluation.estimates import Estimate, Fixed, MeanOf, SpearmanOf
+from distcse.evaluation.bootstrap import Estimate, Fixed, MeanOf, SpearmanOf
 from distcse.evaluation.models import VectorModel
-from distcse.evaluation.sts import ScoredPairs
 from distcse.evaluation.tasks import TaskResult
+from distcse.evaluation.tasks.sts import ScoredPairs
 
 POSITIVE_ABOVE = 4.0
 GROUPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)

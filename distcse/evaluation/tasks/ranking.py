@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationFormatError
-from distcse.evaluation.estimates import MeanOf
+from distcse.evaluation.bootstrap import MeanOf
 from distcse.evaluation.models import PairModel
-from distcse.evaluation.sts import ScoredPairs
 from distcse.evaluation.tasks import TaskResult
+from distcse.evaluation.tasks.sts import ScoredPairs
 
 MIN_PARTNERS = 4
 

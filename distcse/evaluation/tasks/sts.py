@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationFormatError
-from distcse.evaluation.estimates import Estimate, Fixed, SpearmanOf, spearman
+from distcse.evaluation.bootstrap import Estimate, Fixed, SpearmanOf, spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import TaskResult
@@ -41,8 +41,7 @@ class ScoredPairs:
         """Read columns score, sentence1, sentence2 and, optionally, subset.
 
         Raises:
-            EvaluationFormatError: There are fewer than two pairs, or all scores are equal. A column is missing or
-                malformed.
+            EvaluationFormatError: There are fewer than two pairs, all scores are equal, or a column is missing or malformed.
         """
         subsets = table.columns.get("subset", [""] * len(table))
         pairs = cls(name, table.texts("sentence1"), table.texts("sentence2"), table.numbers("score"), np.array(subsets))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from distcse.evaluation.estimates import Estimate
+from distcse.evaluation.bootstrap import Estimate
 from distcse.evaluation.models import Model, VectorModel
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationFormatError
-from distcse.evaluation.estimates import MeanOf
+from distcse.evaluation.bootstrap import MeanOf
 from distcse.evaluation.models import VectorModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import TaskResult
@@ -56,7 +56,7 @@ class Labelled:
             names: Names of the classes. Default: the table's labels.
 
         Raises:
-            EvaluationFormatError: A column is missing, or a label is not in `names`. There is only one class.
+            EvaluationFormatError: A column is missing, a label is not in `names`, or there is only one class.
         """
         columns = ["sentence1", "sentence2"] if "sentence1" in table.columns else ["text"]
         labels = table.labels("label")
@@ -110,7 +110,7 @@ class TransferTask:
         """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
 
         Raises:
-            EvaluationFormatError: A class has too few rows to split. A table is malformed.
+            EvaluationFormatError: A class has too few rows to split, or a table is malformed.
         """
         train = Labelled.of(tables["all"] if "all" in tables else tables["train"])
         dev, test = (Labelled.of(tables[key], train.names) if key in tables else None for key in ("dev", "test"))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EvaluationFormatError
-from distcse.evaluation.estimates import AucOf
+from distcse.evaluation.bootstrap import AucOf, MeanOf
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.tables import Table
 from distcse.evaluation.tasks import TaskResult
@@ -33,7 +33,7 @@ class PairClassificationTask:
         """Read columns label (0 or 1), sentence1, sentence2.
 
         Raises:
-            EvaluationFormatError: All labels are equal. A column is missing or malformed.
+            EvaluationFormatError: All labels are equal, or a column is missing or malformed.
         """
         labels = table.binary("label")
         if len(set(labels.tolist())) < 2:
@@ -50,3 +50,34 @@ class PairClassificationTask:
         return TaskResult(
             {"auc": AucOf(model.similarities(self.first, self.second), self.labels, f"pairs/{self.name}")}
         )
+
+
+@dataclass(frozen=True)
+class TripletTask:
+    """Accuracy, in percent: the share of triplets whose positive is more similar to the anchor; a tie counts as wrong."""
+
+    content_name: ClassVar[str] = "TripletTask"
+    name: str = field(compare=False)
+    anchors: list[str]
+    positives: list[str]
+    negatives: list[str]
+    suite: str = "triplets"
+    pairs_only: bool = True
+
+    @classmethod
+    def of(cls, name: str, table: Table) -> TripletTask:
+        """Read columns anchor, positive, negative.
+
+        Raises:
+            EvaluationFormatError: A column is missing.
+        """
+        return cls(name, table.texts("anchor"), table.texts("positive"), table.texts("negative"))
+
+    def sentences(self) -> Iterable[str]:
+        return [*self.anchors, *self.positives, *self.negatives]
+
+    def measure(self, model: PairModel) -> TaskResult:
+        """Measure `accuracy`."""
+        near, far = (model.similarities(self.anchors, others) for others in (self.positives, self.negatives))
+        correct = (near > far).astype(np.float64)
+        return TaskResult({"accuracy": MeanOf(correct, f"triplets/{self.name}")}, {"triplets": len(correct)})
