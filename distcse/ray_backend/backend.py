@@ -128,7 +128,7 @@ class RayBackend:
     def open_groups(
         self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
     ) -> Iterator[list[Group]]:
-        from distcse.ray_backend.group_opening import groups_of_own_workers, groups_of_shared_workers
+        from distcse.ray_backend.ray_group import groups_of_own_workers, groups_of_shared_workers
 
         is_shared = resources.shared_workers is not None
         open_each = groups_of_shared_workers if is_shared else groups_of_own_workers

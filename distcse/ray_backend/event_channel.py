@@ -198,7 +198,7 @@ class EventChannel:
 
 def _is_writing(actor: Any) -> bool:
     """In a worker: return whether its process writes a checkpoint."""
-    from distcse.trainer.checkpoint_writer import is_writing
+    from distcse.trainer.checkpoint_manager import is_writing
 
     return is_writing()
 

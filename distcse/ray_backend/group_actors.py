@@ -15,10 +15,9 @@ from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import PairScorer
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.placement.gpu_plan import process_group_backend
-from distcse.ray_backend.assigned_resources import use_gpus
+from distcse.ray_backend.assigned_resources import use_gpus, use_interface_of
 from distcse.ray_backend.event_channel import reporter_of
 from distcse.ray_backend.heartbeat import HeartbeatActor
-from distcse.ray_backend.network import use_interface_of
 from distcse.trainer import allocator
 
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from distcse.errors import (
     DistcseError,
@@ -24,12 +33,14 @@ from distcse.errors import (
     last_line,
 )
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.mutual.group import StepPasses
+from distcse.experiments.mutual.group import Group, StepPasses
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.pooled_group import SlotsLost
+from distcse.experiments.mutual.pooled_group import PooledGroup, SlotsLost
+from distcse.experiments.mutual.resources import GroupResources
 from distcse.experiments.mutual.scoring import ScoringProgress
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
+from distcse.experiments.mutual.worker_pool import WorkerPool, pool_members
 from distcse.placement.resources import format_resources
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import worker_environment
@@ -37,7 +48,135 @@ from distcse.ray_backend.event_channel import EventChannel, unique_name
 from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
 from distcse.ray_backend.heartbeat import CONCURRENCY, HeartbeatMonitor
 from distcse.ray_backend.nodes import DrainNotices
-from distcse.ray_backend.slots import Reservation, Slot, SlotPool, nodes_of
+from distcse.ray_backend.versions import draining_nodes
+
+_STATES_AGE_S = 1.0
+"""Seconds for which the states of a pool's placement groups are not asked for again."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Resources of one worker and its scorer."""
+
+    placement_group: PlacementGroup
+    bundle: int
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        """The strategy that schedules an actor in the slot."""
+        return PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=self.bundle)
+
+
+def reserve(
+    number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
+) -> list[Slot]:
+    """Request a placement group for workers that start together, with one slot each.
+
+    Args:
+        number: Number of slots.
+        resources: CPUs and GPUs of a slot.
+        node_labels: Labels that the slots' nodes must have.
+        name: Name of the placement group, such as the run's; it need not be unique.
+    """
+    labels = [dict(node_labels)] * number if node_labels else None
+    group = placement_group(
+        [dict(resources)] * number, name=unique_name(name), strategy="PACK", bundle_label_selector=labels
+    )
+    return [Slot(group, bundle) for bundle in range(number)]
+
+
+def remove(slots: Sequence[Slot]) -> None:
+    """Remove the placement groups of slots. Actors that still run there are killed."""
+    for group in {slot.placement_group for slot in slots}:
+        remove_placement_group(group)
+
+
+def nodes_of(slots: Sequence[Slot]) -> set[str]:
+    """Return the ids of the nodes of slots, without those of slots that wait for a node."""
+    tables = {slot.placement_group: placement_group_table(slot.placement_group) for slot in slots}
+    return {
+        tables[slot.placement_group]["bundles_to_node_id"][slot.bundle]
+        for slot in slots
+        if tables[slot.placement_group].get("state") == "CREATED"
+    }
+
+
+class Reservation:
+    """Slots of a group that keeps them, in one placement group.
+
+    Args:
+        number: Number of slots.
+        resources: CPUs and GPUs of a slot.
+        node_labels: Labels that the slots' nodes must have.
+        name: Name of the placement group; see `reserve`.
+    """
+
+    def __init__(
+        self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
+    ) -> None:
+        self._reserve = partial(reserve, number, resources, node_labels, name)
+        self.slots = self._reserve()
+
+    def renew(self) -> list[Slot]:
+        """Give the slots back, and return others, which Ray places on nodes that it does not drain."""
+        self.remove()
+        self.slots = self._reserve()
+        return self.slots
+
+    def remove(self) -> None:
+        """Remove the slots. Actors that still run there are killed."""
+        remove(self.slots)
+
+
+class SlotPool:
+    """Slots that are reserved and lost one by one, each a placement group. Thread-safe: each group runs in a thread.
+
+    Args:
+        number: Number of slots.
+        resources: CPUs and GPUs of a slot.
+        node_labels: Labels that the slots' nodes must have.
+        name: Name of the placement groups; see `reserve`.
+    """
+
+    def __init__(
+        self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
+    ) -> None:
+        self.slots = [slot for _ in range(number) for slot in reserve(1, resources, node_labels, name)]
+        self._nodes: dict[Slot, str] = {}
+        self._usable: list[int] = []
+        self._asked_at = float("-inf")
+        self._asking = threading.Lock()
+
+    def usable(self) -> list[int]:
+        """Return the numbers of the slots whose nodes are there and not drained, those of one node next to each other."""
+        with self._asking:
+            self._ask()
+            return self._usable
+
+    def has_lost(self, slots: Sequence[Slot]) -> bool:
+        """Return whether the node of one of these slots, which has been usable, was lost and Ray has no other one for it yet."""
+        with self._asking:
+            self._ask()
+            return not self._nodes.keys() >= set(slots)
+
+    def _ask(self) -> None:
+        """Ask Ray for the nodes of the slots, unless it was asked a second ago."""
+        if time.monotonic() - self._asked_at > _STATES_AGE_S:
+            tables = [placement_group_table(slot.placement_group) for slot in self.slots]
+            self._nodes = {
+                slot: table["bundles_to_node_id"][0]
+                for slot, table in zip(self.slots, tables, strict=True)
+                if table.get("state") == "CREATED"
+            }
+            leaving = draining_nodes()
+            staying = [(node, self.slots.index(slot)) for slot, node in self._nodes.items() if node not in leaving]
+            self._usable = [number for _, number in sorted(staying)]
+            self._asked_at = time.monotonic()
+
+    def remove(self) -> None:
+        """Remove all slots."""
+        remove(self.slots)
+
 
 _POLL_S = 0.2
 _LOSS_DETECTION_S = 15
@@ -390,3 +529,47 @@ def _find_lost_actor(tasks: Sequence[Any], failed: RayTaskError) -> RayActorErro
 
 def _work_failed(group: str, phase: Phase, failed: RayTaskError) -> RunError:
     return WorkFailedError(f"group {group} failed in {phase.name}: {last_line(failed)}")
+
+
+@contextmanager
+def groups_of_own_workers(
+    contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
+) -> Iterator[list[Group]]:
+    """Context manager: groups that each keep their workers for the entire run; arguments as for `Backend.open_groups`."""
+    groups: list[Group] = []
+    reserved: list[Reservation] = []
+    try:
+        for context, reporter, each in zip(contexts, reporters, resources.per_worker, strict=True):
+            group, name = context.group, f"{context.run.name}-{context.group.name}"
+            reserved.append(Reservation(group.workers, each, group.node_labels, name))
+            groups.append(RayGroup(context, reporter, each, reserved[-1]))
+        yield groups
+    finally:
+        _close(groups)
+        for reservation in reserved:
+            reservation.remove()
+
+
+@contextmanager
+def groups_of_shared_workers(
+    contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
+) -> Iterator[list[Group]]:
+    """Context manager: groups that take workers from one pool for each phase; arguments as for `Backend.open_groups`."""
+    number, each = resources.shared_workers, resources.per_worker[0]
+    assert number is not None
+    slots = SlotPool(number, each, contexts[0].group.node_labels, contexts[0].run.name)
+    groups: list[Group] = []
+    try:
+        pool = WorkerPool(pool_members(contexts, number, "GPU" in each), slots.usable)
+        for context, reporter in zip(contexts, reporters, strict=True):
+            group = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots)
+            groups.append(PooledGroup(group, pool, reporter))
+        yield groups
+    finally:
+        _close(groups)
+        slots.remove()
+
+
+def _close(groups: Sequence[Group]) -> None:
+    for group in groups:
+        group.close()

@@ -32,9 +32,9 @@ from distcse.gc_paused import gc_paused
 from distcse.placement.gpu_plan import process_group_backend
 from distcse.placement.resources import Node, Resources, count_fitting, format_resources
 from distcse.placement.waiting import WaitWarning
+from distcse.ray_backend.assigned_resources import use_interface_of
 from distcse.ray_backend.cluster import was_started_here, worker_environment
 from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_failure, announce_worker, reporter_of
-from distcse.ray_backend.network import use_interface_of
 from distcse.ray_backend.nodes import (
     CHECK_INTERVAL_S,
     STOPPED_WAIT_S,

@@ -4,8 +4,14 @@
 machines contain stores instead, which are pickled as their addresses. Only this package renames, flushes and hashes stored files.
 """
 
-from distcse.storage.artifact_store import ArtifactStore
+from __future__ import annotations
+
+from pathlib import Path
+
+from distcse.errors import ModelNotFoundError
+from distcse.storage.artifact_store import ArtifactStore, FolderStore, Guard, StoredFile
 from distcse.storage.atomic_files import atomic_write, is_temporary, storage_errors, write_text_atomic
+from distcse.storage.bucket_store import BucketStore
 from distcse.storage.checksums import (
     Digest,
     add_checksum_line,
@@ -21,11 +27,16 @@ from distcse.storage.checksums import (
     text_hashes,
     without_checksum_line,
 )
-from distcse.storage.folder_store import FolderStore
-from distcse.storage.job_copy import is_in_job_copy, is_in_session, refuse_job_copy, shadowed_package
-from distcse.storage.locations import is_uri, resolve_path, to_uri
-from distcse.storage.stored_files import StoredFile
-from distcse.storage.stores import find_model, open_store
+from distcse.storage.locations import (
+    is_in_job_copy,
+    is_in_session,
+    is_mirror,
+    is_uri,
+    refuse_job_copy,
+    resolve_path,
+    shadowed_package,
+    to_uri,
+)
 
 __all__ = [
     "ArtifactStore",
@@ -58,3 +69,40 @@ __all__ = [
     "without_checksum_line",
     "write_text_atomic",
 ]
+
+
+def find_model(source: str) -> str:
+    """Return the model's folder if `source` is a run, else `source` itself.
+
+    Raises:
+        ModelNotFoundError: The run has several models, or none yet.
+    """
+    if source.startswith(("https://", "http://", "hf://")):  # a model's page on the hub
+        return source
+    run = open_store(source)
+    if not run.fetch("recipe.yaml"):
+        return source
+    groups = run / "models"
+    models = sorted(f"models/{group}/{kind}" for group in groups.list_names() for kind in (groups / group).list_names())
+    if models:
+        raise ModelNotFoundError(f"{source} has several models; name one of them: {', '.join(models)}")
+    if not (run / "model").has_folder():
+        raise ModelNotFoundError(f"{source} has no model, because its run is unfinished; wait for it, or --resume it")
+    return str((run / "model").path)
+
+
+def open_store(location: str | Path | ArtifactStore, guard: Guard | None = None) -> ArtifactStore:
+    """Return the store at a location, which need not exist.
+
+    Args:
+        location: An address (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`), or a path. A path in a bucket's mirror on this machine
+            is a location of that bucket. A store is returned as it is, with its guard.
+        guard: Asked immediately before each change. Default: nothing is.
+
+    Raises:
+        StorageAddressError: The address has another scheme, or parts that belong in the environment.
+    """
+    if isinstance(location, ArtifactStore):
+        return location
+    path = resolve_path(location)
+    return BucketStore(path, guard) if is_mirror(path) else FolderStore(path, guard)

@@ -1,4 +1,4 @@
-"""`ArtifactStore`: a location in which a run keeps files and folders, on a disk or in object storage.
+"""`ArtifactStore`: a location in which a run keeps files and folders, on a disk (`FolderStore`) or in object storage.
 
 All computation works on local files below `ArtifactStore.path`. In a bucket, that path is the location's local *mirror*: files
 are written to the mirror, then uploaded, and downloaded where they are missing. In a folder, uploads and downloads do nothing.
@@ -8,19 +8,36 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
 from distcse.errors import RunRecordError
 from distcse.storage.atomic_files import atomic_folder, atomic_write, storage_errors
 from distcse.storage.checksums import dump_checked_json, load_checked_json
-from distcse.storage.stored_files import StoredFile
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file on a disk or in object storage, parts of which several threads may read at the same time."""
+
+    size_bytes: int
+    read: Callable[[int, int], bytes]
+    """Returns bytes from an offset, as many as the second argument says; fewer at the end of the file.
+
+    Raises:
+        OSError: The disk cannot be read.
+        ObjectStorageError: The object storage refuses the request.
+    """
 
 
 class Guard(Protocol):
@@ -240,3 +257,90 @@ def _ends_with_newline(file: BinaryIO) -> bool:
         return True
     file.seek(-1, os.SEEK_END)
     return file.read(1) == b"\n"
+
+
+class FolderStore(ArtifactStore):
+    """A folder. Its files are local already, so that nothing is uploaded or downloaded."""
+
+    @property
+    def uri(self) -> str:
+        return str(self.path)
+
+    @property
+    def is_remote(self) -> bool:
+        return False
+
+    def upload(self, name: str) -> None:
+        """Do nothing."""
+
+    def fetch(self, name: str) -> bool:
+        return os.path.isfile(self.path / name)  # Path.is_file raises for names that are too long
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self.path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def publish(self, files: Mapping[str, Path] | None = None, is_new: bool = False) -> None:
+        """Do nothing."""
+
+    def fetch_folder(self, into: Path | None = None) -> bool:
+        return self.path.is_dir()
+
+    def open_file(self, name: str) -> StoredFile:
+        file = open(self.path / name, "rb", buffering=0)  # noqa: SIM115 - closed with the last reference
+        return StoredFile(os.fstat(file.fileno()).st_size, partial(read_at, file))
+
+    def has_folder(self) -> bool:
+        return self.path.is_dir()
+
+    def keep_only(self, names: Collection[str]) -> None:
+        with storage_errors(self.path):
+            for file in self.path.rglob("*"):
+                if file.is_file() and file.relative_to(self.path).as_posix() not in names:
+                    self._check()
+                    file.unlink()
+
+    def delete_folder(self) -> None:
+        self._check()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def delete_all(self) -> None:
+        self._check()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def list_names(self) -> set[str]:
+        return {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+
+    def probe(self) -> None:
+        token = secrets.token_hex(6)
+        temporary, target = self.path / f".distcse-probe.{token}.part", self.path / f".distcse-probe.{token}"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(b"distcse")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+            if target.read_bytes() != b"distcse":
+                raise OSError("the content read differs from the content written")
+        finally:
+            for remaining in (temporary, target):
+                with suppress(OSError):  # if writing failed, there is no file to delete
+                    remaining.unlink(missing_ok=True)
+
+    def _create_parents(self, name: str) -> None:
+        # The location itself is not created: writing into a deleted run directory is an error.
+        with storage_errors(self.path / name):
+            for folder in reversed(Path(name).parents[:-1]):
+                (self.path / folder).mkdir(exist_ok=True)
+
+
+def read_at(file: FileIO, offset: int, count: int) -> bytes:
+    """Read a file of this machine as `StoredFile.read` does."""
+    parts, missing = [], count
+    # One call returns less than 2 GiB, and on some file systems less than it was asked for.
+    while missing and (part := os.pread(file.fileno(), missing, offset + count - missing)):
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)

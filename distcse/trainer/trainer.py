@@ -11,17 +11,15 @@ from distcse.distributed import on_all_ranks, rank, world_size
 from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
-from distcse.trainer.async_evaluator import AsyncEvaluator
 from distcse.trainer.checkpoint_files import TrainerState, load_trainer_state
-from distcse.trainer.checkpoint_manager import CheckpointManager, ReportToTrain
+from distcse.trainer.checkpoint_manager import AsyncEvaluator, CheckpointManager, ReportToTrain
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.compiled_step import CompileMode, open_compiled_step
 from distcse.trainer.cuda_graphs import GraphMode, open_step, records_steps
 from distcse.trainer.engines import Engine, make_engine
 from distcse.trainer.out_of_memory import OutOfMemoryAdvice
 from distcse.trainer.schedule import warmup_then_linear
-from distcse.trainer.step_log import StepLog
-from distcse.trainer.stop_check import StopCheck
+from distcse.trainer.step_log import StepLog, StopCheck
 from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TrainingTask
 
 

@@ -33,11 +33,12 @@ from distcse.placement.gpu_plan import report_plans
 from distcse.preflight.models import model_questions
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import BaseRecipe, Sweep, read_recipe, read_sweep, recipe_yaml, with_values
-from distcse.runs.changes import differences, is_location
 from distcse.runs.directory import (
     RunDirectory,
     check_storage,
     check_stored,
+    differences,
+    is_location,
     require_lasting_run,
     without_run_id,
     write_recipe,

@@ -780,7 +780,7 @@ def test_each_refusal_is_one_line_without_credentials(
     for name in CREDENTIALS:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    probe_fails(bucket, "http://127.0.0.1", "export AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    probe_fails(bucket, "http://127.0.0.1", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -32,18 +32,23 @@ from distcse.errors import (
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport, ignore
 from distcse.recipe import Recipe, TrainingSection
 from distcse.storage import checksum, open_store, storage_errors
-from distcse.storage.folder_store import FolderStore
+from distcse.storage.artifact_store import FolderStore
 from distcse.trainer import checkpoint_manager
-from distcse.trainer.checkpoint_files import WEIGHTS, ModelState, TrainerState, load_model_state, load_weights
-from distcse.trainer.checkpoint_manager import CheckpointManager
-from distcse.trainer.checkpoint_writer import is_writing
+from distcse.trainer.checkpoint_files import (
+    WEIGHTS,
+    ModelState,
+    TrainerState,
+    load_model_state,
+    load_weights,
+    write_tensors,
+)
+from distcse.trainer.checkpoint_manager import CheckpointManager, is_writing
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
 from distcse.trainer.snapshot import Entry, SnapshotTaker
-from distcse.trainer.stop_check import INTERVAL_S
+from distcse.trainer.step_log import INTERVAL_S
 from distcse.trainer.task import StepInputs
-from distcse.trainer.tensor_file import write_tensors
 from distcse.trainer.trainer import TrainResult, finished_state, train
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated

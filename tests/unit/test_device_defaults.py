@@ -30,8 +30,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.trainer import trainer
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.deepspeed_engine import deepspeed_config
-from distcse.trainer.engines.gradient_buckets import GradientBuckets
-from distcse.trainer.engines.torch_engine import all_reduce_gradients
+from distcse.trainer.engines.torch_engine import GradientBuckets, all_reduce_gradients
 from distcse.trainer.out_of_memory import OutOfMemoryAdvice
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, read_recipe
 from distcse.recipe.storage import parse_bytes
 from distcse.recipe.unread_keys import settings_without_effect, unread_keys
-from distcse.storage.stored_files import LocalFile
+from distcse.storage import artifact_store
 from distcse.teachers import row_reader
 from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.table import OPEN_SHARE, EmbeddingTable, TableIdentity
@@ -56,14 +57,14 @@ class Reads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, together: int = 1) -> None:
         self.sizes: list[int] = []
         barrier = threading.Barrier(together)
-        read = LocalFile.read
+        read = artifact_store.read_at
 
-        def counted(file: LocalFile, offset: int, count: int) -> bytes:
+        def counted(file: FileIO, offset: int, count: int) -> bytes:
             barrier.wait(timeout=120)
             self.sizes.append(count)
             return read(file, offset, count)
 
-        monkeypatch.setattr(LocalFile, "read", counted)
+        monkeypatch.setattr(artifact_store, "read_at", counted)
 
 
 def test_rows_that_are_read_in_place_equal_mapped_ones(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from distcse.placement.resources import (
     find_shortfall,
     refuse_impossible,
 )
-from distcse.ray_backend.network import interface_of
+from distcse.ray_backend.assigned_resources import interface_of
 from distcse.ray_backend.nodes import ResourceWatchdog
 from distcse.ray_backend.teacher_servers import placement_options
 from distcse.recipe import load_recipe

@@ -16,8 +16,7 @@ from distcse.events import DevScore, Reporter
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep, with_values
-from distcse.runs.changes import refuse_changes
-from distcse.runs.directory import RunDirectory
+from distcse.runs.directory import RunDirectory, refuse_changes
 from distcse.runs.lease import Lease
 from distcse.storage import atomic_write
 from distcse.tuning import sweep as sweeps

@@ -18,7 +18,7 @@ from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.teachers.lists import TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.targets import TargetReader
-from distcse.trainer.async_evaluator import AsyncEvaluator
+from distcse.trainer.checkpoint_manager import AsyncEvaluator
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.cuda_graphs import graph_mode
 from distcse.trainer.task import StepInputs, describe_rows
