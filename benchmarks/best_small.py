@@ -33,10 +33,10 @@ from distcse.evaluation.contamination import Contamination
 from distcse.events import DevScore, Event, Reporter, StageProgress
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.local_backend import LocalBackend
+from distcse.host import MALLOC_ENV
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe
 from distcse.storage import write_text_atomic
-from distcse.trainer.allocator import MALLOC_ENV
 
 PAGE = Path("benchmarks/students.md")
 BEGIN, END = "<!-- rows: written by benchmarks/best_small.py -->", "<!-- end of rows -->"

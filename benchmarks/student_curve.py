@@ -36,10 +36,10 @@ from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.distillation.roles import with_precisions
 from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
+from distcse.host import MALLOC_ENV
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.allocator import MALLOC_ENV
 
 L3, E5 = "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"
 

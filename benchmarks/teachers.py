@@ -38,6 +38,7 @@ from benchmarks.row_memory import anonymous_bytes
 from distcse.data import Corpus, TokenTable
 from distcse.device_defaults import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
+from distcse.host import release_memory
 from distcse.losses import list_mle
 from distcse.models import Encoder, resolve_model
 from distcse.models.batching import by_length
@@ -46,7 +47,6 @@ from distcse.recipe import CorpusSection, TeacherSection
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
-from distcse.trainer.allocator import release_memory
 from tests.counting import counted_calls, passes_of, with_padding
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file, wiki_sentences

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distcse import host
 from distcse.data import Corpus
 from distcse.events import Reporter
 from distcse.experiments.backend import DeviceCall, EmbeddingRequest
@@ -19,7 +20,6 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient
 from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer import allocator
 from distcse.trainer.trainer import TrainResult
 
 if TYPE_CHECKING:
@@ -88,5 +88,5 @@ class LocalBackend:
                 continue
             reporter.check_stop(f"before the {call.name}")
             results.append(call.function(reporter))
-            allocator.release_memory()  # training workers may use the same GPU
+            host.release_memory()  # training workers may use the same GPU
         return results

@@ -68,18 +68,18 @@ class RayCluster:
             yield
             return
         with self.joined():
-            from distcse.ray_backend.autoscaling import scaled_up
+            from distcse.ray_backend.nodes import scaled_up
 
             with scaled_up(requests, wait_s, reporter):
                 yield
 
     def is_one_cpu(self) -> bool:
-        from distcse.ray_backend.node_speeds import needs_no_cluster
+        from distcse.device import has_gpu
 
-        return needs_no_cluster()
+        return is_on_this_machine() and not has_gpu()
 
     def speeds(self) -> ClusterSpeeds:
-        from distcse.ray_backend.node_speeds import cluster_speeds
+        from distcse.ray_backend.nodes import cluster_speeds
 
         return cluster_speeds()
 

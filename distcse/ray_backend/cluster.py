@@ -27,7 +27,6 @@ from distcse.ray_backend.versions import (
     silence_sigterm_warning,
     temporary_folder,
 )
-from distcse.trainer import allocator
 
 _CONNECT_TIMEOUT_S = 10.0
 """Seconds for a cluster's address to accept a connection."""
@@ -48,7 +47,7 @@ class ClusterConfig:
 
     @staticmethod
     def from_environment(cpus: int | None, fast_allocator: bool) -> ClusterConfig:
-        environment = {"env_vars": allocator.MALLOC_ENV} if fast_allocator else None
+        environment = {"env_vars": host.MALLOC_ENV} if fast_allocator else None
         return ClusterConfig(os.environ.get("RAY_ADDRESS"), cpus, environment)
 
     def connect(self) -> None:
@@ -309,7 +308,7 @@ def worker_environment(gpus: float) -> dict[str, str]:
     }
     # Of a torchrun that started one process: the first worker would look for torchrun's store instead of opening one.
     own_store = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    return {**allocator.MALLOC_ENV, **own_store, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+    return {**host.MALLOC_ENV, **own_store, **passed_on, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
 
 
 def _set_local_environment() -> None:

@@ -24,7 +24,6 @@ from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, 
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import ResourceWatchdog, alive, live_nodes
 from distcse.ray_backend.shared_storage import require_shared
-from distcse.trainer import allocator
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ class DeviceActor(HeartbeatActor):
             return function(reporter_of(channel))
         finally:
             flush(channel)
-            allocator.release_memory()
+            host.release_memory()
 
 
 def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from distcse import host
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.scoring import PairScorer
@@ -18,7 +19,6 @@ from distcse.placement.gpu_plan import process_group_backend
 from distcse.ray_backend.assigned_resources import use_gpus, use_interface_of
 from distcse.ray_backend.event_channel import reporter_of
 from distcse.ray_backend.heartbeat import HeartbeatActor
-from distcse.trainer import allocator
 
 
 class GroupActor(HeartbeatActor):
@@ -43,7 +43,7 @@ class GroupActor(HeartbeatActor):
         try:
             yield
         finally:
-            allocator.release_memory()
+            host.release_memory()
 
 
 class TrainingActor(GroupActor):

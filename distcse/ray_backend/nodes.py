@@ -1,15 +1,26 @@
-"""The live nodes of a Ray cluster, and the limit of the time that a run waits for lost ones."""
+"""The nodes of a Ray cluster: which are alive and how fast, requests for more, and how long a run waits for lost ones.
+
+Ray is imported in functions: `cluster` sets its variables first.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from distcse.errors import ClusterTooSmallError
+from distcse.errors import ClusterTooSmallError, StoppedEarlyError, last_line
+from distcse.events import LogMessage, Reporter
+from distcse.placement.cluster import ClusterSpeeds
 from distcse.placement.resources import Node, ResourceRequest, Resources, find_shortfall, format_resources
-from distcse.ray_backend.versions import draining_nodes
+from distcse.ray_backend.cluster import wait_for_ray
+from distcse.ray_backend.versions import SEES_ALL_GPUS, draining_nodes
+
+if TYPE_CHECKING:  # PyTorch, which servers of cached tables do not import
+    from distcse.device import DeviceSpeed
 
 _START_TIMEOUT_S = 60.0
 """Seconds in which a live node starts a process."""
@@ -20,6 +31,10 @@ STOPPED_WAIT_S = 15.0
 checkpoint."""
 CHECK_INTERVAL_S = 2.0
 """Seconds between two looks at the nodes."""
+START_CHECK_INTERVAL_S = 1.0
+"""Seconds between two looks at the nodes while an autoscaler starts some."""
+RENEW_INTERVAL_S = 10.0
+"""Seconds between two requests to the autoscaler: Ray Train's coordinator, which outlives runs, replaces them every 20 s."""
 _STATE_TIMEOUT_S = 10
 _MAX_ACTORS = 1000
 _MAX_HOLDERS = 3
@@ -55,6 +70,44 @@ def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
     return [node.resources for node, answer in zip(nodes, answers, strict=True) if _has_succeeded(answer)]
 
 
+def cluster_speeds() -> ClusterSpeeds:
+    """Query the device speeds of all nodes, waiting for the cluster if it is starting. Nodes that do not answer are omitted.
+
+    Raises:
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    wait_for_ray()
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    from distcse.device import has_gpu
+
+    own_id, nodes = ray.get_runtime_context().get_node_id(), alive()
+    # `max_calls` frees the process's CUDA context.
+    query = ray.remote(num_cpus=0, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})(local_speeds)
+    pending = {
+        node.id: query.options(scheduling_strategy=On(node.id, soft=False)).remote()
+        for node in nodes
+        if node.id != own_id or (node.resources.get("GPU") and not has_gpu())
+    }
+    answers = list(pending.values())
+    answered = ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)[0] if answers else []
+    return ClusterSpeeds(
+        [
+            (node, ray.get(pending[node.id]) if node.id in pending else local_speeds())
+            for node in nodes
+            if node.id not in pending or pending[node.id] in answered
+        ]
+    )
+
+
+def local_speeds() -> list[DeviceSpeed]:
+    """Return the speeds of this machine's CPU and GPUs."""
+    from distcse.device import cpu_speed, gpu_count, gpu_speed
+
+    return [cpu_speed(), *(gpu_speed(number) for number in range(gpu_count()))]
+
+
 def describe_holders() -> str:
     """Return which actors hold the cluster's CPUs and GPUs, for the message of a wait.
 
@@ -80,6 +133,64 @@ def describe_holders() -> str:
     listed = [f"{number} x {holder}" for holder, number in holders.most_common(_MAX_HOLDERS)]
     more = len(holders) - len(listed)
     return f"held by {', '.join(listed)}" + (f" and {more} other kinds" if more else "")
+
+
+@contextmanager
+def scaled_up(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> Iterator[None]:
+    """Ask for nodes during the block, also for those that are there, which could leave as idle; see `Cluster.scaled_up`.
+
+    Ray has one such request for the entire cluster: a later one, of this run or of another, replaces it.
+    """
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_INTERVAL_S):
+            _request_nodes(requests, reporter)
+
+    _request_nodes(requests, reporter)
+    thread = threading.Thread(target=renew, name="autoscaling", daemon=True)
+    thread.start()
+    try:
+        _wait_for_nodes(requests, wait_s, reporter)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _request_nodes([], reporter)
+
+
+def _request_nodes(requests: Sequence[ResourceRequest], reporter: Reporter) -> None:
+    """Replace the cluster's request. A failure is a warning: the next one may succeed, and the block has its own errors."""
+    from ray.autoscaler.sdk import request_resources
+    from ray.exceptions import RayError
+
+    each = [request for request in requests for _ in range(request.number)]
+    try:
+        request_resources(
+            # At least one CPU: an autoscaler starts no node for a request of nothing but labels.
+            bundles=[
+                {kind: amount for kind, amount in request.each.items() if amount} or {"CPU": 1.0} for request in each
+            ],
+            bundle_label_selectors=[dict(request.labels or {}) for request in each],
+        )
+    except RayError as error:
+        problem = f"Ray does not take the request for nodes: {last_line(error)}"
+        reporter.emit(LogMessage(problem, warning=True))
+
+
+def _wait_for_nodes(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> None:
+    began, shown = time.monotonic(), ""
+    while (shortfall := find_shortfall(requests, alive())) is not None:
+        if reporter.stop_requested():
+            raise StoppedEarlyError("stopped while the run waited for nodes; what is stored is kept")
+        if time.monotonic() - began >= wait_s:
+            text = f"no nodes for {shortfall} after {wait_s:g} s (resources.wait_s); continuing with the nodes that are there"
+            reporter.emit(LogMessage(text, warning=True))
+            return
+        if shortfall != shown:
+            reporter.emit(LogMessage(f"waiting up to {wait_s:g} s (resources.wait_s) for nodes for {shortfall}"))
+            shown = shortfall
+        time.sleep(START_CHECK_INTERVAL_S)
 
 
 class ResourceWatchdog:

@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
+from distcse import host
 from distcse.errors import StoppedEarlyError, StorageError
 from distcse.events import LogMessage, Reporter, TrialUpdate
 from distcse.placement.resources import format_resources
@@ -32,7 +33,6 @@ from distcse.ray_backend.nodes import DrainNotices, describe_holders
 from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.recipe import Sweep
 from distcse.storage import open_store, to_uri
-from distcse.trainer import allocator
 from distcse.tuning.backend import StoppedError
 from distcse.tuning.records import Status, Trial, read_trial, read_trials, register_trial
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
@@ -114,7 +114,7 @@ def _fit(
             # the node instead would keep a node without a deadline, which ends once nothing runs there.
             raise RayActorError(error_msg=f"Ray drains the node of this trial: {stopped}", preempted=True) from stopped
         finally:
-            allocator.release_memory()
+            host.release_memory()
 
     trainable = tune.with_resources(trial, placement(resources))
     listener = TrialListener(context, reporter, resources)

@@ -19,10 +19,9 @@ from distcse.errors import DivergedError, OutOfMemoryError, StoppedEarlyError
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage
 from distcse.trainer.checkpoint_files import ModelState, TrainerState
 from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.engines import Engine
 from distcse.trainer.snapshot import Snapshot
 from distcse.trainer.step_log import ADVICE
-from distcse.trainer.task import EvaluatedTask
+from distcse.trainer.task import Engine, EvaluatedTask
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from distcse.events import Listener, LogMessage
 from distcse.models.fast.last_layer import replace_forward
 from distcse.models.layers import layers_of
 from distcse.trainer.dropout_rng import is_recording
-from distcse.trainer.engines import Engine
-from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
+from distcse.trainer.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 
 CompileMode = Literal["auto", "on", "off"]
 """Values of `training.compile_layers`."""

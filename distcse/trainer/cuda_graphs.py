@@ -29,8 +29,7 @@ from distcse.errors import CUDAGraphError, first_line
 from distcse.events import Listener, LogMessage
 from distcse.models.attention import takes_prepared_mask
 from distcse.trainer.dropout_rng import recorded_rng
-from distcse.trainer.engines import Engine
-from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
+from distcse.trainer.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 
 T = TypeVar("T")
 GraphMode = Literal["auto", "on", "off"]

@@ -1,20 +1,55 @@
-"""Interface between the training loop and a training task: its model, its batches and its loss."""
+"""Interfaces of what the training loop calls: a task, with its model, its batches and its loss, and an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from distcse.trainer.engines.engine import Engine
+from distcse.trainer.snapshot import Snapshot
 
 ModelInputs = TypeVar("ModelInputs")
 LossInputs = TypeVar("LossInputs")
 Output = TypeVar("Output", contravariant=True)
 
 _MAX_SHOWN_ROWS = 8
+
+
+class Engine(Protocol):
+    """Runs the student's forward pass, backward pass and update across all workers."""
+
+    device: torch.device
+    """Device of the model."""
+
+    def forward(self, inputs: object) -> Any:
+        """Return the model's output, computed in the engine's precision."""
+        ...
+
+    def backward(self, share: Tensor) -> None:
+        """Accumulate the gradient of this worker's share of the loss. All workers' shares sum to the global batch's loss."""
+        ...
+
+    def step(self, lr: float | Tensor) -> None:
+        """Count one batch; after every `gradient_accumulation` batches, clip the gradient and update the weights.
+
+        Args:
+            lr: Learning rate. `TorchEngine` also accepts a tensor on its device.
+        """
+        ...
+
+    def snapshot(self) -> Snapshot | None:
+        """Take a snapshot of full weights and moments, without waiting for a GPU. Every worker must call it.
+
+        Returns:
+            The snapshot on rank 0; None on other ranks.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the engine's resources."""
+        ...
 
 
 class StepInputs(NamedTuple, Generic[ModelInputs, LossInputs]):

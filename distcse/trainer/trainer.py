@@ -16,11 +16,11 @@ from distcse.trainer.checkpoint_manager import AsyncEvaluator, CheckpointManager
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.compiled_step import CompileMode, open_compiled_step
 from distcse.trainer.cuda_graphs import GraphMode, open_step, records_steps
-from distcse.trainer.engines import Engine, make_engine
+from distcse.trainer.engines import make_engine
 from distcse.trainer.out_of_memory import OutOfMemoryAdvice
 from distcse.trainer.schedule import warmup_then_linear
 from distcse.trainer.step_log import StepLog, StopCheck
-from distcse.trainer.task import LossInputs, ModelInputs, Output, StepInputs, TrainingTask
+from distcse.trainer.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TrainingTask
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from distcse.trainer import allocator
+from distcse import host
 from tests.conftest import ROOT
 
 _PROGRAM = """
 from pathlib import Path
-from distcse.trainer.allocator import release_memory
+from distcse.host import release_memory
 
 def megabytes():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
@@ -31,7 +31,7 @@ print(before - megabytes())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is configured")
 def test_release_memory_returns_free_memory() -> None:
-    environment = {**os.environ, **allocator.MALLOC_ENV, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **host.MALLOC_ENV, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.autoscaler import sdk
 from ray.exceptions import RayError
 
 from distcse.errors import StoppedEarlyError
@@ -18,7 +19,7 @@ from distcse.experiments.distillation.preflight import check_embedding
 from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.placement.resources import Node, ResourceRequest
-from distcse.ray_backend import autoscaling, backend
+from distcse.ray_backend import backend, nodes
 from distcse.ray_backend.backend import RayCluster
 from distcse.recipe import Recipe
 from tests.clusters import FixedCluster
@@ -60,10 +61,10 @@ def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Autoscaler:
     scaler = Autoscaler()
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     monkeypatch.setattr(backend, "cluster", scaler.joined)
-    monkeypatch.setattr(autoscaling, "request_resources", scaler.request)
-    monkeypatch.setattr(autoscaling, "alive", lambda: NODES)
-    monkeypatch.setattr(autoscaling, "CHECK_INTERVAL_S", 0.001)
-    monkeypatch.setattr(autoscaling, "RENEW_INTERVAL_S", 0.001)
+    monkeypatch.setattr(sdk, "request_resources", scaler.request)
+    monkeypatch.setattr(nodes, "alive", lambda: NODES)
+    monkeypatch.setattr(nodes, "START_CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(nodes, "RENEW_INTERVAL_S", 0.001)
     return scaler
 
 
@@ -104,7 +105,7 @@ def test_a_local_cluster_is_not_waited_for(autoscaler: Autoscaler, monkeypatch: 
 
 
 def test_a_wait_ends_after_its_time_or_a_stop_request(autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autoscaling, "alive", lambda: [])
+    monkeypatch.setattr(nodes, "alive", lambda: [])
     events: list[Event] = []
     with RayCluster().scaled_up([WORKERS], 0.01, Reporter(events.append)):
         pass

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from distcse.data.collate import Tokens
 from distcse.device import is_gpu
 from distcse.distributed import all_reduce_max, world_size
+from distcse.host import trim
 from distcse.losses import Detection
 from distcse.models import Encoder, build_projection
 from distcse.models.detection import EditDetector, build_detector
 from distcse.recipe import DetectionSection, Recipe, StudentSection, decided
-from distcse.trainer.allocator import trim
 from distcse.trainer.dropout_rng import dropout_rng
 
 T = TypeVar("T")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from distcse import host
 from distcse.errors import DistcseError, OutOfMemoryError, RunRecordError, StoppedEarlyError, WorkFailedError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
 from distcse.experiments.mutual.phases import Kind, Phase
 from distcse.experiments.mutual.scoring import PairScorer, ScoringProgress
 from distcse.experiments.mutual.stored_scores import Scores, StoredScores
-from distcse.trainer import allocator
 
 
 class Group(Protocol):
@@ -82,7 +82,7 @@ class LocalGroup:
         def train(passes: int) -> PhaseResult | None:
             return self._trainer.train(phase, labels, self._reporter, passes)
 
-        return self._passes.fit(phase, train, allocator.release_memory, self._reporter)
+        return self._passes.fit(phase, train, host.release_memory, self._reporter)
 
     def score(self, phase: Phase) -> Scores:
         progress = ScoringProgress(self._reporter)

@@ -10,10 +10,10 @@ from distcse.errors import MissingDependencyError
 from distcse.host import pip_install
 from distcse.recipe import LoopSection
 from distcse.trainer.checkpoint_files import ModelState
-from distcse.trainer.engines.engine import Engine
 from distcse.trainer.engines.torch_engine import TorchEngine
+from distcse.trainer.task import Engine
 
-__all__ = ["Engine", "TorchEngine", "make_engine", "uses_deepspeed"]
+__all__ = ["TorchEngine", "make_engine", "uses_deepspeed"]
 
 
 def make_engine(

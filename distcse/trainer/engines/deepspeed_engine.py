@@ -20,8 +20,7 @@ from distcse.device_defaults import defaults_of
 from distcse.distributed import rank, world_size
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoint_files import WEIGHTS, ModelState
-from distcse.trainer.engines.engine import trained_parameters
-from distcse.trainer.engines.fused_adamw import MOMENTS, make_adamw
+from distcse.trainer.engines.fused_adamw import MOMENTS, make_adamw, trained_parameters
 from distcse.trainer.snapshot import Entry, Snapshot, SnapshotTaker, entries_of
 
 

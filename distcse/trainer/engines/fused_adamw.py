@@ -23,6 +23,11 @@ _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def make_adamw(parameters: Iterable[nn.Parameter], training: LoopSection) -> torch.optim.AdamW:
     """Create PyTorch's fused AdamW for DeepSpeed, which clips gradients itself and requires an `Optimizer`."""
     decay_groups = _split_by_decay(parameters, training.weight_decay, lambda parameter: parameter)

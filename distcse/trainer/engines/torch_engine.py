@@ -16,8 +16,7 @@ from distcse.distributed import all_reduce_sum, rank, world_size
 from distcse.models.precision import arithmetic
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoint_files import ModelState
-from distcse.trainer.engines.engine import trained_parameters
-from distcse.trainer.engines.fused_adamw import FusedAdamW
+from distcse.trainer.engines.fused_adamw import FusedAdamW, trained_parameters
 from distcse.trainer.snapshot import Snapshot, SnapshotTaker, entries_of
 
 BUCKET_BYTES = 25 * 2**20
