@@ -259,7 +259,7 @@ def _batches(recipe: MutualRecipe, folder: Path, encoder: Encoder | CrossEncoder
 
 def score(recipe: MutualRecipe, folder: Path) -> Work:
     """A scorer, which scores one part of the pairs: a slice of them."""
-    scorer = PairScorer(GroupContext(recipe, 0, open_store(folder), Lease.acquire(folder), {}))
+    scorer = PairScorer(GroupContext(recipe, 0, open_store(folder, Lease.acquire(folder)), {}))
     scorer._model(Phase(0))  # what loading a model leaves behind is not of the pairs
 
     def work() -> dict[str, Any]:

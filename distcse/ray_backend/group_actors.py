@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -19,6 +19,9 @@ from distcse.placement.gpu_plan import process_group_backend
 from distcse.ray_backend.assigned_resources import use_gpus, use_interface_of
 from distcse.ray_backend.event_channel import reporter_of
 from distcse.ray_backend.heartbeat import HeartbeatActor
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 
 class GroupActor(HeartbeatActor):
@@ -53,25 +56,22 @@ class TrainingActor(GroupActor):
         super().__init__(cpus, gpus)
         self._rank, self._workers, self._gpus = rank, workers, gpus
         self._trainer = PhaseTrainer(context)
+        self._store: TCPStore | None = None
 
-    def address(self) -> str:
-        """Return an address with a free port, at which rank 0 can open the process group."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def open_group(self) -> tuple[str, int]:
+        """As rank 0, open the store that the process group meets at; return its host and port."""
+        self._store = serve_store(ray.util.get_node_ip_address(), self._workers)
+        return self._store.host, self._store.port
 
-    def join(self, address: str) -> None:
-        """Join the process group at rank 0's address. Does nothing in a group of one worker."""
-        if self._workers == 1:
-            return
-        import os
-
+    def join(self, host: str, port: int) -> None:
+        """Join the process group that meets at rank 0's store."""
         import torch.distributed as dist
 
         use_interface_of(ray.util.get_node_ip_address())
         os.environ.update(RANK=str(self._rank), LOCAL_RANK="0", WORLD_SIZE=str(self._workers))
         backend = process_group_backend(self._workers, self._gpus)
-        dist.init_process_group(backend, init_method=f"tcp://{address}", rank=self._rank, world_size=self._workers)
+        store = self._store or dist.TCPStore(host, port, self._workers, is_master=False)
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._workers)
 
     def prepare(self, phase: Phase) -> None:
         """See `PhaseTrainer.prepare`."""
@@ -82,6 +82,18 @@ class TrainingActor(GroupActor):
         """See `PhaseTrainer.train`."""
         with self._working():
             return self._trainer.train(phase, labels, reporter_of(channel), passes)
+
+
+def serve_store(host: str, workers: int) -> TCPStore:
+    """Serve the store of a process group on a free port, which stays bound: a port asked for and bound later can be taken.
+
+    Args:
+        host: Address of this node at which the other workers reach it.
+        workers: Number of workers.
+    """
+    from torch.distributed import TCPStore
+
+    return TCPStore(host, 0, workers, is_master=True, wait_for_workers=False)
 
 
 class ScoringActor(GroupActor):

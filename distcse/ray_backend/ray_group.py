@@ -453,8 +453,9 @@ class RayGroup:
             self._scorers.append(self._start(ScoringActor, part, self._context))
         if trains and not self._trainers:
             self._trainers = [self._start(TrainingActor, rank, self._context, rank, number) for rank in range(number)]
-            (address,) = self._get([self._trainers[0].address.remote()])
-            self._get([trainer.join.remote(address) for trainer in self._trainers])
+            if number > 1:
+                (address,) = self._get([self._trainers[0].open_group.remote()])
+                self._get([trainer.join.remote(*address) for trainer in self._trainers])
 
     def _start(self, kind: type[GroupActor], number: int, *arguments: Any) -> Any:
         """Start the trainer or scorer of this number in its slot, and monitor it."""

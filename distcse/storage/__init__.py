@@ -42,6 +42,7 @@ __all__ = [
     "ArtifactStore",
     "Digest",
     "FolderStore",
+    "Guard",
     "StoredFile",
     "add_checksum_line",
     "atomic_write",

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from distcse.errors import CheckpointError, RunError, RunRecordError, StorageError
 from distcse.events import Event, LogMessage, ignore
-from distcse.runs.lease import Lease
-from distcse.storage import ArtifactStore, open_store, storage_errors, to_uri
+from distcse.storage import ArtifactStore, Guard, open_store, storage_errors, to_uri
 from distcse.trainer.checkpoint_files import (
     WITHOUT_MOMENTS,
     ModelState,
@@ -47,11 +46,11 @@ class CheckpointStore:
 
     Args:
         run: The training's folder.
-        lease: Lease of the run directory, checked before each write and each deletion. Default: no check.
+        guard: Such as the lease of the run directory, checked before each write and each deletion. Default: no check.
     """
 
-    def __init__(self, run: Path, lease: Lease | None = None) -> None:
-        self._store = open_store(run / "checkpoints", lease)
+    def __init__(self, run: Path, guard: Guard | None = None) -> None:
+        self._store = open_store(run / "checkpoints", guard)
 
     def save(self, state: ModelState, trainer_state: TrainerState, emit: Callable[[Event], None] = ignore) -> Path:
         """Write a checkpoint atomically, update `latest`, and delete checkpoints that are no longer needed.

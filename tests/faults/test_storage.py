@@ -617,7 +617,7 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
         table,
         table_teacher(teacher, table),
         live_teacher(teacher, corpus, 64),
-        GroupContext(MutualRecipe.model_construct(), 0, spec.run, spec.lease, {"bi": spec.tokens}),  # type: ignore[call-arg]
+        GroupContext(MutualRecipe.model_construct(), 0, replace(spec.run, guard=spec.lease), {"bi": spec.tokens}),  # type: ignore[call-arg]
         TrialContext(recipe, spec.run / "trials"),
     ):
         assert str(tmp_path / "mirror").encode() not in cloudpickle.dumps(sent)

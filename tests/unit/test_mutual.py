@@ -85,7 +85,7 @@ class PlainLoop:
     """The paper's self-distillation (references §4.1) in one process, in as few lines as possible."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
-        self.recipe, self.context = recipe, GroupContext(recipe, 0, open_store(run), Lease(open_store(run), ""), {})
+        self.recipe, self.context = recipe, GroupContext(recipe, 0, open_store(run), {})
         table = read_table(Path(str(recipe.pairs.path)))
         unique = dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True))
         self.pairs = list(unique)

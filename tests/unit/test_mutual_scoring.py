@@ -38,7 +38,7 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> M
 def context(recipe: MutualRecipe) -> GroupContext:
     directory = RunDirectory.create(recipe)
     load_pairs(recipe, directory.path, LocalBackend(), Reporter())
-    return GroupContext(recipe, 0, open_store(directory.path), Lease.acquire(directory.path), {})
+    return GroupContext(recipe, 0, open_store(directory.path, Lease.acquire(directory.path)), {})
 
 
 def test_a_run_stopped_while_it_scores_resumes_with_the_missing_shards(
@@ -89,7 +89,7 @@ def test_parts_and_shards_score_all_pairs_in_order(context: GroupContext, monkey
 
 def test_a_damaged_shard_is_scored_again_and_one_of_an_earlier_start_is_refused(context: GroupContext) -> None:
     scores = np.array([0.1, -1 / 3, 0.0, 1.0], dtype=np.float32)
-    shards = ScoreShards(context.run, "bert", Phase(1), context.lease)
+    shards = ScoreShards(context.run, "bert", Phase(1))
     shards.write(10, scores)
     assert shards.read(0, 4) is None and shards.read(10, 13) is None
     stored = shards.read(10, 14)

@@ -247,7 +247,7 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
         from distcse.experiments.mutual.pairs import load_pairs
 
         load_pairs(recipe, directory.path, LocalBackend(), Reporter())
-        context = GroupContext(recipe, 0, open_store(directory.path), lease, {})
+        context = GroupContext(recipe, 0, open_store(directory.path, lease), {})
         passes: list[tuple[int, int]] = []
         original = PairScorer.score
 

@@ -103,7 +103,7 @@ def test_any_number_of_scorers_computes_the_same_scores(
     recipe = recipe_with("groups.0.max_workers=4")
     directory = RunDirectory.create(recipe)
     load_pairs(recipe, directory.path, LocalBackend(), Reporter())
-    context = GroupContext(recipe, 0, open_store(directory.path), Lease.acquire(directory.path), {})
+    context = GroupContext(recipe, 0, open_store(directory.path, Lease.acquire(directory.path)), {})
     found = []
     for parts in (1, 2, 3, 4):
         found.append(np.concatenate([PairScorer(context).score(Phase(0), part, parts) for part in range(parts)]))

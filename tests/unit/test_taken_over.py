@@ -90,14 +90,15 @@ def check_checkpoints(job: Job) -> None:
 
 
 def store_phases(job: Job, start: int) -> None:
-    lease, run = Lease.acquire(job.run), open_store(job.run)
+    lease = Lease.acquire(job.run)
+    run = open_store(job.run, lease)
     scores = np.full(4, 0.5 + start * 1e-6, dtype=np.float32)  # other machines compute scores that differ by rounding
     store = PhaseStore(job.run, lease)
     store.record_starts({"bert": 0.5})
     store.record_pairs("pairs")
     for phase in (Phase(0), Phase(1)):
         if "bert" not in store.posted(phase):
-            shards = ScoreShards(run, "bert", phase, lease)
+            shards = ScoreShards(run, "bert", phase)
             if shards.read(0, 4) is None:
                 shards.write(0, scores)
             store.post("bert", phase, scores, None)

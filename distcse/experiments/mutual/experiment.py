@@ -117,7 +117,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
             store.record_pairs(pairs.fingerprint)
             tokens = prepare_tokens(recipe, groups, pairs, backend, reporter)
             contexts = [
-                GroupContext(recipe, number, directory.store, lease, tables)
+                GroupContext(recipe, number, directory.store, tables)
                 for number, tables in zip(active, tokens, strict=True)
             ]
             best = []

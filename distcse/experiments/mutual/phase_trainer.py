@@ -20,7 +20,6 @@ from distcse.experiments.mutual.tokens import TokenStores
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
-from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoint_files import load_trainer_state, load_weights
 from distcse.trainer.checkpoints import CheckpointStore
@@ -45,14 +44,12 @@ class PhaseResult:
 
 @dataclass(frozen=True)
 class GroupContext:
-    """The inputs of a group's trainer or scorer. The run's folder is on storage that all of them see."""
+    """The inputs of a group's trainer or scorer. The run's folder is on storage that all of them see, guarded by its lease."""
 
     recipe: MutualRecipe
     number: int
     """Index of the group in the recipe."""
     run: ArtifactStore
-    lease: Lease
-    """Lease on `run`, checked before writes."""
     tokens: TokenStores
     """The group's token tables."""
 
@@ -130,7 +127,7 @@ class PhaseTrainer:
             context.group.rng_streams,
             context.group.init_weight_mix,
         )
-        checkpoints, section = CheckpointStore(folder, context.lease), context.section(kind)
+        checkpoints, section = CheckpointStore(folder, context.run.guard), context.section(kind)
         key = context.recipe.loop_path(context.group, kind)
         cuda_graphs = "off" if passes > 1 else self._graph_mode(phase, encoder, reporter)
         try:
@@ -142,7 +139,7 @@ class PhaseTrainer:
         if result.interrupted:
             return None
         if rank() == 0:
-            store = open_store(folder, context.lease)
+            store = open_store(folder, context.run.guard)
             _save_best(self._initial_model(phase), checkpoints, store, result.steps, context.group.init_weight_mix)
         barrier()
         return _load_result(folder)

@@ -66,7 +66,7 @@ class PairScorer:
         scores = np.empty(end - first, dtype=np.float32)
         report = on_progress or (lambda done, total: None)
         report(0, len(scores))
-        shards = ScoreShards(context.run, context.group.name, phase, context.lease)
+        shards = ScoreShards(context.run, context.group.name, phase)
         model: Encoder | CrossEncoder | None = None
         for begin, stop in pairwise(bounds):
             shard = shards.read(begin, stop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from distcse.errors import RunRecordError
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.experiments.mutual.phases import Phase
-from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, sha256
 
 Scores = NDArray[np.float32]
@@ -62,14 +61,13 @@ class ScoreShards:
     """The stored shards of one group in one phase.
 
     Args:
-        run: The run's directory.
+        run: The run's directory, whose guard is checked before each write and each deletion.
         group: The group's name.
         phase: The phase.
-        lease: Lease on the directory, checked before each write and each deletion. Default: what guards `run`, if anything.
     """
 
-    def __init__(self, run: ArtifactStore, group: str, phase: Phase, lease: Lease | None = None) -> None:
-        self._run = replace(run, guard=lease or run.guard)
+    def __init__(self, run: ArtifactStore, group: str, phase: Phase) -> None:
+        self._run = run
         self._folder = f"groups/{group}/{phase.name}/scores"
 
     def read(self, begin: int, end: int) -> NDArray[np.float32] | None:
