@@ -148,7 +148,7 @@ def _delete_object(uri: str) -> None:
             return
 
 
-def _list_objects(uri: str) -> list[str]:
+def list_objects(uri: str) -> list[str]:
     """List the addresses of all objects below an address; the listing may be outdated."""
     from pyarrow.fs import FileSelector, FileType
 
@@ -333,7 +333,7 @@ class BucketStore(ArtifactStore):
         if record is not None:
             content = f"{self.uri}/{record.content}"
             kept_uris = {self._file_uri(record, name) for name in record.files if name in names}
-            listed = set(_list_objects(content)) - kept_uris  # also of an earlier call that was killed
+            listed = set(list_objects(content)) - kept_uris  # also of an earlier call that was killed
             _delete_all({*listed, *(self._file_uri(record, name) for name in dropped)})
         for file in self._local_files():
             if file.relative_to(self.path).as_posix() not in names:
@@ -344,18 +344,18 @@ class BucketStore(ArtifactStore):
         if (record := self._stored_record()) is not None:
             _delete_object(f"{self.uri}/{_RECORD}")
         known = [] if record is None else [self._file_uri(record, name) for name in record.files]
-        _delete_all({*known, *_list_objects(self.uri)})  # also what a killed process left
+        _delete_all({*known, *list_objects(self.uri)})  # also what a killed process left
         shutil.rmtree(self.path, ignore_errors=True)
 
     def delete_all(self) -> None:
         self._check()
-        for stored in sorted(_list_objects(self.uri), key=lambda name: (name.count("/"), name)):
+        for stored in sorted(list_objects(self.uri), key=lambda name: (name.count("/"), name)):
             _delete_object(stored)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def list_names(self) -> set[str]:
         prefix = f"{self.uri}/"
-        return {name.removeprefix(prefix).partition("/")[0] for name in _list_objects(self.uri)}
+        return {name.removeprefix(prefix).partition("/")[0] for name in list_objects(self.uri)}
 
     def probe(self) -> None:
         probe_uri = f"{self.uri}/.distcse-probe-{secrets.token_hex(6)}"

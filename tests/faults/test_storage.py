@@ -43,7 +43,8 @@ from distcse.recipe import FamilyRecipe, MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.reference_run import ReferenceRun
-from distcse.storage import ArtifactStore, objects, open_store, resolve_path, text_checksum, to_uri
+from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
+from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_model_state
 from distcse.trainer.checkpoints import CheckpointStore
@@ -443,16 +444,16 @@ def test_files_that_a_killed_process_did_not_delete_are_deleted_later(
     with fails_with(ObjectStorageError, "deleted"):
         folder.keep_only({"a"})
     gate.open()
-    assert content_of(folder) == {"a": "1", "b": "2", "c": "3"} and len(objects.list_uris(folder.uri)) == 4
+    assert content_of(folder) == {"a": "1", "b": "2", "c": "3"} and len(list_objects(folder.uri)) == 4
     folder.keep_only({"a"})
-    assert content_of(folder) == {"a": "1"} and len(objects.list_uris(folder.uri)) == 2
+    assert content_of(folder) == {"a": "1"} and len(list_objects(folder.uri)) == 2
     refuse_to_delete(gate)
     with fails_with(ObjectStorageError, "deleted"):
         folder.delete_folder()
     gate.open()
-    assert not folder.has_folder() and len(objects.list_uris(folder.uri)) == 1
+    assert not folder.has_folder() and len(list_objects(folder.uri)) == 1
     folder.delete_folder()
-    assert not objects.list_uris(folder.uri)
+    assert not list_objects(folder.uri)
 
 
 def test_a_checkpoint_is_complete_if_the_storage_refuses_to_delete_earlier_ones(
@@ -469,7 +470,7 @@ def test_a_checkpoint_is_complete_if_the_storage_refuses_to_delete_earlier_ones(
     assert len(texts) == 2 and "step-000020 is complete" in texts[0]
     checkpoints.save(make_state(40), make_position(40), events.append)
     assert len(events) == 2
-    names = {uri.partition("/checkpoints/")[2] for uri in objects.list_uris(f"{bucket}/run/checkpoints")}
+    names = {uri.partition("/checkpoints/")[2] for uri in list_objects(f"{bucket}/run/checkpoints")}
     steps = sorted(name.partition("/")[0] for name in names if name.endswith(".safetensors"))
     assert steps == ["step-000000", *["step-000030"] * 2, *["step-000040"] * 2]  # the best keeps its weights only
 
