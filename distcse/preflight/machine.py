@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,70 +55,69 @@ _HIDDEN_PREFIX = "RAY_JOB_"
 """Ray's copy of a job's configuration, which holds the job's variables, secrets included."""
 
 
-def check_python() -> list[Check]:
-    """Check that Python is 3.11 or newer."""
-    found = f"{platform.python_version()} at {sys.executable}"
-    return [
-        ok("python", found) if sys.version_info >= (3, 11) else fail("python", found, "install Python 3.11 or newer")
-    ]
+def check_python() -> Check:
+    """Report Python."""
+    return ok("python", f"{platform.python_version()} at {sys.executable}")
 
 
-def check_packages() -> list[Check]:
-    """Check that torch is installed, and transformers in a supported version."""
-    found = []
-    for name, supported in (("torch", "torch>=2.8"), ("transformers", "transformers>=5,<6")):
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            installed = "not installed"
-        is_supported = installed.startswith("5.") if name == "transformers" else installed != "not installed"
-        found.append(ok(name, installed) if is_supported else fail(name, installed, f'pip install "{supported}"'))
-    return found
+def check_package(requirement: str, oldest: tuple[int, int], unsupported: tuple[int, int] = (999, 0)) -> Check:
+    """Check that a package is installed in a supported version.
+
+    Args:
+        requirement: What to install otherwise, such as `torch>=2.8`.
+        oldest: The oldest supported release.
+        unsupported: The first release after it that is not supported. Default: none.
+    """
+    name = re.split(r"[\[<>=]", requirement)[0]
+    installed = installed_version(name)
+    release = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+    fits = oldest <= release < unsupported
+    return ok(name, installed) if fits else fail(name, installed, f'pip install "{requirement}"')
 
 
-def check_cpus() -> list[Check]:
+def check_cpus() -> Check:
     """Report the CPUs that this process may use, and warn of a high load."""
     usable, there, load = host.cpus(), os.cpu_count() or 1, os.getloadavg()[0]
     found = f"{f'{usable} of {there} usable' if usable < there else there}, load {load:.1f}"
     if load > 1.5 * there:
-        return [warn("cpus", found, "other programs use this machine; end them, or plan more time")]
-    return [ok("cpus", found)]
+        return warn("cpus", found, "other programs use this machine; end them, or plan more time")
+    return ok("cpus", found)
 
 
-def check_precision(roles: Sequence[Role] | None) -> list[Check]:
+def check_precision(roles: Sequence[Role] | None) -> Check:
     """Report the precision of a run's roles on this machine, and warn of a half precision that is slow on it.
 
     Args:
         roles: The roles; None without a recipe, for what `auto` is here.
     """
     if roles is None:
-        return [ok("precision", f"auto: {auto_precision([local_speed()])} ({local_speed().describe()})")]
+        return ok("precision", f"auto: {auto_precision([local_speed()])} ({local_speed().describe()})")
     if keys := [role.key for role in roles if role.slow_devices]:
-        return [warn("precision", describe_roles(roles), f"set auto or fp32 for {', '.join(keys)}")]
-    return [ok("precision", describe_roles(roles))]
+        return warn("precision", describe_roles(roles), f"set auto or fp32 for {', '.join(keys)}")
+    return ok("precision", describe_roles(roles))
 
 
-def check_gpus(recipe: BaseRecipe | None = None) -> list[Check]:
+def check_gpus(recipe: BaseRecipe | None = None) -> Check:
     """Report the GPUs and the driver; fail if torch sees no GPU although there is a driver, or the recipe requires one here."""
     import torch
 
     driver = _driver()
     if has_gpu():
         unused = "; the recipe uses none (resources.gpu: none)" if recipe and recipe.gpu_mode == "none" else ""
-        return [ok("gpus", f"{_describe_gpus()}, driver {driver or 'unknown'}{unused}")]
+        return ok("gpus", f"{_describe_gpus()}, driver {driver or 'unknown'}{unused}")
     if driver:
         fix = "install a CUDA build of torch, or unset CUDA_VISIBLE_DEVICES"
-        return [fail("gpus", f"driver {driver} is installed, but torch {torch.__version__} sees no GPU", fix)]
+        return fail("gpus", f"driver {driver} is installed, but torch {torch.__version__} sees no GPU", fix)
     if recipe is not None and recipe.gpu_mode == "required" and not recipe.uses_ray:
         fix = "run the recipe on a machine with a GPU, or write resources.gpu=auto"
-        return [fail("gpus", "none, but resources.gpu is required", fix)]
-    return [ok("gpus", "none; runs use CPUs")]
+        return fail("gpus", "none, but resources.gpu is required", fix)
+    return ok("gpus", "none; runs use CPUs")
 
 
-def check_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = host.CGROUP) -> list[Check]:
+def check_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = host.CGROUP) -> Check:
     """Check the available memory, within a container's limit."""
     if not meminfo.exists():
-        return [ok("memory", f"unknown: this system has no {meminfo}")]
+        return ok("memory", f"unknown: this system has no {meminfo}")
     sizes = {
         line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if ":" in line
     }
@@ -126,24 +125,24 @@ def check_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = host.CGRO
     if (limit := host.memory(cgroup)) < there:  # the container's limit
         free, there = min(free, limit - host.memory_used(cgroup)), limit
     fix = "end other programs, or lower training.batch_size"
-    return [_graded("memory", free, _MEMORY, f"{gib(free)} of {gib(there)} available", fix)]
+    return _graded("memory", free, _MEMORY, f"{gib(free)} of {gib(there)} available", fix)
 
 
-def check_shared_memory(folder: Path = _SHARED_MEMORY) -> list[Check]:
+def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Check:
     """Check the size of /dev/shm, where Ray stores objects; containers have 64 MB by default."""
     if not folder.is_dir():
         found = f"no {folder}, so Ray stores objects on disk, which is slow"
-        return [warn("shared memory", found, f"mount a tmpfs at {folder}")]
+        return warn("shared memory", found, f"mount a tmpfs at {folder}")
     size = shutil.disk_usage(folder).total
     fix = "start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm)"
-    return [_graded("shared memory", size, _SHARED, f"{gib(size)} at {folder}", fix)]
+    return _graded("shared memory", size, _SHARED, f"{gib(size)} at {folder}", fix)
 
 
-def check_open_files() -> list[Check]:
+def check_open_files() -> Check:
     """Check the limit of file descriptors per process: Ray needs some for every worker."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-    return [_graded("open files", soft, _FILES, f"{soft:,} (at most {hard:,})", fix)]
+    return _graded("open files", soft, _FILES, f"{soft:,} (at most {hard:,})", fix)
 
 
 def _graded(name: str, size: float, limits: tuple[float, float], found: str, fix: str) -> Check:
@@ -152,24 +151,24 @@ def _graded(name: str, size: float, limits: tuple[float, float], found: str, fix
     return ok(name, found) if size >= good else warn(name, found, fix) if size >= least else fail(name, found, fix)
 
 
-def check_deepspeed(recipe: BaseRecipe | None) -> list[Check]:
+def check_deepspeed(recipe: BaseRecipe | None) -> Check:
     """Check that DeepSpeed, where it is installed and the recipe may use it, can be imported."""
     sections = [] if recipe is None else recipe.loop_sections
     if sections and all(section.engine == "torch" for section in sections):
-        return [ok("deepspeed", "not required: training.engine is torch")]
+        return ok("deepspeed", "not required: training.engine is torch")
     if find_spec("deepspeed") is None:  # a recipe that requires it fails another check
-        return [ok("deepspeed", "not installed: the torch engine is used")]
+        return ok("deepspeed", "not installed: the torch engine is used")
     code = "import deepspeed; print(deepspeed.__version__)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if result.returncode:
         found = f"cannot be imported: {(result.stderr.strip().splitlines() or ['no message'])[-1]}"
         verdict = fail if any(section.needs_deepspeed for section in sections) else warn
-        return [verdict("deepspeed", found, "set training.engine=torch, or reinstall it")]
+        return verdict("deepspeed", found, "set training.engine=torch, or reinstall it")
     installed = result.stdout.strip().splitlines()[-1]
     if os.environ.get("DS_BUILD_OPS") == "1":
         found = f"{installed}; DS_BUILD_OPS=1 makes its installation compile ops"
-        return [warn("deepspeed", found, "unset DS_BUILD_OPS")]
-    return [ok("deepspeed", f"{installed}; compiles no ops: AdamW is torch's, CPU ops are disabled")]
+        return warn("deepspeed", found, "unset DS_BUILD_OPS")
+    return ok("deepspeed", f"{installed}; compiles no ops: AdamW is torch's, CPU ops are disabled")
 
 
 def check_location(key: str, path: Path) -> list[Check]:
@@ -179,15 +178,15 @@ def check_location(key: str, path: Path) -> list[Check]:
         return [fail(key, found, f"set {key}=/shared/FOLDER")]
     store = open_store(path)
     if not store.is_remote:
-        return check_folder(key, path)
+        return [check_folder(key, path)]
     try:
         store.probe()
     except StorageError as error:
         return [fail(key, str(error), f"or set {key}=FOLDER")]
-    return [ok(key, f"{store}: written, read and deleted"), *check_folder("DISTCSE_MIRROR", path)]
+    return [ok(key, f"{store}: written, read and deleted"), check_folder("DISTCSE_MIRROR", path)]
 
 
-def check_folder(key: str, path: Path, good_free: float = _DISK[1]) -> list[Check]:
+def check_folder(key: str, path: Path, good_free: float = _DISK[1]) -> Check:
     """Check free space and writing in a folder; if it does not exist, in its nearest existing parent. No file remains.
 
     Args:
@@ -199,17 +198,17 @@ def check_folder(key: str, path: Path, good_free: float = _DISK[1]) -> list[Chec
     try:
         existing = next(folder for folder in (path, *path.parents) if folder.exists())
     except OSError as closed:  # this user may not read a parent folder
-        return [fail(key, f"{path}: {closed.strerror}", fix)]
+        return fail(key, f"{path}: {closed.strerror}", fix)
     if not existing.is_dir():
-        return [fail(key, f"{existing} is not a folder", f"set {key}=FOLDER")]
+        return fail(key, f"{existing} is not a folder", f"set {key}=FOLDER")
     try:
         FolderStore(existing).probe()
     except OSError as error:
-        return [fail(key, f"{existing}: {error.strerror or error}", fix)]
+        return fail(key, f"{existing}: {error.strerror or error}", fix)
     free = shutil.disk_usage(existing).free
     place = path if existing == path else f"{path} (to be created in {existing})"
     found = f"{place}: {gib(free)} free, written and renamed"
-    return [_graded(key, free, (_DISK[0], good_free), found, f"free some, or set {key}=FOLDER on a larger disk")]
+    return _graded(key, free, (_DISK[0], good_free), found, f"free some, or set {key}=FOLDER on a larger disk")
 
 
 def describe_environment() -> dict[str, str]:

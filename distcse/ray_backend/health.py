@@ -7,7 +7,6 @@ import os
 import socket
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,21 @@ def diagnose(recipe: BaseRecipe | None = None) -> Iterator[Check]:
         f"storage.{key}": resolve_path(folder).expanduser().absolute()
         for key, folder in (("runs", storage.runs), ("cache", cache))
     }
-    yield from machine.check_python()
-    yield from machine.check_packages()
-    yield from machine.check_cpus()
-    yield from machine.check_gpus(recipe)
-    yield from machine.check_precision(
-        None if recipe is None else experiment_of(recipe).precision_roles([local_speed()])
-    )
-    yield from machine.check_memory()
-    yield from machine.check_shared_memory()
-    yield from machine.check_open_files()
-    yield from machine.check_deepspeed(recipe)
-    yield from check_version()
+    yield machine.check_python()
+    yield machine.check_package("torch>=2.8", (2, 8))
+    yield machine.check_package("transformers>=5,<6", (5, 0), (6, 0))
+    supported = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, FIRST_UNSUPPORTED))}"
+    yield machine.check_package(f"ray[default,train,tune]{supported}", OLDEST, FIRST_UNSUPPORTED)
+    yield machine.check_cpus()
+    yield machine.check_gpus(recipe)
+    yield machine.check_precision(None if recipe is None else experiment_of(recipe).precision_roles([local_speed()]))
+    yield machine.check_memory()
+    yield machine.check_shared_memory()
+    yield machine.check_open_files()
+    yield machine.check_deepspeed(recipe)
     yield from check_cluster(folders, recipe)
     yield from check_token()
-    yield from check_ports()
+    yield check_ports()
     for key, folder in folders.items():
         yield from machine.check_location(key, folder)
     if recipe is not None:
@@ -77,20 +76,6 @@ def check_recipe(recipe: BaseRecipe) -> Iterator[Check]:
         yield warn("settings", f"[{warning.code}] {warning.problem}", warning.fix)
     if not warnings:
         yield ok("settings", "nothing to warn of")
-
-
-def check_version() -> list[Check]:
-    """Check that Ray is installed in a supported version."""
-    supported = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, FIRST_UNSUPPORTED))}"
-    fix = f'pip install "ray[default,train,tune]{supported}"'
-    try:
-        summary = version("ray")
-    except PackageNotFoundError:
-        return [fail("ray", "not installed", fix)]
-    major, minor = (int(part) for part in summary.split(".")[:2])
-    if OLDEST <= (major, minor) < FIRST_UNSUPPORTED:
-        return [ok("ray", summary)]
-    return [fail("ray", summary, fix)]
 
 
 def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe | None = None) -> list[Check]:
@@ -202,34 +187,24 @@ def check_token(environment: Mapping[str, str] | None = None, home: Path | None 
     variables = os.environ if environment is None else environment
     mode, address = variables.get("RAY_AUTH_MODE", ""), variables.get("RAY_ADDRESS", "")
     file = (Path.home() if home is None else home) / ".ray" / "auth_token"
-    found = []
+    has_token = variables.get("RAY_AUTH_TOKEN") or variables.get("RAY_AUTH_TOKEN_PATH") or file.exists()
     if mode == "disabled":
         fix = "export RAY_AUTH_MODE=token in every shell: anyone who reaches the ports can run code"
-        found.append(warn("ray token", "RAY_AUTH_MODE is disabled", fix))
-    elif (
-        mode == "token"
-        and address
-        and not (variables.get("RAY_AUTH_TOKEN") or variables.get("RAY_AUTH_TOKEN_PATH") or file.exists())
-    ):
-        found.append(
-            fail(
-                "ray token",
-                "RAY_AUTH_MODE is token, but there is no token",
-                "export RAY_AUTH_TOKEN, or copy ~/.ray/auth_token",
-            )
-        )
+        found = [warn("ray token", "RAY_AUTH_MODE is disabled", fix)]
+    elif mode == "token" and address and not has_token:
+        fix = "export RAY_AUTH_TOKEN, or copy ~/.ray/auth_token"
+        found = [fail("ray token", "RAY_AUTH_MODE is token, but there is no token", fix)]
     elif not mode and address:
-        found.append(
-            warn("ray token", "RAY_AUTH_MODE is not set", "export RAY_AUTH_MODE=token if the cluster requires a token")
-        )
+        fix = "export RAY_AUTH_MODE=token if the cluster requires a token"
+        found = [warn("ray token", "RAY_AUTH_MODE is not set", fix)]
     else:
-        found.append(ok("ray token", "required" if mode else "required by the clusters that runs start"))
+        found = [ok("ray token", "required" if mode else "required by the clusters that runs start")]
     if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
         found.append(warn("ray token file", f"{file} can be read by others", f"chmod 600 {file}"))
     return found
 
 
-def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence[Path] | None = None) -> list[Check]:
+def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence[Path] | None = None) -> Check:
     """Check that Ray's job and client ports are not reachable from other machines: without a token anyone could run code.
 
     Args:
@@ -239,25 +214,16 @@ def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence[P
     api_port = os.environ.get("RAY_API_SERVER_ADDRESS", "").rpartition(":")[2]
     ports_to_check = {*ports, *([int(api_port)] if api_port.isdigit() else [])}
     listening = _listening((Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if tables is None else tables)
-    open_to_all = sorted(
-        {port for address, port in listening if port in ports_to_check and not address.startswith(_LOOPBACK)}
-    )
-    if not open_to_all:
-        on_loopback = sorted({port for _, port in listening if port in ports_to_check})
-        return [
-            ok(
-                "ray ports",
-                f"{', '.join(map(str, on_loopback))} on loopback only"
-                if on_loopback
-                else "no dashboard or client port is open",
-            )
-        ]
-    summary = f"port {', '.join(map(str, open_to_all))} is reachable from other machines"
+    found = sorted({(port, address.startswith(_LOOPBACK)) for address, port in listening if port in ports_to_check})
+    if not found:
+        return ok("ray ports", "no dashboard or client port is open")
+    if not (reachable := [str(port) for port, on_loopback in found if not on_loopback]):
+        return ok("ray ports", f"{', '.join(str(port) for port, _ in found)} on loopback only")
+    summary = f"port {', '.join(reachable)} is reachable from other machines"
     fix = "start the head with --dashboard-host=127.0.0.1 and without a client port, and use an ssh tunnel"
-    has_token = os.environ.get("RAY_AUTH_MODE") == "token"
-    return [
-        warn("ray ports", f"{summary}, protected by a token", fix) if has_token else fail("ray ports", summary, fix)
-    ]
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return warn("ray ports", f"{summary}, protected by a token", fix)
+    return fail("ray ports", summary, fix)
 
 
 def _listening(tables: Sequence[Path]) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,15 @@ def the_only(found: list[Check]) -> Check:
 
 
 def test_python_torch_transformers_and_ray_are_supported() -> None:
-    found = [*machine.check_python(), *machine.check_packages(), *health.check_version()]
+    found = list(islice(health.diagnose(), 4))
     assert [check.name for check in found] == ["python", "torch", "transformers", "ray"]
     assert all(check.verdict == "ok" for check in found)
+
+
+def test_a_package_that_is_too_old_too_new_or_missing_fails() -> None:
+    for requirement, *releases in (("torch>=99", (99, 0)), ("torch<1", (0, 1), (1, 0)), ("no-such-package", (0, 0))):
+        found = machine.check_package(requirement, *releases)
+        assert found.verdict == "fail" and found.fix == f'pip install "{requirement}"'
 
 
 def test_results_do_not_wait_for_later_checks() -> None:
@@ -44,26 +51,26 @@ def test_results_do_not_wait_for_later_checks() -> None:
 
 
 def test_cpus_and_gpus_are_reported() -> None:
-    assert the_only(machine.check_cpus()).verdict in ("ok", "warn")
-    assert the_only(machine.check_gpus()).verdict in ("ok", "fail")
+    assert machine.check_cpus().verdict in ("ok", "warn")
+    assert machine.check_gpus().verdict in ("ok", "fail")
 
 
 def test_a_required_gpu_is_checked_where_the_run_trains(recipe_with: Callable[..., Recipe]) -> None:
     with host.gpus_hidden():
-        found = the_only(machine.check_gpus(recipe_with("resources.gpu=required")))
+        found = machine.check_gpus(recipe_with("resources.gpu=required"))
         assert found.verdict == "fail" and "resources.gpu=auto" in found.fix
-        assert "required" not in the_only(machine.check_gpus(recipe_with())).line
+        assert "required" not in machine.check_gpus(recipe_with()).line
         on_cluster = recipe_with("resources.gpu=required", "training.workers=1")
-        assert "required" not in the_only(machine.check_gpus(on_cluster)).line
+        assert "required" not in machine.check_gpus(on_cluster).line
 
 
 def test_memory_is_the_kernels_available_memory(tmp_path: Path) -> None:
-    assert "available" in the_only(machine.check_memory()).found
+    assert "available" in machine.check_memory().found
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       8000000 kB\nMemAvailable:     500000 kB\n")
-    assert the_only(machine.check_memory(meminfo)).verdict == "fail"
+    assert machine.check_memory(meminfo).verdict == "fail"
     meminfo.write_text("MemTotal:       8000000 kB\nMemAvailable:    2000000 kB\n")
-    assert the_only(machine.check_memory(meminfo)).verdict == "warn"
+    assert machine.check_memory(meminfo).verdict == "warn"
 
 
 def test_a_container_has_the_resources_of_its_cgroup(tmp_path: Path) -> None:
@@ -84,7 +91,7 @@ def test_a_container_has_the_resources_of_its_cgroup(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     for cgroup in (v2, v1):
-        found = the_only(machine.check_memory(meminfo, cgroup))
+        found = machine.check_memory(meminfo, cgroup)
         assert found.verdict == "warn" and "3.0 GiB of 8.0 GiB" in found.found
         assert host.cpus(cgroup) == 1
     (v2 / "memory.max").write_text("max\n")
@@ -93,9 +100,9 @@ def test_a_container_has_the_resources_of_its_cgroup(tmp_path: Path) -> None:
 
 
 def test_shared_memory_has_a_minimum_size(tmp_path: Path) -> None:
-    assert the_only(machine.check_shared_memory(tmp_path)).found.endswith(str(tmp_path))
-    assert the_only(machine.check_shared_memory(tmp_path / "none")).verdict == "warn"
-    too_small = the_only(machine.check_shared_memory(Path("/proc")))
+    assert machine.check_shared_memory(tmp_path).found.endswith(str(tmp_path))
+    assert machine.check_shared_memory(tmp_path / "none").verdict == "warn"
+    too_small = machine.check_shared_memory(Path("/proc"))
     assert too_small.verdict == "fail" and "--shm-size" in too_small.fix
 
 
@@ -104,27 +111,27 @@ def test_a_low_limit_of_open_files_is_reported(limit: int, verdict: str) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
-        found = the_only(machine.check_open_files())
+        found = machine.check_open_files()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found.verdict == verdict and found.fix.startswith("ulimit -n")
 
 
 def test_a_folder_is_tested_and_left_unchanged(tmp_path: Path) -> None:
-    assert the_only(machine.check_folder("storage.runs", tmp_path, good_free=1)).verdict == "ok"
+    assert machine.check_folder("storage.runs", tmp_path, good_free=1).verdict == "ok"
     missing = tmp_path / "a" / "b"
-    found = the_only(machine.check_folder("storage.runs", missing, good_free=1))
+    found = machine.check_folder("storage.runs", missing, good_free=1)
     assert found.verdict == "ok" and f"{missing} (to be created in {tmp_path})" in found.found
     assert list(tmp_path.iterdir()) == []
-    assert the_only(machine.check_folder("storage.runs", tmp_path, good_free=1e18)).verdict == "warn"
+    assert machine.check_folder("storage.runs", tmp_path, good_free=1e18).verdict == "warn"
 
 
 def test_a_folder_without_write_access_fails(tmp_path: Path) -> None:
-    found = the_only(machine.check_folder("storage.cache", Path("/proc/self/cache")))
+    found = machine.check_folder("storage.cache", Path("/proc/self/cache"))
     assert found.verdict == "fail" and "storage.cache=FOLDER" in found.fix
     file = tmp_path / "file"
     file.write_text("")
-    blocked = the_only(machine.check_folder("storage.runs", file / "runs"))
+    blocked = machine.check_folder("storage.runs", file / "runs")
     assert blocked.verdict == "fail" and str(file) in blocked.found and "storage.runs=FOLDER" in blocked.fix
 
 
@@ -133,7 +140,7 @@ def test_a_folder_without_read_access_fails(tmp_path: Path, monkeypatch: pytest.
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "exists", refuse)
-    found = the_only(machine.check_folder("storage.runs", tmp_path / "closed" / "runs"))
+    found = machine.check_folder("storage.runs", tmp_path / "closed" / "runs")
     assert found.verdict == "fail" and "Permission denied" in found.found and "storage.runs=FOLDER" in found.fix
 
 
@@ -145,7 +152,7 @@ def test_storage_that_refuses_writing_and_deleting_fails(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("builtins.open", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    found = the_only(machine.check_folder("storage.runs", tmp_path))
+    found = machine.check_folder("storage.runs", tmp_path)
     assert found.verdict == "fail" and "Read-only file system" in found.found
 
 
@@ -204,9 +211,9 @@ def test_models_are_checked(tiny: Callable[..., Path], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_deepspeed_is_imported_if_required(recipe_with: Callable[..., Recipe]) -> None:
     pytest.importorskip("deepspeed")
-    found = the_only(machine.check_deepspeed(recipe_with("training.engine=deepspeed")))
+    found = machine.check_deepspeed(recipe_with("training.engine=deepspeed"))
     assert found.verdict == "ok" and "compiles no ops" in found.found
-    assert "training.engine" in the_only(machine.check_deepspeed(recipe_with())).found
+    assert "training.engine" in machine.check_deepspeed(recipe_with()).found
 
 
 def test_text_and_labelled_sets_are_checked(recipe_with: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -247,11 +254,11 @@ def test_a_port_beyond_loopback_fails(host: str, verdict: str, monkeypatch: pyte
         listening.bind((host, 0))
         listening.listen()
         port = listening.getsockname()[1]
-        found = the_only(health.check_ports([port]))
+        found = health.check_ports([port])
         assert found.verdict == verdict and str(port) in found.found
         monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        assert the_only(health.check_ports([port])).verdict == ("warn" if verdict == "fail" else "ok")
-    closed = the_only(health.check_ports([port]))
+        assert health.check_ports([port]).verdict == ("warn" if verdict == "fail" else "ok")
+    closed = health.check_ports([port])
     assert closed.verdict == "ok" and str(port) not in closed.found
 
 

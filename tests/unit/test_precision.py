@@ -280,13 +280,13 @@ def test_plan_and_doctor_select_the_same_precision_as_a_run(
         planned = planner.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
         assert with_precisions(recipe, None, Reporter()).training.precision == chosen
-        (check,) = machine.check_precision(experiment_of(recipe).precision_roles([device]))
+        check = machine.check_precision(experiment_of(recipe).precision_roles([device]))
         assert check.verdict == "ok" and f"{chosen}: student" in check.found
     for cluster, chosen in (("8xA100-40G", "bf16"), ("8xV100-32G", "fp32")):
         planned = planner.with_precisions(recipe, parse_cluster(cluster))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
     in_bf16 = experiment_of(with_values(recipe, {"training.precision": "bf16"}))
-    (check,) = machine.check_precision(in_bf16.precision_roles([SLOW]))
+    check = machine.check_precision(in_bf16.precision_roles([SLOW]))
     assert check.verdict == "warn" and "training.precision" in check.fix
 
 
