@@ -1,4 +1,4 @@
-"""Loss terms: one term per file, as a pure function of similarity matrices with a thin module around it.
+"""Loss terms: one file per key of `objective`, as a pure function of similarity matrices with a thin module around it.
 
 A step's global batch has C sentences on W workers; one worker has R of the rows. Each term computes this worker's *share* of
 the global mean: the sum over its R rows, divided by C. The sum of all workers' shares equals the loss of one worker with
@@ -9,15 +9,12 @@ Data-parallel engines average gradients instead, and therefore multiply the shar
 from distcse.losses.consistency import Consistency, jensen_shannon, negative_entropy
 from distcse.losses.detection import ReplacedTokenDetection, detection
 from distcse.losses.info_nce import InfoNCE, info_nce, negative_weights
-from distcse.losses.list_mle import ListMLE, list_mle
-from distcse.losses.list_net import ListNet, list_net
 from distcse.losses.objective import Objective, build_objective, try_custom_terms
 from distcse.losses.pseudo_labels import bce_soft, mse_cosine
+from distcse.losses.rank import ListMLE, ListNet, drop_positive, list_mle, list_net
 from distcse.losses.rank_regression import RankRegression, squared_errors
 from distcse.losses.regression import Regression, cosine_errors, squared_distances
-from distcse.losses.similarity_lists import drop_positive, mix_lists
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Detection, Views, gather_views
+from distcse.losses.views import Detection, TeacherOutputs, Views, gather_views, mix_lists
 
 __all__ = [
     "Consistency",

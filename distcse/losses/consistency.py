@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views
+from distcse.losses.views import TeacherOutputs, Views
 
 
 def jensen_shannon(logits: Tensor, other: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from distcse.device import is_gpu
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Detection, Views
+from distcse.losses.views import Detection, TeacherOutputs, Views
 
 
 def detection(

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views
+from distcse.losses.views import TeacherOutputs, Views
 
 
 def info_nce(similarities: Tensor, tau1: float, offset: int = 0, weights: Tensor | None = None) -> Tensor:

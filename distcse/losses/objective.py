@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from distcse.distributed import all_reduce_sum
 from distcse.errors import CustomClassError
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views
+from distcse.losses.views import TeacherOutputs, Views
 from distcse.recipe import ObjectiveSection
 from distcse.recipe.custom import load_class
-from distcse.recipe.losses.loss_section import LossSection, Need
-from distcse.recipe.objective import HINGE_TERMS
+from distcse.recipe.objective import HINGE_TERMS, LossSection, Need
 
 
 class Objective(nn.Module):
@@ -110,26 +108,26 @@ def build_objective(section: ObjectiveSection) -> Objective:
     needs: set[Need] = set()
     for key, loss in section.active_terms.items():
         name = key.removeprefix("custom.")
-        terms[name], weights[name] = _build_term(f"objective.{key}", loss, section), loss.weight_in_sum
+        terms[name], weights[name] = _build_term(f"objective.{key}", loss, section.tau1), loss.weight_in_sum
         needs.update(loss.needs)
         if getattr(terms[name], "needs_lists", False):  # a custom class's own declaration
             needs.add("lists")
     return Objective(terms, weights, section.combine, needs)
 
 
-def _build_term(key: str, loss: LossSection, objective: ObjectiveSection) -> nn.Module:
+def _build_term(key: str, loss: LossSection, tau1: float) -> nn.Module:
     """Create a term: a module that is called with `Views` and `TeacherOutputs`, and returns this worker's share.
 
     Args:
         key: The term's recipe key, for errors.
         loss: Its settings.
-        objective: The objective that it is part of.
+        tau1: The objective's temperature.
 
     Raises:
         CustomClassError: The class cannot be imported or created, is not a module, or has parameters, which no optimizer
             would train.
     """
-    class_path, arguments = loss.term(objective)
+    class_path, arguments = loss.term(tau1)
     term_class = load_class(class_path, f"{key}.class_path")
     if not issubclass(term_class, nn.Module):
         raise CustomClassError(f"{key}.class_path is {class_path}, which is not a torch.nn.Module; subclass it")

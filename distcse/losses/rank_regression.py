@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from distcse.distributed import all_reduce_sum
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views
+from distcse.losses.views import TeacherOutputs, Views
 
 _EPS = 1e-8
 """Added to the number of kept pairs, as in the public code, so that the loss is 0 without a pair."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from distcse.losses.teacher_outputs import TeacherOutputs
-from distcse.losses.views import Views, unit
+from distcse.losses.views import TeacherOutputs, Views, unit
 
 
 def cosine_errors(vectors: Tensor, targets: Tensor) -> Tensor:

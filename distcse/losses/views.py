@@ -1,8 +1,8 @@
-"""Two views of each sentence, those of this worker and of the global batch, and the cosines between them."""
+"""What a loss is computed from: two views of each sentence, here and in the global batch, and the teachers' outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from distcse.compat.torch import assert_async
+from distcse.device import to_device
 from distcse.distributed import all_gather_parts, all_reduce_max, all_reduce_sum, rank, world_size
 
 _MIN_NORM = 1e-12
@@ -86,6 +87,24 @@ class Views:
         if self.all_z1 is self.z1 and self.all_z2 is self.z2:  # a single worker
             return self.similarities.T
         return _cosines(self.z2, self.all_z1)
+
+
+@dataclass(frozen=True)
+class TeacherOutputs:
+    """The teachers' outputs for this worker's R rows.
+
+    Attributes:
+        similarities: (R, C) weighted mean cosines to the C sentences of the global batch.
+        targets: (R, d) unit vectors, the targets of the student's vectors.
+    """
+
+    similarities: Tensor | None = None
+    targets: Tensor | None = None
+
+    def to(self, device: torch.device) -> TeacherOutputs:
+        """Copy to a device."""
+        parts = (self.similarities, self.targets)
+        return TeacherOutputs(*(part if part is None else to_device(part, device) for part in parts))
 
 
 def gather_views(z1: Tensor, z2: Tensor, detection: Detection | None = None) -> Views:
@@ -167,3 +186,25 @@ def unit(vectors: Tensor) -> Tensor:
 def _widen(tensor: Tensor) -> Tensor:
     """Convert half precision to float32, because temperatures multiply rounding errors by 20 to 80."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
+    """Compute the weighted mean of the teachers' raw cosines, before any temperature (RankCSE §4.4, for T teachers).
+
+    Args:
+        lists: (T, R, C) cosines of T teachers.
+        weights: T weights, which are normalized to sum 1.
+
+    Returns:
+        (R, C) similarities in float32, or float64 for float64 lists.
+
+    Raises:
+        ValueError: The numbers of weights and teachers differ.
+    """
+    if len(weights) != len(lists):
+        raise ValueError(f"{len(lists)} lists but {len(weights)} weights; pass one weight per teacher")
+    fractions = torch.as_tensor(weights, dtype=torch.float64)
+    fractions = (fractions / fractions.sum(dim=0)).to(lists.dtype if lists.dtype == torch.float64 else torch.float32)
+    fractions = to_device(fractions, lists.device)
+    # Not a matrix product: autocast and TF32 round it, and rounded cosines tie or swap in a teacher's order.
+    return (fractions[:, None, None] * lists.to(fractions.dtype)).sum(dim=0)

@@ -124,8 +124,8 @@ class StudentPlan:
         """
         recipe = fit_to_corpus(recipe, lengths.rows, Reporter())
         training = recipe.training
-        named = [model for loss in recipe.objective.active_terms.values() for model in loss.models.values()]
-        models = [read_shape(EncoderSection(backbone=model)) for model in named]
+        detection = recipe.objective.active(DetectionSection)
+        models = [] if detection is None else [read_shape(EncoderSection(backbone=detection.generator))]
         teachers = [Teacher.of(section, recipe.teachers.mode) for section in recipe.teachers.encoders]
         workers = max(1, training.workers)
         if cluster.spec != "local" and "workers" not in training.model_fields_set:

@@ -18,15 +18,18 @@ from distcse.recipe.loading import (
     with_values,
 )
 from distcse.recipe.loggers import LoggersSection, MLflowSection, WandbSection
-from distcse.recipe.losses.consistency import ConsistencySection
-from distcse.recipe.losses.custom import CustomLossSection
-from distcse.recipe.losses.detection import DetectionSection
-from distcse.recipe.losses.info_nce import FalseNegativesSection, InfoNCESection
-from distcse.recipe.losses.rank import RankSection
-from distcse.recipe.losses.rank_regression import RankRegressionSection
-from distcse.recipe.losses.regression import RegressionSection
 from distcse.recipe.models import ModelsSection
-from distcse.recipe.objective import ObjectiveSection
+from distcse.recipe.objective import (
+    ConsistencySection,
+    CustomLossSection,
+    DetectionSection,
+    FalseNegativesSection,
+    InfoNCESection,
+    ObjectiveSection,
+    RankRegressionSection,
+    RankSection,
+    RegressionSection,
+)
 from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
 from distcse.recipe.pairs import MiningSection, PairsSection
 from distcse.recipe.resources import GpuMode, ResourcesSection

@@ -1,47 +1,269 @@
-"""Recipe section of the objective: a key for each registered loss, and how they are summed.
+"""The section `objective`: settings of the losses, a class a loss, and how they are summed.
 
-The defaults are RankCSE's common setting (paper, Table 9).
+distcse/losses/KEY.py has the mathematics of a key. Recipes are read without PyTorch, so a section names its term as text. To add
+a loss, see CONTRIBUTING.md. The defaults are RankCSE's common setting (paper, Table 9).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, model_validator
 
-from distcse.recipe.losses.custom import CustomLossSection
-from distcse.recipe.losses.loss_section import LossSection, Need, Temperature, registered_losses
-from distcse.recipe.section import Name, Section
+from distcse.recipe.custom import ClassPath, CustomKwarg
+from distcse.recipe.hub_names import HubName
+from distcse.recipe.paths import absolute_folder, absolute_location
+from distcse.recipe.section import Name, Section, Weight
 
 HINGE_TERMS = ("info_nce", "rank_regression")
 """The terms of which `combine: hinge` takes the larger one."""
-_OBJECTIVE_METRICS = ("loss", "pos_cos", "neg_cos")
-"""Values that every objective reports besides its terms."""
+_METRICS = ("loss", "pos_cos", "neg_cos", "edited_accuracy", "kept_accuracy")
+"""Values that an objective reports besides its terms."""
+
+Temperature = Annotated[float, Field(ge=1e-4, le=10)]
+"""At least 1e-4: below it, the rounding of a float32 cosine changes a logit by a factor of e."""
+
+Need = Literal["lists", "vectors", "detector"]
+"""What a term needs apart from the two views of the batch:
+
+- `lists`: the teachers' similarity lists;
+- `vectors`: the teachers' vectors of the batch's rows;
+- `detector`: the discriminator of edited tokens.
+"""
+Needs = Mapping[Need, str]
+"""What a term needs -> the key of its section that asks for it; "" is the term itself."""
+ClassAndArguments = tuple[str, Mapping[str, Any]]
+"""A class as `module:Class`, and keyword arguments of its constructor."""
+
+
+class LossSection(Section):
+    """Settings of a loss term. A subclass also answers what the rest of distcse asks about the term."""
+
+    weight_key: ClassVar[str] = "weight"
+    """Key of the term's weight in the sum."""
+    contrasts_views: ClassVar[bool] = False
+    """Whether the term compares a sentence's two views, and needs dropout to tell them apart."""
+
+    @property
+    def weight_in_sum(self) -> float:
+        """Weight of the term in the sum, whatever its key."""
+        weight: float = getattr(self, self.weight_key)
+        return weight
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        """Return the term's class, which is imported when an objective is built, and its arguments.
+
+        Args:
+            tau1: The objective's temperature.
+        """
+        raise NotImplementedError
+
+    @property
+    def needs(self) -> Needs:
+        """What the term needs besides the two views."""
+        return {}
+
+
+class FalseNegativesSection(Section):
+    """Treatment of in-batch negatives that the teachers rate as near-identical."""
+
+    threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.9
+    """Similarity (the teachers' weighted mean) from which a pair counts as a false negative."""
+    form: Literal["mask", "soften"] = "mask"
+    """`mask` excludes false negatives; `soften` decreases their weight from 1 at `threshold` to 0 at similarity 1."""
+
+
+class InfoNCESection(LossSection):
+    """InfoNCE over the global batch, one direction (SimCSE Eq. 1; RankCSE §4.2, Eq. 1)."""
+
+    contrasts_views = True
+
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+
+    false_negatives: FalseNegativesSection | None = None
+    """Treatment of false negatives, which needs teachers; null keeps all negatives."""
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        masking = self.false_negatives.model_dump() if self.false_negatives is not None else {}
+        return "distcse.losses.info_nce:InfoNCE", {"tau1": tau1, **masking}
+
+    @property
+    def needs(self) -> Needs:
+        return {} if self.false_negatives is None else {"lists": "false_negatives"}
+
+
+class ConsistencySection(LossSection):
+    """Consistency between the two views' lists (RankCSE Eq. 2)."""
+
+    contrasts_views = True
+    weight_key = "beta"
+
+    beta: Weight = 1.0
+    """Weight β of the term in the sum."""
+    form: Literal["js", "neg_entropy"] = "js"
+    """`js` is the paper's Jensen–Shannon divergence; `neg_entropy` is what the public code computes."""
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        return "distcse.losses.consistency:Consistency", {"tau1": tau1, "form": self.form}
+
+
+class RankSection(LossSection):
+    """Ranking distillation from the teachers' lists (RankCSE Eq. 4 and 5)."""
+
+    weight_key = "gamma"
+
+    form: Literal["list_net", "list_mle"] = "list_net"
+    """`list_net` (ListNet) matches the top-one distribution; `list_mle` (ListMLE) maximises the likelihood of the teachers'
+    order."""
+    gamma: Weight = 1.0
+    """Weight γ of the term in the sum."""
+    tau2: Temperature = 0.05
+    """Temperature of the student's list."""
+    tau3: Temperature = 0.025
+    """Temperature of the teachers' list (ListNet only)."""
+    exclude_positive: bool | None = None
+    """Exclude the sentence itself from its list; null is the paper's choice: true for ListNet, false for ListMLE."""
+    list_reduction: Literal["sum", "mean"] = "sum"
+    """ListMLE's reduction over a list; `mean` divides by the list's length."""
+    eps: Annotated[float, Field(gt=0, le=1e-3)] | None = None
+    """ListMLE only: constant added inside the logarithm, 1e-10 or 1e-7 in the public codes; null adds none."""
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        is_list_net = self.form == "list_net"
+        excludes = is_list_net if self.exclude_positive is None else self.exclude_positive
+        arguments = {"tau2": self.tau2, "exclude_positive": excludes}
+        if is_list_net:
+            return "distcse.losses.rank:ListNet", {**arguments, "tau3": self.tau3}
+        return "distcse.losses.rank:ListMLE", {**arguments, "list_reduction": self.list_reduction, "eps": self.eps}
+
+    @property
+    def unread_keys(self) -> Mapping[str, str]:
+        unread = ("tau3",) if self.form == "list_mle" else ("list_reduction", "eps")
+        return dict.fromkeys(unread, f"form is {self.form}")
+
+    @property
+    def needs(self) -> Needs:
+        return {"lists": ""}
+
+
+class RankRegressionSection(LossSection):
+    """Regression of the student's cosines on the teachers' rank-space similarities (RankEncoder Eq. 6)."""
+
+    weight: Weight = 0.05
+    """Weight λ of the term in the sum."""
+    lower: Annotated[float, Field(ge=-2, le=2)] = 0.5
+    """τl: exclude pairs below this similarity."""
+    upper: Annotated[float, Field(ge=-2, le=2)] = 0.8
+    """τu: exclude pairs above this similarity; 0.9999 excludes only the sentence itself."""
+    student_similarity: Literal["cross_view", "same_view"] = "cross_view"
+    """Cosine between a pair's different views, as in the public code, or between its first views."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> RankRegressionSection:
+        if self.lower >= self.upper:
+            raise ValueError(f"lower is {self.lower} and upper {self.upper}; no pair lies between them")
+        return self
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        same_view = self.student_similarity == "same_view"
+        arguments = {"lower": self.lower, "upper": self.upper, "same_view": same_view}
+        return "distcse.losses.rank_regression:RankRegression", arguments
+
+    @property
+    def needs(self) -> Needs:
+        return {"lists": ""}
+
+
+class RegressionSection(LossSection):
+    """Regression of the student's vectors on the teachers' vectors (Stella and Jasper; LEAF)."""
+
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+    form: Literal["cosine", "mse"] = "cosine"
+    """`cosine` is 1 - cos; `mse` is the squared distance, which also fits the norm."""
+    teachers: list[Annotated[int, Field(ge=0)]] | None = None
+    """Indices of the teachers whose vectors, weighted by alpha, are concatenated into the target; null takes all. A single
+    teacher of the student's width is used unchanged; any other target is projected to the student's width."""
+
+    projection: str | None = None
+    """Run (folder, or address in object storage) whose projection is used: this student then lies in the same space as that
+    run's, and searches its index. Text, teachers and their weights are the same, and the student has the same width. null fits
+    a projection, rotated towards the student's initial vectors."""
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        return "distcse.losses.regression:Regression", {"form": self.form}
+
+    @property
+    def needs(self) -> Needs:
+        return {"vectors": ""}
+
+
+class DetectionSection(LossSection):
+    """Replaced token detection, conditioned on the sentence's vector (DiffCSE §3)."""
+
+    weight: Weight = 0.005
+    """Weight λ of the term in the sum."""
+    generator: HubName
+    """Folder or hub id of a masked language model with the student's vocabulary."""
+    masking_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of tokens that are masked, drawn separately for each view."""
+    replace: Literal["all_positions", "masked_only"] = "all_positions"
+    """Where the generator's tokens replace the sentence's: at all positions, as in the public code, or only at masked ones."""
+    sampling: Literal["argmax", "sample"] = "argmax"
+    """How the generator's token is chosen: the most likely one, as in the public code, or sampled, as in the paper."""
+    reduction: Literal["all", "nonpad"] = "all"
+    """`all` averages over all positions including padding, as in the public code, for which λ is tuned; `nonpad` averages
+    over tokens. Padding is that of the global batch, for any number of workers, dropout streams and
+    chunks."""
+    condition: Literal["projected", "pooled"] = "projected"
+    """Sentence vector that conditions the discriminator: after the projection, or before it."""
+    generator_dropout: bool = True
+    """Apply dropout in the frozen generator, as the public code does."""
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        return "distcse.losses.detection:ReplacedTokenDetection", {}
+
+    @property
+    def needs(self) -> Needs:
+        return {"detector": ""}
+
+
+class CustomLossSection(LossSection):
+    """A custom loss term ([how to write one](../how-to/extend.md))."""
+
+    class_path: ClassPath
+    """`module:Class`, importable on every worker of the run."""
+    weight: Weight = 1.0
+    """Weight of the term in the sum."""
+    kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
+    """Keyword arguments of the class's constructor."""
+
+    def term(self, tau1: float) -> ClassAndArguments:
+        return self.class_path, self.kwargs
+
 
 S = TypeVar("S", bound=LossSection)
 
 
-class _Temperature(Section):
-    tau1: Temperature = 0.05
-    """Temperature of InfoNCE and of the consistency term."""
-
-
-_FIELDS: dict[str, Any] = {
-    loss.key: (loss.section | None, Field(loss.default, description=loss.description)) for loss in registered_losses()
-}
-_Losses: Any = create_model("_Losses", __base__=_Temperature, **_FIELDS)
-"""`_Temperature` with a key for each registered loss."""
-
-
-class ObjectiveSection(_Losses):
+class ObjectiveSection(Section):
     """The weighted sum of loss terms; null disables a term."""
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, key: str) -> Any:
-            """Each registered loss's section, by its key."""
-
+    tau1: Temperature = 0.05
+    """Temperature of InfoNCE and of the consistency term."""
+    info_nce: InfoNCESection | None = InfoNCESection()
+    """Contrastive term."""
+    consistency: ConsistencySection | None = ConsistencySection()
+    """Consistency term."""
+    rank: RankSection | None = RankSection()
+    """Ranking distillation term; needs teachers."""
+    rank_regression: RankRegressionSection | None = None
+    """RankEncoder's term; needs teachers, which the paper has in rank space."""
+    regression: RegressionSection | None = None
+    """Vector regression term, in addition to list terms or instead of them; needs teachers with tables."""
+    detection: DetectionSection | None = None
+    """DiffCSE's term."""
     custom: dict[Name, CustomLossSection] = Field(default_factory=dict)
     """Custom terms, by the name that reports use."""
     combine: Literal["sum", "hinge"] = "sum"
@@ -50,14 +272,12 @@ class ObjectiveSection(_Losses):
 
     @property
     def unread_keys(self) -> Mapping[str, str]:
-        read = {key for section in self.terms.values() for key in section.shared_keys}
-        readers = [loss.key for loss in registered_losses() if "tau1" in loss.section.shared_keys]
-        return {} if "tau1" in read else {"tau1": f"{' and '.join(readers)} are null"}
+        is_read = self.info_nce is not None or self.consistency is not None
+        return {} if is_read else {"tau1": "info_nce and consistency are null"}
 
     @model_validator(mode="after")
     def _custom_names_are_free(self) -> ObjectiveSection:
-        metrics = [name for loss in registered_losses() for name in loss.section.metrics]
-        taken = [*type(self).model_fields, *_OBJECTIVE_METRICS, *metrics]
+        taken = [*type(self).model_fields, *_METRICS]
         if named := next((name for name in self.custom if name in taken), None):
             raise ValueError(f"custom has a term called {named!r}, a name that is taken; give it another")
         return self
@@ -65,9 +285,8 @@ class ObjectiveSection(_Losses):
     @property
     def terms(self) -> dict[str, LossSection]:
         """The terms that are not null, by recipe key relative to `objective`, in the order of the sum."""
-        sections = {loss.key: getattr(self, loss.key) for loss in registered_losses()}
-        custom = {f"custom.{name}": section for name, section in self.custom.items()}
-        return {key: section for key, section in {**sections, **custom}.items() if section is not None}
+        sections = {key: section for key, section in self if isinstance(section, LossSection)}
+        return {**sections, **{f"custom.{name}": section for name, section in self.custom.items()}}
 
     @property
     def active_terms(self) -> dict[str, LossSection]:
@@ -96,25 +315,29 @@ class ObjectiveSection(_Losses):
 
     def vector_teachers(self, count: int) -> list[int]:
         """Return the indices of the teachers whose vectors a term needs, of `count` teachers; empty without such a term."""
-        chosen = (section.vector_teachers(count) for section in self.active_terms.values())
-        return next((numbers for numbers in chosen if numbers), [])
+        regression = self.active(RegressionSection)
+        if regression is None:
+            return []
+        return list(range(count)) if regression.teachers is None else regression.teachers
 
     @property
     def projection_of(self) -> str | None:
         """Folder or address of the run whose projection of the teachers' vectors a term uses; None if one is fitted."""
-        return next((run for section in self.active_terms.values() if (run := section.projection_of)), None)
+        regression = self.active(RegressionSection)
+        return None if regression is None else regression.projection
 
     @property
     def models(self) -> list[str]:
         """Folders or hub ids of the frozen models that the terms load."""
-        return [model for section in self.terms.values() for model in section.models.values()]
+        return [] if self.detection is None else [self.detection.generator]
 
     def with_absolute_paths(self) -> Self:
         """Return a copy with the terms' folders resolved against the current directory."""
-        return self.model_copy(
-            update={
-                key: section.with_absolute_paths()
-                for key, section in self.terms.items()
-                if key in type(self).model_fields
-            }
-        )
+        changed: dict[str, LossSection] = {}
+        if self.detection is not None:
+            generator = absolute_folder(self.detection.generator)
+            changed["detection"] = self.detection.model_copy(update={"generator": generator})
+        if self.regression is not None and self.regression.projection is not None:
+            projection = absolute_location(self.regression.projection)
+            changed["regression"] = self.regression.model_copy(update={"projection": projection})
+        return self.model_copy(update=changed)

@@ -14,7 +14,6 @@ from distcse.errors import SearchSpaceError
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import BaseRecipe, ParameterSection, Sweep, with_values
 from distcse.recipe.key_paths import is_inside
-from distcse.recipe.losses.loss_section import registered_losses
 
 Sample = dict[str, Any]
 """Values that a searcher chose, by recipe path."""
@@ -23,9 +22,12 @@ WEIGHT_BOUNDS = (1e-6, 1 - 1e-6)
 """A weight of a simplex is −log u, with u drawn between these bounds."""
 _SEARCHABLE_OF_TEACHER = ("alpha",)
 _WITHOUT_EFFECT = ("workers", "cpus_per_worker", "gpus_per_worker", "max_failures", "log_every")
-_FIXED_IN_TRAINING = tuple(
-    f"objective.{loss.key}.{name}" for loss in registered_losses() for name in loss.section.fixed_in_training
+_FIXED_IN_TRAINING = (
+    "objective.regression.teachers",
+    "objective.regression.projection",
+    "objective.detection.generator",
 )
+"""Keys that checkpoints or targets depend on."""
 _CHANGEABLE_IN_TRAINING = (
     "objective",
     "training.lr",

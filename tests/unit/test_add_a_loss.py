@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md, "Add a loss": its two files, added to a copy of the package, make a loss that trains."""
+"""CONTRIBUTING.md, "Add a loss": its three parts, added to a copy of the package, make a loss that trains."""
 
 from __future__ import annotations
 
@@ -81,15 +81,19 @@ print(json.dumps([reported, expected]))
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a copy of the package, to which the files of the page have been added."""
+    """A folder with a copy of the package, to which the parts of the page have been added."""
     folder = tmp_path_factory.mktemp("with_the_loss")
     shutil.copytree(ROOT / "distcse", folder / "distcse", ignore=shutil.ignore_patterns("__pycache__"))
     section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Add a loss")[1].split("\n## ")[0]
-    files = re.findall(r'```python title="(.+?)"\n(.*?)```', section, re.S)
-    assert [name for name, _ in files] == ["distcse/recipe/losses/margin_mse.py", "distcse/losses/margin_mse.py"]
-    for name, code in files:
-        assert not (folder / name).exists()
-        (folder / name).write_text(code, encoding="utf-8")
+    (_, settings), (_, key), (file, mathematics) = re.findall(r'```python title="(.+?)"\n(.*?)```', section, re.S)
+    assert file == "distcse/losses/margin_mse.py" and not (folder / file).exists()
+    (folder / file).write_text(mathematics, encoding="utf-8")
+    objective = folder / "distcse" / "recipe" / "objective.py"
+    source = objective.read_text(encoding="utf-8")
+    for place, added in (("class ObjectiveSection(", f"{settings}\n\n"), ("    custom: dict[", key)):
+        assert source.count(place) == 1
+        source = source.replace(place, added + place)
+    objective.write_text(source, encoding="utf-8")
     return folder
 
 

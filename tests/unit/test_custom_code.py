@@ -16,7 +16,7 @@ from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import build_objective, gather_views
-from distcse.losses.teacher_outputs import TeacherOutputs
+from distcse.losses.views import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
 from tests.backends import run
 from tests.conftest import ROOT

@@ -25,7 +25,7 @@ from distcse.losses import (
     mix_lists,
     negative_entropy,
 )
-from distcse.losses.list_mle import SuffixTermsInDouble, exact_suffix_terms
+from distcse.losses.rank import SuffixTermsInDouble, exact_suffix_terms
 from distcse.recipe import ObjectiveSection
 
 LISTS = torch.rand(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2 - 1

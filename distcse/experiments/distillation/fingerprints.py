@@ -9,7 +9,7 @@ from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.models import model_fingerprint
-from distcse.recipe import Recipe
+from distcse.recipe import DetectionSection, Recipe
 from distcse.teachers.kinds import kind_of
 
 
@@ -28,9 +28,8 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
     }
     for number, teacher in enumerate(recipe.teachers.encoders):
         fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
-    for loss in recipe.objective.active_terms.values():
-        for key, model in loss.models.items():
-            fingerprints[key] = model_fingerprint(model)
+    if (detection := recipe.objective.active(DetectionSection)) is not None:
+        fingerprints["generator"] = model_fingerprint(detection.generator)
     if (dev := read_labelled_dev(recipe)) is not None:
         fingerprints["dev set"] = dev.fingerprint
     return {**fingerprints, **labelled.fingerprints()}

@@ -12,7 +12,6 @@ from distcse.recipe.corpus import CorpusSection
 from distcse.recipe.encoders import EncoderSection, StudentSection
 from distcse.recipe.evaluation import EvaluationSection
 from distcse.recipe.loggers import LoggersSection
-from distcse.recipe.losses.loss_section import registered_losses
 from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
 from distcse.recipe.paths import absolute, absolute_folder, absolute_path, is_path
@@ -194,14 +193,24 @@ class Recipe(BaseRecipe):
                 f"{self.training.gradient_accumulation}; a checkpoint holds no half-summed gradient"
             )
         if not terms.active_terms:
-            allowed = ", ".join([*(loss.key for loss in registered_losses()), "custom"])
+            allowed = ", ".join(key for key in type(terms).model_fields if key not in ("tau1", "combine"))
             raise ValueError(f"objective has no term of weight above 0; keep one of {allowed}")
         return self
 
     @model_validator(mode="after")
-    def _terms_fit_the_recipe(self) -> Recipe:
-        for section in self.objective.terms.values():
-            section.check_recipe(self)
+    def _regression_fits_teachers_and_student(self) -> Recipe:
+        if self.objective.regression is None:
+            return self
+        chosen, count = self.objective.regression.teachers, len(self.teachers.encoders)
+        if chosen is not None and (not chosen or len(set(chosen)) < len(chosen) or max(chosen) >= count):
+            raise ValueError(
+                f"objective.regression.teachers is {chosen}; name some of the teachers 0 to {count - 1}, each once"
+            )
+        if self.student.projection != "none":
+            raise ValueError(
+                "objective.regression moves the vectors that are used, and nothing may stand between; "
+                "write student.projection: none"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,18 +1,80 @@
-"""ListMLE: maximize the likelihood of the teachers' order under the student's Plackett-Luce model (Xia et al. 2008)."""
+"""Ranking distillation: match the student's similarity lists to the teachers', by ListNet or by ListMLE (RankCSE).
+
+ListNet (Cao et al. 2007) matches the top-one distribution over a list; ListMLE (Xia et al. 2008) maximizes the likelihood of the
+teachers' order under the student's Plackett-Luce model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from distcse.losses.list_loss import ListLoss
-from distcse.losses.similarity_lists import drop_positive
+from distcse.losses.views import TeacherOutputs, Views
 
 _MAX_LOGIT_RANGE = 600.0
 """Largest difference of two logits whose exponential and its inverse float64 can represent; for cosines it is 2 / τ2."""
+
+
+class ListLoss(nn.Module):
+    """A term of an objective that compares the lists of this worker's rows, over the global batch.
+
+    Args:
+        row_losses: Computes the (R,) losses of the rows from the (R, C) cosines of the student and the (R, C) similarities of
+            the teachers. Its keyword argument `offset` is the column of the first row's positive.
+    """
+
+    def __init__(self, row_losses: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._row_losses = row_losses
+
+    def forward(self, views: Views, teachers: TeacherOutputs) -> Tensor:
+        """Return this worker's share of the loss."""
+        assert teachers.similarities is not None
+        losses = self._row_losses(views.similarities, teachers.similarities, offset=views.offset)
+        return losses.sum() / views.columns
+
+
+def list_net(
+    similarities: Tensor,
+    lists: Tensor,
+    tau2: float,
+    tau3: float,
+    *,
+    exclude_positive: bool = True,
+    offset: int = 0,
+) -> Tensor:
+    """Compute ListNet's cross-entropies, -Σ_j p_j log q_j (RankCSE Eq. 4, footnote 1).
+
+    p = softmax(lists_i / τ3) and q = softmax(similarities_i / τ2). The constant entropy of p is not subtracted, so that the
+    gradient is that of the Kullback-Leibler divergence.
+
+    Args:
+        similarities: (R, C) cosines of the student.
+        lists: (R, C) similarities of the teachers.
+        tau2: The student's temperature.
+        tau3: The teachers' temperature.
+        exclude_positive: Whether to drop column `offset + i` of row i. Default: True.
+        offset: Column of the first row's positive. Default: 0.
+
+    Returns:
+        (R,) losses.
+    """
+    if exclude_positive:
+        similarities, lists = drop_positive(similarities, offset), drop_positive(lists, offset)
+    p = (lists.to(similarities.dtype) / tau3).softmax(dim=1)
+    log_q = (similarities / tau2).log_softmax(dim=1)
+    return -(p * log_q).sum(dim=1)
+
+
+class ListNet(ListLoss):
+    """ListNet term of an objective; arguments as for `list_net`."""
+
+    def __init__(self, tau2: float, tau3: float, exclude_positive: bool = True) -> None:
+        super().__init__(partial(list_net, tau2=tau2, tau3=tau3, exclude_positive=exclude_positive))
 
 
 def list_mle(
@@ -98,3 +160,21 @@ class ListMLE(ListLoss):
         super().__init__(
             partial(list_mle, tau2=tau2, exclude_positive=exclude_positive, list_reduction=list_reduction, eps=eps)
         )
+
+
+def drop_positive(matrix: Tensor, offset: int) -> Tensor:
+    """Drop column `offset + i` of row i.
+
+    Gathers by index instead of masking with infinity, so that no 0·∞ occurs in the gradient.
+
+    Args:
+        matrix: (R, C) matrix.
+        offset: Column of the first row's positive.
+
+    Returns:
+        (R, C - 1) matrix.
+    """
+    rows, columns = matrix.shape
+    own = torch.arange(offset, offset + rows, device=matrix.device)[:, None]
+    others = torch.arange(columns - 1, device=matrix.device).expand(rows, -1)
+    return matrix.gather(1, others + (others >= own))
