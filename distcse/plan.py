@@ -34,12 +34,11 @@ def _main(options: argparse.Namespace) -> int:
     with open_view(quiet=options.json, is_loading=True):
         with gc_paused():
             from distcse.experiments.registry import experiment_of
-            from distcse.planning.planner import Question, open_cluster, plan, with_precisions
+            from distcse.planning.planner import Question, measure, open_cluster, plan, with_precisions
 
         recipe, measured = with_precisions(recipe, form), None
         if options.measure:
             from distcse.api import run
-            from distcse.planning.measure import measure
 
             measured = measure(recipe, lambda short, listen: run(short, listen=listen))
         asked = Question(open_cluster(options.cluster, form, recipe), options.corpus_rows, options.gpus or [], measured)

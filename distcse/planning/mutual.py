@@ -1,4 +1,4 @@
-"""Plans a mutual distillation: training and scoring of every group in every phase, and the time that groups wait."""
+"""What a mutual distillation costs: training and scoring of every group in every phase, and the time that groups wait."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from distcse.events import Reporter
 from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.pairs import fit_to_pairs, temporary_pairs
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
-from distcse.planning.formulas import FITS, PROCESS, Pass, WorkerMemory, gib, size_text, span, with_update
-from distcse.planning.lengths import Lengths, assumed_lengths, read_lengths
+from distcse.planning.costs import PROCESS, Pass, WorkerMemory, with_update
 from distcse.planning.machines import Cluster
-from distcse.planning.shapes import Shape, read_shape
-from distcse.planning.student import ESTIMATE, NOT_COUNTED, describe
+from distcse.planning.sizes import Lengths, Shape, assumed_lengths, read_lengths, read_shape
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
 from distcse.trainer.schedule import total_steps
 
@@ -83,7 +81,7 @@ class MutualPlan:
         return self.cluster.devices if shared == "auto" else shared
 
     @property
-    def _devices(self) -> int:
+    def devices(self) -> int:
         """Devices that work at the same time."""
         if not self.recipe.ray:
             return 1
@@ -101,7 +99,7 @@ class MutualPlan:
         if not self.recipe.ray:
             return sum(stage.seconds for stage in stages)
         work = sum(stage.seconds * stage.workers for stage in stages)
-        return max([work / self._devices, *(stage.seconds for stage in stages)])
+        return max([work / self.devices, *(stage.seconds for stage in stages)])
 
     @property
     def seconds(self) -> float:
@@ -114,7 +112,7 @@ class MutualPlan:
         if not self.recipe.ray:
             return 0.0
         work = sum(stage.seconds * stage.workers for stages in self.stages for stage in stages)
-        return max(0.0, 1 - work / (self._devices * self.seconds))
+        return max(0.0, 1 - work / (self.devices * self.seconds))
 
     @cached_property
     def memories(self) -> dict[str, dict[Kind, WorkerMemory]]:
@@ -130,42 +128,13 @@ class MutualPlan:
         return _DRIVER_BYTES_PER_PAIR * self.pairs
 
     @cached_property
-    def problems(self) -> list[str]:
-        """Reasons why the plan cannot run, and how to fix them."""
-        machine, recipe, found = self.cluster.machine, self.recipe, []
-        for group, kinds in zip(recipe.groups, self.memories.values(), strict=True):
-            found += [
-                f"group {group.name} needs {gib(held.total)} for its {kind}-encoder, more than {machine.name} has; "
-                f"lower {recipe.loop_path(group, kind)}.batch_size, or raise workers of the group"
-                for kind, held in kinds.items()
-                if held.total > FITS * machine.memory
-            ]
+    def bytes_at_once(self) -> float:
+        """Memory of all workers that run at the same time, which one machine holds."""
         needs = [max(held.total for held in kinds.values()) for kinds in self.memories.values()]
-        if machine.kind == "cpu" and self.cluster.nodes == 1 and not found:
-            # One machine holds all workers that run at the same time.
-            each = [group.workers * need for group, need in zip(recipe.groups, needs, strict=True)]
-            need = sum(each) if recipe.ray else max(each)
-            need = max(needs) * self.shared_workers if self.shared_workers is not None else need
-            if need > FITS * machine.memory:
-                found.append(
-                    f"all groups need {gib(need)} together, more than {machine.name} has; lower cross.batch_size and "
-                    "bi.batch_size, or write ray=false: one group runs after the other"
-                )
-        gpus = sum(g.workers * (1.0 if g.gpus_per_worker is None else g.gpus_per_worker) for g in recipe.groups)
-        if machine.kind == "gpu" and recipe.ray and self.shared_workers is None and gpus > self.cluster.devices:
-            found.append(
-                f"the groups' workers need {gpus:g} GPUs, and {self.cluster.spec} has {self.cluster.devices}; write "
-                "mutual.shared_workers: auto, with which groups take turns, or set groups.N.gpus_per_worker"
-            )
-        if self.driver_bytes > FITS * machine.host_memory:
-            found.append(
-                f"the driver needs {gib(self.driver_bytes)} for {self.pairs:,} pairs, more than a host has; write pairs.limit"
-            )
-        largest = max(recipe.groups, key=lambda group: recipe.bi_of(group).batch_size)
-        if self.pairs < recipe.bi_of(largest).batch_size:
-            path = recipe.loop_path(largest, "bi")
-            found.append(f"{self.pairs:,} pairs are fewer than one batch; lower {path}.batch_size, or give more pairs")
-        return found
+        if self.shared_workers is not None:
+            return max(needs) * self.shared_workers
+        each = [group.workers * need for group, need in zip(self.recipe.groups, needs, strict=True)]
+        return sum(each) if self.recipe.ray else max(each)
 
     def _stage(self, number: int, phase: Phase) -> Stage:
         recipe, group, machine = self.recipe, self.recipe.groups[number], self.cluster.machine
@@ -200,7 +169,7 @@ class MutualPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The plan as a JSON object."""
+        """The costs as a JSON object."""
         return {
             "recipe": self.recipe.name,
             "cluster": self.cluster.spec,
@@ -217,47 +186,7 @@ class MutualPlan:
                 for name, kinds in self.memories.items()
             },
             "driver_memory": self.driver_bytes,
-            "problems": self.problems,
         }
-
-    @property
-    def lines(self) -> list[str]:
-        """The plan as lines of text."""
-        recipe, devices = self.recipe, self._devices
-        how = f"in parallel on {devices} device{'s' * (devices != 1)}" if recipe.ray else "one after the other"
-        if self.shared_workers is not None:
-            how = f"on {devices} shared worker{'s' * (devices != 1)}"
-        lines = [
-            f"{recipe.name} on {self.cluster.spec}: {describe(self.cluster)}",
-            f"in short   {f'IMPOSSIBLE: {self.problems[0]}' if self.problems else span(self.seconds)}",
-            "",
-            f"{self.pairs:,} pairs, {recipe.mutual.cycles} cycles, {len(self.shapes)} groups {how}",
-            "",
-            f"{'phase':<16}{'group':<12}{'steps':>8}{'training':>12}{'scoring':>12}{'PFLOP':>10}   binds",
-        ]
-        lines += [
-            f"{stage.phase:<16}{stage.group:<12}{stage.steps:>8,}{span(stage.training):>12}{span(stage.scoring):>12}"
-            f"{stage.flops / 1e15:>10,.3g}   {stage.binding}"
-            for stages in self.stages
-            for stage in stages
-        ]
-        lines += [f"{'all':<16}{'':<12}{'':>8}{span(self.seconds):>12}", ""]
-        if recipe.ray:
-            lines.append(f"idle       {self.idle:.0%} of the devices' time: a phase ends with its slowest group")
-        for name, kinds in self.memories.items():
-            sizes = ", ".join(f"{kind} {size_text(memory.total)}" for kind, memory in sorted(kinds.items()))
-            lines.append(f"memory     {name}: {sizes} per worker, including its scorer")
-        return [
-            *lines,
-            f"host       {size_text(self.driver_bytes)} in the driver for the pairs, of "
-            f"{size_text(self.cluster.machine.host_memory)}",
-            "",
-            f"assumes    {ESTIMATE}",
-            f"assumes    {self.cluster.machine.name}: rates of {self.cluster.machine.source}",
-            f"assumes    {self.lengths.source}",
-            f"assumes    {NOT_COUNTED}; mining and dev scores",
-            *(f"IMPOSSIBLE {problem}" for problem in self.problems),
-        ]
 
 
 def _shapes(section: GroupSection, cross_start: str) -> dict[Kind, Shape]:

@@ -1,22 +1,40 @@
-"""Plans a recipe on the machines that a user describes: by its kind of run."""
+"""Plans a recipe on the machines that a user describes, by its kind of run; measures a student's by a short run of it here."""
 
 from __future__ import annotations
 
 import heapq
+import statistics
+import tempfile
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distcse import host
 from distcse.device import DeviceSpeed, local_speed
 from distcse.errors import ArgumentError
+from distcse.events import DevScore, Event, Listener, StageProgress, StepReport
 from distcse.experiments.registry import experiment_of
-from distcse.planning.formulas import ms, span
-from distcse.planning.lengths import read_lengths
+from distcse.planning.costs import Measured, StudentPlan
 from distcse.planning.machines import GPUS, Cluster, Form, this_machine
 from distcse.planning.mutual import MutualPlan
-from distcse.planning.student import Measured, StudentPlan, scaling_lines
+from distcse.planning.sizes import read_lengths
+from distcse.planning.text import (
+    ms,
+    mutual_lines,
+    mutual_problems,
+    scaling_lines,
+    span,
+    student_advice,
+    student_lines,
+    student_problems,
+)
 from distcse.precision import decide_precisions
-from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe
+from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe, StudentSection, with_values
+
+_WARM_UP, _STEPS = 10, 20
+_ROWS = 512
+"""Least rows of the sample."""
 
 
 class Estimate(NamedTuple):
@@ -46,9 +64,15 @@ def plan_student(recipe: Recipe, asked: Question) -> Estimate:
     """Plan the training of one student."""
     lengths = read_lengths(recipe.corpus, recipe.student, asked.rows)
     plan = StudentPlan.of(recipe, lengths, asked.cluster, asked.measured)
-    scaled = plan.scaling(list(asked.device_counts))
-    lines = plan.lines + (scaling_lines(scaled, asked.cluster.machine.name) if scaled else [])
-    return Estimate(lines, {**plan.described, "scaling": scaled}, plan.problems)
+    estimate, scaled = _estimate(plan), plan.scaling(list(asked.device_counts))
+    lines = scaling_lines(scaled, asked.cluster.machine.name) if scaled else []
+    return Estimate([*estimate.lines, *lines], {**estimate.described, "scaling": scaled}, estimate.problems)
+
+
+def _estimate(plan: StudentPlan) -> Estimate:
+    problems = student_problems(plan)
+    described = {**plan.described, "problems": problems, "advice": student_advice(plan)}
+    return Estimate(student_lines(plan, problems), described, problems)
 
 
 def plan_mutual(recipe: MutualRecipe, asked: Question) -> Estimate:
@@ -56,7 +80,8 @@ def plan_mutual(recipe: MutualRecipe, asked: Question) -> Estimate:
     if asked.device_counts:
         raise ArgumentError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
     plan = MutualPlan.of(recipe, asked.cluster, asked.rows)
-    return Estimate(plan.lines, plan.described, plan.problems)
+    problems = mutual_problems(plan)
+    return Estimate(mutual_lines(plan, problems), {**plan.described, "problems": problems}, problems)
 
 
 def plan_family(recipe: FamilyRecipe, asked: Question) -> Estimate:
@@ -97,10 +122,14 @@ def plan_family(recipe: FamilyRecipe, asked: Question) -> Estimate:
         f"{name:<20}{'not counted':>12}{'':>12}   one vector per token; trained last, on the same targets"
         for name in static
     ]
-    described = {name: {**plan.described, "training_seconds": plan.training_seconds} for name, plan in plans.items()}
-    problems = [f"{name}: {problem}" for name, plan in plans.items() for problem in plan.problems]
+    estimates = {name: _estimate(plan) for name, plan in plans.items()}
+    described = {
+        name: {**estimate.described, "training_seconds": plans[name].training_seconds}
+        for name, estimate in estimates.items()
+    }
+    problems = [f"{name}: {problem}" for name, estimate in estimates.items() for problem in estimate.problems]
     found = {"students": described, "static": static, "side_by_side": at_once, "seconds": seconds}
-    return Estimate([*lines, "", *first.lines], found, problems)
+    return Estimate([*lines, "", *next(iter(estimates.values())).lines], found, problems)
 
 
 PLANNERS: dict[type[BaseRecipe], Callable[[Any, Question], Estimate]] = {
@@ -155,3 +184,68 @@ def with_precisions(recipe: BaseRecipe, form: Form) -> BaseRecipe:
     supported = frozenset({"fp16"} | ({"bf16"} if sheet is not None and "bf16" in sheet.matmul else set()))
     devices = [local_speed() if sheet is None else DeviceSpeed(sheet.name, "gpu", supported, {})]
     return decide_precisions(recipe, experiment_of(recipe).precision_roles(devices), lambda event: None)
+
+
+def measure(recipe: BaseRecipe, run: Callable[[BaseRecipe, Listener], object]) -> Measured:
+    """Run a few steps of a student's recipe on a sample of its text, in a temporary folder, and return their times.
+
+    Args:
+        recipe: The recipe.
+        run: Trains a recipe and calls a listener with the events.
+
+    Raises:
+        ArgumentError: The recipe is not a student's.
+    """
+    if type(recipe) is not Recipe:
+        raise ArgumentError("--measure is for a student's recipe; leave it out, or plan one student or group by itself")
+    steps: list[float] = []
+    blocked: list[float] = []
+    progress: dict[int, list[tuple[float, int]]] = {}
+
+    def listen(event: Event) -> None:
+        match event:
+            case StepReport():
+                steps.append(event.seconds)
+            case DevScore():
+                blocked.append(event.blocked_s)
+            case StageProgress() if event.name.startswith("teacher ") and event.unit == "sentences" and event.done:
+                progress.setdefault(int(event.name.split()[1]), []).append((time.perf_counter(), event.done))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(_short(recipe, Path(folder)), listen)
+    step = statistics.median(steps[-_STEPS:])
+    row = {number: _per_row(times) for number, times in progress.items() if len(times) > 1}
+    note = f"measured on this machine: the median of {len(steps[-_STEPS:])} steps is {1e3 * step:,.3g} ms"
+    note += "".join(
+        f", teacher {number} takes {1e3 * each:.3g} ms per sentence" for number, each in sorted(row.items())
+    )
+    return Measured(step, statistics.mean(blocked) if blocked else 0.0, row, note)
+
+
+def _per_row(times: list[tuple[float, int]]) -> float:
+    """Return the seconds of a row between the first and the last report of progress: without the load of the model."""
+    (began, first), (ended, last) = times[0], times[-1]
+    return (ended - began) / max(1, last - first)
+
+
+def _short(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe with a sample of its text, a few steps, and no evaluation at the end."""
+    batch, held_out = recipe.training.batch_size, min(recipe.evaluation.num_heldout, 64)
+    rows = max(_ROWS, batch) + held_out
+    values: dict[str, Any] = {
+        "storage.runs": str(folder / "runs"),
+        "storage.cache": str(folder / "cache"),
+        "storage.run_id": None,
+        "corpus.limit": min(recipe.corpus.limit or rows, rows),
+        "training.max_steps": _WARM_UP + _STEPS,
+        "training.log_every": 1,
+        "evaluation.eval_steps": _WARM_UP + _STEPS,
+        "evaluation.num_heldout": held_out,
+        "evaluation.final_suites": [],
+        "evaluation.rank_inference": None,
+        "loggers": {},
+    }
+    if isinstance(recipe.student, StudentSection) and recipe.student.num_layers is not None:
+        # Which layers a student has does not change its cost, and choosing them takes an evaluation of each.
+        values |= {"student.layers": list(range(recipe.student.num_layers)), "student.num_layers": None}
+    return with_values(recipe, values)

@@ -31,7 +31,7 @@ from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.preflight import recipe_questions
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.models import Encoder
-from distcse.planning.student import DEV_SENTENCES
+from distcse.planning.costs import DEV_SENTENCES
 from distcse.recipe import Recipe
 from tests.backends import run
 from tests.failures import fails_with

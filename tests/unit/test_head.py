@@ -27,7 +27,7 @@ from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.models.detection import build_detector
 from distcse.models.head import Normalize
-from distcse.planning.shapes import read_shape
+from distcse.planning.sizes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
 from tests.backends import run
 from tests.failures import fails_with

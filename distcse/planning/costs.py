@@ -1,4 +1,9 @@
-"""Plans a student's run on a cluster: phases, memory by ZeRO stage, the bottleneck, and what does not fit."""
+"""What a student's run costs: seconds of its passes and steps, bytes of its workers and files, and the bottleneck.
+
+With P parameters of the layers' linear maps, L layers of width h and texts of n tokens, a training step takes 6·P + 12·L·h·n
+FLOPs per token and a frozen pass a third of that; element-wise operations move bytes in proportion to L·h. The constants are
+those of BERT and MiniLM, counted on PyTorch's fake tensors and timed on an H100 and three kinds of CPU (benchmarks/results).
+"""
 
 from __future__ import annotations
 
@@ -11,30 +16,202 @@ import torch
 
 from distcse.data.sampler import MAX_ARRAY_ROWS
 from distcse.data.token_table import PART_ROWS
+from distcse.device_defaults import BY_KIND
 from distcse.events import Reporter
 from distcse.experiments.distillation.extent import fit_to_corpus, planned_steps
 from distcse.models.projection import build_projection
-from distcse.planning.formulas import (
-    DISK,
-    FITS,
-    STAGES,
-    TOKENIZED,
-    Pass,
-    Terms,
-    WorkerMemory,
-    gib,
-    ms,
-    size_text,
-    span,
-    transfer_seconds,
-    with_update,
-)
-from distcse.planning.lengths import Lengths
-from distcse.planning.machines import Cluster
-from distcse.planning.shapes import Shape, read_shape
-from distcse.recipe import DetectionSection, EncoderSection, Recipe, TeacherSection
+from distcse.planning.machines import NETWORK, Cluster, Machine
+from distcse.planning.sizes import Lengths, Shape, read_shape
+from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
 from distcse.teachers.kinds import Serving, TeacherKind, kind_of
 from distcse.teachers.table import rows_per_shard
+
+STAGES = (0, 1, 2, 3)
+"""ZeRO stages."""
+FITS = 0.92
+"""Fraction of a device's memory that a plan may fill; the allocator needs the rest."""
+PROCESS = 0.45 * 2**30
+"""Bytes of a process after its imports."""
+TOKENIZED = 12_000.0
+"""Sentences per second that one thread tokenizes."""
+DISK = 2e8
+"""Bytes per second of a checkpoint: written and synced."""
+_MOVED = {("gpu", True): 290.0, ("gpu", False): 90.0, ("cpu", True): 520.0, ("cpu", False): 160.0}
+"""Bytes that element-wise operations move per token and L·h, by device and whether the pass is a training step's."""
+_SAVED = {"gpu": (67.0, 50.0), "cpu": (82.0, 62.0)}
+"""Bytes that autograd saves per token and L·h, by device: in fp32, and in half precision."""
+_LAYER_CALLS = {("gpu", True): 3.5e-3, ("gpu", False): 1.4e-3, ("cpu", True): 2e-3, ("cpu", False): 0.6e-3}
+"""Seconds for the host to launch a layer's operations from Python, by device and whether the pass is a training step's."""
+_STEP_CALLS = 0.5e-3
+"""Seconds of a step that keep the host busy besides; a step that is recorded as a CUDA graph takes it only this long."""
+_ADAMW_BYTES = 40.0
+"""Bytes read and written per parameter: weight, gradient, two moments, and before that the gradient's norm and clipping."""
+_LATENCY = 2e-5
+"""Seconds per hop of a collective; assumed for NCCL between nodes."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds of a step by resource."""
+
+    math: float = 0.0
+    """Matrix products."""
+    traffic: float = 0.0
+    """Memory traffic of all other operations."""
+    host: float = 0.0
+    """Launching operations: Python, dispatch, kernel launches."""
+    network: float = 0.0
+    """Transfers between workers."""
+    waiting: float = 0.0
+    """Waiting for teachers' lists."""
+
+    def __add__(self, other: Terms) -> Terms:
+        return Terms(*(left + right for left, right in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def seconds(self, kind: str) -> float:
+        """Return the total: a GPU overlaps with its host, so the longer counts; on a CPU (`kind` is `cpu`) both add up."""
+        device = self.math + self.traffic
+        waits = self.network + self.waiting
+        return (device + self.host if kind == "cpu" else max(device, self.host)) + waits
+
+    @property
+    def binding(self) -> str:
+        """Name of the longest term: the bottleneck."""
+        names = ("matrix products", "memory traffic", "host and launches", "network", "teachers' lists")
+        return max(zip(vars(self).values(), names, strict=True), key=lambda term: term[0])[1]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass, or a training step's forward and backward pass, over texts of equal length."""
+
+    shape: Shape
+    texts: float
+    length: float
+    """Tokens per text, padding included."""
+    training: bool = False
+    precision: str = "fp32"
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all texts, padding included."""
+        return self.texts * self.length
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of matrix products and attention."""
+        per_token = 2.0 * self.shape.matrices + 4.0 * self.shape.layers * self.shape.width * self.length
+        return (3.0 if self.training else 1.0) * per_token * self.tokens
+
+    @property
+    def _size(self) -> float:
+        return self.tokens * self.shape.layers * self.shape.width
+
+    def saved_bytes(self, kind: str) -> float:
+        """Return the bytes of activations that a training step holds on a `cpu` or `gpu`, with those of a layer's backward."""
+        full, half = _SAVED[kind]
+        backward = 40.0 * self.tokens * self.shape.width
+        if self.precision == "fp32":
+            return full * self._size + backward
+        return half * self._size + backward + 2.0 * self.shape.matrices  # autocast's copies of the weights
+
+    def terms(self, machine: Machine, batches: float = 1.0) -> Terms:
+        """Return the seconds on a machine, by resource, in a number of batches."""
+        moved = _MOVED[machine.kind, self.training] * self._size
+        calls = _LAYER_CALLS[machine.kind, self.training] * self.shape.layers * batches
+        return Terms(self.flops / machine.rate(self.precision), moved / machine.bandwidth, calls)
+
+    def batched_seconds(self, machine: Machine, batch_tokens: int | None = None) -> float:
+        """Return the seconds of a frozen model's pass over all texts, in batches of `batch_tokens` or the device's tokens."""
+        size = batch_tokens or BY_KIND[machine.kind].frozen_batch_tokens
+        return self.terms(machine, max(1.0, self.tokens / size)).seconds(machine.kind)
+
+
+def with_update(terms: Terms, trained: float, cluster: Cluster, workers: int, section: LoopSection) -> Terms:
+    """Add to a step's passes AdamW's update, the sum of the gradients, and what a recorded step saves the host.
+
+    Args:
+        terms: The seconds of passes.
+        trained: Trained parameters.
+        cluster: Where it runs.
+        workers: Number of workers, which share the update with ZeRO.
+        section: Gives ZeRO stage, gradient accumulation and `cuda_graphs`.
+    """
+    machine, mode = cluster.machine, section.cuda_graphs
+    by_default = workers == 1 and section.gradient_accumulation == 1 and not section.needs_deepspeed
+    records = machine.kind == "gpu" and (mode == "on" or (mode == "auto" and by_default))
+    moved = _ADAMW_BYTES * trained / (workers if section.zero_stage else 1) / section.gradient_accumulation
+    host = 0.0 if records else terms.host
+    sent = transfer_seconds(gradient_bytes(trained, workers, section), workers, cluster)
+    return Terms(terms.math, terms.traffic + moved / machine.bandwidth, host + _STEP_CALLS, terms.network + sent)
+
+
+def gradient_bytes(numbers: float, workers: int, section: LoopSection) -> float:
+    """Return the bytes that a worker moves per step, on average, to synchronize gradients and weights in fp32.
+
+    A ring moves 2 (W - 1) / W of a message for an all-reduce, (W - 1) / W for an all-gather or a reduce-scatter. Stage 0
+    all-reduces once per update. Stage 1 reduce-scatters and all-gathers once per update. Stage 2 reduce-scatters every
+    step. Stage 3 also all-gathers the weights in every forward and backward pass.
+    """
+    updates = 1 / section.gradient_accumulation
+    passes = {0: 2 * updates, 1: 2 * updates, 2: 1 + updates, 3: 3.0}[section.zero_stage]
+    return passes * (workers - 1) / workers * 4.0 * numbers
+
+
+def transfer_seconds(size: float, workers: int, cluster: Cluster) -> float:
+    """Return the seconds of collectives of `size` bytes: a ring runs at its slowest link, over nodes at a node's network."""
+    if workers == 1:
+        return 0.0
+    link = cluster.machine.link if workers <= cluster.per_node else min(cluster.machine.link, NETWORK)
+    return size / link + 6 * math.ceil(math.log2(workers)) * _LATENCY
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes that a worker needs in a training step, at a ZeRO stage."""
+
+    stage: int
+    weights: float
+    gradients: float
+    moments: float
+    """AdamW's two moments, in fp32."""
+    copies: float
+    """Copies made by the engine: the flat gradient of an all-reduce, ZeRO's fp32 partition, gathered weights."""
+    frozen: float
+    """Weights that are not trained."""
+    activations: float
+    process: float = PROCESS
+    """Python and its libraries, or on a GPU the CUDA context."""
+
+    @classmethod
+    def of(cls, trained: float, stage: int, workers: int, frozen: float, activations: float) -> WorkerMemory:
+        """Return the bytes per parameter: 4 for the weight, 4 for the gradient and 8 for AdamW's moments.
+
+        Stage 1 divides the moments over the workers, stage 2 also the gradients, stage 3 also the weights. DeepSpeed adds an
+        fp32 partition in stages 1 to 3; stage 3 keeps all weights of a sentence encoder gathered.
+
+        Source: Rajbhandari et al. 2020, ZeRO.
+        """
+        full, share = 4.0 * trained, 4.0 * trained / workers
+        held = {
+            0: (full, full, 2 * full, full if workers > 1 else 0.0),
+            1: (full, full, 2 * share, share),
+            2: (full, share, 2 * share, share),
+            3: (share, share, 2 * share, share + full),
+        }
+        return cls(stage, *held[stage], frozen, activations)
+
+    @property
+    def total(self) -> float:
+        """Peak bytes on the device."""
+        total: float = sum(size for name, size in vars(self).items() if name != "stage")
+        return total
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The bytes as a JSON object."""
+        return {**vars(self), "total": self.total}
+
 
 DEV_SENTENCES = {"none": 0, "stsb": 3000, "sickr": 1000, "stsb_sickr": 4000}
 """Sentences of the labelled dev sets, by `evaluation.dev`."""
@@ -337,75 +514,8 @@ class StudentPlan:
         """Seconds of the steps and their dev scores: what one more student costs whose text is embedded already."""
         return self.steps * self.step_seconds + self.dev_seconds
 
-    @cached_property
-    def problems(self) -> list[str]:
-        """Why the plan cannot run, each with settings that fix it."""
-        found, machine, cluster = [], self.cluster.machine, self.cluster
-        if cluster.spec != "local" and self.workers > cluster.devices:
-            found.append(
-                f"training.workers is {self.workers}, but {cluster.spec} has {cluster.devices} devices; write "
-                f"training.workers={cluster.devices} or fewer"
-            )
-        # Workers on CPUs share their node's memory; every GPU has its own.
-        sharing = min(self.workers, cluster.per_node) if machine.kind == "cpu" else 1
-        available, host = FITS * machine.memory / sharing, machine.host_memory / sharing
-        if self.memory.total > available:
-            found.append(
-                f"a worker needs {gib(self.memory.total)} at ZeRO stage {self.memory.stage}, {machine.name} has "
-                f"{gib(available)}; {self._suggest_smaller(available)}"
-            )
-        if self.host_bytes > host:
-            found.append(
-                f"a worker's host has {gib(host)}, but needs {gib(self.host_bytes)} for the order of {self.rows:,} rows and "
-                f"checkpoints of {self.trained:,} parameters; take nodes with more memory, or write corpus.limit"
-            )
-        return found
-
-    def _suggest_smaller(self, available: float) -> str:
-        """Return settings that make a worker fit into `available` bytes; each was checked."""
-
-        def fits(workers: int, batch: int, stage: int) -> bool:
-            return self.memory_of(workers, batch, stage).total <= available
-
-        workers, batch, own = self.workers, self.batch, self.memory.stage
-        stages = [stage for stage in STAGES[own + 1 :] if workers > 1 and fits(workers, batch, stage)]
-        halves = (batch >> halved for halved in range(1, batch.bit_length()))
-        smaller = (half for half in halves if half >= 2 and half % workers == 0 and fits(workers, half, own))
-        more = (count for count in range(workers + 1, 4097) if batch % count == 0 and fits(count, batch, own))
-        remedies = [f"training.zero_stage={stage}" for stage in stages[:1]]
-        remedies += [f"training.batch_size={half}" for half in [next(smaller, None)] if half]
-        remedies += [f"training.workers={count} on as many devices" for count in [next(more, None)] if count]
-        return f"write {', or '.join(remedies)}" if remedies else "take a smaller backbone, or a larger device"
-
-    @cached_property
-    def advice(self) -> list[str]:
-        """Settings that would cost less, and settings that the plan does not follow."""
-        found, recipe, machine = [], self.recipe, self.cluster.machine
-        on_gpu = machine.kind == "gpu"
-        if on_gpu and (recipe.gpu_mode == "none" or recipe.teachers.gpus_per_actor == 0):
-            found.append("resources.gpu or teachers.gpus_per_actor selects CPUs; this plan assumes GPUs")
-        if on_gpu and recipe.training.precision == "fp32" and "bf16" in machine.matmul:
-            found.append("training.precision is fp32, but this GPU is faster in bf16; write training.precision=bf16")
-        if idle := max(0, self.cluster.devices - self.workers - self.others):
-            found.append(
-                f"{idle:,} of {self.cluster.devices:,} devices do not train (batch {self.batch}): "
-                "use them with a larger batch, or with parallel trials or seeds"
-            )
-        fewer = {count: self._seconds_on(count) for count in range(1, self.workers) if self.batch % count == 0}
-        best = min(fewer, key=lambda count: fewer[count], default=None)
-        if best is not None and fewer[best] <= 0.9 * self._seconds_on(self.workers):
-            found.append(
-                f"training.workers={best} takes {1e3 * fewer[best]:.3g} ms per step, {self.workers} take "
-                f"{1e3 * self._seconds_on(self.workers):.3g}: use fewer workers, and the other devices for trials or seeds"
-            )
-        if self.step.binding == "host and launches":
-            found.append("the host is the bottleneck: a larger batch hardly takes more time per step")
-        if self.step.binding == "teachers' lists":
-            servers = max(2, recipe.teachers.num_servers * 2)
-            found.append(f"teachers' lists are the bottleneck: try teachers.num_servers={servers} or more")
-        return found
-
-    def _seconds_on(self, workers: int) -> float:
+    def seconds_on(self, workers: int) -> float:
+        """Return the seconds of a step with another number of workers."""
         return self.step_terms(workers, self.batch).seconds(self.cluster.machine.kind)
 
     def scaling(self, counts: list[int]) -> list[dict[str, Any]]:
@@ -440,7 +550,7 @@ class StudentPlan:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The plan as a JSON object, in seconds, bytes and FLOPs."""
+        """The costs as a JSON object, in seconds, bytes and FLOPs."""
         mean, padded = self.lengths.mean(self.recipe.student.max_length), self.padded(self.batch / self.workers)
         return {
             "recipe": self.recipe.name,
@@ -462,112 +572,9 @@ class StudentPlan:
             "disk": self.disk_bytes,
             "memory": self.memory.described,
             "host_memory": self.host_bytes,
-            "problems": self.problems,
-            "advice": self.advice,
         }
-
-    @property
-    def in_short(self) -> str:
-        """The answer that most readers want: whether it can be done, how long it takes, and how much it holds."""
-        if self.problems:
-            return f"IMPOSSIBLE: {self.problems[0]}"
-        held = f"{size_text(self.memory.total)} of {size_text(self.cluster.machine.memory)} per worker"
-        return f"{span(self.seconds)}, {held}, {size_text(self.disk_bytes)} of cache; bound by {self.step.binding}"
-
-    @property
-    def lines(self) -> list[str]:
-        """The plan as lines of text."""
-        machine, training, step = self.cluster.machine, self.recipe.training, self.step
-        mean, plural = self.lengths.mean(self.recipe.student.max_length), "s" if self.workers > 1 else ""
-        lines = [
-            f"{self.recipe.name} on {self.cluster.spec}: {describe(self.cluster)}",
-            f"in short   {self.in_short}",
-            "",
-            f"student    {_sizes(self.student)}; {self.trained / 1e6:.1f} M are trained",
-            *(f"teacher {n}  {_describe_teacher(teacher)}" for n, teacher in enumerate(self.teachers)),
-            f"text       {self.rows:,} sentences; {mean:.1f} tokens on average, padded to "
-            f"{self.padded(self.batch / self.workers):.1f}",
-            f"steps      {self.steps:,} of {self.batch} sentences on {self.workers:,} worker{plural}, "
-            f"{'two views' if self.has_dropout else 'one pass for both views'}, {training.precision}, ZeRO {training.zero_stage}",
-            "",
-            f"{'phase':<20}{'time':>12}{'PFLOP':>12}   binds",
-        ]
-        for phase in self.phases:
-            flops = f"{phase.flops / 1e15:,.4g}" if phase.flops else "-"
-            note = f" ({phase.note})" if phase.note else ""
-            lines.append(f"{phase.name:<20}{span(phase.seconds):>12}{flops:>12}   {phase.binding}{note}")
-        parts = ", ".join(f"{name} {size_text(size)}" for name, size in vars(self.memory).items() if name != "stage")
-        tables = ", ".join(f"{name} {size_text(size)}" for name, size in self.tables.items()) or "none"
-        lines += [
-            f"{'all':<20}{span(self.seconds):>12}{sum(phase.flops for phase in self.phases) / 1e15:>12,.4g}",
-            "",
-            f"step       {ms(self.step_seconds)}: matrix products {ms(step.math)}, memory traffic {ms(step.traffic)}, host "
-            f"{ms(step.host)}{' (overlapped)' if machine.kind == 'gpu' else ''}, network {ms(step.network)}, waiting for lists "
-            f"{ms(step.waiting)}",
-            f"binds      {step.binding}",
-            f"tables     {tables}; total cache {size_text(self.disk_bytes)}",
-            f"memory     {size_text(self.memory.total)} per worker, of {size_text(machine.memory)}: {parts}",
-            f"host       {size_text(self.host_bytes)} per worker for row order and checkpoints, of "
-            f"{size_text(machine.host_memory)}",
-            "",
-            f"assumes    {ESTIMATE if self.measured is None else self.measured.note}",
-            f"assumes    {machine.name}: rates of {machine.source}; nodes are connected at 100 Gbit/s",
-            f"assumes    {self.lengths.source}",
-        ]
-        shapes = [
-            shape for shape in (self.student, *(teacher.shape for teacher in self.teachers), *self.models) if shape
-        ]
-        sources = dict.fromkeys(f"shape of {shape.name} from {shape.source}" for shape in shapes)
-        lines += [f"assumes    {source}" for source in sources if not source.endswith("from config.json")]
-        return [
-            *lines,
-            f"assumes    {NOT_COUNTED}",
-            *(f"advice     {line}" for line in self.advice),
-            *(f"IMPOSSIBLE {problem}" for problem in self.problems),
-        ]
-
-
-ESTIMATE = (
-    "estimates of a few formulas, within a factor of two of recorded runs; for better ones on this machine: --measure"
-)
-NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evaluation, other load on the machines"
-
-
-def scaling_lines(rows: list[dict[str, Any]], machine: str) -> list[str]:
-    """Format the cost of the same run on different numbers of devices as lines of text."""
-    lines = [
-        "",
-        f"on more of {machine} (left: the recipe's batch over the workers, right: the recipe's batch on each of them)",
-        f"{'devices':>8}{'teachers':>12}{'train':>7}{'step':>10}{'effic.':>8}{'student':>12} |"
-        f"{'batch':>9}{'step':>10}{'effic.':>8}{'memory':>11}  binds",
-    ]
-    for row in rows:
-        strong, weak = row["strong"], row["weak"]
-        lines.append(
-            f"{row['devices']:>8,}{span(row['teachers']):>12}{strong['workers']:>7,}{ms(strong['seconds']):>10}"
-            f"{strong['efficiency']:>8.0%}{span(row['student']):>12} |{weak['batch']:>9,}{ms(weak['seconds']):>10}"
-            f"{weak['efficiency']:>8.0%}{size_text(weak['memory']):>11}  {weak['binding']}"
-        )
-    return lines
-
-
-def describe(cluster: Cluster) -> str:
-    """Format a cluster's machines."""
-    if cluster.devices == 1:
-        return cluster.machine.name
-    return f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node:,} x {cluster.machine.name}"
 
 
 def largest_divisor(batch: int, most: int) -> int:
     """Return the most workers, up to `most`, among which a batch can be divided."""
     return next(count for count in range(min(most, batch), 0, -1) if batch % count == 0)
-
-
-def _sizes(shape: Shape) -> str:
-    return f"{shape.name}, {shape.layers} layers of width {shape.width}, {shape.parameters / 1e6:.1f} M parameters"
-
-
-def _describe_teacher(teacher: Teacher) -> str:
-    if teacher.shape is None:
-        return f"{teacher.kind.section.backbone}, {teacher.kind.location}"
-    return f"{_sizes(teacher.shape)}, {teacher.kind.precision}, {teacher.work}"
