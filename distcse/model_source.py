@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import ModelNotFoundError, first_line
 from distcse.host import PACKAGE, package_folder
-from distcse.recipe.hub_names import hub_id
+from distcse.recipe.names import hub_id
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
 
 CONFIG_FILE = "config.json"

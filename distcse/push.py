@@ -41,7 +41,7 @@ def _main(options: argparse.Namespace) -> int:
 
 
 def _hub_name(name: str) -> str:
-    from distcse.recipe.hub_names import hub_id  # pydantic takes longer to import than --help should
+    from distcse.recipe.names import hub_id  # pydantic takes longer to import than --help should
 
     try:
         name = hub_id(name)

@@ -21,7 +21,7 @@ from distcse.models import CrossEncoder, Encoder, StaticEncoder, is_cross_encode
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
-from distcse.recipe.hub_names import hub_id
+from distcse.recipe.names import hub_id
 from distcse.spelling import nearest
 from distcse.storage import find_model, is_uri
 

@@ -21,7 +21,7 @@ from distcse.precision import Role
 from distcse.preflight.inputs import input_questions
 from distcse.preflight.warnings import SettingsWarning, warn_of_places, warn_of_unread_keys
 from distcse.recipe import BaseRecipe, EncoderSection
-from distcse.recipe.unread_keys import unread_keys
+from distcse.recipe.section import unread_keys
 from distcse.runs.directory import RunDirectory
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed

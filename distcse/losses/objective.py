@@ -12,7 +12,7 @@ from distcse.distributed import all_reduce_sum
 from distcse.errors import CustomClassError
 from distcse.losses.views import TeacherOutputs, Views
 from distcse.recipe import ObjectiveSection
-from distcse.recipe.custom import load_class
+from distcse.recipe.names import load_class
 from distcse.recipe.objective import HINGE_TERMS, LossSection, Need
 
 

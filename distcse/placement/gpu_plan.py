@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from distcse.errors import ClusterTooSmallError
 from distcse.events import Listener, LogMessage
 from distcse.placement.resources import Node, describe_nodes
-from distcse.recipe.resources import GpuMode
+from distcse.recipe.training import GpuMode
 
 _WORKER, _HELPER = 1.0, 0.25
 

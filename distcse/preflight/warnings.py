@@ -17,8 +17,8 @@ from distcse.models.loading import has_dropout
 from distcse.models.st_files import UNNAMED_PROMPTS, read_model_file
 from distcse.models.st_format import backbone_folder
 from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe
+from distcse.recipe.section import settings_without_effect
 from distcse.recipe.training import TrainingSection
-from distcse.recipe.unread_keys import settings_without_effect
 from distcse.storage import is_in_session, resolve_path, shadowed_package
 from distcse.teachers.vector_statistics import VectorStatistics, effective_weights
 

@@ -1,8 +1,7 @@
 """The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, RecipeInputs, recipe_classes, register_recipe
-from distcse.recipe.corpus import CorpusSection
-from distcse.recipe.encoders import EncoderSection, Pooling, Projection, StudentSection, TrainedSection
+from distcse.recipe.encoders import EncoderSection, ModelsSection, Pooling, Projection, StudentSection, TrainedSection
 from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.kinds.family import FamilyRecipe, MemberSection
@@ -17,8 +16,6 @@ from distcse.recipe.loading import (
     with_layers,
     with_values,
 )
-from distcse.recipe.loggers import LoggersSection, MLflowSection, WandbSection
-from distcse.recipe.models import ModelsSection
 from distcse.recipe.objective import (
     ConsistencySection,
     CustomLossSection,
@@ -30,14 +27,22 @@ from distcse.recipe.objective import (
     RankSection,
     RegressionSection,
 )
-from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
-from distcse.recipe.pairs import MiningSection, PairsSection
-from distcse.recipe.resources import GpuMode, ResourcesSection
 from distcse.recipe.section import decided
-from distcse.recipe.storage import StorageSection
+from distcse.recipe.storage import LoggersSection, MLflowSection, StorageSection, WandbSection
 from distcse.recipe.sweep import FinalRunsSection, ParameterSection, ScheduleSection, SearchSection, Sweep
 from distcse.recipe.teachers import EndpointSection, TeacherSection, TeachersSection
-from distcse.recipe.training import LoopSection, TrainingSection
+from distcse.recipe.text import CorpusSection, MiningSection, PairsSection
+from distcse.recipe.training import (
+    KINDS,
+    BiSection,
+    CrossOverrides,
+    CrossSection,
+    GpuMode,
+    LoopOverrides,
+    LoopSection,
+    ResourcesSection,
+    TrainingSection,
+)
 
 __all__ = [
     "FITTED_KEYS",

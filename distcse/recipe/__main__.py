@@ -12,8 +12,8 @@ from distcse.command import STATUSES, exit_status, parse_command, program
 from distcse.errors import ArgumentError, RecipeNotFoundError
 from distcse.recipe.loading import RECIPES_ARE_LISTED, packaged_recipes, read_document
 from distcse.recipe.schema import reference, schema_documents, schema_json
+from distcse.recipe.section import settings_without_effect, unread_keys
 from distcse.recipe.sweep import Sweep
-from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.spelling import nearest
 from distcse.storage import open_store, resolve_path
 

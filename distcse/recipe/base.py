@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import model_validator
 
-from distcse.recipe.models import ModelsSection, encoders_with_switch
+from distcse.recipe.encoders import ModelsSection, encoders_with_switch
 from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
-    from distcse.recipe.corpus import CorpusSection
     from distcse.recipe.encoders import EncoderSection
-    from distcse.recipe.loggers import LoggersSection
-    from distcse.recipe.resources import GpuMode, ResourcesSection
-    from distcse.recipe.storage import StorageSection
+    from distcse.recipe.storage import LoggersSection, StorageSection
     from distcse.recipe.teachers import TeacherSection
-    from distcse.recipe.training import LoopSection
+    from distcse.recipe.text import CorpusSection
+    from distcse.recipe.training import GpuMode, LoopSection, ResourcesSection
 
 
 FITTED_KEYS = (

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from distcse.recipe.paths import is_path
+from distcse.recipe.names import is_path
 from distcse.recipe.section import Gpus, Precision, Section
 
 Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement"]

@@ -6,19 +6,18 @@ import codecs
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
-from distcse.recipe.inheritance import read_with_bases
 from distcse.recipe.kinds.distillation import Recipe
-from distcse.recipe.overrides import apply_override, enter, index_in
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.validation_errors import error_class, explain
 from distcse.spelling import nearest
@@ -31,6 +30,14 @@ S = TypeVar("S", bound=BaseRecipe | Sweep)
 _MOST_VALUES = 100_000
 """Maximum values of one document with aliases expanded: ten lines of YAML can expand to a thousand million."""
 _RECIPES, _SPACES = "recipes", "spaces"
+EXTENDS = "extends"
+DESCRIPTION = (
+    "A packaged recipe's name, or the path of a recipe, relative to this file: its keys hold wherever this document does not "
+    "give them. Sections are merged key by key; lists and values are replaced; null disables a section."
+)
+_YAML = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|!![a-z]+[ /:].*""", re.DOTALL)
+"""A value that is YAML also for a text key: in quotes from end to end, or with an explicit type."""
+_NULLS = ("null", "~")
 RECIPES_ARE_LISTED = "`python -m distcse.recipe ls` lists the packaged recipes"
 
 
@@ -130,10 +137,10 @@ def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[
             given.update(_fitted_keys_in(document))
         return document
 
-    document = read_with_bases(name, read)
+    document = _read_with_bases(name, read)
     kind = recipe_class(document)
     for override in overrides:
-        apply_override(document, override, kind, _value)
+        _apply_override(document, override, kind)
     _read_in_engine_settings(document)
     return document, given | _fitted_keys_in(document, [override.partition("=")[0] for override in overrides])
 
@@ -164,8 +171,8 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
             inside = ".".join(parents[: depth + 1])
             if isinstance(node, dict) and key in node and node[key] is None:
                 raise InvalidValueError(f"{path} cannot be set: the recipe leaves {inside} out (null)")
-            node = enter(node, key, inside)
-        node[index_in(node, last, path) if isinstance(node, list) else last] = value
+            node = _enter(node, key, inside)
+        node[_index_in(node, last, path) if isinstance(node, list) else last] = value
     changes = ", ".join(f"{path}={value}" for path, value in values.items())
     given = recipe.given_keys | _fitted_keys_in(document, list(values))
     return _validated(type(recipe), document, f"with {changes}").with_given_keys(given)
@@ -186,7 +193,7 @@ def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = 
     document = parse_document(text, name, "a search space", "parameters:")
     alone = copy.deepcopy(document)
     for override in overrides:
-        apply_override(document, override, Sweep, _value)
+        _apply_override(document, override, Sweep)
     try:
         return _validated(Sweep, document, name)
     except RecipeError:
@@ -327,3 +334,165 @@ def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
         parts = (part for entry in inside for part in (entry if isinstance(entry, tuple) else (entry,)))
         known[id(node)] = 1 + sum(_values_of(part, known) for part in parts)
     return known[id(node)]
+
+
+def _read_with_bases(name: str, read: Callable[[str], Document]) -> Document:
+    """Read a document and those that it extends, and merge them. The result has no `extends`.
+
+    Args:
+        name: The document's name, file or address.
+        read: Reads one document.
+
+    Raises:
+        RecipeSyntaxError: `extends` is no text, or documents extend each other.
+    """
+    names, documents = [name], [read(name)]
+    while EXTENDS in documents[-1]:
+        base = documents[-1].pop(EXTENDS)
+        if not isinstance(base, str):
+            raise RecipeSyntaxError(
+                f"recipe {names[-1]}: {EXTENDS} is {base!r:.200}; write a packaged recipe's name, or the path of one recipe"
+            )
+        base = _locate(base, names[-1])
+        if _identity(base) in map(_identity, names):
+            chain = " → ".join([*names, base])
+            raise RecipeSyntaxError(f"recipes extend each other: {chain}; remove {EXTENDS} from one of them")
+        names.append(base)
+        documents.append(read(base))
+    merged = documents.pop()
+    while documents:
+        merged = _merge(merged, documents.pop())
+    return merged
+
+
+def _locate(base: str, name: str) -> str:
+    """Return the name, file or address of a base: a path is relative to the document that names it."""
+    if is_uri(name) and not is_uri(base) and not base.startswith("/"):
+        sibling = f"{name.rpartition('/')[0]}/{base}"
+        return sibling if base.endswith((".yaml", ".yml")) else base
+    sibling = os.path.join(os.path.dirname(name), base)
+    return sibling if not is_uri(base) and os.path.isfile(sibling) else base
+
+
+def _identity(name: str) -> str:
+    return os.path.realpath(name) if os.path.isfile(name) else name
+
+
+def _merge(base: Document, changes: Document) -> Document:
+    merged = dict(base)
+    for key, value in changes.items():
+        before = merged.get(key)
+        merged[key] = _merge(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _apply_override(document: Document, override: str, model: type[BaseModel]) -> None:
+    """Set `a.b.0.c=value` in the document; the value is parsed as YAML, unless the key takes only text.
+
+    The index after a list's last appends to it.
+
+    Args:
+        document: The document; it is changed.
+        override: `key.path=value`.
+        model: The document's class.
+
+    Raises:
+        InvalidValueError: It is no override, there is no such place, or its value is empty or not YAML.
+    """
+    path, equals, value = override.partition("=")
+    if not equals or not path:
+        raise InvalidValueError(f"override {override!r} is not of the form key.path=value, such as training.lr=2e-5")
+    *parents, last = path.split(".")
+    node: Any = document
+    for depth, key in enumerate(parents):
+        inside = parents[: depth + 1]
+        if isinstance(node, dict) and node.get(key) is None and _accepts_list(model, inside):
+            node[key] = []
+        node = _enter(node, key, ".".join(inside))
+    parsed = _read_value(value, path, model)
+    if isinstance(node, list):
+        node[_index_in(node, last, path)] = parsed
+    else:
+        node[last] = parsed
+
+
+def _enter(node: Any, key: str, path: str) -> Any:
+    """Return what a section or list holds under a key; a missing section is made. Raises `InvalidValueError` for a value."""
+    if isinstance(node, list):
+        inner = node[_index_in(node, key, path)]
+    else:
+        if node.get(key) is None:
+            node[key] = {}
+        inner = node[key]
+    if not isinstance(inner, dict | list):
+        raise InvalidValueError(f"{path} is {inner!r}, which has no keys inside; set {path} itself")
+    return inner
+
+
+def _index_in(node: list[Any], key: str, path: str) -> int:
+    """Return an index of a list as a number; the index after the last appends an empty mapping to the list."""
+    if not key.isdecimal() or int(key) > len(node):
+        size = len(node)
+        raise InvalidValueError(
+            f"{path}: {key!r} is no place in a list of {size}; allowed: 0 to {size}, where {size} appends"
+        )
+    if int(key) == len(node):
+        node.append({})
+    return int(key)
+
+
+def _read_value(typed: str, path: str, model: type[BaseModel]) -> Any:
+    """Return an override's value: for a key that takes only text, the text itself unless it is in quotes.
+
+    As YAML, `prompt=query: ` would be a mapping, and `prompt=Question ` would lose its last space.
+
+    Args:
+        typed: What follows the equals sign.
+        path: The key's path, such as `teachers.encoders.0.prompt`.
+        model: The document's class.
+
+    Raises:
+        InvalidValueError: It is empty or not YAML, and the key does not take text.
+    """
+    accepted = _types_at(model, path.split("."))
+    if not typed.strip() and str not in accepted:
+        raise InvalidValueError(f"{path}= has no value, such as an unset shell variable; write one, or {path}=null")
+    if str not in accepted or typed in _NULLS or _YAML.fullmatch(typed):
+        return _value(typed, path)
+    if accepted <= {str, type(None)} or not typed.strip():
+        return typed
+    try:
+        parsed = _value(typed, path)
+    except InvalidValueError as broken:
+        if not typed.lstrip().startswith("["):
+            return typed  # such as *.txt, which YAML takes for an alias
+        raise InvalidValueError(f"{broken}; put each text of the list in quotes, such as ['*.txt', '007']") from None
+    # A file named 2024-01-01 is text, also where a list of files is accepted.
+    return parsed if _is_accepted(parsed, accepted) else typed
+
+
+def _accepts_list(model: type[BaseModel], keys: Sequence[str]) -> bool:
+    """Return whether the value at a path of keys is a list, and never a mapping."""
+    accepted = _types_at(model, keys)
+    return list in accepted and dict not in accepted
+
+
+def _is_accepted(value: Any, types_: set[Any]) -> bool:
+    return Any in types_ or type(value) in types_ or (isinstance(value, int) and float in types_)
+
+
+def _types_at(annotation: Any, keys: Sequence[str]) -> set[Any]:
+    """Return the types, without their arguments, that a value accepts at a path of keys; none if there is no such path."""
+    if get_origin(annotation) is Annotated:
+        return _types_at(get_args(annotation)[0], keys)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return {found for part in get_args(annotation) for found in _types_at(part, keys)}
+    if not keys:
+        return {get_origin(annotation) or annotation}
+    key, *inner = keys
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(key)
+        return set() if field is None else _types_at(field.annotation, inner)
+    if get_origin(annotation) is list and key.isdigit():
+        return _types_at(get_args(annotation)[0], inner)
+    return _types_at(get_args(annotation)[1], inner) if get_origin(annotation) is dict else set()

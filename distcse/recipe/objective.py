@@ -11,9 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from distcse.recipe.custom import ClassPath, CustomKwarg
-from distcse.recipe.hub_names import HubName
-from distcse.recipe.paths import absolute_folder, absolute_location
+from distcse.recipe.names import ClassPath, CustomKwarg, HubName, absolute_folder, absolute_location
 from distcse.recipe.section import Name, Section, Weight
 
 HINGE_TERMS = ("info_nce", "rank_regression")

@@ -13,9 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from distcse.recipe.base import recipe_classes
-from distcse.recipe.inheritance import DESCRIPTION, EXTENDS
-from distcse.recipe.key_paths import section_in, sections_of
-from distcse.recipe.section import Name
+from distcse.recipe.loading import DESCRIPTION, EXTENDS
+from distcse.recipe.section import Name, section_in, sections_of
 from distcse.recipe.sweep import Sweep
 
 _SPACE = (

@@ -1,10 +1,10 @@
-"""Base class of recipe sections, and value types that several sections share."""
+"""Base class of recipe sections, value types that several sections share, and walks over the sections of a document."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import parse_qsl
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -123,3 +123,81 @@ class Section(BaseModel):
 def switch_text(value: object) -> object:
     """Return `on` for true and `off` for false, as which YAML reads them without quotes; other values unchanged."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def sections_of(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield a section, then the sections inside it, in the order of their keys; `*` is an index or a name."""
+    yield path, model
+    for name, field in model.model_fields.items():
+        star, inner = section_in(field.annotation)
+        if inner is not None:
+            yield from sections_of(inner, f"{path}.{name}{star}".removeprefix("."))
+
+
+def section_in(annotation: Any) -> tuple[str, type[BaseModel] | None]:
+    """Return the section that a key holds, and `.*` if it holds several."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "", annotation
+    many = ".*" if get_origin(annotation) in (list, dict) else ""
+    for part in get_args(annotation):
+        star, found = section_in(part)
+        if found is not None:
+            return many + star, found
+    return "", None
+
+
+def is_inside(path: str, keys: Iterable[str]) -> bool:
+    """Return whether a key is one of some keys or inside one of them; `training.lr` is not inside `training.l`."""
+    return f"{path}.".startswith(tuple(f"{key}." for key in keys))
+
+
+def unread_keys(recipe: Section) -> dict[str, str]:
+    """Return the paths of all keys that nothing reads, whatever their value -> why.
+
+    Each section answers for its own keys (`Section.unread_keys`), and the recipe for those that depend on several sections.
+    """
+    return {
+        _join(path, key): reason for path, section in _sections(recipe) for key, reason in section.unread_keys.items()
+    }
+
+
+def settings_without_effect(recipe: Section, unread: Mapping[str, str]) -> list[str]:
+    """Describe the keys that nothing reads and that have another value than their default.
+
+    Args:
+        recipe: The recipe.
+        unread: Paths that nothing reads -> why.
+    """
+    found = []
+    for path, reason in unread.items():
+        *parents, key = path.split(".")
+        section: Any = recipe
+        for parent in parents:
+            section = section[int(parent)] if isinstance(section, list) else _get(section, parent)
+        if section is None:
+            continue
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].get_default(call_default_factory=True):
+            found.append(f"{path} is set and has no effect: {reason}")
+    return found
+
+
+def _sections(value: Any, path: str = "") -> Iterator[tuple[str, Section]]:
+    if isinstance(value, Section):
+        yield path, value
+        for key in type(value).model_fields:
+            yield from _sections(getattr(value, key), _join(path, key))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _sections(item, _join(path, str(number)))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _sections(item, _join(path, str(key)))
+
+
+def _get(section: Any, key: str) -> Any:
+    return section.get(key) if isinstance(section, dict) else getattr(section, key, None)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

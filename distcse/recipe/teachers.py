@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from distcse.recipe.custom import ClassPath, CustomKwarg
 from distcse.recipe.encoders import EncoderSection
-from distcse.recipe.hub_names import hub_id
+from distcse.recipe.names import ClassPath, CustomKwarg, hub_id
 from distcse.recipe.section import FrozenPrecision, Gpus, KeyValueError, Labels, Section, refuse_secrets
 
 

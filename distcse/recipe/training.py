@@ -1,13 +1,16 @@
-"""Recipe sections of the training loop, its optimiser and its workers. The defaults are RankCSE's (paper, App. A)."""
+"""Sections of training loops, on text and on pairs, of their workers, and of the resources that a run may use.
+
+The defaults of a student's loop are RankCSE's (paper, App. A).
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from distcse.recipe.resources import can_share_gpu
 from distcse.recipe.section import Gpus, Labels, Precision, Section, switch_text
 
 _DECIDED = {
@@ -245,3 +248,144 @@ class TrainingSection(LoopSection):
     @property
     def _named_streams(self) -> int | None:
         return self.batch_size // self.grad_cache_chunk if self.grad_cache_chunk else self.dropout_rng_streams
+
+
+GpuMode = Literal["auto", "required", "none"]
+"""Whether a run uses GPUs."""
+
+
+class ResourcesSection(Section):
+    """Resources that a run may use."""
+
+    gpu: GpuMode = "auto"
+    """`auto` gives a worker a GPU and a helper a quarter of one where the nodes have GPUs, and says at the start which process
+    gets how much or runs on CPUs. `required` refuses to start unless every process that computes with a model gets a GPU. `none`
+    hides all GPUs from the run."""
+    wait_s: Annotated[float, Field(ge=0)] = 0
+    """Seconds that a run waits at its start for a cluster's autoscaler to start the nodes that it needs. 0 refuses a run for
+    which the cluster has too few nodes. A sweep's further trials and a family's further students wait longer, next to those
+    that train. Nodes that are not there have no CPUs or GPUs to share out: set
+    `training.cpus_per_worker` and `training.gpus_per_worker`, else a worker waits for one CPU, and with `gpu: required` for
+    one GPU."""
+
+
+def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:
+    """Check that keys of GPUs do not contradict `resources.gpu`.
+
+    Args:
+        mode: `resources.gpu`.
+        gpus: GPUs of one process, by recipe key; None leaves the number to the run.
+
+    Raises:
+        ValueError: They do.
+    """
+    for key, number in gpus.items():
+        if mode == "required" and number == 0:
+            raise ValueError(f"resources.gpu is required, and {key} is 0; write {key}: null, or resources.gpu: auto")
+        if mode == "none" and number:
+            raise ValueError(
+                f"resources.gpu is none, and {key} is {number:g}; write {key}: null, or resources.gpu: auto"
+            )
+
+
+def least_gpus(mode: GpuMode, gpus: float | None) -> float:
+    """Return the GPUs that one process needs on any cluster: those that the recipe sets, or one if GPUs are required.
+
+    Args:
+        mode: `resources.gpu`.
+        gpus: GPUs that the recipe sets; None leaves the number to the run.
+    """
+    return float(mode == "required") if gpus is None else gpus
+
+
+def can_share_gpu(workers: int, gpus: float | None) -> bool:
+    """Return whether two of a run's workers may be placed on one GPU: two parts of at most a half fit on it."""
+    return workers > 1 and gpus is not None and 0 < gpus <= 0.5
+
+
+L = TypeVar("L", bound=LoopSection)
+KINDS: tuple[Literal["bi"], Literal["cross"]] = ("bi", "cross")
+"""Kinds of encoders that a group trains, by the key of their settings."""
+
+
+class BiSection(LoopSection):
+    """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
+
+    batch_size: Annotated[int, Field(ge=2)] = 128
+    """Pairs per step over all workers of a group. This default, or a packaged recipe's, is lowered where it would leave fewer
+    than ten steps in a phase. A value of yours is kept."""
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
+    """Passes over the pairs: 10 for STS, 15 for binary tasks."""
+    lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
+    """Peak learning rate of AdamW."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of steps over which the learning rate rises linearly from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+
+
+class CrossSection(LoopSection):
+    """Training of cross-encoders on the bi-encoders' labels: binary cross-entropy with soft labels."""
+
+    batch_size: Annotated[int, Field(ge=2)] = 32
+    """Pairs per step over all workers of a group; lowered for few pairs, as that of `bi` is."""
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 1
+    """Passes over the pairs: 1 for STS, 3 for binary tasks."""
+    lr: Annotated[float, Field(gt=0, le=1)] = 2e-5
+    """Peak learning rate of AdamW."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of steps over which the learning rate rises linearly from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+    max_length: Annotated[int, Field(ge=8, le=8192)] = 64
+    """Maximum tokens per pair, in training, in labelling and in the saved model."""
+    both_orders: bool = True
+    """Train on each pair in both orders. Labels are computed in one order."""
+
+
+class LoopOverrides(Section):
+    """Settings with which one group is trained instead of the run's. A key that is null takes the run's value."""
+
+    batch_size: Annotated[int, Field(ge=2)] | None = None
+    """Pairs per step over all workers of the group, such as 64 for large bi-encoders (paper, Table 16)."""
+    epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    """Passes over the pairs."""
+    lr: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Peak learning rate of AdamW."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Decoupled weight decay."""
+    warmup: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of steps over which the learning rate rises linearly from 0."""
+    gradient_clipping: Annotated[float, Field(ge=0)] | None = None
+    """Maximum norm of the gradient; 0 disables clipping."""
+    gradient_accumulation: Annotated[int, Field(ge=1)] | None = None
+    """Steps whose gradients are averaged before each optimiser step."""
+    precision: Precision | None = None
+    """Precision of the forward and backward passes; `auto` is decided by the devices of this group alone."""
+    engine: Literal["auto", "deepspeed", "torch"] | None = None
+    """Engine of the training loop."""
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    """DeepSpeed ZeRO stage."""
+    cuda_graphs: Literal["auto", "on", "off"] | None = None
+    """Whether steps are captured as CUDA graphs on a GPU."""
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _switches_are_text(cls, value: object) -> object:
+        return switch_text(value)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The keys that are set, with their values."""
+        return {key: value for key, value in self if value is not None}
+
+    def over(self, section: L) -> L:
+        """Return the run's section with the values that are set here."""
+        return section.model_copy(update=self.named)
+
+
+class CrossOverrides(LoopOverrides):
+    """Settings with which one group's cross-encoders are trained instead of `cross`. A key that is null takes the run's value."""
+
+    max_length: Annotated[int, Field(ge=8, le=8192)] | None = None
+    """Maximum tokens per pair, in training, in labelling and in the saved model."""

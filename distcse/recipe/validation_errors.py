@@ -9,8 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
-from distcse.recipe.key_paths import section_in
-from distcse.recipe.section import KeyValueError, is_secret
+from distcse.recipe.section import KeyValueError, is_secret, section_in
 from distcse.recipe.sweep import OVERRIDE_PREFIX
 from distcse.spelling import PATHS_BY_NAME, nearest
 

@@ -35,7 +35,7 @@ from typing import Any
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, to_json_line
 from distcse.recipe import BaseRecipe, StorageSection, Sweep, read_recipe, recipe_yaml, with_values
-from distcse.recipe.key_paths import is_inside
+from distcse.recipe.section import is_inside
 from distcse.runs.lease import LEASE_FILES, Lease, has_local_changes
 from distcse.storage import (
     ArtifactStore,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from distcse.placement.gpu_plan import GpuPlan, GpuRole
 from distcse.placement.resources import Node, ResourceRequest, Resources, count_fitting
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
-from distcse.recipe.resources import least_gpus
+from distcse.recipe.training import least_gpus
 
 if TYPE_CHECKING:
     from distcse.teachers.kinds import TeacherKind

@@ -26,7 +26,7 @@ from distcse.experiments.stoppable_evaluation import FinalScores, compare_measur
 from distcse.experiments.trials import Trials
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import TrainedSection
-from distcse.recipe.resources import GpuMode
+from distcse.recipe.training import GpuMode
 from distcse.storage import ArtifactStore, open_store
 from distcse.tuning.records import Trial
 

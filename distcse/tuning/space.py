@@ -13,7 +13,7 @@ from simpleeval import InvalidExpression, NameNotDefined, simple_eval
 from distcse.errors import SearchSpaceError
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import BaseRecipe, ParameterSection, Sweep, with_values
-from distcse.recipe.key_paths import is_inside
+from distcse.recipe.section import is_inside
 
 Sample = dict[str, Any]
 """Values that a searcher chose, by recipe path."""

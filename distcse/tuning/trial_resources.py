@@ -22,7 +22,7 @@ from distcse.placement.resources import (
     refuse_impossible,
 )
 from distcse.recipe import BaseRecipe, GpuMode, Sweep
-from distcse.recipe.resources import least_gpus
+from distcse.recipe.training import least_gpus
 from distcse.teachers.resources import SERVERS, plan_embedding, server_demands, server_roles
 
 _TRIALS = "trials"

@@ -41,7 +41,7 @@ from distcse.recipe import (
     base,
     register_recipe,
 )
-from distcse.recipe.paths import absolute_folder
+from distcse.recipe.names import absolute_folder
 from distcse.runs.directory import RunDirectory, check_storage
 from distcse.storage import to_uri
 

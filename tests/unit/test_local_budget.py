@@ -22,8 +22,8 @@ from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.distillation.teacher_clients import with_worker_tables
 from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, read_recipe
+from distcse.recipe.section import settings_without_effect, unread_keys
 from distcse.recipe.storage import parse_bytes
-from distcse.recipe.unread_keys import settings_without_effect, unread_keys
 from distcse.storage import artifact_store
 from distcse.teachers import row_reader
 from distcse.teachers.local_budget import apply_local_budget

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from distcse.recipe import MutualRecipe, Recipe, Sweep
-from distcse.recipe.key_paths import sections_of
 from distcse.recipe.schema import describe_type, reference
-from distcse.recipe.section import Section
+from distcse.recipe.section import Section, sections_of
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "recipe.md"

@@ -11,7 +11,7 @@ from distcse.errors import SearchSpaceError
 from distcse.experiments.registry import experiment_of
 from distcse.recipe import Recipe, Sweep, packaged_recipes, read_recipe
 from distcse.recipe.__main__ import main
-from distcse.recipe.unread_keys import settings_without_effect, unread_keys
+from distcse.recipe.section import settings_without_effect, unread_keys
 from distcse.tuning.space import Space
 from tests.jobs import make_recipe
 

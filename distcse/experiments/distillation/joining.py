@@ -9,7 +9,7 @@ from pathlib import Path
 from distcse.experiments.distillation.resources import RunResources, plan_run
 from distcse.placement.cluster import Cluster
 from distcse.recipe import Recipe
-from distcse.recipe.paths import is_path
+from distcse.recipe.names import is_path
 from distcse.storage import is_uri, resolve_path
 from distcse.teachers.kinds import kind_of
 

@@ -22,7 +22,7 @@ from distcse.placement.resources import (
     refuse_impossible,
 )
 from distcse.recipe import Recipe, TeacherSection
-from distcse.recipe.resources import least_gpus
+from distcse.recipe.training import least_gpus
 from distcse.teachers.resources import (
     SERVERS,
     least_embedding,

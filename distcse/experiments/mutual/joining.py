@@ -10,7 +10,7 @@ from distcse.experiments.mutual.resources import GroupResources, plan_groups
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import GpuPlan
 from distcse.recipe import GroupSection, MutualRecipe
-from distcse.recipe.paths import is_path
+from distcse.recipe.names import is_path
 from distcse.storage import resolve_path
 
 

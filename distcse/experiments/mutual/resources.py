@@ -19,7 +19,7 @@ from distcse.placement.resources import (
     refuse_impossible,
 )
 from distcse.recipe import GroupSection, MutualRecipe
-from distcse.recipe.resources import least_gpus
+from distcse.recipe.training import least_gpus
 
 _SMALLER = {"CPU": "groups.N.cpus_per_worker", "GPU": "groups.N.gpus_per_worker"}
 _ALTERNATIVE = "write mutual.shared_workers: auto, with which groups take turns, or ray: false"

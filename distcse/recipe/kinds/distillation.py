@@ -8,18 +8,15 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.corpus import CorpusSection
-from distcse.recipe.encoders import EncoderSection, StudentSection
+from distcse.recipe.encoders import EncoderSection, ModelsSection, StudentSection
 from distcse.recipe.evaluation import EvaluationSection
-from distcse.recipe.loggers import LoggersSection
-from distcse.recipe.models import ModelsSection
+from distcse.recipe.names import absolute, absolute_folder, absolute_path, is_path
 from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
-from distcse.recipe.paths import absolute, absolute_folder, absolute_path, is_path
-from distcse.recipe.resources import ResourcesSection, check_gpu_keys
 from distcse.recipe.section import Name
-from distcse.recipe.storage import StorageSection
+from distcse.recipe.storage import LoggersSection, StorageSection
 from distcse.recipe.teachers import TeachersSection
-from distcse.recipe.training import TrainingSection
+from distcse.recipe.text import CorpusSection
+from distcse.recipe.training import ResourcesSection, TrainingSection, check_gpu_keys
 
 _KEYS_OF_RAY = (
     *(f"teachers.{key}" for key in ("embedding_workers", "num_servers", "heartbeat_timeout_s", "node_labels")),

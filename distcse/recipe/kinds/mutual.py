@@ -9,18 +9,23 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.encoders import EncoderSection, TrainedSection
+from distcse.recipe.encoders import EncoderSection, ModelsSection, TrainedSection
 from distcse.recipe.evaluation import Measure
-from distcse.recipe.hub_names import HubName
-from distcse.recipe.loggers import LoggersSection
-from distcse.recipe.models import ModelsSection
-from distcse.recipe.pair_training import KINDS, BiSection, CrossOverrides, CrossSection, LoopOverrides
-from distcse.recipe.pairs import PairsSection
-from distcse.recipe.paths import absolute, absolute_folder, absolute_path, absolute_paths, is_path
-from distcse.recipe.resources import ResourcesSection, can_share_gpu, check_gpu_keys
+from distcse.recipe.names import HubName, absolute, absolute_folder, absolute_path, absolute_paths, is_path
 from distcse.recipe.section import Gpus, Labels, Name, Precision, Section
-from distcse.recipe.storage import StorageSection
-from distcse.recipe.training import LoopSection
+from distcse.recipe.storage import LoggersSection, StorageSection
+from distcse.recipe.text import PairsSection
+from distcse.recipe.training import (
+    KINDS,
+    BiSection,
+    CrossOverrides,
+    CrossSection,
+    LoopOverrides,
+    LoopSection,
+    ResourcesSection,
+    can_share_gpu,
+    check_gpu_keys,
+)
 
 
 class GroupSection(TrainedSection):

@@ -7,7 +7,7 @@ from typing import Protocol, cast
 from distcse.checks import Check, fail, ok
 from distcse.errors import CustomClassError, RecipeError
 from distcse.recipe import TeacherSection
-from distcse.recipe.custom import load_class
+from distcse.recipe.names import load_class
 from distcse.storage import content_key
 from distcse.teachers.kinds.base import TeacherKind
 from distcse.teachers.kinds.registry import register_kind
