@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from distcse.evaluation import Tasks, collect, evaluate, labelled_dev, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.events import DevScore, Event, Reporter, StageProgress
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.local_backend import LocalBackend
 from distcse.host import MALLOC_ENV
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe

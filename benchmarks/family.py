@@ -33,8 +33,8 @@ from distcse.evaluation import (
 from distcse.evaluation.evaluation import measure_speed
 from distcse.evaluation.tasks.retrieval import RetrievalTask
 from distcse.events import Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.family.experiment import Family
-from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, StaticEncoder, is_static
 from distcse.recipe import FamilyRecipe, read_recipe
 from distcse.runs.directory import RunDirectory

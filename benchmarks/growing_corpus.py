@@ -23,8 +23,8 @@ import numpy as np
 
 from distcse import host
 from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import load_recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable, normalize_rows

@@ -12,9 +12,9 @@ import yaml
 
 from distcse.device import cpu_speed
 from distcse.events import Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.models import resolve_model
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory

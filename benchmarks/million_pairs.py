@@ -34,8 +34,7 @@ from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask, PairTokens
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.experiments.mutual.scoring import PairScorer
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import MutualRecipe, read_recipe

@@ -31,7 +31,7 @@ from distcse.evaluation import Tasks, collect, evaluate, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.models import VectorModel
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.pairs import load_pairs

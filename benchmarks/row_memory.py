@@ -33,9 +33,9 @@ from transformers import BertConfig, BertModel
 from benchmarks.material import MINILM, fill, list_recipe
 from distcse.data import Corpus
 from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, TokenizerSpec
 from distcse.recipe import Recipe
 from distcse.storage import open_store, resolve_path

@@ -26,10 +26,9 @@ import yaml
 from distcse.events import Reporter
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.group import Group, SerializedGroup
-from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.resources import GroupResources
-from distcse.experiments.mutual.stored_scores import Scores, StoredScores
+from distcse.experiments.mutual.phase_store import Scores, StoredScores
+from distcse.experiments.mutual.phases import GroupContext, Phase, PhaseResult
+from distcse.experiments.mutual.processes import GroupResources
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, read_recipe

@@ -30,12 +30,12 @@ from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, c
 from benchmarks.options import settled
 from distcse.evaluation import Tasks, agreement
 from distcse.events import Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.roles import with_precisions
+from distcse.experiments.distillation.processes import with_precisions
 from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.host import MALLOC_ENV
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe

@@ -21,9 +21,9 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 from distcse.data import Corpus
 from distcse.evaluation import StsTask, VectorModel, collect, sts_score
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.model import encoder_weights
-from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, load_recipe
 from distcse.trainer.checkpoint_files import load_weights

@@ -29,9 +29,9 @@ from distcse.evaluation import collect, labelled_dev
 from distcse.evaluation.bootstrap import spearman
 from distcse.evaluation.tasks.sts import ScoredPairs, StsTask
 from distcse.events import Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import cosine_errors
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe

@@ -52,8 +52,7 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.tasks.sts import AGGREGATES, Aggregate
 from distcse.events import Listener, LogMessage, Reporter, StageProgress, ignore
-from distcse.experiments.experiment import Result
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.experiment import Result, experiment_of
 from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.models.st_format import default_pooling

@@ -91,10 +91,10 @@ def _compare(recipe: Recipe, options: argparse.Namespace) -> int:
         view = stack.enter_context(open_view(options.quiet, options.json, is_loading=True))
         with gc_paused():
             from distcse.device import use_available_cpus
+            from distcse.experiments.cluster_fit import gpu_policy
             from distcse.experiments.distillation.corpus import read_corpus
             from distcse.experiments.distillation.dev_ensemble import score_ensemble
-            from distcse.experiments.distillation.roles import with_teacher_precisions
-            from distcse.experiments.gpu_policy import gpu_policy
+            from distcse.experiments.distillation.processes import with_teacher_precisions
             from distcse.preflight.warnings import report_warnings, warn_of_narrow_bands
             from distcse.report.terminal import print_comparison, print_ensemble_scores
             from distcse.teachers.comparison import compare

@@ -33,7 +33,7 @@ def _main(options: argparse.Namespace) -> int:
 
     with open_view(quiet=options.json, is_loading=True):
         with gc_paused():
-            from distcse.experiments.registry import experiment_of
+            from distcse.experiments.experiment import experiment_of
             from distcse.planning.planner import Question, measure, open_cluster, plan, with_precisions
 
         recipe, measured = with_precisions(recipe, form), None

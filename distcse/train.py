@@ -116,7 +116,7 @@ def _check(recipe: BaseRecipe, options: argparse.Namespace) -> int:
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
-            from distcse.experiments.registry import experiment_of
+            from distcse.experiments.experiment import experiment_of
             from distcse.ray_backend.backend import choose_backend
 
         experiment_of(recipe).check(choose_backend(recipe), Reporter(view.show))

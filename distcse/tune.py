@@ -133,7 +133,7 @@ def _check(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int
 
     with open_view(options.quiet, options.json, is_loading=True) as view:
         with gc_paused():
-            from distcse.experiments.registry import experiment_of
+            from distcse.experiments.experiment import experiment_of
             from distcse.ray_backend.backend import choose_backend
             from distcse.tuning.sweep import check
 

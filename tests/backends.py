@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distcse.events import Reporter
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.distillation.result import StudentResult
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.result import MutualResult
 from distcse.ray_backend.backend import choose_backend
@@ -12,7 +12,7 @@ from distcse.recipe import MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory
 
 
-def run(recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None) -> DistillationResult:
+def run(recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None) -> StudentResult:
     """Run a recipe of a student, or resume its run in a directory."""
     return Distillation(recipe).run(choose_backend(recipe), reporter, directory)
 

@@ -10,11 +10,10 @@ import yaml
 
 from distcse.data import Corpus, TokenTable
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.backend import EmbeddingRequest, LocalBackend
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory

@@ -1,30 +1,33 @@
-"""The interface of a backend: where a run embeds its corpus, serves its teachers and trains."""
+"""Where a run embeds its corpus, serves its teachers and trains: the interface of a backend, and this process as one."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+from distcse import host
 from distcse.data import Corpus
 from distcse.events import Reporter
+from distcse.experiments.distillation.batch_loader import (
+    TrainSpec,
+    table_clients,
+    teacher_clients,
+    with_worker_tables,
+)
+from distcse.experiments.distillation.distillation_task import train_student
 from distcse.placement.cluster import Cluster
-from distcse.placement.devices import DeviceOptions
+from distcse.placement.devices import GIB, DeviceOptions
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
+from distcse.teachers.embedding import complete_shards
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.lists import LocalTeacherClient, TeacherClient
 from distcse.teachers.reuse import Reuse
 from distcse.teachers.table import EmbeddingTable
-
-if TYPE_CHECKING:
-    from distcse.experiments.distillation.batch_loader import TrainSpec
-    from distcse.experiments.mutual.group import Group
-    from distcse.experiments.mutual.phase_trainer import GroupContext
-    from distcse.experiments.mutual.resources import GroupResources
-    from distcse.trainer.trainer import TrainResult
+from distcse.trainer.trainer import TrainResult
 
 T = TypeVar("T")
-
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -68,27 +71,17 @@ class DeviceCall(Generic[T]):
     Otherwise it is ended."""
 
 
-class Backend(Protocol):
-    """Embeds the corpus into tables, serves the teachers, trains, and calls functions where the devices are."""
+class Backend(ABC):
+    """Where the work of a run is done: it embeds tables, trains students, and calls functions on devices."""
 
-    @property
-    def cluster(self) -> Cluster | None:
-        """The cluster to join for the run. None if all work stays in this process, or for a sweep's trials: the sweep joins."""
-        ...
+    cluster: Cluster | None = None
+    """The cluster to join for the run. None if all work stays in this process, or for a sweep's trials: the sweep joins."""
 
-    @property
-    def is_for_trials(self) -> bool:
-        """Whether it trains a sweep's trials, for which the sweep has decided the precisions."""
-        ...
-
-    def metered(self, reporter: Reporter, run: str) -> Reporter:
-        """Return a reporter that also exports its events as metrics of `run`, if the backend has an exporter."""
-        ...
-
+    @abstractmethod
     def embed(self, request: EmbeddingRequest) -> None:
         """Embed the missing shards of a teacher's table."""
-        ...
 
+    @abstractmethod
     def train(
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
@@ -100,30 +93,8 @@ class Backend(Protocol):
             tables: One per teacher; None for a teacher that computes its similarities live.
             reporter: Receives the training's events.
         """
-        ...
 
-    def open_groups(
-        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
-    ) -> AbstractContextManager[list[Group]]:
-        """Start the groups of a mutual distillation, and close them at the end of the block.
-
-        Args:
-            contexts: Each group's part of the run.
-            reporters: Receive each group's events.
-            resources: What their workers reserve.
-        """
-        ...
-
-    def share(self, value: T) -> Callable[[], T]:
-        """Return a function that returns the value, for the functions of `run_on_devices`.
-
-        However large the value and however many functions have it, a cluster stores it once, and each node fetches it once.
-
-        Args:
-            value: A picklable value.
-        """
-        ...
-
+    @abstractmethod
     def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
         """Call functions on the devices, one after the other on each, while nothing else of the run uses them.
 
@@ -141,4 +112,56 @@ class Backend(Protocol):
             WorkFailedError: A function failed with an unexpected error in another process.
             DistcseError: A function raised it.
         """
-        ...
+
+    def share(self, value: T) -> Callable[[], T]:
+        """Return a function that returns the value, for the functions of `run_on_devices`.
+
+        However large the value and however many functions have it, a cluster stores it once, and each node fetches it once.
+
+        Args:
+            value: A picklable value.
+        """
+        return lambda: value
+
+    def metered(self, reporter: Reporter, run: str) -> Reporter:
+        """Return a reporter that also exports its events as metrics of `run`, if the backend has an exporter."""
+        return reporter
+
+
+class LocalBackend(Backend):
+    """Does all work in this process, one thing after the other, without Ray."""
+
+    def embed(self, request: EmbeddingRequest) -> None:
+        open_embedder, reuse = kind_of(request.teacher).open_embedder, request.reuse
+        reused = None if reuse is None else reuse.open()
+        done = 0
+        tokens_per_batch = request.section.tokens_per_batch
+        for rows in complete_shards(
+            open_embedder, request.corpus, request.table, request.missing, tokens_per_batch, reused, request.on_rows
+        ):
+            done += rows
+            request.on_rows(done)
+
+    def train(
+        self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
+    ) -> TrainResult:
+        spec, live = with_worker_tables(spec, tables), dict[int, TeacherClient]()
+        for number, table in enumerate(tables):
+            if table is None:
+                kind, tokens_per_batch = (
+                    kind_of(spec.recipe.teachers.encoders[number]),
+                    spec.recipe.teachers.tokens_per_batch,
+                )
+                live[number] = LocalTeacherClient(kind.open_live(corpus, tokens_per_batch))
+        return train_student(spec, teacher_clients(spec, {**table_clients(spec, tables), **live}), reporter)
+
+    def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
+        results: list[Any] = []
+        for call in calls:
+            if call.returns_on_stop and reporter.stop_requested():
+                results.append(None)
+                continue
+            reporter.check_stop(f"before the {call.name}")
+            results.append(call.function(reporter))
+            host.release_memory()  # training workers may use the same GPU
+        return results

@@ -1,16 +1,22 @@
-"""The interface of an experiment, a kind of run: what commands, sweeps, the planner and the doctor ask of it."""
+"""The interface of an experiment, a kind of run: what commands, sweeps, the planner and the doctor ask of it.
+
+To add a kind of run, see CONTRIBUTING.md.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from distcse import experiments
 from distcse.checks import Question
 from distcse.device import DeviceSpeed
-from distcse.errors import SearchSpaceError
+from distcse.errors import ArgumentError, SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend
@@ -42,53 +48,28 @@ class ReferenceModel:
     """Where it is, and how it pools."""
 
 
-class Result(Protocol):
+@dataclass(frozen=True)
+class Result:
     """Result of a run, of any kind."""
 
-    @property
-    def recipe(self) -> BaseRecipe:
-        """The recipe, with the settings that it left to the run decided."""
-        ...
-
-    @property
-    def directory(self) -> RunDirectory:
-        """The run's folder."""
-        ...
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the run was asked to stop before its end."""
-        ...
-
-    @property
-    def models(self) -> dict[str, Path]:
-        """Folders of the trained models, by name."""
-        ...
-
-    @property
-    def unchanged(self) -> list[str]:
-        """Names of the models that are their start, because training found no better dev score."""
-        ...
-
-    @property
-    def reference(self) -> ReferenceModel | None:
-        """A model to compare the trained ones with, such as the teacher; None if there is none."""
-        ...
-
-    @property
-    def evaluation(self) -> Evaluation | None:
-        """Scores on the test sets, without the models that a stop left out; None if nothing was measured."""
-        ...
-
-    @property
-    def summary(self) -> list[str]:
-        """Lines for the terminal: the models and what happened to them."""
-        ...
-
-    @property
-    def cards(self) -> list[ModelCard]:
-        """Cards of the trained models."""
-        ...
+    recipe: BaseRecipe
+    """The recipe, with the settings that it left to the run decided."""
+    directory: RunDirectory
+    """The run's folder."""
+    interrupted: bool
+    """Whether the run was asked to stop before its end."""
+    evaluation: Evaluation | None
+    """Scores on the test sets, without the models that a stop left out; None if nothing was measured."""
+    models: Mapping[str, Path]
+    """Folders of the trained models, by name."""
+    unchanged: Sequence[str]
+    """Names of the models that are their start, because training found no better dev score."""
+    reference: ReferenceModel | None
+    """A model to compare the trained ones with, such as the teacher; None if there is none."""
+    summary: Sequence[str]
+    """Lines for the terminal: the models and what happened to them."""
+    cards: Sequence[ModelCard]
+    """Cards of the trained models."""
 
 
 class Experiment(ABC, Generic[R]):
@@ -226,6 +207,23 @@ def register_experiment(recipe_class: type[BaseRecipe]) -> Callable[[E], E]:
     return register
 
 
-def experiment_classes() -> Mapping[type[BaseRecipe], type[Experiment[Any]]]:
-    """Return the registered experiments by the class of their recipes."""
-    return EXPERIMENTS
+def load_kinds() -> None:
+    """Import the module `experiment` of every package next to this module, which registers a kind of run."""
+    for package in iter_modules(experiments.__path__):
+        if package.ispkg:
+            import_module(f"{experiments.__name__}.{package.name}.experiment")
+
+
+def experiment_of(recipe: BaseRecipe) -> Experiment[Any]:
+    """Return the experiment that a recipe describes.
+
+    Raises:
+        ArgumentError: No experiment is registered for the recipe's class.
+    """
+    load_kinds()
+    if type(recipe) not in EXPERIMENTS:
+        name = type(recipe).__name__
+        raise ArgumentError(
+            f"there is no experiment for a {name}; import the module that registers one with @register_experiment({name})"
+        )
+    return EXPERIMENTS[type(recipe)](recipe)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -107,7 +107,7 @@ def compare_measured(
     tasks: Tasks,
     calls: Sequence[DeviceCall[Any]],
     returned: Sequence[Any],
-    settings: Mapping[str, str],
+    precision: str,
     started_at: float,
 ) -> FinalScores:
     """Compare the models that were measured, and add those that were left out to what is missing.
@@ -117,13 +117,15 @@ def compare_measured(
         tasks: The tasks that were measured.
         calls: What `measure_models` got.
         returned: What it returned.
-        settings: Settings that the report shows.
+        precision: Precision of the forward passes.
         started_at: `time.perf_counter()` at the start.
     """
     left_out = [f"{call.name}: stopped" for call, result in zip(calls, returned, strict=True) if result is None]
     if not results:
         return FinalScores(None, bool(left_out))
     tasks = Tasks(tasks.tasks, [*tasks.missing, *left_out], tasks.warnings)
+    devices = ", ".join(sorted({model.device for model in results}))
+    settings = {"STS": "all", "device": devices, "precision": precision}
     return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), bool(left_out))
 
 

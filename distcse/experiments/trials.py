@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from distcse.data import Corpus
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.cluster_fit import NodeNeeds
+from distcse.experiments.experiment import Result
 from distcse.placement.cluster import Cluster
-from distcse.recipe import BaseRecipe, Sweep, TeachersSection, TrainedSection
+from distcse.placement.gpu_plan import Process
+from distcse.recipe import BaseRecipe, MutualRecipe, Recipe, Sweep, TeachersSection, TrainedSection, decided
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.table import EmbeddingTable
 
-
-@dataclass(frozen=True)
-class TrialRequest:
-    """The processes that a trial needs."""
-
-    workers: int = 0
-    """Training workers; with 0 or 1, the trial trains in its own process."""
-    cpus_per_worker: float | None = None
-    """CPUs of one worker; None is an even share."""
-    gpus_per_worker: float | None = None
-    """GPUs of one worker; None is one GPU if there are any."""
-    node_labels: Mapping[str, str] | None = None
-    """Labels of the nodes of the workers; None is any node."""
-    teachers: TeachersSection | None = None
-    """Teachers that all trials share; None if there are none."""
-    leaves_threads: bool = False
-    """Whether a stopped trial's threads may train on for a while, so that its process cannot be reused."""
+TRIALS = "trials"
+"""Name of the trials' processes."""
 
 
 class TrialGpus(NamedTuple):
@@ -54,16 +42,6 @@ class SharedTables:
     """One per teacher; None for a live teacher."""
 
 
-@dataclass(frozen=True)
-class SharedPaths:
-    """Paths that the nodes of a trial must see, by recipe key."""
-
-    read: Mapping[str, Path]
-    """Names of hub models are included, as paths that do not exist."""
-    written: Mapping[str, Path] = field(default_factory=dict)
-    """Folders that trials write to, apart from their own."""
-
-
 class TrialScore(NamedTuple):
     """A dev score of a trial."""
 
@@ -76,20 +54,38 @@ class TrialScore(NamedTuple):
 class Trials(ABC):
     """The trials of a sweep over one experiment's recipe."""
 
-    @property
-    @abstractmethod
-    def request(self) -> TrialRequest:
-        """The processes that a trial needs."""
+    leaves_threads: ClassVar[bool] = False
+    """Whether a stopped trial's threads may train on for a while, so that its process cannot be reused."""
+
+    def __init__(self, searched: Recipe | MutualRecipe) -> None:
+        self.searched = searched
 
     @property
     @abstractmethod
-    def paths(self) -> SharedPaths:
-        """Paths that every node must see, because a trial may run on any."""
+    def processes(self) -> list[Process]:
+        """The training workers of one trial, named `TRIALS`, then the servers that all trials share.
+
+        A single worker trains in the trial's own process.
+        """
 
     @property
     @abstractmethod
+    def needs(self) -> NodeNeeds:
+        """What every node must see, because a trial may run on any."""
+
+    @property
+    def teachers(self) -> TeachersSection | None:
+        """Teachers that all trials share. Default: there are none."""
+        return None
+
+    @property
     def evaluation_precision(self) -> str:
         """Precision of the final evaluation."""
+        return decided(self.searched.evaluation.precision)
+
+    @abstractmethod
+    def train(self, backend: Backend, reporter: Reporter, directory: RunDirectory) -> Result:
+        """Run `searched` as a trial, without what the sweep has done for all trials; see `Experiment.run`."""
 
     @abstractmethod
     def recipe(self, cpus: float, gpus: float) -> BaseRecipe:
@@ -147,11 +143,7 @@ class Trials(ABC):
 
     @abstractmethod
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
-        """Return a function that finds a trial's new dev scores when an event arrives.
-
-        Args:
-            run: The trial's folder.
-        """
+        """Return a function that finds a trial's new dev scores when an event arrives."""
 
     @abstractmethod
     def labelled_tasks(self) -> Tasks:
@@ -160,9 +152,6 @@ class Trials(ABC):
     @abstractmethod
     def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
         """Return the models of a final run: their folders, and the recipe's sections of their encoders.
-
-        Args:
-            run: The run's folder.
 
         Returns:
             By name; the name is empty if there is only one.

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from distcse.placement.cluster import Labels, Paths
 from distcse.placement.resources import Node, Resources, count_fitting, no_node_error
 
-_HEARTBEAT_TIMEOUT_S = 60.0
+GIB = 2.0**30
+HEARTBEAT_TIMEOUT_S = 60.0
 _MOST_OF_A_NODE = 0.75
 """Part of a node's memory that a process reserves which needs more: no second one fits, and other jobs may hold a little."""
 
@@ -32,7 +33,7 @@ class DeviceOptions:
     """Whether functions for which no GPU is free may wait for further nodes, as an autoscaler starts them."""
     trains: bool = False
     """Whether the functions train, for which their processes get the environment of training workers."""
-    heartbeat_timeout_s: float = _HEARTBEAT_TIMEOUT_S
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
     """Seconds without an answer after which a process counts as hung."""
     owner: str = "distcse"
     """Name of the run or recipe, part of the processes' names."""

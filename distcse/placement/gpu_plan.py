@@ -1,4 +1,4 @@
-"""The GPUs that a run's processes get: what the recipe sets, else one for a worker and a quarter for a helper.
+"""The processes of a run, and the GPUs that they get: what the recipe sets, else one for a worker and a quarter for a helper.
 
 Whether they fit is asked with their CPUs (`refuse_impossible`): too few are one error with the sum.
 """
@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 
 from distcse.errors import ClusterTooSmallError
 from distcse.events import Listener, LogMessage
-from distcse.placement.resources import Node, describe_nodes
-from distcse.recipe.training import GpuMode
+from distcse.placement.resources import Node, ResourceRequest, describe_nodes
+from distcse.recipe.training import GpuMode, least_gpus
 
 _WORKER, _HELPER = 1.0, 0.25
 
 
 @dataclass(frozen=True)
-class GpuRole:
-    """Processes of one kind that can compute on GPUs."""
+class Process:
+    """Identical processes of a run: how many, and what each needs. All processes of a run are there at the same time."""
 
     name: str
     """Name in messages, such as `training workers`."""
@@ -27,18 +27,48 @@ class GpuRole:
     labels: Mapping[str, str] | None
     """Required labels of their nodes; None is any node."""
     gpus: float | None
-    """GPUs per process that the recipe sets; None is the default."""
+    """GPUs of one that the recipe sets; None is the default."""
+    cpus: float | None
+    """CPUs of one that the recipe sets; None is a share of the nodes'."""
+    description: str
+    """Description with recipe key and value, such as `training.workers=2`."""
+    number_key: str
+    """Recipe key of `number`."""
+    resource_keys: Mapping[str, str]
+    """Recipe keys of the CPUs and GPUs of one."""
+    alternative: str = ""
+    """Another fix where the cluster is too small, such as `use teachers.mode=table`."""
+    computes: bool = True
+    """Whether it can compute on a GPU."""
     is_helper: bool = False
-    """Whether the processes serve or score for others."""
+    """Whether it serves or scores for others."""
     is_elastic: bool = False
     """Whether fewer of them start where there is no room for all."""
+
+    def request(self, cpus: float, gpus: float) -> ResourceRequest:
+        """Return the request of all of them, with these CPUs and GPUs each."""
+        each = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        return ResourceRequest(
+            self.description,
+            self.number,
+            each,
+            self.labels,
+            self.number_key,
+            self.resource_keys,
+            self.alternative,
+        )
+
+    def least_request(self, mode: GpuMode) -> ResourceRequest:
+        """Return what they need on any cluster: the CPUs and GPUs that the recipe sets, or one CPU and a required GPU."""
+        cpus = 1.0 if self.cpus is None else self.cpus
+        return self.request(cpus, least_gpus(mode, self.gpus) if self.computes else 0.0)
 
 
 @dataclass(frozen=True)
 class GpuPlan:
     """The GPUs of processes that run at the same time."""
 
-    roles: Sequence[GpuRole]
+    processes: Sequence[Process]
     nodes: Sequence[Node]
     """The cluster's nodes."""
     mode: GpuMode = "auto"
@@ -46,59 +76,80 @@ class GpuPlan:
 
     @property
     def gpus(self) -> list[float]:
-        """GPUs of one process of each role, in the order of `roles`."""
-        return [self._of(role) for role in self.roles]
+        """GPUs of one process of each kind, in the order of `processes`."""
+        return [self._of(process) for process in self.processes]
 
     def of(self, name: str) -> float:
-        """Return the GPUs of one process of the role with this name; 0 if there is no such role."""
-        return next((self._of(role) for role in self.roles if role.name == name), 0.0)
+        """Return the GPUs of one process with this name; 0 if there is none."""
+        return max((self._of(process) for process in self.processes if process.name == name), default=0.0)
 
-    def _of(self, role: GpuRole) -> float:
-        if self.mode == "none":
+    def _of(self, process: Process) -> float:
+        if self.mode == "none" or not process.computes:
             return 0.0
-        if role.gpus is not None:
-            return role.gpus
-        default = _HELPER if role.is_helper else _WORKER
-        return default if count_gpus(self.nodes, role.labels) else 0.0
+        if process.gpus is not None:
+            return process.gpus
+        default = _HELPER if process.is_helper else _WORKER
+        return default if count_gpus(self.nodes, process.labels) else 0.0
 
     def describe(self) -> str:
-        """Describe them, such as `training workers 8 x 1, dev-score evaluator none`; empty without roles."""
+        """Describe them, such as `training workers 8 x 1, dev-score evaluator none`; empty if none can use a GPU."""
+        found: dict[str, Process] = {}
+        for process in self.processes:
+            if process.computes:
+                others = found[process.name].number if process.name in found else 0
+                found[process.name] = replace(process, number=process.number + others)
         parts = []
-        for role, gpus in zip(self.roles, self.gpus, strict=True):
-            up_to = "up to " if role.is_elastic else ""
-            parts.append(f"{role.name} {f'{up_to}{role.number} x {gpus:g}' if gpus else 'none'}")
+        for process in found.values():
+            gpus, up_to = self._of(process), "up to " if process.is_elastic else ""
+            parts.append(f"{process.name} {f'{up_to}{process.number} x {gpus:g}' if gpus else 'none'}")
         return ", ".join(parts)
 
     def with_number(self, name: str, number: int) -> GpuPlan:
-        """Return the plan with another number of processes of the role with this name, each with the same GPUs."""
-        return replace(self, roles=[replace(r, number=number) if r.name == name else r for r in self.roles])
+        """Return the plan with another number of the processes with this name, each with the same GPUs."""
+        changed = [replace(process, number=number) if process.name == name else process for process in self.processes]
+        return replace(self, processes=changed)
 
     def require_all(self) -> None:
-        """Raise `ClusterTooSmallError` if `resources.gpu` is `required`, and a role gets no GPU."""
-        missing = [role for role in self.roles if not self._of(role)] if self.mode == "required" else []
-        for role in missing:
-            raise ClusterTooSmallError(
-                f"resources.gpu is required, but {describe_nodes(role.labels)} no GPU for the {role.name}; add GPUs, or write "
-                "resources.gpu=auto"
-            )
+        """Raise `ClusterTooSmallError` if `resources.gpu` is `required`, and a process that computes gets no GPU."""
+        if self.mode != "required":
+            return
+        for process in self.processes:
+            if process.computes and not self._of(process):
+                raise ClusterTooSmallError(
+                    f"resources.gpu is required, but {describe_nodes(process.labels)} no GPU for the {process.name}; add GPUs, "
+                    "or write resources.gpu=auto"
+                )
+
+    def requests(self, cpus: Sequence[float | None] = ()) -> list[ResourceRequest]:
+        """Return the requests of the processes that reserve anything, with the plan's GPUs.
+
+        Args:
+            cpus: CPUs of one process of each kind, from the first on. Default: those that the recipe sets.
+        """
+        chosen = [*cpus, *(process.cpus for process in self.processes[len(cpus) :])]
+        found = [
+            process.request(each or 0.0, gpus)
+            for process, each, gpus in zip(self.processes, chosen, self.gpus, strict=True)
+        ]
+        return [request for request in found if any(request.each.values())]
 
 
 PlansOfTrials = Callable[[Sequence[Node]], list[GpuPlan]]
 """Decides the GPUs of a sweep, whose trials are scheduled differently than a single run, from the cluster's nodes."""
 
 
-def plan_gpus(roles: Sequence[GpuRole], nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
+def plan_gpus(processes: Sequence[Process], nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
     """Decide the GPUs of processes that run at the same time.
 
     Args:
-        roles: All such processes that can use GPUs, the most important first.
+        processes: All such processes, the most important first.
         nodes: The nodes of the cluster.
         mode: The recipe's `resources.gpu`.
 
     Raises:
-        ClusterTooSmallError: `mode` is `required`, and a role gets no GPU.
+        ClusterTooSmallError: `mode` is `required`, and a process that computes gets no GPU.
     """
-    plan = GpuPlan(roles, nodes, mode)
+    plan = GpuPlan(processes, nodes, mode)
     plan.require_all()
     return plan
 
@@ -112,7 +163,7 @@ def report_plans(plans: Sequence[GpuPlan], emit: Listener) -> None:
         plans: Plans of processes that run one after the other, such as the embedding pass and the training.
         emit: Receives the message.
     """
-    if any(plan.roles and count_gpus(plan.nodes, None) for plan in plans):
+    if any(plan.describe() and count_gpus(plan.nodes, None) for plan in plans):
         emit(LogMessage(describe_plans(plans)))
 
 

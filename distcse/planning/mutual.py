@@ -8,9 +8,9 @@ from typing import Any
 
 from distcse.errors import DistcseError
 from distcse.events import Reporter
-from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.pairs import fit_to_pairs, temporary_pairs
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.processes import with_max_workers
 from distcse.planning.costs import PROCESS, Pass, WorkerMemory, with_update
 from distcse.planning.machines import Cluster
 from distcse.planning.sizes import Lengths, Shape, assumed_lengths, read_lengths, read_shape

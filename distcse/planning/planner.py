@@ -14,7 +14,7 @@ from distcse import host
 from distcse.device import DeviceSpeed, local_speed
 from distcse.errors import ArgumentError
 from distcse.events import DevScore, Event, Listener, StageProgress, StepReport
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.experiment import experiment_of
 from distcse.planning.costs import Measured, StudentPlan
 from distcse.planning.machines import GPUS, Cluster, Form, this_machine
 from distcse.planning.mutual import MutualPlan

@@ -14,12 +14,11 @@ from typing import TypeVar
 
 from distcse.data import Corpus
 from distcse.events import Reporter
-from distcse.experiments.backend import Backend, DeviceCall, EmbeddingRequest
+from distcse.experiments.backend import Backend, DeviceCall, EmbeddingRequest, LocalBackend
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.group import Group
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.resources import GroupResources
+from distcse.experiments.mutual.phases import GroupContext
+from distcse.experiments.mutual.processes import GroupResources
 from distcse.placement.cluster import ClusterSpeeds, Labels, Paths
 from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node, ResourceRequest
@@ -89,14 +88,13 @@ class RayCluster:
         require_shared(written, read, labels)
 
 
-class RayBackend:
-    """Embeds and serves in actors, trains in Ray Train workers and groups of actors (see `Backend`).
+class RayBackend(Backend):
+    """Embeds and serves in actors, trains in Ray Train workers and groups of actors.
 
     Functions run in actors too, unless the cluster is this machine without a GPU: there, another process would cost seconds.
     """
 
-    cluster = RayCluster()
-    is_for_trials = False
+    cluster: RayCluster = RayCluster()
 
     def metered(self, reporter: Reporter, run: str) -> Reporter:
         from distcse.ray_backend.metrics import metered
@@ -111,8 +109,8 @@ class RayBackend:
     def train(
         self, spec: TrainSpec, corpus: Corpus, tables: Sequence[EmbeddingTable | None], reporter: Reporter
     ) -> TrainResult:
-        from distcse.experiments.distillation.resources import plan_run
-        from distcse.experiments.distillation.teacher_clients import with_worker_tables
+        from distcse.experiments.distillation.batch_loader import with_worker_tables
+        from distcse.experiments.distillation.processes import plan_run
         from distcse.ray_backend.nodes import alive
         from distcse.ray_backend.teacher_servers import served
         from distcse.ray_backend.train_workers import train_in_workers
@@ -128,6 +126,7 @@ class RayBackend:
     def open_groups(
         self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
     ) -> Iterator[list[Group]]:
+        """Start the groups of a mutual distillation; see `GroupBackend`."""
         from distcse.ray_backend.ray_group import groups_of_own_workers, groups_of_shared_workers
 
         is_shared = resources.shared_workers is not None

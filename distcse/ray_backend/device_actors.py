@@ -13,8 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from distcse import host
 from distcse.errors import DistcseError, ProcessLostError, StoppedEarlyError, WorkFailedError, first_line, last_line
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.backend import DeviceCall
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import DeviceCall, LocalBackend
 from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.placement.resources import ResourceRequest, format_resources
 from distcse.placement.waiting import WaitWarning

@@ -25,7 +25,7 @@ from distcse.recipe import TeacherSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers import embedding
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.resources import EMBEDDING, plan_embedding, request_embedding_actors
+from distcse.teachers.resources import EMBEDDING, embedding_actors, plan_embedding
 from distcse.teachers.reuse import Reuse, ReusedVectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import Embedder
@@ -120,7 +120,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
     most = len(request.missing)
     each = {"CPU": 1.0, "GPU": plan_embedding(section, nodes, request.gpu_mode, [teacher], most).of(EMBEDDING)}
     count = min(most, section.embedding_workers or most, max(1, count_fitting(usable, each)))
-    refuse_impossible([request_embedding_actors(section, count, each)], nodes)
+    refuse_impossible([embedding_actors(section, count).request(1.0, each["GPU"])], nodes)
     if count < min(most, section.embedding_workers or 1):
         text = f"teacher {teacher.backbone}: {count} of {section.embedding_workers} embedding actors, as many as fit"
         reporter.emit(LogMessage(text, warning=True))
@@ -169,7 +169,7 @@ class _EmbeddingTasks:
         self._embedded: dict[Any, int] = {}
         """Rows that running tasks have embedded."""
         self._wait_warning = WaitWarning(self._reporter)
-        self._watchdog = ResourceWatchdog([request_embedding_actors(request.section, 1, each)], self._warn)
+        self._watchdog = ResourceWatchdog([embedding_actors(request.section, 1).request(1.0, each["GPU"])], self._warn)
 
     def run(self) -> None:
         """Complete all shards."""

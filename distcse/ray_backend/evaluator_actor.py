@@ -19,10 +19,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from distcse.device import default_device
 from distcse.errors import DistcseError, ProcessLostError, WorkFailedError, first_line, last_line
 from distcse.events import Reporter
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec, teacher_clients
 from distcse.experiments.distillation.distillation_task import DistillationTask
-from distcse.experiments.distillation.resources import EVALUATOR_ALTERNATIVE
-from distcse.experiments.distillation.teacher_clients import teacher_clients
+from distcse.experiments.distillation.processes import EVALUATOR_ALTERNATIVE
 from distcse.placement.resources import ResourceRequest, format_resources
 from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
@@ -92,7 +91,7 @@ class RemoteEvaluator:
                 .options(
                     name=f"dev-scores-{unique_name(self._spec.run.name)}",
                     num_cpus=self._request.each["CPU"],
-                    num_gpus=self._request.each["GPU"],
+                    num_gpus=self._request.each.get("GPU", 0.0),
                     label_selector=self._request.labels,
                 )
                 .remote(self._spec, self._servers)

@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import RayError
 
 from distcse import host
-from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phase_store import Scores, StoredScores
+from distcse.experiments.mutual.phase_trainer import PhaseTrainer
+from distcse.experiments.mutual.phases import GroupContext, Phase, PhaseResult
 from distcse.experiments.mutual.scoring import PairScorer
-from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.placement.gpu_plan import process_group_backend
 from distcse.ray_backend.assigned_resources import use_gpus, use_interface_of
 from distcse.ray_backend.event_channel import reporter_of

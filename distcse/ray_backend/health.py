@@ -14,7 +14,7 @@ from distcse import host
 from distcse.checks import Check, answers, fail, ok, warn
 from distcse.device import gpu_count, local_speed
 from distcse.errors import ClusterTooSmallError, DistcseError, EncoderError, StorageError
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.experiment import experiment_of
 from distcse.host import installed_version
 from distcse.placement.resources import Node, format_nodes
 from distcse.preflight import machine

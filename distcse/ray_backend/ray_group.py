@@ -34,12 +34,11 @@ from distcse.errors import (
 )
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.mutual.group import Group, StepPasses
-from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phase_store import Scores, StoredScores
+from distcse.experiments.mutual.phases import GroupContext, Phase, PhaseResult
 from distcse.experiments.mutual.pooled_group import PooledGroup, SlotsLost
-from distcse.experiments.mutual.resources import GroupResources
+from distcse.experiments.mutual.processes import GroupResources
 from distcse.experiments.mutual.scoring import ScoringProgress
-from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 from distcse.experiments.mutual.worker_pool import WorkerPool, pool_members
 from distcse.placement.resources import format_resources
 from distcse.placement.waiting import WaitWarning

@@ -27,7 +27,6 @@ from distcse.errors import (
     last_line,
 )
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.distillation.resources import RunResources
 from distcse.gc_paused import gc_paused
 from distcse.placement.gpu_plan import process_group_backend
 from distcse.placement.resources import Node, Resources, count_fitting, format_resources
@@ -59,6 +58,7 @@ with gc_paused():  # of PyTorch
 
 if TYPE_CHECKING:
     from distcse.experiments.distillation.batch_loader import TrainSpec
+    from distcse.experiments.distillation.processes import RunResources
     from distcse.trainer.trainer import TrainResult
 
 _START_WARNING_S = 50.0
@@ -142,7 +142,7 @@ def _run_trainer(
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
     running = thread.submit(trainer.fit)
     watchdog = ResourceWatchdog(
-        resources.requests(spec.recipe, workers),
+        resources.requests(workers),
         lambda warning: reporter.emit(LogMessage(warning, warning=True)),
         nodes,
     )
@@ -310,8 +310,8 @@ def _train_loop_per_worker(config: dict[str, Any]) -> TrainResult | DistcseError
 def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseError:
     with gc_paused():
         from distcse.distributed import on_all_ranks
+        from distcse.experiments.distillation.batch_loader import teacher_clients
         from distcse.experiments.distillation.distillation_task import train_student
-        from distcse.experiments.distillation.teacher_clients import teacher_clients
         from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
         from distcse.ray_backend.evaluator_actor import RemoteEvaluator
         from distcse.ray_backend.metrics import QueueMetrics

@@ -15,9 +15,8 @@ import yaml
 from numpy.typing import NDArray
 
 from distcse.errors import RunDirectoryError, RunError
-from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_store import PhaseStore, Scores
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.stored_scores import Scores
 from distcse.runs.directory import recorded
 
 COMPARED_PAIRS = 1_000_000

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distcse.placement.gpu_plan import GpuPlan, GpuRole
-from distcse.placement.resources import Node, ResourceRequest, Resources, count_fitting
+from distcse.placement.gpu_plan import GpuPlan, Process
+from distcse.placement.resources import Node, ResourceRequest, count_fitting
 from distcse.recipe import GpuMode, TeacherSection, TeachersSection
-from distcse.recipe.training import least_gpus
 
 if TYPE_CHECKING:
     from distcse.teachers.kinds import TeacherKind
 
 EMBEDDING, SERVERS = "embedding actors", "teacher servers"
-"""Names of the GPU roles of teachers."""
+"""Names of the teachers' processes."""
 
 _GPU_KEY = "teachers.gpus_per_actor"
 _NAMES = {"live": "live teacher servers", "rank space": "rank-space servers"}
@@ -45,7 +45,7 @@ def plan_embedding(
         most: Actors that have work. Default: any number.
 
     Returns:
-        The plan; without a role if no embedding actor computes with a model.
+        The plan; without a process if no embedding actor computes with a model.
     """
     from distcse.teachers.kinds import kind_of
 
@@ -56,69 +56,54 @@ def plan_embedding(
     gpus, is_elastic = section.gpus_per_actor or 1.0, section.embedding_workers is not None
     number = section.embedding_workers or max(1, count_fitting(usable, {"GPU": gpus}))
     number = number if most is None else min(number, most)
-    return GpuPlan(
-        [GpuRole(EMBEDDING, number, section.node_labels, section.gpus_per_actor, False, is_elastic)], nodes, mode
-    )
+    return GpuPlan([replace(embedding_actors(section, number), is_elastic=is_elastic)], nodes, mode)
 
 
-def request_embedding_actors(section: TeachersSection, count: int, each: Resources) -> ResourceRequest:
-    """Return the resource request of `count` embedding actors."""
+def embedding_actors(section: TeachersSection, number: int) -> Process:
+    """Return a number of embedding actors."""
     key = "teachers.embedding_workers"
-    return ResourceRequest(f"{key}={count}", count, each, section.node_labels, key, {"GPU": _GPU_KEY})
+    labels, gpus = section.node_labels, section.gpus_per_actor
+    return Process(EMBEDDING, number, labels, gpus, 1.0, f"{key}={number}", key, {"GPU": _GPU_KEY})
 
 
 def least_embedding(section: TeachersSection, mode: GpuMode) -> ResourceRequest:
     """Return the request of the embedding actors that the recipe sets, or of one, on any cluster."""
-    each = {"CPU": 1.0, "GPU": least_gpus(mode, section.gpus_per_actor)}
-    return request_embedding_actors(section, section.embedding_workers or 1, each)
+    return embedding_actors(section, section.embedding_workers or 1).least_request(mode)
 
 
-def server_roles(section: TeachersSection, reads_tables_itself: bool = False) -> list[GpuRole]:
-    """Describe the servers that can use a GPU: those of live teachers and of rank-space teachers.
-
-    Args:
-        section: The teachers.
-        reads_tables_itself: Whether only live teachers have servers, as in a sweep whose trials read the tables.
-            Default: False.
-
-    Returns:
-        One role, or none where no server computes.
-    """
-    from distcse.teachers.kinds import kind_of
-
-    computing = {"live"} if reads_tables_itself else {"live", "rank space"}
-    served = [kind for kind in map(kind_of, section.encoders) if kind.serving(section.mode) in computing]
-    number = section.num_servers * sum(_computes(kind, section.mode) for kind in served)
-    if not number:
-        return []
-    return [GpuRole(SERVERS, number, section.node_labels, section.gpus_per_actor, is_helper=True)]
-
-
-def server_demands(section: TeachersSection, gpus: float) -> list[ResourceRequest]:
-    """Return the resource requests of the servers that reserve resources.
+def server_processes(section: TeachersSection, reads_tables: bool = False) -> list[Process]:
+    """Return the servers that reserve CPUs or GPUs: those of live teachers and of rank-space teachers.
 
     Servers of cosines from a table reserve none; those of a rank space only GPUs.
 
     Args:
         section: The teachers.
-        gpus: GPUs of a server that computes with a model or ranks.
+        reads_tables: Whether only live teachers have servers, as in a sweep whose trials read the tables. Default: False.
     """
     from distcse.teachers.kinds import kind_of
 
-    numbers = Counter(
-        (kind_of(teacher).serving(section.mode), tuple(server_resources(section, teacher, gpus).values()))
-        for teacher in section.encoders
-    )
-    requests = []
-    for (serving, (num_cpus, num_gpus)), teachers in numbers.items():
-        if num_cpus or num_gpus:
-            number, key = section.num_servers * teachers, "teachers.num_servers"
-            each = {"CPU": num_cpus, "GPU": num_gpus}
-            description, keys = f"{number} {_NAMES[serving]}", {"GPU": _GPU_KEY}
-            requests.append(
-                ResourceRequest(description, number, each, section.node_labels, key, keys, _ALTERNATIVES[serving])
+    kinds = map(kind_of, section.encoders)
+    numbers = Counter((kind.serving(section.mode), _computes(kind, section.mode)) for kind in kinds)
+    processes = []
+    for (serving, computes), teachers in numbers.items():
+        if serving == "live" or (serving == "rank space" and not reads_tables):
+            number = section.num_servers * teachers
+            processes.append(
+                Process(
+                    SERVERS,
+                    number,
+                    section.node_labels,
+                    section.gpus_per_actor,
+                    1.0 if serving == "live" else 0.0,
+                    f"{number} {_NAMES[serving]}",
+                    "teachers.num_servers",
+                    {"GPU": _GPU_KEY},
+                    _ALTERNATIVES[serving],
+                    computes,
+                    is_helper=True,
+                )
             )
-    return requests
+    return processes
 
 
 def starts_servers(section: TeachersSection) -> bool:

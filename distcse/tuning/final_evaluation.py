@@ -21,7 +21,7 @@ from distcse.evaluation import (
 from distcse.evaluation.runs import Spread, compute_spread, compute_spreads
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.experiments.trials import Trials
 from distcse.placement.devices import DeviceOptions
@@ -133,9 +133,7 @@ def measure(
     determined_by = [precision, *(str(model) for _, model, _ in found)]
     returned = measure_models(calls, tasks, determined_by, folder, backend, options, reporter)
     results: list[ModelResults] = [model for model in returned if model is not None]
-    devices = ", ".join(sorted({model.device for model in results}))
-    settings = {"STS": "all", "device": devices, "precision": precision}
-    return compare_measured(results, tasks, calls, returned, settings, started_at)
+    return compare_measured(results, tasks, calls, returned, precision, started_at)
 
 
 def _measure(

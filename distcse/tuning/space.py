@@ -11,7 +11,7 @@ from typing import Any
 from simpleeval import InvalidExpression, NameNotDefined, simple_eval
 
 from distcse.errors import SearchSpaceError
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.experiment import experiment_of
 from distcse.recipe import BaseRecipe, ParameterSection, Sweep, with_values
 from distcse.recipe.section import is_inside
 

@@ -23,9 +23,8 @@ from distcse.errors import FrozenKeyError, RunDirectoryError, SearchSpaceError, 
 from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, combine_listeners
 from distcse.experiments.backend import Backend
-from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.registry import experiment_of
-from distcse.experiments.run_scope import joined_for_devices, waited_for_nodes
+from distcse.experiments.cluster_fit import gpu_policy, joined_for_devices, waited_for_nodes
+from distcse.experiments.experiment import experiment_of
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import TrialGpus, Trials
 from distcse.placement.cluster import Cluster
@@ -269,13 +268,12 @@ def _with_precisions(
 
 def _require_shared(recipe: BaseRecipe, trials: Trials, cluster: Cluster, directory: Path) -> None:
     """Check that every node that can run a trial, or its teachers, sees the sweep's folders."""
-    paths = trials.paths
-    check_storage(recipe.storage, [key.removeprefix("storage.") for key in paths.written])
-    request = trials.request
+    needs, (workers, *_) = trials.needs, trials.processes
+    check_storage(recipe.storage, [key.removeprefix("storage.") for key in needs.written])
     # The process that starts a trial's workers reserves next to nothing, and runs on any node.
-    labels = [request.node_labels if request.workers <= 1 else None]
-    labels += [] if request.teachers is None else [request.teachers.node_labels]
-    cluster.require_shared({"storage.runs": directory, **paths.written}, paths.read, labels)
+    labels = [workers.labels if workers.number == 1 else None]
+    labels += [] if trials.teachers is None else [trials.teachers.node_labels]
+    cluster.require_shared({"storage.runs": directory, **needs.written}, needs.read, labels)
 
 
 @contextmanager
@@ -287,7 +285,7 @@ def _trial_backend(
     Yields:
         The backend of the trials; None for trials without teachers, which run in their own process.
     """
-    shared, section = trials.prepare(backend.run_backend, reporter, folder), trials.request.teachers
+    shared, section = trials.prepare(backend.run_backend, reporter, folder), trials.teachers
     if shared is None or section is None:
         yield None
         return

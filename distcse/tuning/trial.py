@@ -10,9 +10,8 @@ from typing import Any
 
 from distcse.errors import CheckpointError, DivergedError, StoppedEarlyError
 from distcse.events import CheckpointSaved, Event, Reporter
-from distcse.experiments.backend import Backend
-from distcse.experiments.local_backend import LocalBackend
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.backend import Backend, LocalBackend
+from distcse.experiments.experiment import experiment_of
 from distcse.recipe import BaseRecipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore
@@ -99,7 +98,7 @@ def run_trial(
     )
     try:
         reporter = Reporter(trial_reporter.on_event, stop_requested)
-        result = experiment_of(recipe).run(context.backend or LocalBackend(), reporter, directory)
+        result = experiment_of(recipe).trials.train(context.backend or LocalBackend(), reporter, directory)
         if result.interrupted:
             raise StoppedEarlyError(f"trial {name} was asked to stop; its last checkpoint is kept")
     except DivergedError as error:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distcse.errors import ClusterTooSmallError
-from distcse.experiments.registry import experiment_of
-from distcse.experiments.trials import TrialGpus, TrialRequest
-from distcse.placement.gpu_plan import GpuPlan, GpuRole, plan_gpus
+from distcse.experiments.experiment import experiment_of
+from distcse.experiments.trials import TRIALS, TrialGpus
+from distcse.placement.gpu_plan import GpuPlan, Process, plan_gpus
 from distcse.placement.resources import (
     Node,
     ResourceRequest,
@@ -22,11 +22,8 @@ from distcse.placement.resources import (
     refuse_impossible,
 )
 from distcse.recipe import BaseRecipe, GpuMode, Sweep
-from distcse.recipe.training import least_gpus
-from distcse.teachers.resources import SERVERS, plan_embedding, server_demands, server_roles
+from distcse.teachers.resources import SERVERS, plan_embedding
 
-_TRIALS = "trials"
-"""Name of the trials' GPU role."""
 _TRAINER_CPUS = 0.01
 """CPUs that a trial's process reserves if it trains in separate worker processes."""
 
@@ -42,7 +39,7 @@ class TrialResources:
     gpus: float
     """GPUs, or a fraction of one, of one training worker."""
     workers: int
-    """Training workers of one trial; with 0 or 1, the trial trains in its own process."""
+    """Training workers of one trial; a single one trains in the trial's own process."""
     node_labels: Mapping[str, str] | None = None
     """Labels of the nodes of a trial's workers."""
     can_wait: bool = False
@@ -55,7 +52,7 @@ class TrialResources:
     @property
     def in_own_process(self) -> bool:
         """Whether a trial trains in its own process, without a Ray Train trainer."""
-        return self.workers <= 1
+        return self.workers == 1
 
     @property
     def can_reuse_process(self) -> bool:
@@ -75,13 +72,8 @@ class TrialResources:
 
 def least_requests(recipe: BaseRecipe) -> list[ResourceRequest]:
     """List what one trial and the teachers' servers need on any cluster, to wait for its nodes before planning on them."""
-    request, mode = experiment_of(recipe).trials.request, recipe.gpu_mode
-    gpus, number, key = least_gpus(mode, request.gpus_per_worker), max(1, request.workers), "training.workers"
-    each = {"CPU": request.cpus_per_worker or 1.0, "GPU": gpus}
-    smaller = {kind: f"training.{kind.lower()}s_per_worker" for kind in each}
-    trial = ResourceRequest(f"a trial with {key}={request.workers}", number, each, request.node_labels, key, smaller)
-    teachers = request.teachers
-    return [trial, *([] if teachers is None else server_demands(teachers, least_gpus(mode, teachers.gpus_per_actor)))]
+    requests = [process.least_request(recipe.gpu_mode) for process in experiment_of(recipe).trials.processes]
+    return [request for request in requests if any(request.each.values())]
 
 
 def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> TrialResources:
@@ -97,26 +89,25 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
         nodes: The nodes of the cluster.
 
     Raises:
-        ClusterTooSmallError: `search.concurrent` trials, or the GPUs of trials and servers, do not fit. `resources.gpu`
-             is `required`, and a role gets no GPU.
-            No node has the labels of `training.node_labels`.
+        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
+            the labels of a key.
     """
-    request = experiment_of(recipe).trials.request
+    trials = experiment_of(recipe).trials
+    worker, *_ = trials.processes
     can_wait = recipe.resources.wait_s > 0
-    plan = _plan_training(request, _trials_at_once(recipe, sweep), nodes, recipe.gpu_mode)
-    gpu, server_gpus = plan.of(_TRIALS), plan.of(SERVERS)
-    servers = [] if request.teachers is None else server_demands(request.teachers, server_gpus)
+    plan = _plan_training(trials.processes, _trials_at_once(recipe, sweep), nodes, recipe.gpu_mode)
+    gpu, servers = plan.of(TRIALS), plan.requests([1.0])[1:]
     refuse_impossible(servers, nodes)
-    nodes_with(nodes, request.node_labels, "training.node_labels")
+    nodes_with(nodes, worker.labels, "training.node_labels")
     left = [node.resources for node in nodes]
     for demand in servers:
         left = _without(left, demand.number, demand.each)
-    left = [free for node, free in zip(nodes, left, strict=True) if node.has(request.node_labels)]
-    workers, cpu = request.workers, request.cpus_per_worker
-    each, trainer_cpus = max(1, workers), _TRAINER_CPUS if workers > 1 else 0.0
+    left = [free for node, free in zip(nodes, left, strict=True) if node.has(worker.labels)]
+    each, cpu = worker.number, worker.cpus
+    trainer_cpus = _TRAINER_CPUS if each > 1 else 0.0
     left = [node for node in left if count_fitting([node], {"GPU": gpu})]
     fits = count_fitting(left, {"CPU": (cpu or 1) + trainer_cpus / each, "GPU": gpu}) // each
-    trial = ResourceRequest("a trial", each, {"CPU": cpu or 1.0, "GPU": gpu}, request.node_labels, "", {})
+    trial = worker.request(cpu or 1.0, gpu)
     concurrent = sweep.search.concurrent or _number_beside(servers, trial, max(1, fits), nodes)
     at_once = min(concurrent, max(1, fits)) if can_wait else concurrent
     total_workers = each * concurrent
@@ -129,8 +120,7 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
             f"them across nodes, but the resources that servers leave ({format_nodes(left)}) fit {count_fitting(left, one)}; "
             "lower search.concurrent, training.workers, training.cpus_per_worker or training.gpus_per_worker"
         )
-    labels, threads = request.node_labels, request.leaves_threads
-    return TrialResources(concurrent, cpu, gpu, workers, labels, can_wait, threads, server_gpus)
+    return TrialResources(concurrent, cpu, gpu, each, worker.labels, can_wait, trials.leaves_threads, plan.of(SERVERS))
 
 
 def plans_of_trials(
@@ -139,13 +129,13 @@ def plans_of_trials(
     """Return the plans of a sweep's GPUs: those of the embedding pass, then those of the trials and their servers.
 
     Raises:
-        ClusterTooSmallError: `resources.gpu` is `required`, and a role gets no GPU.
+        ClusterTooSmallError: `resources.gpu` is `required`, and a process gets no GPU.
     """
-    request, mode = experiment_of(recipe).trials.request, recipe.gpu_mode
-    embedding = [] if request.teachers is None else [plan_embedding(request.teachers, nodes, mode)]
-    plan = _plan_training(request, _trials_at_once(recipe, sweep), nodes, mode)
+    trials, mode = experiment_of(recipe).trials, recipe.gpu_mode
+    embedding = [] if trials.teachers is None else [plan_embedding(trials.teachers, nodes, mode)]
+    plan = _plan_training(trials.processes, _trials_at_once(recipe, sweep), nodes, mode)
     if resources.gpus and not (resources.can_wait and sweep.search.concurrent):  # more trials may fit than had to
-        plan = plan.with_number(_TRIALS, max(1, request.workers) * resources.concurrent)
+        plan = plan.with_number(TRIALS, resources.workers * resources.concurrent)
     return [*embedding, plan]
 
 
@@ -154,12 +144,10 @@ def _trials_at_once(recipe: BaseRecipe, sweep: Sweep) -> int:
     return 1 if recipe.resources.wait_s else sweep.search.concurrent or 1
 
 
-def _plan_training(request: TrialRequest, trials_at_once: int, nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
+def _plan_training(processes: Sequence[Process], trials_at_once: int, nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
     """Decide the GPUs of the trials that run at once, and of the servers that they share."""
-    number = max(1, request.workers) * trials_at_once
-    trials = GpuRole(_TRIALS, number, request.node_labels, request.gpus_per_worker)
-    servers = [] if request.teachers is None else server_roles(request.teachers, request.workers <= 1)
-    return plan_gpus([trials, *servers], nodes, mode)
+    trial, *servers = processes
+    return plan_gpus([replace(trial, number=trial.number * trials_at_once), *servers], nodes, mode)
 
 
 def _number_beside(servers: Sequence[ResourceRequest], trial: ResourceRequest, most: int, nodes: Sequence[Node]) -> int:

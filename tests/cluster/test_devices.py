@@ -13,10 +13,10 @@ import pytest
 
 from distcse.data import Corpus
 from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.stoppable_evaluation import delete_results
 from distcse.models import Encoder, EncoderHandle

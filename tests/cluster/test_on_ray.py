@@ -16,7 +16,7 @@ import distcse
 from distcse import host
 from distcse.errors import ClusterTooSmallError, ModelNotFoundError
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress, StepReport
-from distcse.experiments.distillation.resources import plan_run
+from distcse.experiments.distillation.processes import plan_run
 from distcse.experiments.distillation.tables import embed_corpus
 from distcse.models import Encoder
 from distcse.placement.resources import ResourceRequest

@@ -18,10 +18,9 @@ import pytest
 from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, WorkFailedError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.backend import DeviceCall
+from distcse.experiments.backend import DeviceCall, LocalBackend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.placement.devices import DeviceOptions
 from distcse.ray_backend.backend import RayBackend
 from distcse.recipe import load_recipe, recipe_yaml, with_values
@@ -173,7 +172,7 @@ def tokenize_in_parts(folder: Path) -> None:
     from unittest.mock import patch
 
     from distcse.data import token_table
-    from distcse.experiments.distillation import tokens
+    from distcse.experiments.distillation import corpus as preparing
 
     recipe, backend, events = load_recipe(str(folder / "recipe.yaml"), []), RayBackend(), list[Event]()
     corpus = read_corpus(recipe, Reporter())
@@ -181,16 +180,16 @@ def tokenize_in_parts(folder: Path) -> None:
     stopping = Reporter(stop_requested=lambda: len(list(folder.glob("cache/tokens/*.parts/[0-9]*-[0-9]*"))) > 1)
     with (
         backend.cluster.joined(),
-        patch.object(tokens, "PART_ROWS", 50),
+        patch.object(preparing, "PART_ROWS", 50),
         patch.object(token_table, "encode_batch", side_effect=AssertionError("the driver tokenizes")),
     ):
         try:
-            tokens.prepare_tokens(recipe, corpus, backend, stopping)
+            preparing.prepare_tokens(recipe, corpus, backend, stopping)
         except StoppedEarlyError:
             kept = len(list(folder.glob("cache/tokens/*.parts/[0-9]*-[0-9]*")))
-        made = tokens.prepare_tokens(recipe, corpus, backend, reporter)
+        made = preparing.prepare_tokens(recipe, corpus, backend, reporter)
     alone = with_values(recipe, {"storage.cache": str(folder / "alone")})
-    whole = tokens.prepare_tokens(alone, corpus, LocalBackend(), Reporter())
+    whole = preparing.prepare_tokens(alone, corpus, LocalBackend(), Reporter())
     progress = [event.done for event in events if isinstance(event, StageProgress)]
     found = {
         "kept": kept,

@@ -27,8 +27,8 @@ from distcse.errors import (
     StorageWriteError,
 )
 from distcse.events import Event, LogMessage, Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
-from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder

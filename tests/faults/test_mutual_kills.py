@@ -11,8 +11,7 @@ import pytest
 
 from distcse.errors import OutOfMemoryError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Kind
+from distcse.experiments.mutual.phases import GroupContext, Kind
 from distcse.experiments.mutual.result import MutualResult
 from distcse.recipe import LoopSection, MutualRecipe
 from distcse.report.history import read_run

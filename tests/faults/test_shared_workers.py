@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.mutual.phase_costs import PhaseCosts
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Kind
+from distcse.experiments.mutual.phases import GroupContext, Kind
 from distcse.experiments.mutual.scheduling import RemainingWork
+from distcse.experiments.mutual.worker_pool import PhaseCosts
 from distcse.recipe import LoopSection, with_values
 from tests.backends import run_mutual
 from tests.drivers import Driver

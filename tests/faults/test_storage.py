@@ -30,12 +30,12 @@ from distcse.errors import (
     StorageWriteError,
 )
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.experiments.distillation.tables import prepare_tables
 from distcse.experiments.family.experiment import Family
-from distcse.experiments.local_backend import LocalBackend
-from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.phases import GroupContext
 from distcse.models import Encoder, StaticEncoder, resolve_model
 from distcse.preflight.machine import check_location
 from distcse.ray_backend.teacher_servers import live_teacher, table_teacher

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.experiments.mutual.labels import combine
+from distcse.experiments.mutual.label_exchange import combine
 from distcse.losses import bce_soft, mse_cosine
 
 

@@ -14,9 +14,9 @@ from ray.exceptions import RayError
 
 from distcse.errors import StoppedEarlyError
 from distcse.events import Event, LogMessage, Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.preflight import check_embedding
-from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.placement.resources import Node, ResourceRequest
 from distcse.ray_backend import backend, nodes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import LocalBackend
 from distcse.ray_backend.backend import RayBackend, choose_backend
 from distcse.recipe import Recipe
 from tests.pairs import make_mutual_recipe

@@ -16,8 +16,7 @@ from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import PhaseResult
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phases import Phase, PhaseResult
 from distcse.experiments.mutual.trials import CycleScores
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe

@@ -15,14 +15,14 @@ from distcse.data import Corpus, TokenTable
 from distcse.device_defaults import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.distillation_task import train_student
-from distcse.experiments.local_backend import LocalBackend
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.experiment import experiment_of
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.batching import by_length
 from distcse.rank_space import RankSpace, pair_similarities
-from distcse.ray_backend.trial_backend import TrialBackend
+from distcse.ray_backend.sweep_backend import TrialBackend
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store

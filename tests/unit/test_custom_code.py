@@ -13,8 +13,8 @@ import yaml
 
 from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import build_objective, gather_views
 from distcse.losses.views import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe

@@ -20,7 +20,7 @@ from distcse.distributed import rank
 from distcse.errors import CUDAGraphError, EvaluationOptionError, OutOfMemoryError
 from distcse.events import Event, LogMessage, StageProgress
 from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.sharded_encoding import encode_shares
+from distcse.experiments.distillation.dev_metric import encode_shares
 from distcse.losses import list_mle, list_net
 from distcse.models import Encoder
 from distcse.models.precision import frozen_weight_dtype, halve_matrices, overflows_fp16

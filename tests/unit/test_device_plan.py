@@ -9,8 +9,7 @@ import pytest
 
 from distcse.errors import ClusterTooSmallError
 from distcse.events import Reporter
-from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.roles import with_precisions
+from distcse.experiments.mutual.processes import group_needs, with_precisions
 from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.placement.resources import Node
 from tests.clusters import FixedCluster
@@ -183,9 +182,9 @@ def test_nodes_of_dropped_groups_are_not_needed(
     models = {"one": tiny("bert"), "two": tiny("bert")}
     labels = [f"groups.{number}.node_labels={{role: {role}}}" for number, role in enumerate(("a", "b"))]
     recipe = make_mutual_recipe(tmp_path, models, sentences, "ray=true", "bi.precision=bf16", *labels)
-    found = device_options(recipe, recipe.groups[:1], {})
+    found = group_needs(recipe, recipe.groups[:1]).options()
     assert found.labels == {"groups.0.node_labels": {"role": "a"}} and "groups.1.backbone" not in found.read
-    assert device_options(recipe, recipe.groups[1:], {}).labels == {"groups.1.node_labels": {"role": "b"}}
+    assert group_needs(recipe, recipe.groups[1:]).options().labels == {"groups.1.node_labels": {"role": "b"}}
     cluster = FixedCluster([node(4, role="a")])
     assert with_precisions(recipe, cluster, Reporter(), groups=recipe.groups[:1]) == recipe
     with fails_with(ClusterTooSmallError, "groups.1.node_labels"):

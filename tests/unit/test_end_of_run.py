@@ -72,7 +72,7 @@ def test_the_commands_of_several_models_name_the_first_one(
         for group in ("one", "two")
         for kind in ("bi", "cross")
     ]
-    lines = train.commands_for(Run(MutualResult(recipe, run, best, {}, 60, False, None)))
+    lines = train.commands_for(Run(MutualResult.of(recipe, run, best, {}, 60, False, None)))
     assert f"evaluate student={run.path}/models/one/bi start={tiny('bert')} --pooling mean --texts FILE" in "\n".join(
         lines
     )

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from distcse.data import Corpus
 from distcse.errors import EndpointError, RefusedTextError
 from distcse.events import Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import EndpointSection, TeacherSection, load_recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.endpoint import Endpoint

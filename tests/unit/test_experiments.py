@@ -6,7 +6,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
@@ -19,13 +18,11 @@ import distcse
 from distcse import plan, train, tune
 from distcse.device import DeviceSpeed
 from distcse.errors import ArgumentError, FrozenKeyError, ResumeMismatchError, SearchSpaceError
-from distcse.evaluation import Evaluation
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.experiments import experiment
 from distcse.experiments.backend import Backend
-from distcse.experiments.experiment import Experiment, register_experiment
+from distcse.experiments.experiment import Experiment, Result, experiment_of, register_experiment
 from distcse.experiments.model_card import ModelCard, hub_metadata, limits
-from distcse.experiments.registry import experiment_of
 from distcse.experiments.run_scope import open_run
 from distcse.losses import ListNet
 from distcse.models import Encoder, model_fingerprint
@@ -76,41 +73,6 @@ class SoupRecipe(BaseRecipe):
         return recipe.model_copy(update={"soup": [absolute_folder(model) for model in self.soup]})
 
 
-@dataclass(frozen=True)
-class SoupResult:
-    """Result of a model soup (see `Result`)."""
-
-    recipe: SoupRecipe
-    directory: RunDirectory
-    interrupted: bool
-    evaluation: Evaluation | None = None
-
-    @property
-    def models(self) -> dict[str, Path]:
-        return {"soup": self.directory.model}
-
-    @property
-    def unchanged(self) -> list[str]:
-        return []
-
-    @property
-    def reference(self) -> None:
-        return None
-
-    @property
-    def summary(self) -> list[str]:
-        return [f"soup of {len(self.recipe.soup)} models: {to_uri(self.directory.model)}"]
-
-    @property
-    def cards(self) -> list[ModelCard]:
-        if self.interrupted:
-            return []
-        models = ", ".join(f"`{model}`" for model in self.recipe.soup)
-        metadata = hub_metadata(self.recipe.soup[0], "sentence-similarity", ["sentence-similarity"], rows=0)
-        sections = [f"The mean of the weights of {models}."]
-        return [ModelCard(self.directory.model, metadata, self.recipe.name, sections, [limits("As for its parts.")])]
-
-
 class Soup(Experiment[SoupRecipe]):
     """The mean of several models' weights."""
 
@@ -128,7 +90,7 @@ class Soup(Experiment[SoupRecipe]):
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return [Role("soup", "soup", "fp32", devices)]
 
-    def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> SoupResult:
+    def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> Result:
         with open_run(self, backend, reporter, directory) as (directory, _, reporter):
             directory.record(self.recipe.seed, self.fingerprints(reporter))
             file = directory.path / "sum.safetensors"
@@ -142,11 +104,28 @@ class Soup(Experiment[SoupRecipe]):
                 if (number + 1) % self.recipe.log_every == 0:
                     reporter.emit(LogMessage(f"added model {number}"))
                 if reporter.stop_requested():
-                    return SoupResult(self.recipe, directory, interrupted=True)
+                    return self._result(directory, interrupted=True)
             encoder = Encoder.load(self.recipe.soup[0])
             encoder.load_state_dict({key: tensor / len(self.recipe.soup) for key, tensor in weights.items()})
             encoder.save(directory.model)
-        return SoupResult(self.recipe, directory, interrupted=False)
+        return self._result(directory, interrupted=False)
+
+    def _result(self, directory: RunDirectory, interrupted: bool) -> Result:
+        models = ", ".join(f"`{model}`" for model in self.recipe.soup)
+        metadata = hub_metadata(self.recipe.soup[0], "sentence-similarity", ["sentence-similarity"], rows=0)
+        sections = [f"The mean of the weights of {models}."]
+        card = ModelCard(directory.model, metadata, self.recipe.name, sections, [limits("As for its parts.")])
+        return Result(
+            self.recipe,
+            directory,
+            interrupted,
+            evaluation=None,
+            models={"soup": directory.model},
+            unchanged=[],
+            reference=None,
+            summary=[f"soup of {len(self.recipe.soup)} models: {to_uri(directory.model)}"],
+            cards=[] if interrupted else [card],
+        )
 
 
 class BlendRecipe(SoupRecipe):
@@ -157,6 +136,7 @@ class BlendRecipe(SoupRecipe):
 def soup(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the kind of run, for one test. A package would use both functions as decorators."""
     monkeypatch.setattr(base, "RECIPE_CLASSES", [*base.RECIPE_CLASSES])
+    experiment.load_kinds()
     monkeypatch.setattr(experiment, "EXPERIMENTS", {**experiment.EXPERIMENTS})
     register_recipe(SoupRecipe)
     register_experiment(SoupRecipe)(Soup)

@@ -24,13 +24,11 @@ from distcse.errors import (
 )
 from distcse.evaluation import LoadOptions, VectorModel, open_candidate
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.backend import DeviceCall
+from distcse.experiments.backend import DeviceCall, LocalBackend
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.family import experiment, students
-from distcse.experiments.family.experiment import Family
-from distcse.experiments.family.layers import evenly_spaced
+from distcse.experiments.family.experiment import Family, evenly_spaced
 from distcse.experiments.family.students import plan_side_by_side
-from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder, StaticEncoder, static
 from distcse.placement.devices import DeviceOptions
 from distcse.placement.resources import Node

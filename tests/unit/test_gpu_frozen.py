@@ -16,8 +16,7 @@ from distcse.device_defaults import defaults_of
 from distcse.errors import DeviceMemoryError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
-from distcse.experiments.backend import EmbeddingRequest
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import EmbeddingRequest, LocalBackend
 from distcse.experiments.mutual.pair_task import pair_model
 from distcse.models import CrossEncoder, Encoder, frozen_pass
 from distcse.models.batching import by_length

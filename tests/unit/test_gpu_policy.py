@@ -17,9 +17,9 @@ from distcse import host
 from distcse.device import default_device, gpu_count, has_gpu, limit_memory, usable_memory
 from distcse.errors import ClusterTooSmallError, RayConnectionError
 from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.backend import LocalBackend
+from distcse.experiments.cluster_fit import gpu_policy
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.recipe import Recipe
 from tests.clusters import FixedCluster

@@ -14,7 +14,7 @@ from distcse.events import Reporter
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.roles import roles_on
+from distcse.experiments.mutual.processes import roles_on
 from distcse.models import CrossEncoder
 from distcse.precision import decide_precisions
 from distcse.recipe import MutualRecipe, read_recipe

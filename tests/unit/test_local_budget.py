@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.distillation.batch_loader import BatchLoader
+from distcse.experiments.backend import LocalBackend
+from distcse.experiments.distillation.batch_loader import BatchLoader, with_worker_tables
 from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.distillation.tables import prepare_tables
-from distcse.experiments.distillation.teacher_clients import with_worker_tables
-from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, read_recipe
 from distcse.recipe.section import settings_without_effect, unread_keys
 from distcse.recipe.storage import parse_bytes

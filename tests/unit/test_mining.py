@@ -13,7 +13,7 @@ import pytest
 from distcse.data import Pairs
 from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.mutual.mining import mine_pairs, mining_memory, prepare_mining
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe

@@ -36,13 +36,11 @@ from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.group import SerializedGroup
-from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.labels import combine
+from distcse.experiments.mutual.label_exchange import LabelExchange, combine
 from distcse.experiments.mutual.pair_task import BiPairs, CrossPairs
 from distcse.experiments.mutual.pairs import read_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.experiments.mutual.result import MutualResult
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.head import Dense, DenseShape

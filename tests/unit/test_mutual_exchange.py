@@ -11,11 +11,9 @@ import pytest
 
 from distcse.checks import require
 from distcse.errors import InvalidValueError, StoppedEarlyError
-from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.labels import dev_weight, to_band
+from distcse.experiments.mutual.label_exchange import LabelExchange, dev_weight, to_band
 from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import PhaseResult
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phases import Phase, PhaseResult
 from distcse.experiments.mutual.preflight import recipe_questions
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease

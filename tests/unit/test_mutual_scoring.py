@@ -11,13 +11,12 @@ import pytest
 
 from distcse.errors import RunTakenOverError
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter, StageProgress
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.mutual import scoring
 from distcse.experiments.mutual.pairs import load_pairs
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phase_store import ScoreShards
+from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.experiments.mutual.scoring import PairScorer
-from distcse.experiments.mutual.stored_scores import ScoreShards
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease

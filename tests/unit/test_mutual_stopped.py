@@ -14,14 +14,13 @@ import pytest
 
 from distcse.errors import StoppedEarlyError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import LocalBackend
+from distcse.experiments.mutual.experiment import run_groups
 from distcse.experiments.mutual.group import LocalGroup, SerializedGroup
 from distcse.experiments.mutual.label_exchange import LabelExchange
 from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.experiments.mutual.result import MutualResult
-from distcse.experiments.mutual.run import run_groups
 from distcse.experiments.mutual.scoring import PairScorer
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory

@@ -11,12 +11,11 @@ import torch
 
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.mutual import scoring
 from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.experiments.mutual.pairs import load_pairs
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.experiments.mutual.scoring import PairScorer
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe

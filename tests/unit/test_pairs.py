@@ -16,14 +16,12 @@ from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecordError
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.mutual import labels, mining
 from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.pairs import fit_to_pairs, read_pairs
-from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.pairs import fit_to_pairs, read_pairs, report_extent
+from distcse.experiments.mutual.phase_store import PhaseStore, StoredScores
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.stored_scores import StoredScores
-from distcse.experiments.mutual.tokens import report_extent
 from distcse.experiments.mutual.trials import MutualTrials
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
 from distcse.recipe import MutualRecipe, read_recipe

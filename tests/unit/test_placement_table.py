@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from distcse.errors import ClusterTooSmallError, InvalidValueError
-from distcse.experiments.distillation.resources import plan_run, plans_of_run
-from distcse.experiments.mutual.resources import plan_groups
+from distcse.experiments.distillation.processes import plan_run, plans_of_run
+from distcse.experiments.mutual.processes import plan_groups
 from distcse.placement.gpu_plan import GpuPlan, describe_plans, process_group_backend
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe, Sweep

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel
 from distcse.data import Corpus
 from distcse.device import DeviceSpeed
 from distcse.errors import ArgumentError, ModelNotFoundError
-from distcse.experiments.distillation.roles import roles_on
+from distcse.experiments.distillation.processes import roles_on
 from distcse.models import Encoder, resolve_model
 from distcse.models.loading import model_class
 from distcse.plan import main

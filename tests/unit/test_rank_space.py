@@ -22,6 +22,8 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, StsTask, collect, evaluate, open_candidate, parse_suites
 from distcse.events import Reporter, StepReport
 from distcse.models import Encoder
+from distcse.placement.gpu_plan import GpuPlan
+from distcse.placement.resources import Node
 from distcse.rank_space import (
     DeviceRankSpace,
     RankSpace,
@@ -33,7 +35,7 @@ from distcse.rank_space import (
 )
 from distcse.rank_space.space import histogram_rank_vectors, products, sorted_ranks
 from distcse.recipe import TeachersSection
-from distcse.teachers.resources import server_demands
+from distcse.teachers.resources import server_processes
 from distcse.teachers.serving import serving
 from tests.backends import run
 from tests.failures import fails_with
@@ -171,14 +173,15 @@ def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> No
     cosine, ranks = ({"backbone": str(tiny()), "similarity": space} for space in ("cosine", "rank"))
     settings = {"encoders": [cosine, ranks], "num_servers": 2}
     section = TeachersSection.model_validate(settings)
-    assert server_demands(section, 0.0) == []
-    (demand,) = server_demands(section, 0.25)
+    assert GpuPlan(server_processes(section), []).requests() == []
+    on_gpus = [Node("", {"CPU": 4.0, "GPU": 1.0}, {})]
+    (demand,) = GpuPlan(server_processes(section), on_gpus).requests()
     assert (demand.number, demand.each) == (2, {"CPU": 0.0, "GPU": 0.25})
     assert demand.description == "2 rank-space servers" and demand.keys_to_lower(["GPU"]).endswith(
         "teachers.gpus_per_actor"
     )
     live = TeachersSection.model_validate({"encoders": [cosine], "mode": "live"})
-    (demand,) = server_demands(live, 0.5)
+    (demand,) = GpuPlan(server_processes(live.model_copy(update={"gpus_per_actor": 0.5})), on_gpus).requests()
     assert (demand.number, demand.each) == (1, {"CPU": 1.0, "GPU": 0.5})
 
 

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.preparation import require_shared_projection
 from distcse.experiments.distillation.trials import DistillationTrials
-from distcse.experiments.local_backend import LocalBackend
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe

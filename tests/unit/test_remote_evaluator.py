@@ -12,7 +12,8 @@ from distcse.events import DevScore, Event, LogMessage, Reporter, StepReport
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.resources import evaluator_request
+from distcse.experiments.distillation.processes import plan_run
+from distcse.placement.resources import Node
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving
@@ -177,8 +178,9 @@ def test_it_needs_a_worker_and_requests_resources(recipe_with: MakeRecipe) -> No
     with fails_with(InvalidValueError, "evaluation.async_eval", "training.workers"):
         recipe_with("evaluation.async_eval={}")
     recipe = recipe_with("evaluation.async_eval={gpus: 0.5}", "training.workers=1")
-    request = evaluator_request(recipe, 0.5)
-    assert request is not None and evaluator_request(recipe_with(), 0.5) is None
+    nodes = [Node("", {"CPU": 8.0, "GPU": 2.0}, {})]
+    request = plan_run(recipe, nodes).evaluator
+    assert request is not None and plan_run(recipe_with("training.workers=1"), nodes).evaluator is None
     assert request.each == {"CPU": 1.0, "GPU": 0.5}
     assert request.keys_to_lower(["GPU"]).startswith("training.workers or evaluation.async_eval.gpus")
     trial = Distillation(recipe).trials.recipe(cpus=1.0, gpus=0.0)

@@ -20,7 +20,7 @@ from distcse.evaluation import Evaluation
 from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges
 from distcse.evaluation.runs import Spread, compute_spread
 from distcse.events import Reporter
-from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.distillation.result import StudentResult
 from distcse.experiments.model_card import base_model, inherited_metadata
 from distcse.report.card import model_index, write_cards
 from distcse.report.exports import scores_csv, scores_tex, summary_csv, summary_tex
@@ -39,7 +39,7 @@ from tests.jobs import make_recipe
 @pytest.fixture(scope="session")
 def result(
     labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> DistillationResult:
+) -> StudentResult:
     """A run on a corpus that contains the sentences of its labelled sets (transductive)."""
     overrides = (f"evaluation.data={labelled}", "training.epochs=3")
     folder = tmp_path_factory.mktemp("run")
@@ -47,12 +47,12 @@ def result(
 
 
 @pytest.fixture(scope="session")
-def history(result: DistillationResult) -> History:
+def history(result: StudentResult) -> History:
     return read_run(result.directory.path)
 
 
 @pytest.fixture(scope="session")
-def measured(result: DistillationResult) -> Evaluation:
+def measured(result: StudentResult) -> Evaluation:
     assert result.evaluation is not None
     return result.evaluation
 
@@ -76,7 +76,7 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-def test_history_has_curves_stages_and_environment(history: History, result: DistillationResult) -> None:
+def test_history_has_curves_stages_and_environment(history: History, result: StudentResult) -> None:
     assert [step for step, _ in history.dev] == [step for step, _ in result.train_result.state.scores]
     assert history.best == pytest.approx(result.train_result.state.best) and history.dev_name == "STS-B dev"
     assert history.losses["rank"][-1][0] == result.train_result.steps
@@ -215,7 +215,7 @@ def test_page_on_a_phone_and_on_paper(page: Path, chromium: Any) -> None:
     context.close()
 
 
-def test_card_has_the_tables_and_their_marks(result: DistillationResult) -> None:
+def test_card_has_the_tables_and_their_marks(result: StudentResult) -> None:
     write_cards(result)
     card = (result.directory.model / "README.md").read_text()
     assert "**STS** (Spearman ×100, all subsets at once)" in card and "| student |" in card
@@ -239,7 +239,7 @@ def test_a_card_inherits_licence_and_language_of_the_initial_model(tmp_path: Pat
         assert inherited_metadata(str(model)) == {}
 
 
-def test_a_card_names_no_local_path(result: DistillationResult) -> None:
+def test_a_card_names_no_local_path(result: StudentResult) -> None:
     write_cards(result)
     card = (result.directory.model / "README.md").read_text()
     assert "](/" not in card and "`/" not in card and "model-index" not in card
@@ -247,7 +247,7 @@ def test_a_card_names_no_local_path(result: DistillationResult) -> None:
 
 @pytest.mark.parametrize(("share", "is_indexed"), [(0.009, True), (0.01, False), (1.0, False)])
 def test_a_card_indexes_scores_on_sets_that_were_not_in_the_training_text(
-    share: float, is_indexed: bool, result: DistillationResult, measured: Evaluation
+    share: float, is_indexed: bool, result: StudentResult, measured: Evaluation
 ) -> None:
     models = [replace(about, contamination={"sts/STS-B": share, "sts/STS12": 1.0}) for about in measured.models]
     scores = [score for score in measured.scores if score.suite == "sts"]

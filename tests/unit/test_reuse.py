@@ -11,11 +11,10 @@ import pytest
 
 from distcse.errors import EmbeddingTableError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import EmbeddingRequest
+from distcse.experiments.backend import EmbeddingRequest, LocalBackend
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.preflight import check_embedding
 from distcse.experiments.distillation.tables import prepare_tables
-from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import Recipe, with_values
 from distcse.teachers import table as table_module
 from distcse.teachers.kinds import kind_of
@@ -33,11 +32,14 @@ def recipe(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> R
 class Pass:
     """An embedding pass over some lines: its tables, and how many rows each teacher embedded."""
 
-    def __init__(self, recipe: Recipe, lines: Sequence[str], backend: LocalBackend | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, lines: Sequence[str], backend: LocalBackend | None = None, verifies: bool = True
+    ) -> None:
         Path(str(recipe.corpus.path)).write_text("\n".join(lines) + "\n")
         events: list[Event] = []
         self.corpus = read_corpus(recipe, Reporter())
-        tables = prepare_tables(recipe, self.corpus, backend or LocalBackend(), Reporter(events.append))
+        reporter = Reporter(events.append)
+        tables = prepare_tables(recipe, self.corpus, backend or LocalBackend(), reporter, verifies=verifies)
         self.tables = [table for table in tables if table is not None]
         self.embedded, self.events = rows_embedded(events), events
 
@@ -230,11 +232,8 @@ def test_tables_of_a_sweep_are_hashed_once(
     """Trials check sizes alone: the sweep has hashed the shards before."""
     Pass(recipe, sentences[:200])
 
-    class OfTrials(LocalBackend):
-        is_for_trials = True
-
     monkeypatch.setattr(table_module, "load_checked_label", lambda *paths: pytest.fail("hashed a shard"))
-    after = Pass(recipe, sentences[:200], OfTrials())
+    after = Pass(recipe, sentences[:200], verifies=False)
     assert after.embedded == [0]
     table = after.tables[0]
     for damage in (lambda file: file.write_bytes(file.read_bytes()[:-9]), Path.unlink):

@@ -13,8 +13,8 @@ from distcse import api, train
 from distcse.data import Pairs
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import DevScore, Reporter
-from distcse.experiments.local_backend import LocalBackend
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.backend import LocalBackend
+from distcse.experiments.experiment import experiment_of
 from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep, with_values
 from distcse.runs.directory import RunDirectory, refuse_changes
 from distcse.runs.lease import Lease

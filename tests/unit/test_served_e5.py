@@ -13,10 +13,10 @@ import pytest
 
 from distcse.errors import EndpointError
 from distcse.events import Event, LogMessage, Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.corpus import find_corpus
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.warnings import band_warnings
-from distcse.experiments.local_backend import LocalBackend
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with

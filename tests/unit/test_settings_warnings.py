@@ -17,13 +17,13 @@ from distcse.doctor import main as doctor
 from distcse.errors import CorpusTooSmallError, StoppedEarlyError
 from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.preflight import check_embedding
 from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.distillation.trials import DistillationTrials
 from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
-from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.models import Encoder, TokenizerSpec
 from distcse.plan import main as plan

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
+from distcse.experiments.distillation.processes import joined_for_embedding, joined_for_run
 from distcse.placement.resources import Node
 from distcse.ray_backend.shared_storage import check_paths
 from distcse.runs.directory import check_storage

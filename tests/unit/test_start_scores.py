@@ -10,7 +10,7 @@ import pytest
 
 from distcse.evaluation import RecordedScores, VectorModel
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.start_scores import score_starts

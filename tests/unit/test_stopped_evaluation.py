@@ -19,9 +19,8 @@ from distcse.evaluation.bootstrap import AucOf, AverageOf, Fixed, MeanOf, Spearm
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.evaluation.tasks import TaskResult
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.backend import DeviceCall
+from distcse.experiments.backend import DeviceCall, LocalBackend
 from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.local_backend import LocalBackend
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import MutualRecipe, Recipe

@@ -27,6 +27,8 @@ from distcse.data import Corpus
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation import Contamination, RetrievalDataset, RetrievalTask, Tasks
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
+from distcse.experiments.backend import LocalBackend
+from distcse.experiments.distillation.corpus import prepare_tokens
 from distcse.experiments.distillation.dev_ensemble import score_ensemble
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.distillation.final_evaluation import (
@@ -34,13 +36,11 @@ from distcse.experiments.distillation.final_evaluation import (
     contamination_of,
     final_scores,
     labelled_tasks,
+    rank_inference_call,
 )
-from distcse.experiments.distillation.rank_inference import rank_inference_call
 from distcse.experiments.distillation.tables import embed_corpus, prepare_tables
-from distcse.experiments.distillation.tokens import prepare_tokens
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.experiment import experiment_of
 from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.registry import experiment_of
 from distcse.models import Encoder, EncoderHandle
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.runs import lease as leases
@@ -75,7 +75,7 @@ SMALL = {
     "distcse.events.CHUNK": 16,
     "distcse.teachers.knn.QUERIES": 16,
     "distcse.models.static.TOKENS_PER_BATCH": 16,
-    "distcse.experiments.distillation.tokens.PART_ROWS": 100,
+    "distcse.experiments.distillation.corpus.PART_ROWS": 100,
 }
 
 
@@ -431,25 +431,24 @@ ASKS = {
     "experiments/distillation/final_evaluation:contamination_of": _PASS,
     "experiments/distillation/layer_selection:_search": _RUN,
     "experiments/distillation/preparation:_fit_projection": _RUN,
-    "experiments/distillation/rank_inference:_measure": _PASS,
+    "experiments/distillation/final_evaluation:_measure_ranks": _PASS,
     "experiments/distillation/tables:prepare_tables": _RUN,
     "experiments/distillation/tables:_embed": _PASS,
     "experiments/distillation/tables:_verifying": _PASS,
-    "experiments/distillation/tokens:prepare_tokens": _RUN,
-    "experiments/distillation/tokens:_write_part": _PASS,
+    "experiments/distillation/corpus:prepare_tokens": _RUN,
+    "experiments/distillation/corpus:_write_part": _PASS,
     "experiments/family/experiment:Family.run": "as static:_train",
     "experiments/family/static:_train": _PASS,
-    "experiments/local_backend:LocalBackend.run_on_devices": _EVALUATION,
+    "experiments/backend:LocalBackend.run_on_devices": _EVALUATION,
     "experiments/mutual/final_evaluation:contamination_of": "as the other contamination_of",
-    "experiments/mutual/final_evaluation:_measure_start": _EVALUATION,
-    "experiments/mutual/final_evaluation:_measure_trained": _EVALUATION,
+    "experiments/mutual/final_evaluation:_measure": _EVALUATION,
     "experiments/mutual/group:LocalGroup.score": "test_mutual_stopped.py",
     "experiments/mutual/mining:prepare_mining": "as read_corpus",
     "experiments/mutual/mining:_mine_bands": _MUTUAL,
     "experiments/mutual/mining:_mine_bm25": "as _mine_bands",
     "experiments/mutual/pairs:read_pairs": _MUTUAL,
     "experiments/mutual/start_scores:_score": _MUTUAL,
-    "experiments/mutual/tokens:_prepare": _MUTUAL,
+    "experiments/mutual/pairs:_prepare": _MUTUAL,
     "experiments/mutual/worker_pool:WorkerPool._wait_for_slots": "test_worker_pool.py",
     "api:_candidate": _PASS,
     "api:_add_retrieval_with_documents_by": "as _candidate",
@@ -469,8 +468,8 @@ SHORT = {
     "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
     "evaluation/contamination:Contamination.write": "a small file of a model's folder",
     "report/card:write_cards": "as Contamination.write",
-    "experiments/distillation/sharded_encoding:make_dev_encode": "a dev score, of all workers: training stops after it",
-    "experiments/distillation/sharded_encoding:encode_shares": "as make_dev_encode",
+    "experiments/distillation/dev_metric:make_dev_encode": "a dev score, of all workers: training stops after it",
+    "experiments/distillation/dev_metric:encode_shares": "as make_dev_encode",
     "experiments/mutual/pair_task:PairBatch.encode": "a training step",
     "experiments/mutual/pair_task:PairBatch._encode_part": "a training step",
     "experiments/mutual/pair_task:encode_streams": "a training step",

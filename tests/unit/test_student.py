@@ -28,10 +28,10 @@ from distcse.errors import (
     RunTakenOverError,
 )
 from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.final_evaluation import labelled_tasks, selected_suites
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, recorded

@@ -23,11 +23,9 @@ import torch
 from distcse.errors import DistcseError
 from distcse.evaluation import Contamination, Evaluation, Tasks
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.backend import DeviceCall
-from distcse.experiments.local_backend import LocalBackend
-from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.backend import DeviceCall, LocalBackend
+from distcse.experiments.mutual.phase_store import PhaseStore, ScoreShards
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.stored_scores import ScoreShards
 from distcse.experiments.stoppable_evaluation import FinalScores, measure_models
 from distcse.placement.devices import DeviceOptions
 from distcse.recipe import Recipe, read_sweep

@@ -12,8 +12,8 @@ import pytest
 from distcse.data import Corpus
 from distcse.errors import ModelNotFoundError, UnsuitableTeacherError
 from distcse.events import Reporter
+from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.local_backend import LocalBackend
 from distcse.plan import main as plan
 from distcse.recipe import EndpointSection, Recipe, TeacherSection
 from distcse.teachers.kinds import TeacherKind, kind_of

@@ -19,8 +19,7 @@ import torch
 from distcse.data import Corpus
 from distcse.errors import EmbeddingTableError, TeacherOutputError
 from distcse.events import Reporter
-from distcse.experiments.backend import EmbeddingRequest
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.backend import EmbeddingRequest, LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers import embedding

@@ -15,7 +15,7 @@ import pytest
 from distcse.data import Corpus
 from distcse.errors import EndpointError, InvalidValueError, UnsuitableTeacherError
 from distcse.events import Reporter, StepReport
-from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.distillation.result import StudentResult
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.teachers.kinds import kind_of
@@ -134,7 +134,7 @@ def test_a_cross_encoder_serves_its_scores(tmp_path: Path, tiny: Callable[..., P
     np.testing.assert_allclose(lists[0, 0], expected, atol=1e-6)
 
 
-def train_recipe(recipe: Any) -> tuple[DistillationResult, list[dict[str, float]]]:
+def train_recipe(recipe: Any) -> tuple[StudentResult, list[dict[str, float]]]:
     events: list[Any] = []
     result = run(recipe, Reporter(events.append))
     return result, [event.losses for event in events if isinstance(event, StepReport)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import SearchSpaceError
-from distcse.experiments.registry import experiment_of
+from distcse.experiments.experiment import experiment_of
 from distcse.recipe import Recipe, Sweep, packaged_recipes, read_recipe
 from distcse.recipe.__main__ import main
 from distcse.recipe.section import settings_without_effect, unread_keys

@@ -26,19 +26,15 @@ from distcse.errors import (
     WorkFailedError,
 )
 from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned, ignore
+from distcse.experiments.mutual.experiment import run_groups
 from distcse.experiments.mutual.group import Group
 from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.max_workers import Parameters, count_parameters, with_max_workers
-from distcse.experiments.mutual.phase_costs import PhaseCosts
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import PhaseResult
-from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.phase_store import PhaseStore, Scores, StoredScores
+from distcse.experiments.mutual.phases import Phase, PhaseResult
 from distcse.experiments.mutual.pooled_group import PooledGroup, SlotsLost
-from distcse.experiments.mutual.resources import plan_groups
-from distcse.experiments.mutual.run import run_groups
+from distcse.experiments.mutual.processes import Parameters, count_parameters, plan_groups, with_max_workers
 from distcse.experiments.mutual.scheduling import StepTimes
-from distcse.experiments.mutual.stored_scores import Scores, StoredScores
-from distcse.experiments.mutual.worker_pool import FIRST_PAUSE_S, PoolMember, WorkerPool
+from distcse.experiments.mutual.worker_pool import FIRST_PAUSE_S, PhaseCosts, PoolMember, WorkerPool
 from distcse.models import Encoder
 from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe

@@ -12,10 +12,9 @@ import torch
 from distcse.distributed import rank, world_size
 from distcse.errors import EmbeddingTableError, UnsuitableTeacherError
 from distcse.events import Reporter
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec, teacher_clients, with_worker_tables
 from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
 from distcse.experiments.distillation.preparation import require_vectors
-from distcse.experiments.distillation.teacher_clients import teacher_clients, with_worker_tables
 from distcse.losses import TeacherOutputs
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient

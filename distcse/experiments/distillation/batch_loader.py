@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from distcse.models.fast.packing import worth_packing
 from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
-from distcse.teachers.table import TableLocation
+from distcse.teachers.lists import LocalTeacherClient, TeacherClient, WorkerTable
+from distcse.teachers.serving import serving, worker_tables
+from distcse.teachers.table import EmbeddingTable, TableLocation
 from distcse.teachers.targets import TargetSpec
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import total_steps
@@ -114,3 +116,35 @@ class BatchLoader:
         """Pad rows at least to `width`, and to the device's multiple; a loss that counts padding gets no more than needed."""
         multiple = 1 if self._counts_padding else defaults_of(device).width_multiple
         return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length, width).to(device)
+
+
+def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> TrainSpec:
+    """Let the workers read the tables whose lists they compute themselves (`worker_tables`).
+
+    Args:
+        spec: The run.
+        tables: One per teacher; None for a live teacher.
+    """
+    found = worker_tables(spec.recipe.teachers, tables)
+    return replace(spec, worker_tables={number: table.location for number, table in found.items()})
+
+
+def table_clients(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> dict[int, TeacherClient]:
+    """Return the clients of teachers in this process whose tables the workers do not read themselves, by teacher index."""
+    return {
+        number: LocalTeacherClient(serving(spec.recipe.teachers.encoders[number], table))
+        for number, table in enumerate(tables)
+        if table is not None and number not in spec.worker_tables
+    }
+
+
+def teacher_clients(spec: TrainSpec, served: Mapping[int, TeacherClient]) -> list[TeacherClient]:
+    """Return one client per teacher, in the recipe's order.
+
+    Args:
+        spec: The run.
+        served: By teacher index: the clients of teachers whose tables this process does not read itself.
+    """
+    tables = {number: WorkerTable(location.open()) for number, location in spec.worker_tables.items()}
+    clients: dict[int, TeacherClient] = {**served, **tables}
+    return [clients[number] for number in sorted(clients)]

@@ -14,20 +14,28 @@ from distcse.errors import CheckpointError, StoppedEarlyError
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import gpu_policy, joined_for_devices, model_memory, waited_for_nodes
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
-from distcse.experiments.distillation.fingerprints import data_fingerprints, read_fingerprints
-from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.model import encoder_weights
 from distcse.experiments.distillation.preflight import check_run, recipe_questions
-from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
-from distcse.experiments.distillation.resources import least_requests, plan_run, report_gpus
-from distcse.experiments.distillation.result import DistillationResult
-from distcse.experiments.distillation.roles import roles_on, with_precisions
-from distcse.experiments.distillation.trials import DistillationTrials
+from distcse.experiments.distillation.preparation import (
+    PreparedCorpus,
+    data_fingerprints,
+    read_fingerprints,
+    require_shared_projection,
+)
+from distcse.experiments.distillation.processes import (
+    joined_for_run,
+    least_requests,
+    plan_run,
+    report_gpus,
+    roles_on,
+    student_needs,
+    with_precisions,
+)
+from distcse.experiments.distillation.result import StudentResult
 from distcse.experiments.distillation.warnings import (
     band_warnings,
     cached_corpus_warnings,
@@ -35,15 +43,19 @@ from distcse.experiments.distillation.warnings import (
     teacher_token_warnings,
 )
 from distcse.experiments.experiment import Experiment, register_experiment
-from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
+from distcse.experiments.run_scope import open_run
 from distcse.experiments.stoppable_evaluation import FinalScores
+from distcse.experiments.trials import Trials
 from distcse.models import Encoder, EncoderHandle
 from distcse.models.weight_interpolation import WeightInterpolation
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
-from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_curve
+from distcse.preflight.warnings import (
+    SettingsWarning,
+    report_warnings,
+    warn_of_curve,
+)
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory, check_storage
 from distcse.storage import ArtifactStore
@@ -90,22 +102,33 @@ class Distillation(Experiment[Recipe]):
         }
         return {**super().unread_keys(), **of_kinds}
 
-    def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> DistillationResult:
-        with self.opened(backend, reporter, directory) as run:
+    def run(
+        self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None, is_trial: bool = False
+    ) -> StudentResult:
+        """Run the recipe; see `Experiment.run`.
+
+        Args:
+            backend: Where the work runs.
+            reporter: Receives events.
+            directory: The run's folder.
+            is_trial: Whether a sweep runs the recipe, which has decided its precisions, hashed the teachers' tables, and
+                reported what holds for all trials. Default: False.
+        """
+        with self.opened(backend, reporter, directory, is_trial) as run:
             return run.end(backend.train(run.spec, run.corpus, run.tables, run.reporter))
 
     @contextmanager
     def opened(
-        self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None
+        self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None, is_trial: bool = False
     ) -> Iterator[OpenDistillation]:
         """Context manager: open a run, prepare all that the student is trained on, and close it at the end.
 
-        Arguments and errors are those of `Experiment.run`.
+        Arguments and errors are those of `run`.
         """
         require(self.questions(directory))
         check_storage(self.recipe.storage)
         labelled = labelled_tasks(self.recipe)
-        run = open_run(self, backend, reporter, directory)
+        run = open_run(self, backend, reporter, directory, is_trial)
         with (
             run as (directory, lease, reporter),
             joined_for_devices(backend.cluster),
@@ -113,12 +136,12 @@ class Distillation(Experiment[Recipe]):
         ):
             if lease.has_local_changes:
                 CheckpointStore(directory.path, lease).rescue(reporter.emit)
-            recipe = self.recipe if backend.is_for_trials else with_precisions(self.recipe, backend.cluster, reporter)
+            recipe = self.recipe if is_trial else with_precisions(self.recipe, backend.cluster, reporter)
             report_gpus(recipe, backend.cluster, reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
             require_shared_projection(recipe, corpus, directory.path)
-            if not backend.is_for_trials:
+            if not is_trial:
                 extent = Extent.of(recipe, corpus)
                 extent.report(reporter)
                 report_warnings([*extent.warnings, *teacher_token_warnings(recipe, corpus)], reporter)
@@ -129,18 +152,22 @@ class Distillation(Experiment[Recipe]):
                 reporter = tracked.relay(reporter)
                 joined.enter_context(joined_for_run(recipe, backend.cluster, directory.path))
                 reporter = backend.metered(reporter, directory.path.name)
-                tables = prepared.tables(backend, reporter)
-                if not backend.is_for_trials:
+                tables = prepared.tables(backend, reporter, verifies=not is_trial)
+                if not is_trial:
                     report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
                 spec = prepared.spec(directory.path, tables, backend, reporter, lease)
-                yield OpenDistillation(prepared, tables, spec, directory, reporter, backend, labelled, tracked, joined)
+                yield OpenDistillation(
+                    prepared, tables, spec, directory, reporter, backend, labelled, tracked, joined, is_trial
+                )
             directory.store_events()
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, list(devices))
 
     @property
-    def trials(self) -> DistillationTrials:
+    def trials(self) -> Trials:
+        from distcse.experiments.distillation.trials import DistillationTrials
+
         return DistillationTrials(self.recipe)
 
 
@@ -162,13 +189,15 @@ class OpenDistillation:
     tracked: Tracking
     joined: ExitStack
     """Closed after the training, which needs the cluster longer than the final evaluation does."""
+    is_trial: bool
+    """Whether a sweep runs the recipe."""
 
     @property
     def corpus(self) -> Corpus:
         """The sentences."""
         return self.prepared.corpus
 
-    def end(self, train_result: TrainResult) -> DistillationResult:
+    def end(self, train_result: TrainResult) -> StudentResult:
         """Export and evaluate the trained student, also one whose training was interrupted.
 
         Args:
@@ -184,7 +213,7 @@ class OpenDistillation:
         if train_result.interrupted and not train_result.state.step:
             raise StoppedEarlyError("stopped before the first training step; what is stored is kept")
         recipe, directory, backend, reporter = self.prepared.recipe, self.directory, self.backend, self.reporter
-        if not train_result.interrupted and not backend.is_for_trials:
+        if not train_result.interrupted and not self.is_trial:
             report_warnings(warn_of_curve(train_result.state.scores, train_result.steps, recipe.training), reporter)
         student = EncoderHandle(partial(load_trained, recipe, directory.store))
         final = FinalScores(None, stopped=train_result.interrupted)
@@ -199,7 +228,7 @@ class OpenDistillation:
         final.write(directory.store)
         if not train_result.interrupted:
             CheckpointStore(directory.path, self.spec.lease).keep_weights(reporter.emit)
-        return DistillationResult(recipe, directory, train_result, final.evaluation, len(self.corpus), final.stopped)
+        return StudentResult.of(recipe, directory, train_result, final.evaluation, len(self.corpus), final.stopped)
 
 
 def _export(
@@ -212,7 +241,7 @@ def _export(
         partial(_save, student, model),
         model_memory(recipe.student.backbone),
     )
-    options = device_options(recipe, directory.path, uses_gpu=False)
+    options = student_needs(recipe).options(directory.path, uses_gpu=False)
     backend.run_on_devices([call], options, Reporter(reporter.emit))
     model.fetch_folder()
     Contamination.of_model(recipe.student.backbone).write(model)

@@ -37,16 +37,17 @@ from distcse.evaluation import (
 from distcse.evaluation.models import Progress
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
-from distcse.experiments.distillation.devices import device_options
-from distcse.experiments.distillation.rank_inference import rank_inference_call
+from distcse.experiments.distillation.processes import student_needs
 from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.losses import mix_lists
 from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
-from distcse.recipe import Recipe, TeacherSection, decided
+from distcse.placement.devices import GIB
+from distcse.rank_space import RankSpaceEncoder, draw_references
+from distcse.recipe import RankInferenceSection, Recipe, TeacherSection, decided
 from distcse.runs.directory import RunDirectory
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.teacher import Embedder
 
@@ -173,7 +174,7 @@ def final_scores(
         call = partial(_measure_teacher, name, section, precision, shared)
         memory = model_memory(section.backbone if section.loads_model else None)
         calls.append(DeviceCall(f"evaluation of {name}", call, memory))
-    options, protocol = device_options(recipe, run.path), [precision, repr(ranks)]
+    options, protocol = student_needs(recipe).options(run.path), [precision, repr(ranks)]
     returned = measure_models(calls, tasks, protocol, run.store, backend, options, reporter)
     measured = [_Measured(*model) for model in returned if model is not None]
     results = [model.results for model in measured]
@@ -187,12 +188,7 @@ def final_scores(
         results = [
             _without_vectors(model) if model.info.name == itself else _with_agreement(model, mixed) for model in results
         ]
-    settings = {
-        "STS": "all",
-        "device": ", ".join(sorted({model.device for model in results})),
-        "precision": precision,
-    }
-    return compare_measured(results, tasks, calls, returned, settings, started_at)
+    return compare_measured(results, tasks, calls, returned, precision, started_at)
 
 
 class _Measured(NamedTuple):
@@ -302,3 +298,71 @@ def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: 
     note = f"compared with {len(contamination.overlap)} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
     reporter.emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
     return contamination
+
+
+_RANKS_NAME = "student + ranks"
+_RANKS_BYTES = 2 * GIB
+"""Rank vectors that are kept and computed at once (see `pair_similarities`)."""
+_MAX_DIMENSION = 1024
+
+
+def rank_inference_call(
+    recipe: Recipe,
+    section: RankInferenceSection,
+    corpus: Corpus,
+    student: EncoderHandle,
+    folder: ArtifactStore,
+    contamination: Contamination,
+    precision: str,
+    tasks: Tasks,
+    backend: Backend,
+) -> DeviceCall[tuple[ModelResults]]:
+    """Return the call that stores the student with its references, and measures it on the suites of pairs.
+
+    Args:
+        recipe: The run's recipe.
+        section: Its `evaluation.rank_inference`.
+        corpus: The student's training corpus, of which the references are drawn.
+        student: The trained student.
+        folder: Where the student and its references are stored.
+        contamination: The test sentences on which the student was trained.
+        precision: Precision of the forward passes.
+        tasks: The tasks of the final evaluation.
+        backend: Where the call will run.
+    """
+    references = draw_references(len(corpus), section.num_references)
+    of_pairs = Tasks([task for task in tasks.tasks if task.pairs_only])
+    shared = backend.share((of_pairs, corpus.texts(references)))
+    vectors = 2 * 4 * _MAX_DIMENSION * len(references)
+    return DeviceCall(
+        f"evaluation of the {_RANKS_NAME}",
+        partial(_measure_ranks, section, student, folder, contamination, precision, shared),
+        model_memory(recipe.student.backbone) + _RANKS_BYTES + vectors,
+    )
+
+
+def _measure_ranks(
+    section: RankInferenceSection,
+    student: EncoderHandle,
+    folder: ArtifactStore,
+    contamination: Contamination,
+    precision: str,
+    shared: Callable[[], tuple[Tasks, list[str]]],
+    reporter: Reporter,
+) -> tuple[ModelResults]:
+    tasks, texts = shared()
+    ranker = RankSpaceEncoder.from_sentences(
+        student.take().to(default_device()),
+        texts,
+        section.weight,
+        section.normalize,
+        rank_method=section.rank_method,
+        on_progress=partial(reporter.advance, _RANKS_NAME, total=len(texts), unit="references encoded"),
+    )
+    ranker.save(folder)
+    contamination.write(folder)
+    candidate = make_candidate(
+        _RANKS_NAME, str(folder), ranker, contamination, precision, reporting(reporter, _RANKS_NAME)
+    )
+    results = measure_model(candidate, tasks, reporter)
+    return (replace(results, vectors=None),)  # its vectors are the student's

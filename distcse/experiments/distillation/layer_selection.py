@@ -21,8 +21,8 @@ from distcse.errors import EncoderSettingError, UnsuitableTeacherError
 from distcse.evaluation import agreement
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
-from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.cluster_fit import model_memory
+from distcse.experiments.distillation.processes import student_needs
 from distcse.losses import mix_lists
 from distcse.models import Encoder, depth_of, model_fingerprint, needs_first_layer, only_layers
 from distcse.recipe import Recipe, TeacherSection, with_layers
@@ -68,7 +68,7 @@ def with_chosen_layers(recipe: Recipe, corpus: Corpus, backend: Backend, reporte
     teachers = [teacher for teacher in recipe.teachers.encoders if teacher.loads_model]
     memory = max(model_memory(model.backbone) for model in (recipe.student, *teachers))
     call = DeviceCall("layer selection", partial(_search, recipe, open_store(corpus.directory)), memory)
-    ((layers, score, tried),) = backend.run_on_devices([call], device_options(recipe), reporter)
+    ((layers, score, tried),) = backend.run_on_devices([call], student_needs(recipe).options(), reporter)
     cache.write_json(name, {"layers": layers, "agreement": score, "tried": tried})
     _report(reporter, layers, f"agreement {score:.2f} before training, the best of {len(tried)} combinations")
     return with_layers(recipe, layers)

@@ -172,11 +172,7 @@ def build_encoder(section: StudentSection) -> StudentModel:
 
 
 def build_student(recipe: Recipe) -> StudentModel:
-    """Build a recipe's student. The weights of the projection and the discriminator's head come from the global random state.
-
-    Args:
-        recipe: The recipe, with its precisions decided.
-    """
+    """Build a recipe's student. The weights of the projection and the discriminator's head come from the global random state."""
     student, objective = build_encoder(recipe.student), recipe.objective
     student.grad_cache = recipe.training.grad_cache_chunk is not None
     if (detection := objective.active(DetectionSection)) is not None:

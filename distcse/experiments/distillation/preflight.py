@@ -9,19 +9,25 @@ from distcse.data import Corpus
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.cluster_fit import gpu_policy
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.extent import Extent, fit_to_corpus
 from distcse.experiments.distillation.final_evaluation import labelled_tasks
-from distcse.experiments.distillation.joining import joined_for_embedding, joined_for_run
 from distcse.experiments.distillation.model import build_student
 from distcse.experiments.distillation.preparation import require_shared_projection, require_vectors
-from distcse.experiments.distillation.resources import describe_resources, plans_of_run, report_embedding_gpus
-from distcse.experiments.distillation.roles import with_precisions, with_teacher_precisions
+from distcse.experiments.distillation.processes import (
+    describe_resources,
+    joined_for_embedding,
+    joined_for_run,
+    plans_of_run,
+    report_embedding_gpus,
+    with_precisions,
+    with_teacher_precisions,
+)
 from distcse.experiments.distillation.tables import require_embedding_gpus
 from distcse.experiments.distillation.warnings import band_warnings, teacher_token_warnings
 from distcse.experiments.experiment import questions_of
-from distcse.experiments.gpu_policy import gpu_policy
 from distcse.experiments.trials import TrialGpus
 from distcse.losses import build_objective, try_custom_terms
 from distcse.models import Encoder

@@ -12,18 +12,20 @@ import numpy as np
 from distcse.data import Corpus, TokenTable
 from distcse.device import default_device
 from distcse.errors import UnsuitableTeacherError
+from distcse.evaluation import Tasks
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.distillation.corpus import prepare_tokens, read_corpus
+from distcse.experiments.distillation.dev_metric import read_labelled_dev
 from distcse.experiments.distillation.extent import fit_to_corpus
+from distcse.experiments.distillation.final_evaluation import labelled_tasks
 from distcse.experiments.distillation.layer_selection import with_chosen_layers
+from distcse.experiments.distillation.processes import student_needs
 from distcse.experiments.distillation.tables import prepare_tables
-from distcse.experiments.distillation.tokens import prepare_tokens
-from distcse.models import Encoder, EncoderHandle
-from distcse.recipe import Recipe
+from distcse.models import Encoder, EncoderHandle, model_fingerprint
+from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, resolve_path
@@ -91,11 +93,13 @@ class PreparedCorpus:
         )
         return cls(corpus, tokens, recipe)
 
-    def tables(self, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
+    def tables(self, backend: Backend, reporter: Reporter, verifies: bool = True) -> list[EmbeddingTable | None]:
         """Return the teachers' complete tables (see `prepare_tables`). Checks the student before rows are embedded."""
-        return prepare_tables(
-            self.recipe, self.corpus, backend, reporter, before_embedding=lambda: self.check_student(backend, reporter)
-        )
+
+        def check_student() -> None:
+            self.check_student(backend, reporter)
+
+        return prepare_tables(self.recipe, self.corpus, backend, reporter, check_student, verifies)
 
     def check_student(self, backend: Backend, reporter: Reporter) -> None:
         """Load the student once.
@@ -105,7 +109,7 @@ class PreparedCorpus:
         """
         memory = model_memory(self.recipe.student.backbone)
         call = DeviceCall("check of the student", partial(_load, self.initial_encoder), memory)
-        backend.run_on_devices([call], device_options(self.recipe, uses_gpu=False), reporter)
+        backend.run_on_devices([call], student_needs(self.recipe).options(uses_gpu=False), reporter)
 
     def spec(
         self,
@@ -169,7 +173,7 @@ class PreparedCorpus:
             ),
             model_memory(self.recipe.student.backbone),
         )
-        (is_fitted,) = backend.run_on_devices([call], device_options(self.recipe, run), reporter)
+        (is_fitted,) = backend.run_on_devices([call], student_needs(self.recipe).options(run), reporter)
         if is_fitted:  # on another machine, perhaps
             directory.store.fetch(directory.projection.name)
         return replace(spec, projection=file) if is_fitted else spec
@@ -212,12 +216,7 @@ def _fit_projection(
 
 
 def locate_targets(recipe: Recipe, corpus: Corpus) -> TargetSpec:
-    """Return where the tables of a recipe's regression targets are, whether they exist or not; without the projection.
-
-    Args:
-        recipe: The recipe, with its precisions decided.
-        corpus: Its corpus.
-    """
+    """Return where the tables of a recipe's regression targets are, whether they exist or not; without the projection."""
     section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
     chosen = [section.encoders[number] for number in recipe.objective.vector_teachers(len(section.encoders))]
     tables = [table_of(teacher, corpus, cache, section.shard_rows).location for teacher in chosen]
@@ -267,3 +266,24 @@ def require_vectors(recipe: Recipe) -> None:
             f"{key} needs the vectors of teacher {missing[0]}, which has no table; write teachers.mode: table. "
             "A cross-encoder has no vectors: use another teacher"
         )
+
+
+def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:
+    """Fingerprint the corpus, the models, the dev set and the test sets, by name."""
+    student = recipe.student
+    fingerprints = {
+        "corpus": corpus.fingerprint,
+        "student": model_fingerprint(student.backbone, student.trust_remote_code),
+    }
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
+    if (detection := recipe.objective.active(DetectionSection)) is not None:
+        fingerprints["generator"] = model_fingerprint(detection.generator)
+    if (dev := read_labelled_dev(recipe)) is not None:
+        fingerprints["dev set"] = dev.fingerprint
+    return {**fingerprints, **labelled.fingerprints()}
+
+
+def read_fingerprints(recipe: Recipe, reporter: Reporter) -> dict[str, str]:
+    """Read the corpus (or take it from the cache) and the labelled sets, and fingerprint them and the models."""
+    return data_fingerprints(recipe, read_corpus(recipe, reporter), labelled_tasks(recipe))

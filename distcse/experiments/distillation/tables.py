@@ -11,13 +11,14 @@ from distcse.device import use_available_cpus
 from distcse.errors import ReusedTableError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend, EmbeddingRequest
+from distcse.experiments.cluster_fit import gpu_policy, waited_for_nodes
 from distcse.experiments.distillation.corpus import read_corpus, report_finished, start_stage
-from distcse.experiments.distillation.joining import joined_for_embedding
-from distcse.experiments.distillation.resources import report_embedding_gpus, require_gpus_of
-from distcse.experiments.distillation.roles import with_teacher_precisions
+from distcse.experiments.distillation.processes import (
+    joined_for_embedding,
+    report_embedding_gpus,
+    with_teacher_precisions,
+)
 from distcse.experiments.distillation.warnings import teacher_token_warnings
-from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.run_scope import waited_for_nodes
 from distcse.placement.cluster import Cluster
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
@@ -27,7 +28,7 @@ from distcse.storage import resolve_path
 from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.local_budget import apply_local_budget
-from distcse.teachers.resources import least_embedding
+from distcse.teachers.resources import least_embedding, plan_embedding
 from distcse.teachers.reuse import Reuse, find_reuse
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.vector_statistics import table_statistics
@@ -35,11 +36,6 @@ from distcse.teachers.vector_statistics import table_statistics
 
 def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
     """Embed the corpus with the recipe's teachers, without training: the pass that a run would make first.
-
-    Args:
-        recipe: The recipe.
-        backend: The backend that embeds.
-        reporter: Receives progress.
 
     Returns:
         One table per teacher; None for a live teacher.
@@ -66,6 +62,7 @@ def prepare_tables(
     backend: Backend,
     reporter: Reporter,
     before_embedding: Callable[[], object] = lambda: None,
+    verifies: bool = True,
 ) -> list[EmbeddingTable | None]:
     """Return the teachers' tables, after embedding their missing rows.
 
@@ -75,6 +72,7 @@ def prepare_tables(
         backend: The backend that embeds.
         reporter: Receives progress.
         before_embedding: Called before rows are embedded. Embedding may take hours, so later errors should be raised here.
+        verifies: Whether to compute the checksums of stored shards, which a sweep does once for all trials. Default: True.
 
     Returns:
         One complete table per teacher; None for a live teacher.
@@ -85,7 +83,7 @@ def prepare_tables(
         ObjectStorageError: The storage refuses a shard.
     """
     section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
-    missing_shards = _missing_shards(recipe, corpus, cache, not backend.is_for_trials, reporter)
+    missing_shards = _missing_shards(recipe, corpus, cache, verifies, reporter)
     _require_gpus_for(missing_shards, recipe, backend.cluster)
     tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
     for number, (table, missing) in missing_shards.items():
@@ -168,7 +166,8 @@ def _require_gpus_for(
     missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]], recipe: Recipe, cluster: Cluster | None
 ) -> None:
     embedded = [recipe.teachers.encoders[number] for number, (_, missing) in missing_shards.items() if missing]
-    require_gpus_of(recipe, embedded, cluster)
+    if embedded and cluster is not None and recipe.gpu_mode == "required":
+        plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode, embedded).require_all()
 
 
 def _missing_shards(

@@ -7,7 +7,7 @@ from distcse.data.token_table import SampledTokens
 from distcse.events import Reporter
 from distcse.experiments.distillation.corpus import find_corpus
 from distcse.experiments.distillation.extent import Extent, fit_to_corpus, planned_steps, sample_texts
-from distcse.experiments.distillation.roles import with_teacher_precisions
+from distcse.experiments.distillation.processes import with_teacher_precisions
 from distcse.models.folder import find_local_model, open_model
 from distcse.preflight.warnings import (
     SettingsWarning,

@@ -14,10 +14,10 @@ from distcse.device import default_device
 from distcse.evaluation import Contamination
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
-from distcse.experiments.distillation.devices import device_options
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.distillation.preparation import locate_targets
-from distcse.experiments.distillation.result import DistillationResult
+from distcse.experiments.distillation.processes import student_needs
+from distcse.experiments.distillation.result import StudentResult
 from distcse.models import Encoder, StaticEncoder
 from distcse.models.static import LEARNING_RATE, require_model2vec
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe
@@ -38,7 +38,7 @@ _CHECKED_ROWS = 512
 def train_static(
     recipe: FamilyRecipe,
     member: MemberSection,
-    largest: DistillationResult,
+    largest: StudentResult,
     corpus: Corpus,
     directory: RunDirectory,
     backend: Backend,
@@ -78,7 +78,7 @@ def train_static(
             ),
             model_memory(str(largest.directory.model)) + rows * (2 * 4 * width + _BYTES_PER_TEXT),
         )
-        backend.run_on_devices([call], device_options(recipe, directory.path), reporter)
+        backend.run_on_devices([call], student_needs(recipe).options(directory.path), reporter)
     stored.fetch_folder()
     return stored.path
 

@@ -11,17 +11,15 @@ from pathlib import Path
 from distcse.data import Corpus
 from distcse.errors import DistcseError, StoppedEarlyError
 from distcse.events import Event, GroupEvent, LogMessage, Reporter
-from distcse.experiments.backend import GIB, Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.backend import Backend, DeviceCall, LocalBackend
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.devices import device_options
 from distcse.experiments.distillation.experiment import Distillation, OpenDistillation
-from distcse.experiments.distillation.joining import joined_for_run
 from distcse.experiments.distillation.preparation import PreparedCorpus, require_shared_projection
-from distcse.experiments.distillation.result import DistillationResult
-from distcse.experiments.local_backend import LocalBackend
+from distcse.experiments.distillation.processes import joined_for_run, student_needs
+from distcse.experiments.distillation.result import StudentResult
 from distcse.placement.cluster import Cluster
-from distcse.placement.devices import DeviceOptions, OwnNode, plan_devices
+from distcse.placement.devices import GIB, DeviceOptions, OwnNode, plan_devices
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
@@ -79,18 +77,13 @@ def member_recipe(recipe: FamilyRecipe, member: MemberSection, directory: RunDir
     return with_values(recipe.student_recipe(member), changes)
 
 
-def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporter) -> list[DistillationResult]:
+def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporter) -> list[StudentResult]:
     """Train students one after the other, each with all workers of its recipe, or continue what a stop has interrupted.
-
-    Args:
-        recipes: The students' recipes.
-        backend: Where they are trained.
-        reporter: Receives each student's events, as those of a group.
 
     Returns:
         Their results, in their order. After a stop request, the last one may be interrupted, and later students have none.
     """
-    results: list[DistillationResult] = []
+    results: list[StudentResult] = []
     for recipe in recipes:
         reports = reporter.of_group(recipe.name)
         begun, student = _reopened(recipe)
@@ -104,13 +97,7 @@ def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporte
 
 
 def plan_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: Reporter) -> bool:
-    """Return whether students train side by side on the GPUs of a joined cluster, and say so.
-
-    Args:
-        recipe: The family's recipe.
-        cluster: The backend's cluster.
-        reporter: Receives the message.
-    """
+    """Return whether students train side by side on the GPUs of a joined cluster, and say so."""
     students, teachers = len(recipe.largest_first), recipe.teachers
     has_tables = all(kind_of(teacher).uses_table(teachers.mode) for teacher in teachers.encoders)
     if cluster is None or students == 1 or not (recipe.is_for_one_process and has_tables) or cluster.is_one_cpu():
@@ -130,7 +117,7 @@ def plan_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: R
 
 def train_side_by_side(
     recipe: FamilyRecipe, recipes: Sequence[Recipe], directory: RunDirectory, backend: Backend, reporter: Reporter
-) -> list[DistillationResult]:
+) -> list[StudentResult]:
     """Train students at the same time, each on a GPU or its part of one, or continue what a stop or a loss has interrupted.
 
     Their runs are open in this process, which holds their leases, logs their events and exports them. Only the steps are taken
@@ -207,7 +194,7 @@ def _options(recipe: FamilyRecipe, cluster: Cluster | None, run: Path | None = N
     """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
     labels = {"training.node_labels": recipe.training.node_labels}
     can_wait = recipe.resources.wait_s > 0 and cluster is not None and cluster.can_grow()
-    options = device_options(recipe, run)
+    options = student_needs(recipe).options(run)
     return replace(options, labels=labels, gpus=recipe.gpus_of_a_student, can_wait=can_wait, trains=True)
 
 

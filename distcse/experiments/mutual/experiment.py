@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from distcse.checks import Question, require
+from distcse.data import Pairs
 from distcse.device import DeviceSpeed
-from distcse.events import Reporter
+from distcse.errors import DistcseError, StoppedEarlyError
+from distcse.evaluation import Tasks
+from distcse.events import GroupActivity, LogMessage, Reporter
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import gpu_policy, joined_for_devices, model_memory, waited_for_nodes
 from distcse.experiments.experiment import Experiment, register_experiment
-from distcse.experiments.gpu_policy import gpu_policy
-from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.final_evaluation import checked_tasks, final_scores
-from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
+from distcse.experiments.mutual.group import Group, open_groups
 from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.max_workers import with_max_workers
-from distcse.experiments.mutual.pairs import fit_to_pairs, load_pairs
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phase_trainer import GroupContext
+from distcse.experiments.mutual.pairs import (
+    data_fingerprints,
+    fit_to_pairs,
+    load_pairs,
+    prepare_tokens,
+    read_fingerprints,
+)
+from distcse.experiments.mutual.phase_store import PhaseStore, best_phase, dev_scores
+from distcse.experiments.mutual.phases import GroupContext, Phase, PhaseResult, last_phase
 from distcse.experiments.mutual.preflight import check_groups, load_models, recipe_questions
-from distcse.experiments.mutual.resources import least_requests, plan_groups, report_gpus
-from distcse.experiments.mutual.result import MutualResult
-from distcse.experiments.mutual.roles import roles_on, with_precisions
-from distcse.experiments.mutual.run import open_groups, run_groups, save_best
+from distcse.experiments.mutual.processes import (
+    group_needs,
+    joined_for_groups,
+    least_requests,
+    plan_groups,
+    report_gpus,
+    roles_on,
+    with_max_workers,
+    with_precisions,
+)
+from distcse.experiments.mutual.result import Best, MutualResult
 from distcse.experiments.mutual.start_scores import score_starts
-from distcse.experiments.mutual.tokens import prepare_tokens
-from distcse.experiments.mutual.trials import MutualTrials
-from distcse.experiments.run_scope import joined_for_devices, open_run, waited_for_nodes
+from distcse.experiments.run_scope import open_run
 from distcse.experiments.stoppable_evaluation import FinalScores
+from distcse.experiments.trials import Trials
+from distcse.models import Encoder
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
-from distcse.recipe import GroupSection, MutualRecipe
+from distcse.recipe import KINDS, GroupSection, MutualRecipe
 from distcse.runs.directory import RunDirectory, check_storage
+from distcse.storage import open_store
 from distcse.tracking import track_run
 from distcse.trainer.checkpoints import CheckpointStore
 
@@ -72,37 +88,51 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
         A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
         """
+        with self._prepared(backend, reporter, directory) as run:
+            recipe, store, directory = run.recipe, run.store, run.directory
+            with track_run(recipe, directory.path, run.reporter.emit) as tracked:
+                interrupted = _train(run, backend, tracked.relay(run.reporter))
+                best = [] if interrupted else save_best(recipe, run.contexts, store)
+                final = FinalScores(None, stopped=interrupted)
+                if not interrupted:
+                    final = final_scores(recipe, run.tasks, run.pairs, best, directory, backend, run.caller)
+                tracked.end(final.stopped, final.evaluation)
+            final.write(directory.store)
+            directory.store_events()
+            dropped, pairs = dict(store.dropped), len(run.pairs)
+            return MutualResult.of(recipe, directory, best, dropped, pairs, final.stopped, final.evaluation)
+
+    @contextmanager
+    def _prepared(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None) -> Iterator[_Prepared]:
+        """Context manager: open a run, and prepare all that its groups are trained on."""
         require(self.questions(directory))
         check_storage(self.recipe.storage)
         tasks = checked_tasks(self.recipe)
         dropped = PhaseStore(directory.path).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
         with ExitStack() as joined:
-            computes_here = backend.cluster is None and not backend.is_for_trials
             # Before joining, because a local cluster counts its GPUs as it starts.
-            joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here))
+            joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None))
             joined.enter_context(joined_for_devices(backend.cluster))
             groups = [self.recipe.groups[number] for number in active]
             _check_models(self.recipe, groups, backend, reporter)
-            directory, lease, reporter = joined.enter_context(open_run(self, backend, reporter, directory))
+            directory, lease, caller = joined.enter_context(open_run(self, backend, reporter, directory))
             requests = least_requests(self.recipe, groups)
-            joined.enter_context(waited_for_nodes(backend.cluster, self.recipe, requests, reporter))
-            ending, stop_requested = threading.Event(), reporter.stop_requested
-            caller, reporter = reporter, replace(reporter, stop_requested=lambda: ending.is_set() or stop_requested())
+            joined.enter_context(waited_for_nodes(backend.cluster, self.recipe, requests, caller))
+            ending = threading.Event()
+            reporter = replace(caller, stop_requested=lambda: ending.is_set() or caller.stop_requested())
             if lease.has_local_changes:
                 for phase in (directory.path / "groups").glob("*/*"):
                     CheckpointStore(phase, lease).rescue(reporter.emit)
-            store = PhaseStore(directory.path, lease)
-            is_recorded = directory.is_recorded()
-            has_begun = is_recorded or backend.is_for_trials
-            recipe = self.recipe if has_begun else with_max_workers(self.recipe, reporter)
+            store, is_recorded = PhaseStore(directory.path, lease), directory.is_recorded()
+            recipe = self.recipe if is_recorded else with_max_workers(self.recipe, reporter)
             groups = [recipe.groups[number] for number in active]
             recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
             groups = [recipe.groups[number] for number in active]
             report_gpus(recipe, groups, backend.cluster, reporter)
             if recipe != self.recipe:
                 directory.decide(recipe)
-            if not has_begun or _lacks_starts(recipe, groups, store):
+            if not is_recorded or _lacks_starts(recipe, groups, store):
                 starts = score_starts(recipe, groups, backend, reporter)
                 store.record_starts(starts.dev)
                 report_warnings(starts.warnings, reporter)
@@ -120,28 +150,36 @@ class MutualDistillation(Experiment[MutualRecipe]):
                 GroupContext(recipe, number, directory.store, tables)
                 for number, tables in zip(active, tokens, strict=True)
             ]
-            best = []
-            with track_run(recipe, directory.path, reporter.emit) as tracked:
-                with open_groups(recipe, contexts, backend, tracked.relay(reporter)) as (opened, groups_reporter):
-                    exchange = LabelExchange(recipe, store, ending, stop_requested)
-                    interrupted = run_groups(recipe, opened, store, exchange, groups_reporter)
-                final = FinalScores(None, stopped=interrupted)
-                if not interrupted:
-                    best = save_best(recipe, contexts, store)
-                    final = final_scores(recipe, tasks, pairs, best, directory, backend, caller)
-                tracked.end(final.stopped, final.evaluation)
-            final.write(directory.store)
-            directory.store_events()
-            return MutualResult(
-                recipe, directory, best, dict(store.dropped), len(pairs), final.stopped, final.evaluation
-            )
+            yield _Prepared(recipe, directory, tasks, pairs, contexts, store, ending, caller, reporter)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, {group.name: devices for group in self.recipe.groups}, devices)
 
     @property
-    def trials(self) -> MutualTrials:
+    def trials(self) -> Trials:
+        from distcse.experiments.mutual.trials import MutualTrials
+
         return MutualTrials(self.recipe)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A run whose groups can be trained."""
+
+    recipe: MutualRecipe
+    directory: RunDirectory
+    tasks: Tasks
+    """The labelled sets of the final evaluation."""
+    pairs: Pairs
+    contexts: list[GroupContext]
+    """Each active group's part of the run."""
+    store: PhaseStore
+    ending: threading.Event
+    """Set when the groups end for any reason."""
+    caller: Reporter
+    """Asks for a stop if the run's caller does."""
+    reporter: Reporter
+    """Asks for a stop also when the groups end."""
 
 
 def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: PhaseStore) -> bool:
@@ -158,9 +196,120 @@ def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend:
     """
     memory = max(model_memory(group.backbone) for group in groups)
     call = DeviceCall("check of the groups' models", partial(_load_models, recipe, groups), memory)
-    backend.run_on_devices([call], device_options(recipe, groups, {}, uses_gpu=False), reporter)
+    backend.run_on_devices([call], group_needs(recipe, groups).options(uses_gpu=False), reporter)
 
 
 def _load_models(recipe: MutualRecipe, groups: Sequence[GroupSection], reporter: Reporter) -> None:
     for group in groups:
         load_models(recipe, group)
+
+
+def _train(run: _Prepared, backend: Backend, reporter: Reporter) -> bool:
+    """Run the groups on the backend. Return whether they were asked to stop before their end."""
+    active, name = [context.group for context in run.contexts], run.directory.path.name
+    with joined_for_groups(run.recipe, active, backend.cluster, run.directory.path) as resources:
+        reporter = backend.metered(reporter, name)
+        reporters = [reporter.of_group(group.name) for group in active]
+        with open_groups(backend, run.contexts, reporters, resources) as groups:
+            exchange = LabelExchange(run.recipe, run.store, run.ending, run.caller.stop_requested)
+            return run_groups(run.recipe, groups, run.store, exchange, reporter)
+
+
+def run_groups(
+    recipe: MutualRecipe, groups: list[Group], store: PhaseStore, exchange: LabelExchange, reporter: Reporter
+) -> bool:
+    """Run each group in a thread until all have finished. Return whether they were asked to stop before their end."""
+    stopped = [False] * len(groups)
+
+    def run_group(number: int) -> None:
+        group = groups[number]
+        group_reporter = reporter.of_group(group.name)
+        try:
+            stopped[number] = not _run_phases(recipe, group, store, exchange, group_reporter)
+            if stopped[number]:
+                exchange.end()  # wake the groups that wait for this one's scores
+        except StoppedEarlyError:
+            stopped[number] = True
+            exchange.end()  # wake the groups that wait for this one's scores
+        except DistcseError as failed:
+            can_drop = failed.is_own_failure and recipe.mutual.on_failure == "drop"
+            if not (can_drop and exchange.drop(group.name, failed.coded_message)):
+                raise
+            group_reporter.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
+            group_reporter.emit(GroupActivity("", "dropped"))
+
+    def run_group_or_end(number: int) -> None:
+        try:
+            run_group(number)
+        except BaseException:
+            exchange.end()
+            raise
+        finally:
+            groups[number].close()
+
+    threads = ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group")
+    is_interrupted = False
+    try:
+        for future in [threads.submit(run_group_or_end, number) for number in range(len(groups))]:
+            future.result()
+    except KeyboardInterrupt:  # a second Ctrl-C closes the groups without waiting for their threads
+        is_interrupted = True
+        raise
+    finally:
+        exchange.end()
+        threads.shutdown(wait=not is_interrupted)
+    return any(stopped)
+
+
+def _run_phases(
+    recipe: MutualRecipe, group: Group, store: PhaseStore, exchange: LabelExchange, reporter: Reporter
+) -> bool:
+    """Run a group's unfinished phases. Return False if the run was asked to stop."""
+    last = last_phase(recipe.mutual.cycles)
+    for number in range(last.number + 1):
+        phase = Phase(number)
+        if group.name in store.posted(phase):
+            continue
+        trained: PhaseResult | None = None
+        if number:
+            reporter.emit(GroupActivity(phase.name, "preparing", phase_index=number))
+            group.prepare(phase)
+            if not exchange.has_labels(phase):
+                reporter.emit(GroupActivity(phase.name, "waiting", exchange.missing(Phase(number - 1)), number))
+        group.acquire(phase, partial(exchange.has_labels, phase))
+        if number:
+            labels = exchange.labels(group.name, phase)
+            if labels is None:
+                break
+            reporter.emit(GroupActivity(phase.name, "training", phase_index=number))
+            trained = group.train(phase, labels)
+            if trained is None:
+                return False
+        reporter.emit(GroupActivity(phase.name, "scoring", phase_index=number))
+        exchange.post(group.name, phase, group.score(phase), trained)
+        group.release()
+    reporter.emit(GroupActivity("", "finished"))
+    return True
+
+
+def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseStore) -> list[Best]:
+    """Save the best model of each group and formulation in `models/`, by dev score; without dev pairs the last model."""
+    results: list[Best] = []
+    for context in contexts:
+        group = context.group
+        if group.name in store.dropped:
+            continue
+        for kind in KINDS:
+            scores = dev_scores(recipe, store, group.name, kind)
+            best = best_phase(scores)
+            copy = context.run / "models" / group.name / kind
+            with copy.write_folder() as temporary:
+                if best.number:
+                    source = open_store(context.folder(best) / "model")
+                    source.fetch_folder()
+                    shutil.copytree(source.path, temporary, dirs_exist_ok=True)
+                else:
+                    Encoder.from_section(group).eval().save(temporary)
+            copy.publish()
+            results.append(Best(group.name, kind, best, scores[best], copy.path))
+    return results

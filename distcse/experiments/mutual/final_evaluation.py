@@ -6,8 +6,8 @@ The test sets may overlap with the training pairs; such scores are marked.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,6 @@ from distcse.device import default_device
 from distcse.evaluation import (
     MIN_TEXTS,
     SUITES,
-    Candidate,
     Contamination,
     ModelResults,
     RecordedScores,
@@ -33,11 +32,12 @@ from distcse.evaluation import (
 )
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.devices import device_options
 from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_trainer import load_trained
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
+from distcse.experiments.mutual.processes import group_needs
 from distcse.experiments.mutual.result import Best
 from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.models import CrossEncoder, Encoder
@@ -171,39 +171,69 @@ def final_scores(
     precision = decided(recipe.evaluation.precision)
     tasks = replace(tasks, timed_texts=tasks.first_sentences())
     shared = backend.share((tasks, seen))
-    rows = [_start_rows(groups, precision, shared)]
+    rows = [_Row("start ensemble", [_Scored(_start_name(name), group, "bi") for name, group in groups.items()])]
     for kind in KINDS:
-        of_kind = [model for model in best if model.kind == kind]
-        folders, starts = {model.group: model.model for model in of_kind}, {m.group for m in of_kind if m.is_start}
-        rows.append(_trained_rows(kind, "", groups, folders, precision, shared, starts))
-    if recipe.evaluation.final_cycles == "all":
-        rows += [
-            _trained_rows(phase.kind, f", cycle {phase.cycle}", groups, folders, precision, shared)
-            for phase, folders in _models_by_phase(recipe, run, list(groups)).items()
+        found = [
+            _Scored(model.name, groups[model.group], kind, open_store(model.model), is_start=model.is_start)
+            for model in best
+            if model.kind == kind
         ]
-    calls = [call for row in rows for call in row.calls]
-    options = device_options(recipe, list(groups.values()), {"storage.runs": run.path})
+        rows.append(_Row(f"{kind} ensemble", found))
+    if recipe.evaluation.final_cycles == "all":
+        for phase, folders in _models_by_phase(recipe, run, list(groups)).items():
+            kind, suffix = phase.kind, f", cycle {phase.cycle}"
+            found = [
+                _Scored(f"{name} {kind}{suffix}", groups[name], kind, open_store(folder), is_timed=False)
+                for name, folder in folders.items()
+            ]
+            rows.append(_Row(f"{kind} ensemble{suffix}", found))
+    calls: list[DeviceCall[_Measured]] = [
+        DeviceCall(
+            f"evaluation of {model.name}", partial(_measure, model, precision, shared), model_memory(model.source)
+        )
+        for row in rows
+        for model in row.models
+    ]
+    options = group_needs(recipe, list(groups.values())).options(run.path)
     returned = measure_models(calls, tasks, [precision], run.store, backend, options, reporter)
     measured = iter([None if model is None else _Measured(*model) for model in returned])
     results: list[ModelResults] = []
     for row in rows:
-        members = [model for model in islice(measured, len(row.calls)) if model is not None]
+        members = [model for model in islice(measured, len(row.models)) if model is not None]
         results += [member.results for member in members]
-        if len(members) == len(row.calls) > 1:
+        if len(members) == len(row.models) > 1:
             scores = [member.scores for member in members]
             measurements = [member.results for member in members]
             results.append(measure_ensemble(row.ensemble, measurements, scores, tasks, reporter.emit))
-    devices = ", ".join(sorted({model.device for model in results}))
-    settings = {"STS": "all", "device": devices, "precision": precision}
-    return compare_measured(results, tasks, calls, returned, settings, started_at)
+    return compare_measured(results, tasks, calls, returned, precision, started_at)
 
 
-class _Rows(NamedTuple):
+@dataclass(frozen=True)
+class _Scored:
+    """A model to evaluate."""
+
+    name: str
+    """Name in tables."""
+    group: GroupSection
+    kind: Kind
+    model: ArtifactStore | None = None
+    """Folder of a trained model; None for the group's initial bi-encoder."""
+    is_start: bool = False
+    """Whether the folder has the group's start, which has not seen the pairs."""
+    is_timed: bool = True
+
+    @property
+    def source(self) -> str:
+        """The model's folder or name, as tables show it."""
+        return self.group.backbone if self.model is None else str(self.model.path)
+
+
+class _Row(NamedTuple):
     """Models of one kind, one per group, whose rows stand next to that of their ensemble."""
 
     ensemble: str
     """Name of the ensemble in tables."""
-    calls: list[DeviceCall[_Measured]]
+    models: list[_Scored]
 
 
 class _Measured(NamedTuple):
@@ -212,65 +242,6 @@ class _Measured(NamedTuple):
     results: ModelResults
     scores: RecordedScores
     """Similarities of the tasks' pairs, for the ensemble."""
-
-
-def _start_rows(groups: Mapping[str, GroupSection], precision: str, shared: Callable[[], tuple[Tasks, _Seen]]) -> _Rows:
-    """Return the rows of the groups' initial models."""
-    return _Rows(
-        "start ensemble",
-        [
-            DeviceCall(
-                f"evaluation of {_start_name(name)}",
-                partial(_measure_start, group, precision, shared),
-                model_memory(group.backbone),
-            )
-            for name, group in groups.items()
-        ],
-    )
-
-
-def _trained_rows(
-    kind: Kind,
-    suffix: str,
-    groups: Mapping[str, GroupSection],
-    folders: Mapping[str, Path],
-    precision: str,
-    shared: Callable[[], tuple[Tasks, _Seen]],
-    starts: Collection[str] = (),
-) -> _Rows:
-    """Return the rows of trained models of one kind.
-
-    Args:
-        kind: The formulation.
-        suffix: The end of the rows' names.
-        groups: The groups, by name.
-        folders: The folder of each group's model.
-        precision: Precision of the forward passes.
-        shared: Returns the labelled sets, and what the trained models have seen of them.
-        starts: Groups whose model is their start, which has not seen the pairs.
-    """
-    return _Rows(
-        f"{kind} ensemble{suffix}",
-        [
-            DeviceCall(
-                f"evaluation of {name} {kind}{suffix}",
-                partial(
-                    _measure_trained,
-                    f"{name} {kind}{suffix}",
-                    groups[name],
-                    kind,
-                    open_store(folder),
-                    str(folder),
-                    precision,
-                    shared,
-                    is_timed=not suffix,
-                    is_start=name in starts,
-                ),
-                model_memory(str(folder)),
-            )
-            for name, folder in folders.items()
-        ],
-    )
 
 
 def _models_by_phase(recipe: MutualRecipe, run: RunDirectory, groups: Sequence[str]) -> dict[Phase, dict[str, Path]]:
@@ -289,46 +260,23 @@ def _start_name(group: str) -> str:
     return f"{group} start"
 
 
-def _measure_start(
-    group: GroupSection, precision: str, shared: Callable[[], tuple[Tasks, _Seen]], reporter: Reporter
+def _measure(
+    scored: _Scored, precision: str, shared: Callable[[], tuple[Tasks, _Seen]], reporter: Reporter
 ) -> _Measured:
-    tasks = replace(shared()[0], timed_texts=[])  # as large and as fast as the trained bi-encoder
-    encoder = Encoder.from_section(group).to(default_device())
-    known = Contamination.of_model(group.backbone)
-    name = _start_name(group.name)
-    candidate = make_candidate(name, group.backbone, encoder, known, precision, reporting(reporter, name))
-    return _measure(candidate, tasks, reporter)
-
-
-def _measure_trained(
-    title: str,
-    group: GroupSection,
-    kind: Kind,
-    model: ArtifactStore,
-    source: str,
-    precision: str,
-    shared: Callable[[], tuple[Tasks, _Seen]],
-    reporter: Reporter,
-    is_timed: bool,
-    is_start: bool,
-) -> _Measured:
-    model.fetch_folder()
-    tasks, seen = shared()
-    contamination = Contamination.read(model.path) if is_start else seen[group.name, kind]
-    tasks = tasks if is_timed else replace(tasks, timed_texts=[])
+    (tasks, seen), group, recorded = shared(), scored.group, RecordedScores()
     encoder: Encoder | CrossEncoder
-    if kind == "bi":
-        encoder = Encoder.load(model.path, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
+    if scored.model is None:
+        encoder, contamination = Encoder.from_section(group), Contamination.of_model(group.backbone)
     else:
-        encoder = CrossEncoder.load(model.path, None, group.trust_remote_code, group.is_fast)
-    on_device, progress = encoder.to(default_device()), reporting(reporter, title)
-    candidate = make_candidate(title, source, on_device, contamination, precision, progress)
-    return _measure(candidate, tasks, reporter)
-
-
-def _measure(candidate: Candidate, tasks: Tasks, reporter: Reporter) -> _Measured:
-    results, scores = measure_model(candidate, tasks, reporter), RecordedScores()
+        scored.model.fetch_folder()
+        encoder = load_trained(group, scored.kind, scored.model.path)
+        contamination = Contamination.read(scored.model.path) if scored.is_start else seen[group.name, scored.kind]
+    if scored.model is None or not scored.is_timed:  # as large and as fast as the best trained model
+        tasks = replace(tasks, timed_texts=[])
+    on_device, progress = encoder.to(default_device()), reporting(reporter, scored.name)
+    candidate = make_candidate(scored.name, scored.source, on_device, contamination, precision, progress)
+    results = measure_model(candidate, tasks, reporter)
     for task in tasks.tasks:
         if task.pairs_only:
-            task.measure(scores.recording(candidate.model))
-    return _Measured(results, scores)
+            task.measure(recorded.recording(candidate.model))
+    return _Measured(results, recorded)

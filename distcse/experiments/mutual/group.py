@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TypeVar, runtime_checkable
 
 from distcse import host
 from distcse.errors import DistcseError, OutOfMemoryError, RunRecordError, StoppedEarlyError, WorkFailedError
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.mutual.phase_trainer import GroupContext, PhaseResult, PhaseTrainer
-from distcse.experiments.mutual.phases import Kind, Phase
+from distcse.experiments.backend import Backend
+from distcse.experiments.mutual.phase_store import Scores, StoredScores
+from distcse.experiments.mutual.phase_trainer import PhaseTrainer
+from distcse.experiments.mutual.phases import GroupContext, Kind, Phase, PhaseResult
+from distcse.experiments.mutual.processes import GroupResources
 from distcse.experiments.mutual.scoring import PairScorer, ScoringProgress
-from distcse.experiments.mutual.stored_scores import Scores, StoredScores
 
 
 class Group(Protocol):
@@ -58,13 +60,25 @@ class Group(Protocol):
         ...
 
 
-class LocalGroup:
-    """A group in this process.
+@runtime_checkable
+class GroupBackend(Protocol):
+    """A backend with workers for groups."""
 
-    Args:
-        context: The group's part of the run.
-        reporter: Receives the group's events.
-    """
+    def open_groups(
+        self, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
+    ) -> AbstractContextManager[list[Group]]:
+        """Start the groups of a mutual distillation, and close them at the end of the block.
+
+        Args:
+            contexts: Each group's part of the run.
+            reporters: Receive each group's events.
+            resources: What their workers reserve.
+        """
+        ...
+
+
+class LocalGroup:
+    """A group in this process."""
 
     def __init__(self, context: GroupContext, reporter: Reporter) -> None:
         self.name = context.group.name
@@ -153,14 +167,22 @@ class SerializedGroup:
                 ) from failed
 
 
+def open_groups(
+    backend: Backend, contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
+) -> AbstractContextManager[list[Group]]:
+    """Start the groups on a backend that has workers for them, or else in this process; see `GroupBackend.open_groups`."""
+    if isinstance(backend, GroupBackend):
+        return backend.open_groups(contexts, reporters, resources)
+    turn = threading.Lock()
+    opened = zip(contexts, reporters, strict=True)
+    return nullcontext([SerializedGroup(LocalGroup(*each), turn, each[1].stop_requested) for each in opened])
+
+
 T = TypeVar("T")
 
 
 class StepPasses:
     """Passes per step for each formulation, kept in the run's folder, so that a resumed run does not run out of memory again.
-
-    Args:
-        context: The group's part of the run.
 
     Raises:
         RunRecordError: The stored numbers are damaged.

@@ -20,7 +20,7 @@ from distcse.device import default_device
 from distcse.errors import CorpusTooSmallError, MissingDependencyError
 from distcse.evaluation import evaluation_sentences
 from distcse.events import Reporter, StageProgress
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
@@ -46,10 +46,6 @@ PairRows = NDArray[np.int64]
 def prepare_mining(recipe: MutualRecipe, reporter: Reporter) -> Corpus:
     """Read the corpus of `pairs.mine`, or take it from the cache, and check that the packages for mining are installed.
 
-    Args:
-        recipe: A recipe with `pairs.mine`.
-        reporter: Receives progress.
-
     Raises:
         MissingDependencyError: A package of the extra `mining` is not installed.
         CorpusError: The corpus cannot be read, or is empty.
@@ -65,14 +61,7 @@ def prepare_mining(recipe: MutualRecipe, reporter: Reporter) -> Corpus:
 
 
 def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactStore, reporter: Reporter) -> None:
-    """Mine pairs from a prepared corpus, and store them.
-
-    Args:
-        recipe: A recipe with `pairs.mine`.
-        prepared: The corpus's folder.
-        folder: The folder to write.
-        reporter: Receives progress.
-    """
+    """Mine pairs from a prepared corpus, and store them."""
     mine_pairs(recipe, Corpus.open(prepared.path), folder.path, reporter)
 
 

@@ -2,78 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from distcse.data import Pairs, PairTokenTable, TokenTable
+from distcse.data import PairTokenTable, TokenTable
 from distcse.distributed import barrier, rank, world_size
 from distcse.errors import CheckpointError, OutOfMemoryError
 from distcse.events import Reporter, ignore
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask, PairTokens
-from distcse.experiments.mutual.phases import Kind, Phase
-from distcse.experiments.mutual.stored_scores import StoredScores
-from distcse.experiments.mutual.tokens import TokenStores
+from distcse.experiments.mutual.phase_store import StoredScores
+from distcse.experiments.mutual.phases import GroupContext, Kind, Phase, PhaseResult
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.weight_interpolation import WeightInterpolation
-from distcse.recipe import GroupSection, LoopSection, MutualRecipe, decided
+from distcse.recipe import GroupSection, decided
 from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoint_files import load_trainer_state, load_weights
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.cuda_graphs import GraphMode, graph_mode
-from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.trainer import train
-
-
-@dataclass(frozen=True)
-class PhaseResult:
-    """Result of the training in a phase."""
-
-    model: str
-    """Folder of the best model."""
-    step: int
-    """Step of the best model."""
-    dev: float | None
-    """Dev score of the best model; None without dev pairs."""
-    steps: int
-    """Number of training steps."""
-
-
-@dataclass(frozen=True)
-class GroupContext:
-    """The inputs of a group's trainer or scorer. The run's folder is on storage that all of them see, guarded by its lease."""
-
-    recipe: MutualRecipe
-    number: int
-    """Index of the group in the recipe."""
-    run: ArtifactStore
-    tokens: TokenStores
-    """The group's token tables."""
-
-    @property
-    def group(self) -> GroupSection:
-        """The group's section of the recipe."""
-        return self.recipe.groups[self.number]
-
-    @property
-    def pairs(self) -> Pairs:
-        """The run's pairs."""
-        return Pairs.open((self.run / "pairs").path)
-
-    def folder(self, phase: Phase) -> Path:
-        """Return the folder of a phase of this group."""
-        return self.run.path / "groups" / self.group.name / phase.name
-
-    def section(self, kind: Kind) -> LoopSection:
-        """Return the group's training settings of a formulation."""
-        return self.recipe.loop_of(self.group, kind)
-
-    def seed(self, phase: Phase) -> int:
-        """Return the seed of new weights, row order and dropout, different for each group and phase."""
-        return dropout_seed(self.recipe.seed, phase.number, self.number) % 2**31
 
 
 class PhaseTrainer:
@@ -229,3 +179,10 @@ def _load_result(folder: Path) -> PhaseResult | None:
             f"{store}/result.json cannot be read: {broken}; delete {store} and --resume to repeat the phase"
         ) from None
     return None if result is None else replace(PhaseResult(**result), model=str(folder / "model"))
+
+
+def load_trained(group: GroupSection, kind: Kind, folder: Path) -> Encoder | CrossEncoder:
+    """Load a model that a group has trained."""
+    if kind == "cross":
+        return CrossEncoder.load(folder, None, group.trust_remote_code, group.is_fast)
+    return Encoder.load(folder, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)

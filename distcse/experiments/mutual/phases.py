@@ -1,9 +1,16 @@
-"""The phases of a mutual distillation, in order: the start, then cross and bi in each cycle."""
+"""The phases of a mutual distillation, in order: the start, then cross and bi in each cycle; and a group's part of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from distcse.data import Pairs
+from distcse.recipe import GroupSection, LoopSection, MutualRecipe
+from distcse.storage import ArtifactStore
+from distcse.trainer.dropout_rng import dropout_seed
 
 Kind = Literal["bi", "cross"]
 
@@ -42,3 +49,55 @@ class Phase:
 def last_phase(cycles: int) -> Phase:
     """Return the last phase of a run of `cycles` cycles."""
     return Phase(2 * cycles)
+
+
+TokenStores = Mapping[Kind, ArtifactStore]
+"""The folders of a group's token tables: a `TokenTable` of the sentences, and a `PairTokenTable`."""
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """Result of the training in a phase."""
+
+    model: str
+    """Folder of the best model."""
+    step: int
+    """Step of the best model."""
+    dev: float | None
+    """Dev score of the best model; None without dev pairs."""
+    steps: int
+    """Number of training steps."""
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """The inputs of a group's trainer or scorer. The run's folder is on storage that all of them see, guarded by its lease."""
+
+    recipe: MutualRecipe
+    number: int
+    """Index of the group in the recipe."""
+    run: ArtifactStore
+    tokens: TokenStores
+    """The group's token tables."""
+
+    @property
+    def group(self) -> GroupSection:
+        """The group's section of the recipe."""
+        return self.recipe.groups[self.number]
+
+    @property
+    def pairs(self) -> Pairs:
+        """The run's pairs."""
+        return Pairs.open((self.run / "pairs").path)
+
+    def folder(self, phase: Phase) -> Path:
+        """Return the folder of a phase of this group."""
+        return self.run.path / "groups" / self.group.name / phase.name
+
+    def section(self, kind: Kind) -> LoopSection:
+        """Return the group's training settings of a formulation."""
+        return self.recipe.loop_of(self.group, kind)
+
+    def seed(self, phase: Phase) -> int:
+        """Return the seed of new weights, row order and dropout, different for each group and phase."""
+        return dropout_seed(self.recipe.seed, phase.number, self.number) % 2**31

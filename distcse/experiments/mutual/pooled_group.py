@@ -7,9 +7,8 @@ from functools import partial
 from typing import Protocol
 
 from distcse.events import GroupActivity, LogMessage, Reporter, WorkersAssigned
-from distcse.experiments.mutual.phase_trainer import PhaseResult
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.stored_scores import Scores, StoredScores
+from distcse.experiments.mutual.phase_store import Scores, StoredScores
+from distcse.experiments.mutual.phases import Phase, PhaseResult
 from distcse.experiments.mutual.worker_pool import WorkerPool
 
 

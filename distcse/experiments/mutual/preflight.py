@@ -9,11 +9,9 @@ from distcse.experiments.backend import Backend
 from distcse.experiments.experiment import questions_of
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.final_evaluation import checked_tasks
-from distcse.experiments.mutual.joining import joined_for_groups
-from distcse.experiments.mutual.max_workers import with_max_workers
 from distcse.experiments.mutual.mining import prepare_mining, require_mining
 from distcse.experiments.mutual.pairs import find_pairs, fit_to_pairs, temporary_pairs
-from distcse.experiments.mutual.roles import with_precisions
+from distcse.experiments.mutual.processes import joined_for_groups, with_max_workers, with_precisions
 from distcse.experiments.mutual.start_scores import score_starts
 from distcse.models import CrossEncoder, Encoder
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans

@@ -16,9 +16,9 @@ from distcse.errors import NotFiniteError
 from distcse.evaluation.models import Progress
 from distcse.events import Reporter, StageProgress
 from distcse.experiments.mutual.pair_task import pair_model
-from distcse.experiments.mutual.phase_trainer import GroupContext
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.stored_scores import ScoreShards
+from distcse.experiments.mutual.phase_store import ScoreShards
+from distcse.experiments.mutual.phase_trainer import load_trained
+from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.recipe import decided
@@ -107,15 +107,8 @@ class PairScorer:
         return self._context.pairs
 
     def _model(self, phase: Phase) -> Encoder | CrossEncoder:
-        group = self._context.group
-        folder = self._context.folder(phase) / "model"
-        model: Encoder | CrossEncoder
-        if not phase.number:
-            model = Encoder.from_section(group)
-        elif phase.kind == "cross":
-            model = CrossEncoder.load(folder, None, group.trust_remote_code, group.is_fast)
-        else:
-            model = Encoder.load(folder, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
+        group, folder = self._context.group, self._context.folder(phase) / "model"
+        model = load_trained(group, phase.kind, folder) if phase.number else Encoder.from_section(group)
         model = model.to(default_device())
         use_mkldnn_linear(model, decided(self._context.recipe.mutual.precision))
         return model

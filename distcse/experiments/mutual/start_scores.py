@@ -12,10 +12,10 @@ from distcse.errors import NotFiniteError
 from distcse.evaluation import RecordedScores, VectorModel, reporting
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.devices import model_memory
+from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.devices import device_options
-from distcse.experiments.mutual.labels import combine, score_weight
+from distcse.experiments.mutual.label_exchange import combine, score_weight
+from distcse.experiments.mutual.processes import group_needs
 from distcse.models import Encoder
 from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.preflight.warnings import SettingsWarning, warn_of_weak_label_source
@@ -39,12 +39,6 @@ def score_starts(
 ) -> StartScores:
     """Report the dev score of each group's start, and that of the first labels.
 
-    Args:
-        recipe: The recipe, with its precisions decided.
-        groups: Its groups that are not dropped.
-        backend: Where the models compute.
-        reporter: Receives a line with all scores.
-
     Raises:
         NotFiniteError: A group's score is NaN or infinite.
     """
@@ -55,7 +49,7 @@ def score_starts(
         DeviceCall(f"dev score of {group.name}'s start", partial(_score, recipe, group), model_memory(group.backbone))
         for group in groups
     ]
-    recorded = backend.run_on_devices(calls, device_options(recipe, groups, {}), reporter)
+    recorded = backend.run_on_devices(calls, group_needs(recipe, groups).options(), reporter)
     scores = {group.name: dev.score(found) for group, found in zip(groups, recorded, strict=True)}
     for name, score in scores.items():
         if not math.isfinite(score):

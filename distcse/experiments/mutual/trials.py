@@ -10,88 +10,80 @@ from distcse.data import Pairs
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.cluster_fit import NodeNeeds
+from distcse.experiments.experiment import Result
+from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.final_evaluation import checked_tasks, contamination_of, wanted_tasks
-from distcse.experiments.mutual.fingerprints import data_fingerprints, read_fingerprints
-from distcse.experiments.mutual.joining import read_by_groups
-from distcse.experiments.mutual.pairs import fit_to_pairs, temporary_pairs
+from distcse.experiments.mutual.pairs import data_fingerprints, fit_to_pairs, read_fingerprints, temporary_pairs
 from distcse.experiments.mutual.phase_store import PhaseStore, best_phase, dev_scores
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.preflight import recipe_questions
-from distcse.experiments.mutual.roles import with_precisions
-from distcse.experiments.trials import SharedPaths, TrialGpus, TrialRequest, Trials, TrialScore
+from distcse.experiments.mutual.processes import group_needs, with_precisions
+from distcse.experiments.trials import TRIALS, TrialGpus, Trials, TrialScore
 from distcse.placement.cluster import Cluster
-from distcse.recipe import KINDS, LoggersSection, MutualRecipe, TrainedSection, decided
+from distcse.placement.gpu_plan import Process
+from distcse.recipe import KINDS, LoggersSection, MutualRecipe, TrainedSection
 from distcse.runs.directory import RunDirectory, check_storage
 
 
 class MutualTrials(Trials):
-    """Trials that each train all groups one after the other, in one process (see `Trials`).
+    """Trials that each train all groups one after the other, in one process (see `Trials`)."""
 
-    Args:
-        recipe: The sweep's recipe.
-    """
-
-    def __init__(self, recipe: MutualRecipe) -> None:
-        self._recipe = recipe
+    searched: MutualRecipe
+    leaves_threads = True
 
     @property
-    def request(self) -> TrialRequest:
-        return TrialRequest(leaves_threads=True)
+    def processes(self) -> list[Process]:
+        return [Process(TRIALS, 1, None, None, None, "a trial", "search.concurrent", {})]
 
     @property
-    def paths(self) -> SharedPaths:
-        return SharedPaths(read_by_groups(self._recipe, self._recipe.groups))
+    def needs(self) -> NodeNeeds:
+        return group_needs(self.searched, self.searched.groups, in_sweep=True)
 
-    @property
-    def evaluation_precision(self) -> str:
-        return decided(self._recipe.evaluation.precision)
+    def train(self, backend: Backend, reporter: Reporter, directory: RunDirectory) -> Result:
+        return MutualDistillation(self.searched).run(backend, reporter, directory)
 
     def recipe(self, cpus: float, gpus: float) -> MutualRecipe:
-        evaluation = self._recipe.evaluation.model_copy(update={"final_suites": []})
-        return self._recipe.model_copy(update={"evaluation": evaluation, "loggers": LoggersSection(), "ray": False})
+        evaluation = self.searched.evaluation.model_copy(update={"final_suites": []})
+        return self.searched.model_copy(update={"evaluation": evaluation, "loggers": LoggersSection(), "ray": False})
 
     def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: TrialGpus) -> MutualRecipe:
-        return with_precisions(self._recipe, cluster, reporter, gpus.worker)
+        return with_precisions(self.searched, cluster, reporter, gpus.worker)
 
     def check_labels(self) -> None:
         require(recipe_questions(self.recipe(0, 0)))  # as trials see it: without loggers
-        check_storage(self._recipe.storage)
-        checked_tasks(self._recipe)
+        check_storage(self.searched.storage)
+        checked_tasks(self.searched)
 
     def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> None:
-        if self._recipe.pairs.mine is None:  # fitted once, for all trials and for best.yaml
-            with temporary_pairs(self._recipe, reporter) as pairs:
-                if (fitted := fit_to_pairs(self._recipe, len(pairs), reporter)) != self._recipe:
+        if self.searched.pairs.mine is None:  # fitted once, for all trials and for best.yaml
+            with temporary_pairs(self.searched, reporter) as pairs:
+                if (fitted := fit_to_pairs(self.searched, len(pairs), reporter)) != self.searched:
                     sweep.decide(fitted)
-                fingerprints = data_fingerprints(self._recipe, self._recipe.groups, pairs, self.labelled_tasks())
+                fingerprints = data_fingerprints(self.searched, self.searched.groups, pairs, self.labelled_tasks())
         else:
-            fingerprints = read_fingerprints(self._recipe, reporter)
-        sweep.record(self._recipe.seed, fingerprints)
+            fingerprints = read_fingerprints(self.searched, reporter)
+        sweep.record(self.searched.seed, fingerprints)
 
     def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
-        return CycleScores(self._recipe, run).of
+        return CycleScores(self.searched, run).of
 
     def labelled_tasks(self) -> Tasks:
-        return wanted_tasks(self._recipe)
+        return wanted_tasks(self.searched)
 
     def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
         return {
             f"{group.name} {kind}": (run / "models" / group.name / kind, group)
-            for group in self._recipe.groups
+            for group in self.searched.groups
             for kind in KINDS
         }
 
     def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
-        return contamination_of(self._recipe, Pairs.open(run / "pairs"), tasks, reporter)
+        return contamination_of(self.searched, Pairs.open(run / "pairs"), tasks, reporter)
 
 
 class CycleScores:
-    """Dev scores of a trial, one per cycle: the mean over groups of each group's best bi-encoder so far.
-
-    Args:
-        recipe: The trial's recipe.
-        run: The trial's folder.
-    """
+    """Dev scores of a trial, one per cycle: the mean over groups of each group's best bi-encoder so far."""
 
     def __init__(self, recipe: MutualRecipe, run: Path) -> None:
         self._recipe = recipe
