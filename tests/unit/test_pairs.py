@@ -17,7 +17,7 @@ from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecord
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.experiments.backend import LocalBackend
-from distcse.experiments.mutual import labels, mining
+from distcse.experiments.mutual import label_exchange, mining
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.pairs import fit_to_pairs, read_pairs, report_extent
 from distcse.experiments.mutual.phase_store import PhaseStore, StoredScores
@@ -210,9 +210,9 @@ def test_labels_combined_in_parts_are_bit_equal(
     draw = np.random.default_rng(0)
     scores = [draw.uniform(-0.2, 1, 1001).astype(np.float32) for _ in range(groups)]
     weights = draw.uniform(0.5, 2, groups).tolist()
-    whole = labels.combine(scores, weights, standardize)
-    monkeypatch.setattr(labels, "PAIRS_PER_PART", 10)
-    np.testing.assert_array_equal(labels.combine(scores, weights, standardize), whole)
+    whole = label_exchange.combine(scores, weights, standardize)
+    monkeypatch.setattr(label_exchange, "PAIRS_PER_PART", 10)
+    np.testing.assert_array_equal(label_exchange.combine(scores, weights, standardize), whole)
     assert whole.dtype == np.float32
 
 
