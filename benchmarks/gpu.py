@@ -71,13 +71,14 @@ from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen
 from distcse.losses import list_mle as our_list_mle
 from distcse.models import CrossEncoder, Encoder, build_projection
 from distcse.models.detection import EditDetector, Vocabulary
-from distcse.models.kept_tokens import KeptTokens
-from distcse.models.loading import load_backbone
-from distcse.models.precision import frozen_weight_dtype, halve_matrices
+from distcse.models.encoder import KeptTokens
+from distcse.models.folder import ModelFolder
+from distcse.models.loading import halve_matrices, load_backbone
 from distcse.rank_space import DeviceRankSpace, pair_similarities
 from distcse.rank_space.space import products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
+from distcse.teachers.kinds.bi_encoder import frozen_weight_dtype
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.compiled_step import CompiledStep
 from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode
@@ -679,7 +680,7 @@ def teacher_memory(bench: Bench) -> Iterator[Figure]:
         bench.model("base").cpu().save_pretrained(folder)  # type: ignore[operator]
         before = torch.cuda.memory_allocated()
         kind = frozen_weight_dtype("fp16", bench.device.type)
-        backbone = load_backbone(Path(folder), False, None, 32, kind).to(bench.device)
+        backbone = load_backbone(ModelFolder.read(Path(folder)), None, 32, kind).to(bench.device)
     teacher = Encoder(backbone, bench.tokenizer(), "cls", 32).eval()
     teacher.encode(bench.texts(4096), precision="fp16")
     held = torch.cuda.memory_allocated() - before

@@ -37,7 +37,7 @@ from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.experiments.mutual.pairs import load_pairs
 from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder
-from distcse.models.weight_interpolation import WeightInterpolation
+from distcse.models.student import WeightInterpolation
 from distcse.recipe import MutualRecipe, decided, read_recipe
 from distcse.storage import write_text_atomic
 

@@ -23,9 +23,9 @@ from benchmarks.step import equal_or_stop, load
 from distcse.evaluation import PairScores, VectorModel, read_table
 from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.models import CrossEncoder, Encoder, resolve_model
-from distcse.models.batching import by_length
-from distcse.models.detection.edits import choose_positions, mask_chosen
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.cpu_kernels import use_mkldnn_linear
+from distcse.models.detection import choose_positions, mask_chosen
+from distcse.models.frozen_pass import by_length
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng
 from distcse.trainer.engines import make_engine

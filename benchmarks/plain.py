@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from distcse.models import Encoder, pool
-from distcse.models.attention import prepare_mask
-from distcse.models.fast.packing import can_pack, packed
+from distcse.models.fast_layers import can_pack, packed, prepare_mask
 
 
 def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor | None = None) -> Tensor:

@@ -32,7 +32,7 @@ from distcse.data import Corpus
 from distcse.evaluation import VectorModel, labelled_dev, read_table
 from distcse.losses import TeacherOutputs, gather_views, mix_lists
 from distcse.models import resolve_model
-from distcse.models.layers import layers_of
+from distcse.models.student import layers_of
 from distcse.recipe import Recipe
 from tests.counting import NumbersRead
 from tests.training_step import TrainingStep

@@ -36,13 +36,13 @@ from benchmarks.protocol import (
 )
 from benchmarks.row_memory import anonymous_bytes
 from distcse.data import Corpus, TokenTable
-from distcse.device_defaults import CPU
+from distcse.device import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.host import release_memory
 from distcse.losses import list_mle
 from distcse.models import Encoder, resolve_model
-from distcse.models.batching import by_length
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.cpu_kernels import use_mkldnn_linear
+from distcse.models.frozen_pass import by_length
 from distcse.recipe import CorpusSection, TeacherSection
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity

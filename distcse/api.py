@@ -54,9 +54,9 @@ from distcse.evaluation.tasks.sts import AGGREGATES, Aggregate
 from distcse.events import Listener, LogMessage, Reporter, StageProgress, ignore
 from distcse.experiments.experiment import Result, experiment_of
 from distcse.models import Encoder, is_cross_encoder, resolve_model
+from distcse.models.files import CHECKSUMS
 from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
 from distcse.models.st_format import default_pooling
-from distcse.models.weight_files import CHECKSUMS
 from distcse.precision import Role, report_precisions
 from distcse.preflight.warnings import (
     SettingsWarning,

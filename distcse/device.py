@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from distcse import host
 from distcse.compat.torch import onednn_supports
+from distcse.errors import EncoderSettingError
 
 HALF_PRECISIONS: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -157,6 +159,19 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
+    """Return a context: autocast for `bf16` or `fp16`, nothing for `fp32`.
+
+    Raises:
+        EncoderSettingError: The precision is another one.
+    """
+    if precision == "fp32":
+        return nullcontext()
+    if precision not in HALF_PRECISIONS:
+        raise EncoderSettingError(f"precision is {precision!r}; allowed: fp32, {', '.join(HALF_PRECISIONS)}")
+    return torch.autocast(device.type, HALF_PRECISIONS[precision])
+
+
 class HostCopies:
     """Copies of a device's tensors in the host's memory. The host waits once for all of them, when it reads them.
 
@@ -235,3 +250,97 @@ def cpu_name() -> str:
     lines = file.read_text().splitlines() if file.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return name or platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """The choices for one kind of device."""
+
+    trained_precisions: tuple[str, ...]
+    """Half precisions that `precision: auto` considers for trained models, labels and evaluation, the first preferred."""
+    teacher_precisions: tuple[str, ...]
+    """Half precisions that `precision: auto` considers for teachers, the first preferred."""
+    width_multiple: int
+    """Batches are padded to a multiple of this many tokens."""
+    records_steps: bool
+    """Whether `cuda_graphs: auto` records training steps as CUDA graphs."""
+    overlaps_reduction: bool
+    """Whether workers sum gradients in buckets during the backward pass; otherwise at its end, in one collective."""
+    shards_dev_scores: bool
+    """Whether each worker encodes its share of a dev score's sentences; otherwise all of them."""
+    frozen_batch_tokens: int
+    """Tokens per forward pass of a frozen model, with padding."""
+    frozen_min_fill: float
+    """Smallest share of these tokens at which a batch ends with its longest texts, and so has no padding."""
+
+
+CPU = DeviceDefaults(
+    trained_precisions=("bf16",),
+    # bf16 changes cosines by up to 2.6e-3, but no CPU that PyTorch supports is as fast in fp16.
+    teacher_precisions=("bf16",),
+    # Time is proportional to tokens, and training skips padding.
+    width_multiple=1,
+    records_steps=False,
+    # All cores compute the backward pass, so that nothing can overlap it. One collective also sends embedding rows.
+    overlaps_reduction=False,
+    # Other batches round differently, and scores must not depend on the number of workers.
+    shards_dev_scores=False,
+    # Time is proportional to tokens and to padding, and a batch's activations must stay in the caches: MiniLM's passes of 4,096
+    # tokens took 1.05 (AVX2) to 1.17 times (AVX-512) as long as those of 2,048.
+    frozen_batch_tokens=2048,
+    frozen_min_fill=0.25,
+)
+GPU = DeviceDefaults(
+    # fp16 would need loss scaling. TF32 is not used: what stays fp32 are losses, cosines and ranks, and a model whose recipe
+    # says fp32. TF32 would change lists by 3e-4, as much as fp16, which is twice as fast.
+    trained_precisions=("bf16",),
+    # fp16 changes cosines by up to 3.3e-4, bf16 by 2.6e-3 (`halve_matrices`), at the same speed.
+    teacher_precisions=("fp16", "bf16"),
+    # Matrix units compute tiles of 8 half-precision numbers, and attention kernels need rows that are aligned to them.
+    width_multiple=8,
+    # A step of BERT-base launches thousands of kernels, which takes the host longer than the GPU.
+    records_steps=True,
+    overlaps_reduction=True,
+    shards_dev_scores=True,
+    # With an H100, the host took about a millisecond to launch a layer's forward pass (benchmarks/results), in which the GPU
+    # computes a layer of BERT-base for tens of thousands of tokens. Smaller passes, or batches that end early, leave it idle.
+    # The memory does not decide: a pass that does not fit is halved.
+    frozen_batch_tokens=65_536,
+    frozen_min_fill=1.0,
+)
+BY_KIND = {"cpu": CPU, "gpu": GPU}
+
+
+def defaults_of(device: torch.device | str) -> DeviceDefaults:
+    """Return the choices for a device by PyTorch's name."""
+    return GPU if is_gpu(device) else CPU
+
+
+def auto_precision(devices: Sequence[DeviceSpeed], *, is_teacher: bool = False, overflows_fp16: bool = False) -> str:
+    """Return the precision that `precision: auto` selects: a half precision that every device is fast at, else fp32.
+
+    Args:
+        devices: The devices that may compute, all in the same precision; none selects fp32.
+        is_teacher: Whether the model is a teacher.
+        overflows_fp16: Whether the model's numbers exceed fp16's range.
+    """
+    for precision in ("fp16", "bf16"):
+        if precision == "fp16" and overflows_fp16:
+            continue
+        if devices and all(precision in _considered(device, is_teacher) for device in devices):
+            return precision
+    return "fp32"
+
+
+def describe_gpu_defaults() -> str:
+    """Describe in one line what a GPU does by default, apart from precisions and graphs."""
+    return (
+        f"widths in multiples of {GPU.width_multiple}, gradients of eager steps summed during the backward pass, losses and "
+        "lists in fp32 without TF32"
+    )
+
+
+def _considered(device: DeviceSpeed, is_teacher: bool) -> list[str]:
+    defaults = BY_KIND[device.kind]
+    precisions = defaults.teacher_precisions if is_teacher else defaults.trained_precisions
+    return [precision for precision in precisions if device.is_fast_at(precision)]

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from distcse.device import DeviceSpeed
-from distcse.device_defaults import auto_precision, describe_gpu_defaults
+from distcse.device import DeviceSpeed, auto_precision, describe_gpu_defaults
 from distcse.events import Listener, LogMessage, StageProgress
 from distcse.recipe import BaseRecipe
 

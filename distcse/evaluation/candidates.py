@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.device import speed_of
-from distcse.device_defaults import auto_precision
+from distcse.device import auto_precision, speed_of
 from distcse.errors import EvaluationOptionError
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelInfo
 from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, make_encode
 from distcse.evaluation.runs import group_runs, number_runs
 from distcse.models import CrossEncoder, Encoder, StaticEncoder, is_cross_encoder, is_static, resolve_model
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
 from distcse.recipe.names import hub_id

@@ -30,7 +30,7 @@ from distcse.evaluation.tables import find_table, read_table
 from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.host import pip_install
 from distcse.models import Encoder, model_fingerprint
-from distcse.models.prompts import is_template
+from distcse.models.texts import is_template
 from distcse.storage import content_key
 
 try:

@@ -13,25 +13,22 @@ from torch import Tensor, nn
 
 from distcse.compat.transformers import without_noise
 from distcse.errors import EncoderSettingError, ModelFormatError, UnsupportedModelError
-from distcse.models.attention import prepare_mask
-from distcse.models.fast.last_layer import can_stop_at_one
-from distcse.models.fast.packing import short_cut
+from distcse.models.cpu_kernels import fast_dropout
+from distcse.models.fast_layers import can_stop_at_one, prepare_mask, short_cut
+from distcse.models.files import read_json
 from distcse.models.folder import ModelFolder, open_model
 from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
-from distcse.models.json_files import read_json
-from distcse.models.layers import keep_layers
 from distcse.models.loading import (
     load_pretrained,
     position_limit,
     require_finite,
     require_text_encoder,
-    save_model,
     set_dropout,
-    set_shortcuts,
 )
-from distcse.models.st_format import backbone_folder, replacing
-from distcse.models.texts import as_pairs
-from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize_pairs
+from distcse.models.saving import replacing, save_model
+from distcse.models.st_format import backbone_folder
+from distcse.models.student import keep_layers
+from distcse.models.texts import TOKENIZED_TEXTS, as_pairs, tokenize_pairs
 from distcse.storage import ArtifactStore
 
 _SETTINGS = "config_sentence_transformers.json"
@@ -60,14 +57,18 @@ class CrossEncoder(nn.Module):
         tokenizer: Its fast tokenizer.
         max_length: Maximum number of tokens per pair, with special tokens; the longer sentence is truncated first.
         activation: Qualified name of the function between logits and scores. Default: the sigmoid.
+        is_fast: Whether exact shortcuts may compute it, as with `models.fast: auto`. Default: True.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, activation: str = _SIGMOID) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, max_length: int, activation: str = _SIGMOID, is_fast: bool = True
+    ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.activation = activation
+        self.is_fast = is_fast
         self.token_budget = TokenBudget()
 
     @classmethod
@@ -101,7 +102,7 @@ class CrossEncoder(nn.Module):
             )
         tokenizer = folder.load_tokenizer()
         limits = [max_length, folder.layout.max_length, tokenizer.model_max_length, position_limit(model)]
-        return cls(model.eval(), tokenizer, min(limit for limit in limits if limit), activation)
+        return cls(model.eval(), tokenizer, min(limit for limit in limits if limit), activation, is_fast)
 
     @classmethod
     def fresh(
@@ -125,7 +126,7 @@ class CrossEncoder(nn.Module):
 
         Raises:
             ModelNotFoundError: No such model exists.
-            ModelFormatError: transformers cannot load it as a sequence classifier. Weights of the encoder are missing.
+            ModelFormatError: transformers cannot load it as a sequence classifier, or weights of the encoder are missing.
             EncoderSettingError: `layers` or `max_length` does not fit the backbone.
         """
         folder = open_model(str(path), trust_remote_code)
@@ -144,7 +145,7 @@ class CrossEncoder(nn.Module):
             raise EncoderSettingError(
                 f"{path}: cross.max_length is {max_length}; allowed: at most {positions}, the backbone's positions"
             )
-        return cls(model, folder.load_tokenizer(), max_length)
+        return cls(model, folder.load_tokenizer(), max_length, is_fast=is_fast)
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +167,8 @@ class CrossEncoder(nn.Module):
         inputs = {"input_ids": ids, "attention_mask": prepare_mask(self.model, mask)}
         if kinds is not None:
             inputs["token_type_ids"] = kinds
-        reads_first = type(self.model).__name__ in _FIRST_TOKEN_CLASSIFIERS and can_stop_at_one(self.model)
+        knows_head = type(self.model).__name__ in _FIRST_TOKEN_CLASSIFIERS
+        reads_first = self.is_fast and knows_head and can_stop_at_one(self.model)
         first = ids.new_zeros(len(ids)) if reads_first else None
         with short_cut(self.model, mask, token_index if reads_first else None, first):
             logits: Tensor = self.model(**inputs).logits[:, 0]
@@ -315,11 +317,7 @@ def check_scorer(folder: ModelFolder) -> str:
 
 @without_noise()
 def _load_classifier(
-    folder: ModelFolder,
-    max_length: int | None,
-    is_fast: bool,
-    labels: int | None = None,
-    dropout: float | None = None,
+    folder: ModelFolder, max_length: int | None, is_fast: bool, labels: int | None = None, dropout: float | None = None
 ) -> tuple[Any, list[str]]:
     """Return a sequence classifier in float32, and the names of the weights that the folder lacks.
 
@@ -341,15 +339,10 @@ def _load_classifier(
     if dropout is not None:
         set_dropout(config, dropout)
     model, missing, _ = load_pretrained(
-        AutoModelForSequenceClassification,
-        folder.backbone,
-        config,
-        max_length,
-        "a cross-encoder",
-        folder.trust_remote_code,
-        has_new_head,
+        AutoModelForSequenceClassification, folder, config, max_length, "a cross-encoder", has_new_head
     )
     require_finite(folder.backbone, model)
     require_text_encoder(folder.backbone, model.base_model)
-    set_shortcuts(model, is_fast)
+    if is_fast:
+        fast_dropout(model)
     return model, missing

@@ -19,14 +19,10 @@ from torch.nn.functional import normalize as unit
 
 from distcse.compat.transformers import without_noise
 from distcse.errors import EncoderSettingError, UnsupportedModelError
-from distcse.models.attention import prepare_mask
-from distcse.models.factorized_embeddings import factorize_embeddings
-from distcse.models.fast.last_layer import can_stop_at_one
-from distcse.models.fast.packing import short_cut
-from distcse.models.folder import open_model
+from distcse.models.cpu_kernels import fast_dropout
+from distcse.models.fast_layers import can_stop_at_one, prepare_mask, short_cut
+from distcse.models.folder import model_class, open_model
 from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
-from distcse.models.head import Dense, build_head
-from distcse.models.layers import depth_of, keep_layers
 from distcse.models.loading import (
     check_vocabulary,
     has_dropout,
@@ -35,14 +31,12 @@ from distcse.models.loading import (
     refuse_unsupported_preprocessing,
     require_finite,
     resolve_pooling,
-    save_model,
 )
-from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, pool, token_position
-from distcse.models.prompts import apply_prompt, is_template
-from distcse.models.st_files import find_prompt
-from distcse.models.st_format import Layout, replacing, write_layout
-from distcse.models.texts import as_texts
-from distcse.models.tokenizing import TOKENIZED_TEXTS, tokenize
+from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, Dense, build_head, pool, token_position
+from distcse.models.saving import replacing, save_model, write_layout
+from distcse.models.st_format import Layout, find_prompt
+from distcse.models.student import depth_of, factorize_embeddings, keep_layers
+from distcse.models.texts import TOKENIZED_TEXTS, apply_prompt, as_texts, is_template, tokenize
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 from distcse.recipe.validation_errors import explain
 from distcse.storage import ArtifactStore, Digest
@@ -61,6 +55,7 @@ class Encoder(nn.Module):
         prompt: Prefix of every sentence, or a template with `{sentence}` in it. Default: none.
         normalize: Whether `encode`, and other readers of the saved folder, return unit vectors. Default: False.
         head: Modules from pooled vectors to sentence vectors. Default: none.
+        is_fast: Whether exact shortcuts may compute it, as with `models.fast: auto`. Default: True.
     """
 
     def __init__(
@@ -72,6 +67,7 @@ class Encoder(nn.Module):
         prompt: str = "",
         normalize: bool = False,
         head: nn.Sequential | None = None,
+        is_fast: bool = True,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -81,6 +77,7 @@ class Encoder(nn.Module):
         self.max_length = max_length
         self.prompt = prompt
         self.normalize = normalize
+        self.is_fast = is_fast
         self._settings = Layout()
         self.token_budget = TokenBudget()
 
@@ -100,7 +97,8 @@ class Encoder(nn.Module):
             section = EncoderSection(backbone=str(path), **settings)
         except ValidationError as invalid:
             raise EncoderSettingError(explain(invalid, EncoderSection, source="Encoder.load")) from None
-        return cls.from_section(section.with_switch(is_fast))
+        section.set_fast(is_fast)
+        return cls.from_section(section)
 
     @classmethod
     def from_section(cls, section: EncoderSection, dtype: torch.dtype = torch.float32) -> Encoder:
@@ -124,27 +122,21 @@ class Encoder(nn.Module):
         pooling = resolve_pooling(section, layout)
         dropout = section.dropout if isinstance(section, TrainedSection) else None
         configured_length = section.max_length or layout.max_length
-        backbone = load_backbone(
-            folder.backbone,
-            section.trust_remote_code,
-            dropout,
-            configured_length,
-            dtype,
-            section.is_fast,
-            layout.config_settings,
-        )
+        backbone = load_backbone(folder, dropout, configured_length, dtype)
         if isinstance(section, TrainedSection) and section.layers is not None:
             if section.layers == "auto":
                 raise EncoderSettingError("layers is auto, which only a run resolves; write a list, such as [0, 2, 4]")
             keep_layers(backbone, section.layers)
         if isinstance(section, StudentSection) and section.embedding_size is not None:
             backbone = factorize_embeddings(backbone, section.embedding_size)
+        if section.is_fast:
+            fast_dropout(backbone)
         check_vocabulary(folder.backbone, tokenizer, backbone)
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         max_length = length_limit(section, layout, tokenizer, backbone)
         prompt, head = section.prompt or layout.prompt, build_head(folder.root, layout.head, _width(backbone))
         require_finite(folder.root, head)
-        encoder = cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
+        encoder = cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head, section.is_fast)
         encoder.take_settings(layout)
         return encoder
 
@@ -198,10 +190,10 @@ class Encoder(nn.Module):
 
     def _all_dimensions(self, ids: Tensor, mask: Tensor, token_index: Tensor | None = None) -> Tensor:
         """Return the vectors of `forward` before their truncation."""
-        position = None
-        if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
+        position, packs = None, self.is_fast and self.pooling not in NEEDS_ALL_LAYERS
+        if self.is_fast and self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
             position = token_position(self.pooling, mask, self._is_mask_token(ids))
-        with short_cut(self.backbone, mask, None if self.pooling in NEEDS_ALL_LAYERS else token_index, position):
+        with short_cut(self.backbone, mask, token_index if packs else None, position):
             states = self._hidden_states(ids, mask)
         if position is not None:
             return self._apply_head(states[-1][:, 0].float())
@@ -520,7 +512,7 @@ class TokenizerSpec:
         if max_length is None:
             encoder = Encoder.from_section(section)
             return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
-        folder.check_config()
+        model_class(folder.load_config())
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         return cls(tokenizer, max_length, section.prompt or layout.prompt)
 
@@ -541,3 +533,43 @@ def _distinct(
             new.append(row)
         indices.append(index_of[row])
     return new, indices
+
+
+MAX_CHARACTERS = 2**22
+"""Most characters of the texts whose token ids are kept: in English about a million tokens, of 36 bytes each."""
+
+
+class KeptTokens:
+    """Encodes the same texts with changing weights, and tokenizes them only the first time.
+
+    Args:
+        max_characters: Most characters of all texts whose token ids are kept; further ones are tokenized every time.
+    """
+
+    def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:
+        self._room = max_characters
+        self._rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+
+    def encode(
+        self, encoder: Encoder, texts: Sequence[str], normalize: bool | None = None, precision: str = "fp32"
+    ) -> NDArray[np.float32]:
+        """Encode n texts to (n, d) vectors, bitwise those of `Encoder.encode`.
+
+        Args:
+            encoder: The encoder; in all calls with the same tokenizer, prompt and `max_length`.
+            texts: The texts.
+            normalize: See `Encoder.encode`.
+            precision: See `Encoder.encode`.
+
+        Raises:
+            ArgumentError: `texts` are not texts.
+            DeviceMemoryError: A text does not fit in the GPU's memory.
+        """
+        found = as_texts(texts)
+        key = tuple(found)
+        if key not in self._rows:
+            if (characters := sum(map(len, found))) > self._room:
+                return encoder.encode(found, normalize=normalize, precision=precision)
+            self._rows[key] = [*map(tuple, encoder.token_ids(found))]
+            self._room -= characters
+        return encoder.encode_tokens(self._rows[key], normalize=normalize, precision=precision)

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.errors import EncoderError, StorageError
+from distcse.compat.transformers import without_noise
+from distcse.errors import (
+    EncoderError,
+    ModelFormatError,
+    StorageError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from distcse.gc_paused import gc_paused
 from distcse.model_source import CONFIG_FILE, resolve_model
-from distcse.models.loading import load_config, load_tokenizer, lowercase, model_class
+from distcse.models.files import (
+    check_weights,
+    read_json,
+    refuse_pointer,
+    require_module_weights,
+    require_weights,
+)
 from distcse.models.st_format import Layout, backbone_folder, read_layout
-from distcse.models.weight_files import check_weights, require_module_weights, require_weights
+
+_ENCODER_DECODERS = ("t5", "mt5", "umt5")
+"""Families of which the encoder alone is used."""
+_SHIFTING_DECODERS = ("bart", "mbart")
+"""Families whose decoder reads the text itself, shifted by one token, as in sentence-transformers."""
+_OVERFLOW_FP16 = ("t5", "mt5", "umt5", "gemma")
+"""First letters of model types (config.json) whose activations exceed fp16's largest number, 65,504."""
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.*.json",
+    "vocab.txt",
+    "vocab.json",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+)
+_VOCABULARY_NAMES = "tokenizer.json, vocab.txt, vocab.json with merges.txt, or a SentencePiece *.model"
+_UNUSED_TOKEN = re.compile(r"[\[<]unused_?\d+[\]>]")
 
 
 @dataclass(frozen=True)
@@ -46,42 +78,68 @@ class ModelFolder:
         """
         check_weights(self.root)
 
+    @without_noise()
     def load_config(self) -> Any:
-        """Load the backbone's config, with the folder's settings of it.
+        """Load the backbone's config.json, with the folder's settings of it.
 
         Raises:
             ModelFormatError: transformers cannot read it.
         """
-        return load_config(self.backbone, self.trust_remote_code, self.layout.config_settings)
+        with gc_paused():
+            from transformers import AutoConfig
 
+        folder, trusts_code = self.backbone, self.trust_remote_code
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trusts_code, **self.layout.config_settings)
+        except Exception as error:  # the libraries raise many types
+            if "auto_map" in read_json(folder / CONFIG_FILE) and not trusts_code:
+                raise ModelFormatError(
+                    f"{folder} has Python code, which is not run without your consent; read it, and set trust_remote_code: true"
+                ) from None
+            raise ModelFormatError(
+                f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
+            ) from error
+        config.return_dict = True  # as sentence-transformers asks for in each call
+        return config
+
+    @without_noise()
     def load_tokenizer(self) -> Any:
         """Load the fast tokenizer, with the folder's settings of it.
 
         Raises:
-            EncoderError: As for `load_tokenizer`.
+            TokenizerError: The folder has no tokenizer files, or the tokenizer does not load, is slow, or has no vocabulary.
+            ModelFormatError: A tokenizer file is a Git LFS pointer.
         """
-        tokenizer = load_tokenizer(self.backbone, self.trust_remote_code, self.layout.tokenizer_settings)
+        with gc_paused():
+            from transformers import AutoTokenizer
+
+        folder = self.backbone
+        _refuse_tokenizer_pointers(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, use_fast=True, trust_remote_code=self.trust_remote_code, **self.layout.tokenizer_settings
+            )
+        except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
+            raise _tokenizer_load_error(folder, error) from error
+        if not tokenizer.is_fast:
+            raise TokenizerError(
+                f"{folder} has only a slow tokenizer; save the fast one (tokenizer.json) in the folder"
+            )
+        _refuse_empty_vocabulary(folder, tokenizer)
         if self.layout.lower_case:
-            lowercase(tokenizer)
+            _lowercase(tokenizer)
         return tokenizer
-
-    def check_config(self) -> None:
-        """Refuse a config that does not load, or a family that is not supported.
-
-        Raises:
-            ModelFormatError: transformers cannot read the config.
-            UnsupportedModelError: The family is not supported.
-        """
-        model_class(self.load_config())
 
     def check(self) -> None:
         """Refuse a model that would not load, as far as its config and its tokenizer tell.
 
         Raises:
-            EncoderError: As for `check_config` and `load_tokenizer`.
+            ModelFormatError: transformers cannot read the config.
+            UnsupportedModelError: The family is not supported.
+            EncoderError: As for `load_tokenizer`.
         """
         self.load_tokenizer()  # first: where config.json is missing too, this error says more
-        self.check_config()
+        model_class(self.load_config())
 
 
 def open_model(name: str, trust_remote_code: bool = False, only_local: bool = False) -> ModelFolder:
@@ -95,7 +153,7 @@ def open_model(name: str, trust_remote_code: bool = False, only_local: bool = Fa
     Raises:
         ModelNotFoundError: No such model exists.
         PickledWeightsError: The weights are not safetensors.
-        ModelFormatError: Weights are missing. A file is malformed, or a Git LFS pointer.
+        ModelFormatError: Weights are missing, or a file is malformed or a Git LFS pointer.
         UnsupportedModelError: distcse does not support something that the folder contains.
     """
     root = resolve_model(name, trust_remote_code, only_local=only_local)
@@ -120,3 +178,96 @@ def find_local_model(name: str, trust_remote_code: bool = False, wanted: Sequenc
         return folder if (backbone_folder(folder) / CONFIG_FILE).is_file() else None
     except (EncoderError, StorageError):
         return None
+
+
+def _lowercase(tokenizer: Any) -> None:
+    """Put lowercasing before a tokenizer's own normalization, unless it lowercases itself."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    backend = tokenizer.backend_tokenizer
+    own = [] if backend.normalizer is None else [backend.normalizer]
+    if not own or own[0].normalize_str("A") != "a":
+        backend.normalizer = Sequence([Lowercase(), *own])
+
+
+def model_class(config: Any) -> Any:
+    """Return the transformers class that computes token vectors; for T5's families, the encoder alone.
+
+    Raises:
+        UnsupportedModelError: The model has a decoder that needs another input.
+    """
+    from transformers import AutoModel, AutoModelForTextEncoding
+
+    supported = (*_ENCODER_DECODERS, *_SHIFTING_DECODERS)
+    if getattr(config, "is_encoder_decoder", False) and config.model_type not in supported:
+        raise UnsupportedModelError(
+            f"{config.model_type} is an encoder with a decoder, which distcse does not support; supported with a decoder: "
+            f"{', '.join(supported)}"
+        )
+    return AutoModelForTextEncoding if config.model_type in _ENCODER_DECODERS else AutoModel
+
+
+def overflows_fp16(folder: Path) -> bool:
+    """Return whether the numbers of a model folder's family exceed fp16's range: T5 and Gemma, by their model cards."""
+    return str(read_json(backbone_folder(folder) / "config.json").get("model_type", "")).startswith(_OVERFLOW_FP16)
+
+
+def _vocabulary_files(folder: Path) -> list[Path]:
+    """Return the folder's vocabulary files, by the file names that transformers' tokenizers use."""
+    return sorted({file for pattern in _VOCABULARIES for file in folder.glob(pattern) if file.is_file()})
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a vocabulary file."""
+    return bool(_vocabulary_files(folder))
+
+
+def _refuse_tokenizer_pointers(folder: Path) -> None:
+    """Refuse Git LFS pointers in place of vocabulary files; with tokenizer.json, the others are not read.
+
+    Raises:
+        ModelFormatError: There is one.
+    """
+    complete = folder / "tokenizer.json"
+    for file in [complete] if complete.is_file() else [*_vocabulary_files(folder), folder / "merges.txt"]:
+        refuse_pointer(file)
+
+
+def _refuse_empty_vocabulary(folder: Path, tokenizer: Any) -> None:
+    """Refuse a loaded tokenizer whose vocabulary has only special, added and unused tokens.
+
+    Raises:
+        TokenizerError: The folder has no vocabulary file, or the tokenizer does not read those that it has.
+    """
+    others = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    for token in tokenizer.get_vocab():
+        if token not in others and token.strip(" ▁Ġ") and not _UNUSED_TOKEN.fullmatch(token):
+            return
+    kind = type(tokenizer)
+    reads = ", ".join(sorted({str(name) for name in kind.vocab_files_names.values()}))
+    raise _tokenizer_error(
+        folder, f"has a tokenizer without a vocabulary: {kind.__name__} reads {reads}, but the folder has "
+    )
+
+
+def _tokenizer_load_error(folder: Path, error: Exception) -> EncoderError:
+    """Return the error for a tokenizer that transformers cannot load; it names missing files where they are the cause."""
+    reason = " ".join(str(error).split())[:400]
+    if "auto_map" in read_json(folder / "tokenizer_config.json"):  # custom code may read other files
+        return TokenizerError(f"{folder} has a tokenizer that does not load: {reason}; {_tokenizer_fix(folder)}")
+    return _tokenizer_error(folder, f"has a tokenizer that does not load: {reason}; the folder has ")
+
+
+def _tokenizer_error(folder: Path, problem: str) -> EncoderError:
+    """Return the error for a tokenizer with a problem, or for a missing one."""
+    names = ", ".join(file.name for file in _vocabulary_files(folder))
+    if not names:
+        return TokenizerError(
+            f"{folder} has no tokenizer: it has none of {_VOCABULARY_NAMES}; {_tokenizer_fix(folder)}"
+        )
+    return TokenizerError(f"{folder} {problem}{names}; {_tokenizer_fix(folder)}")
+
+
+def _tokenizer_fix(folder: Path) -> str:
+    """Return the command that saves a tokenizer in the folder."""
+    return f"save the original model's tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"

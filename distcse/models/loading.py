@@ -1,13 +1,12 @@
-"""Load a folder's backbone and tokenizer, and refuse folders whose embeddings would differ from the model's."""
+"""Load a folder's backbone, and refuse folders whose embeddings would differ from the model's."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,19 +22,11 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.gc_paused import gc_paused
-from distcse.models.fast.dropout import fast_dropout
-from distcse.models.fast.packing import has_known_layers
-from distcse.models.fast.switch import forbid_shortcuts
-from distcse.models.json_files import read_json, write_json
-from distcse.models.layers import require_layers
-from distcse.models.precision import halve_matrices
-from distcse.models.prompts import SENTENCE
+from distcse.models.fast_layers import has_known_layers
+from distcse.models.folder import ModelFolder, model_class
 from distcse.models.st_format import Layout
-from distcse.models.vocabulary import (
-    refuse_empty_vocabulary,
-    refuse_pointers,
-    tokenizer_load_error,
-)
+from distcse.models.student import require_layers
+from distcse.models.texts import SENTENCE
 from distcse.recipe import EncoderSection, Pooling
 from distcse.recipe.encoders import TrainedSection
 
@@ -45,13 +36,8 @@ LONG_TEXT = 128
 """Tokens from which on the attention on a CPU is not eager."""
 _INSTRUCTOR = "hkunlp/instructor-"
 """These models pool without the prompt, which their folders do not say; sentence-transformers matches the name too."""
-_ENCODER_DECODERS = ("t5", "mt5", "umt5")
-"""Families of which the encoder alone is used."""
 _FIRST_POSITION_IS_PADDING = ("roberta", "camembert", "mpnet")
 """Parts of the names of families whose first position follows that of padding (see `position_limit`)."""
-_SHIFTING_DECODERS = ("bart", "mbart")
-"""Families whose decoder reads the text itself, shifted by one token, as in sentence-transformers."""
-_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 _DROPOUT = re.compile("dropout|_pdrop$")
 _LAYER_DROPOUT = re.compile("layerdrop$")
 _OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_", "pooler_", "cls_")
@@ -60,47 +46,37 @@ _OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_", "pooler_", "cls_"
 
 @without_noise()
 def load_backbone(
-    folder: Path,
-    trust_remote_code: bool,
-    dropout: float | None,
-    max_length: int | None,
-    dtype: torch.dtype = torch.float32,
-    is_fast: bool = True,
-    config_settings: Mapping[str, Any] = _NO_SETTINGS,
+    folder: ModelFolder, dropout: float | None, max_length: int | None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Load a folder's Hugging Face encoder.
 
     Args:
         folder: The model's folder.
-        trust_remote_code: Whether to run the folder's Python code.
         dropout: Dropout probability of all dropout layers; None keeps the config's.
         max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
         dtype: Type of the matrices of linear layers; all other weights are float32. Default: float32.
-        is_fast: Whether the encoder may use the shortcuts of `distcse.models.fast`. Default: True.
-        config_settings: Settings that replace those of config.json. Default: none.
 
     Raises:
-        ModelFormatError: transformers cannot load the folder as an encoder.
+        ModelFormatError: transformers cannot load the folder as an encoder, or weights are missing and would be random.
         UnsupportedModelError: The family is not supported, or needs more than a text's tokens.
-        ModelFormatError: Weights are missing, and would be random.
         NotFiniteError: A weight is NaN or infinite.
     """
-    config = load_config(folder, trust_remote_code, config_settings)
+    config = folder.load_config()
     kind = model_class(config)
     if dropout is not None:
         set_dropout(config, dropout)
-    model, missing, unexpected = load_pretrained(kind, folder, config, max_length, "an encoder", trust_remote_code)
+    model, missing, unexpected = load_pretrained(kind, folder, config, max_length, "an encoder")
     required = [key for key in missing if not key.startswith("pooler.")]
     if required:
         raise ModelFormatError(
-            f"{folder} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model again"
+            f"{folder.backbone} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model "
+            "again"
         )
     backbone: nn.Module = model
-    _report_ignored(folder, model, unexpected)
-    require_finite(folder, backbone)
-    require_text_encoder(folder, backbone)
+    _report_ignored(folder.backbone, model, unexpected)
+    require_finite(folder.backbone, backbone)
+    require_text_encoder(folder.backbone, backbone)
     halve_matrices(backbone, dtype)
-    set_shortcuts(backbone, is_fast)
     if missing:
         backbone.pooler = None  # type: ignore[assignment]
     elif getattr(backbone, "pooler", None) is not None:
@@ -137,23 +113,16 @@ def require_text_encoder(folder: Path, backbone: Any) -> None:
 
 
 def load_pretrained(
-    kind: Any,
-    folder: Path,
-    config: Any,
-    max_length: int | None,
-    what: str,
-    trust_remote_code: bool = False,
-    has_new_head: bool = False,
+    kind: Any, folder: ModelFolder, config: Any, max_length: int | None, what: str, has_new_head: bool = False
 ) -> tuple[Any, list[str], list[str]]:
     """Load safetensors into a transformers model in float32, and refuse weights of another shape than the config's.
 
     Args:
         kind: The transformers class, such as `AutoModel`.
-        folder: The folder of config and weights.
+        folder: The model's folder, whose backbone is loaded.
         config: The model's config.
         max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
         what: What the model is loaded as, for the error.
-        trust_remote_code: Whether to run the folder's Python code.
         has_new_head: Whether the head is random where the folder's has another shape.
 
     Returns:
@@ -165,23 +134,25 @@ def load_pretrained(
     try:
         with gc_paused():  # imports the model family's module
             model, report = kind.from_pretrained(
-                folder,
+                folder.backbone,
                 config=config,
                 use_safetensors=True,
-                trust_remote_code=trust_remote_code,
+                trust_remote_code=folder.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with their names
                 dtype=torch.float32,
                 attn_implementation=attention_of(max_length),
             )
     except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
-        raise ModelFormatError(f"{folder} cannot be loaded as {what}: {' '.join(str(error).split())[:400]}") from error
+        raise ModelFormatError(
+            f"{folder.backbone} cannot be loaded as {what}: {' '.join(str(error).split())[:400]}"
+        ) from error
     kept = f"{model.base_model_prefix}." if has_new_head and model.base_model_prefix else ""
     if weights := sorted(weight for weight in report["mismatched_keys"] if weight[0].startswith(kept)):
         name, stored, configured = weights[0]
         raise ModelFormatError(
-            f"{folder}: {len(weights)} weights do not have the shape that config.json gives, such as {name}: {tuple(stored)}, "
-            f"not {tuple(configured)}; get config.json and weights of the same model"
+            f"{folder.backbone}: {len(weights)} weights do not have the shape that config.json gives, such as {name}: "
+            f"{tuple(stored)}, not {tuple(configured)}; get config.json and weights of the same model"
         )
     return model, sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
 
@@ -200,60 +171,6 @@ def _report_ignored(folder: Path, backbone: Any, unexpected: Sequence[str]) -> N
 @cache
 def _log_once(message: str) -> None:
     _LOG.warning(message)
-
-
-@without_noise()
-def load_config(folder: Path, trust_remote_code: bool = False, settings: Mapping[str, Any] = _NO_SETTINGS) -> Any:
-    """Load a backbone's config.json.
-
-    Args:
-        folder: The backbone's folder.
-        trust_remote_code: Whether to run the folder's Python code.
-        settings: Settings that replace those of the file. Default: none.
-
-    Raises:
-        ModelFormatError: transformers cannot read it.
-    """
-    with gc_paused():
-        from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
-        config.return_dict = True  # as sentence-transformers asks for in each call
-        return config
-    except Exception as error:  # the libraries raise many types
-        if "auto_map" in read_json(folder / "config.json") and not trust_remote_code:
-            raise ModelFormatError(
-                f"{folder} has Python code, which is not run without your consent; read it, and set trust_remote_code: true"
-            ) from None
-        raise ModelFormatError(
-            f"{folder} cannot be loaded as an encoder: {' '.join(str(error).split())[:400]}"
-        ) from error
-
-
-def set_shortcuts(model: nn.Module, is_fast: bool) -> None:
-    """Prepare a loaded model, in place, for the shortcuts of `distcse.models.fast`, or forbid them."""
-    if is_fast:
-        fast_dropout(model)
-    else:
-        forbid_shortcuts(model)
-
-
-def model_class(config: Any) -> Any:
-    """Return the transformers class that computes token vectors; for T5's families, the encoder alone.
-
-    Raises:
-        UnsupportedModelError: The model has a decoder that needs another input.
-    """
-    from transformers import AutoModel, AutoModelForTextEncoding
-
-    supported = (*_ENCODER_DECODERS, *_SHIFTING_DECODERS)
-    if getattr(config, "is_encoder_decoder", False) and config.model_type not in supported:
-        raise UnsupportedModelError(
-            f"{config.model_type} is an encoder with a decoder, which distcse does not support; supported with a decoder: "
-            f"{', '.join(supported)}"
-        )
-    return AutoModelForTextEncoding if config.model_type in _ENCODER_DECODERS else AutoModel
 
 
 def require_finite(folder: Path, model: nn.Module) -> None:
@@ -302,95 +219,6 @@ def _probabilities(config: Any, names: re.Pattern[str]) -> list[tuple[str, float
         for key, value in vars(config).items()
         if names.search(key) and isinstance(value, float | int) and not isinstance(value, bool)
     ]
-
-
-@without_noise()
-def load_tokenizer(folder: Path, trust_remote_code: bool, settings: Mapping[str, Any] = _NO_SETTINGS) -> Any:
-    """Load a folder's fast tokenizer.
-
-    Args:
-        folder: The backbone's folder.
-        trust_remote_code: Whether to run the folder's Python code.
-        settings: Keyword arguments of the tokenizer, which replace those of tokenizer_config.json. Default: none.
-
-    Raises:
-        TokenizerError: The folder has no tokenizer files.
-        ModelFormatError: A tokenizer file is a Git LFS pointer.
-        TokenizerError: The tokenizer does not load, is slow, or has no vocabulary.
-    """
-    with gc_paused():
-        from transformers import AutoTokenizer
-
-    refuse_pointers(folder)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, use_fast=True, trust_remote_code=trust_remote_code, **settings
-        )
-    except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
-        raise tokenizer_load_error(folder, error) from error
-    if not tokenizer.is_fast:
-        raise TokenizerError(f"{folder} has only a slow tokenizer; save the fast one (tokenizer.json) in the folder")
-    refuse_empty_vocabulary(folder, tokenizer)
-    return tokenizer
-
-
-def lowercase(tokenizer: Any) -> None:
-    """Put lowercasing before a tokenizer's own normalization, unless it lowercases itself."""
-    from tokenizers.normalizers import Lowercase, Sequence
-
-    backend = tokenizer.backend_tokenizer
-    own = [] if backend.normalizer is None else [backend.normalizer]
-    if not own or own[0].normalize_str("A") != "a":
-        backend.normalizer = Sequence([Lowercase(), *own])
-
-
-def save_model(model: Any, tokenizer: Any, folder: Path, max_length: int) -> None:
-    """Save a transformers model and its tokenizer in a folder that transformers 4 reads too.
-
-    A tokenizer without a padding token gets its end token as one: sentence-transformers pads every batch.
-
-    Args:
-        model: The model.
-        tokenizer: The tokenizer, changed in place.
-        folder: The model's folder.
-        max_length: Maximum number of tokens that the model reads.
-    """
-    tokenizer.model_max_length = max_length
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    config, settings = read_json(folder / "config.json"), read_json(folder / "tokenizer_config.json")
-    write_json(folder / "config.json", {**config, **_positions_of_4(config)})
-    if settings["tokenizer_class"] == "TokenizersBackend":  # in version 4, whose default also has token_type_ids:
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        settings["model_input_names"] = list(tokenizer.model_input_names)
-    if "extra_special_tokens" in settings:  # a dictionary in version 4
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    write_json(folder / "tokenizer_config.json", settings)
-
-
-def _positions_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys by which transformers 4 reads rotary positions and ModernBERT's kinds of layers.
-
-    It ignores `rope_parameters` and ModernBERT's `layer_types`, and would compute other vectors.
-    """
-    parameters = config.get("rope_parameters") or {}
-    if "full_attention" in parameters:  # of Gemma 3, then of ModernBERT
-        names = {"full_attention": ("rope_theta", "global_rope_theta")}
-        names["sliding_attention"] = ("rope_local_base_freq", "local_rope_theta")
-        found = {
-            kind: parameters[kind]["rope_theta"] for kind in names if parameters.get(kind)
-        }  # null: no positions there
-        keys = {key: theta for kind, theta in found.items() for key in names[kind]}
-        is_full = [kind == "full_attention" for kind in config["layer_types"]]
-        for period in range(1, len(is_full) + 1):
-            if is_full == [layer % period == 0 for layer in range(len(is_full))]:
-                return {**keys, "global_attn_every_n_layers": period}
-        return keys
-    theta = {key: value for key, value in parameters.items() if key == "rope_theta"}
-    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
-    return theta if scaling.get("rope_type", "default") == "default" else {**theta, "rope_scaling": scaling}
 
 
 def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
@@ -529,3 +357,19 @@ def _require_positions(section: EncoderSection, requested: int, positions: int |
         raise EncoderSettingError(
             f"{section.backbone}: max_length is {requested}; allowed: at most {positions}, the backbone's positions"
         )
+
+
+def halve_matrices(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights of a frozen model's linear layers in place, so that autocast does not convert them in every pass.
+
+    Embeddings and norms stay float32: they are a small part of the time, and half of the rounding error. Cosines of
+    all-MiniLM-L6-v2 (1,024 sentences, all pairs, autocast as on a GPU, simulated on a CPU) then change by at most 3.3e-4 in
+    fp16 and 2.6e-3 in bf16, instead of 5.6e-4 and 4.2e-3. TF32, with the mantissa of fp16, changes them by 3.1e-4.
+
+    Args:
+        model: The model.
+        dtype: Type of the matrices; float32 changes nothing.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.to(dtype)

@@ -23,8 +23,8 @@ from torch.nn.functional import normalize as unit
 
 from distcse.errors import ExportError, MissingDependencyError
 from distcse.host import pip_install
-from distcse.models.batching import by_length, padded
 from distcse.models.encoder import Encoder
+from distcse.models.frozen_pass import by_length, padded
 from distcse.models.pooling import NEEDS_ALL_LAYERS
 
 OPSET = 18

@@ -1,12 +1,22 @@
-"""Pooling: from token vectors to one vector per sentence."""
+"""From token vectors to one vector per sentence: pooling, and the modules `Dense` and `Normalize` after it.
+
+sentence-transformers' LaBSE, Sentence-T5 and EmbeddingGemma have such modules.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from distcse.errors import ModelFormatError
+from distcse.losses.views import unit
+from distcse.models.files import require_module_weights
+from distcse.models.st_format import ACTIVATIONS, DenseShape
 from distcse.recipe import Pooling
 
 NEEDS_ALL_LAYERS = ("first_last_avg", "last_two_avg")
@@ -55,3 +65,74 @@ def token_position(kind: Pooling, mask: Tensor, is_mask_token: Tensor | None = N
 def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
     weights = mask[..., None].to(tokens.dtype)
     return (tokens * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1e-9)
+
+
+class Dense(nn.Module):
+    """f(Wx + b), plus x with a residual; where the dimensions differ, the residual is a linear map of x."""
+
+    def __init__(self, shape: DenseShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.linear = nn.Linear(shape.in_features, shape.out_features, bias=shape.bias)
+        self.activation = ACTIVATIONS[shape.activation_function]()
+        if shape.use_residual and shape.in_features != shape.out_features:
+            self.residual = nn.Linear(shape.in_features, shape.out_features, bias=False)
+
+    @classmethod
+    def load(cls, shape: DenseShape, file: Path) -> Dense:
+        """Load a module's weights from a safetensors file.
+
+        Raises:
+            ModelFormatError: The file is damaged, or its weights do not have the shape or are incomplete.
+        """
+        dense = cls(shape)
+        try:
+            keys = dense.load_state_dict(load_file(file), strict=False)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise ModelFormatError(
+                f"{file} does not match its config.json: {' '.join(str(error).split())[:200]}; get the model again"
+            ) from None
+        if keys.missing_keys:
+            raise ModelFormatError(f"{file} lacks {keys.missing_keys[0]}, which would be random; get the model again")
+        return dense
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Map (B, in_features) vectors to (B, out_features)."""
+        mapped: Tensor = self.activation(self.linear(vectors))
+        if not self.shape.use_residual:
+            return mapped
+        return mapped + (self.residual(vectors) if hasattr(self, "residual") else vectors)
+
+
+class Normalize(nn.Module):
+    """L2 normalization before a `Dense` module."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Normalize (B, d) vectors; a zero vector stays zero, without gradient."""
+        return unit(vectors)
+
+
+def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], width: int) -> nn.Sequential:
+    """Load the modules after pooling from a model's folder.
+
+    Args:
+        folder: The model's folder.
+        modules: Path in the folder and shape of each module, in order; None as the shape represents `Normalize`.
+        width: Dimension H of pooled vectors.
+
+    Raises:
+        ModelFormatError: Dimensions of adjacent modules differ, or a file is damaged.
+        EncoderError: As for `require_module_weights`, or a weight is missing.
+    """
+    head = nn.Sequential()
+    for path, shape in modules:
+        if shape is None:
+            head.append(Normalize())
+            continue
+        if shape.in_features != width:
+            raise ModelFormatError(
+                f"{folder / path}: in_features is {shape.in_features}, but the previous module has dimension {width}"
+            )
+        head.append(Dense.load(shape, require_module_weights(folder, path)))
+        width = shape.out_features
+    return head

@@ -1,42 +1,228 @@
-"""Read and write the sentence-transformers folder layout.
+"""Read the settings of a sentence-transformers folder; anything that distcse cannot reproduce is an error.
 
-sentence-transformers 5.4 and later write compact files that TEI, older vLLM and older llama.cpp misread. distcse reads
-both forms, and writes the legacy form that all of them, and sentence-transformers 2 to 6, read.
+sentence-transformers 5.4 and later write compact files. distcse reads both forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import torch
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from distcse.errors import ModelFormatError, UnsupportedModelError
-from distcse.models.head import Dense, DenseShape, head_weights
-from distcse.models.json_files import leads_outside, read_json, write_json
-from distcse.models.pooling import NEEDS_ALL_LAYERS
-from distcse.models.st_files import (
-    LEGACY_POOLINGS,
-    PoolingFile,
-    VectorFile,
-    read_model_file,
-    read_settings,
-    read_transformer_file,
-    without_places,
-)
-from distcse.models.weight_files import WEIGHTS, require_module_weights, write_checksums
+from distcse.models.files import leads_outside, read_json, require_module_weights
 from distcse.recipe import Pooling
-from distcse.storage import ArtifactStore, open_store
 
 _LIBRARY = "sentence_transformers."
 _WITHOUT_EFFECT = ("Dropout",)
 """Modules that compute nothing at inference."""
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Names that the transformer's settings have had; the first file with any setting counts."""
+_Where = Literal["trust_remote_code", "use_fast", "subfolder", "token", "cache_dir", "revision", "local_files_only"]
+"""Arguments that sentence-transformers, too, replaces by the caller's, or that have one value here."""
+_WithoutEffect = Literal[
+    "dtype", "torch_dtype", "attn_implementation", "device_map", "low_cpu_mem_usage", "use_safetensors",
+    "add_pooling_layer",
+]  # fmt: skip
+"""Arguments of `from_pretrained` that change neither weights nor the function: distcse loads all in float32."""
+UNNAMED_PROMPTS = ("query", "document")
+"""Prompts that every model has; empty where the folder does not define them."""
+LEGACY_POOLINGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+"""Keys of the pooling file before sentence-transformers 5.4, one of which is true, and the value of today's key."""
+# A fixed table, because a class named by a model's file must not be imported.
+_KINDS: tuple[type[nn.Module], ...] = (nn.Identity, nn.Tanh, nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid)
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    **{f"torch.nn.modules.activation.{kind.__name__}": kind for kind in _KINDS[1:]},
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    **{f"torch.nn.{kind.__name__}": kind for kind in _KINDS},
+}
+
+
+class SettingsFile(BaseModel):
+    """The content of one file; nulls are as good as missing keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_S = TypeVar("_S", bound=SettingsFile)
+
+
+def read_settings(file: Path, kind: type[_S]) -> _S:
+    """Read a settings file; one that does not exist has the defaults.
+
+    Raises:
+        ModelFormatError: The file is not a JSON object.
+        UnsupportedModelError: It sets a key that distcse does not use, or to another value than distcse supports.
+    """
+    content = {key: value for key, value in read_json(file).items() if value not in (None, {}, [])}
+    try:
+        return kind.model_validate(content)
+    except ValidationError as invalid:
+        error, *_ = invalid.errors(include_url=False)
+    *path, last = error["loc"]
+    key = ".".join(map(str, path if last == "[key]" else error["loc"]))
+    found = "missing" if error["type"] == "missing" else "set" if last == "[key]" else f"{error['input']!r:.100}"
+    allowed = "" if error["type"] == "extra_forbidden" else f" ({error['msg'].removeprefix('Value error, ')})"
+    raise UnsupportedModelError(
+        f"{file}: {key} is {found}, which distcse does not support{allowed}; use a model without it"
+    )
+
+
+class _Text(SettingsFile):
+    method: Literal["forward"]
+    method_output_name: Literal["last_hidden_state", "logits"]
+
+
+class _Modalities(SettingsFile):
+    model_config = ConfigDict(extra="allow")
+    text: _Text
+    message: None = None
+    """A chat template that texts are put into."""
+
+
+class TransformerFile(SettingsFile):
+    """`sentence_bert_config.json`."""
+
+    max_seq_length: PositiveInt | None = None
+    do_lower_case: bool = False
+    transformer_task: Literal["feature-extraction", "sequence-classification"] = "feature-extraction"
+    modality_config: _Modalities | None = None
+    module_output_name: Literal["token_embeddings", "scores"] = "token_embeddings"
+    tokenizer_args: dict[str, Any] = Field({}, validation_alias=AliasChoices("tokenizer_args", "processor_kwargs"))
+    config_args: dict[str, Any] = Field({}, validation_alias=AliasChoices("config_args", "config_kwargs"))
+    model_args: dict[Literal[_WithoutEffect, _Where], Any] = Field(
+        {}, validation_alias=AliasChoices("model_args", "model_kwargs")
+    )
+    unpad_inputs: Any = None
+    query_length: Any = None
+    document_length: Any = None
+
+
+class ModelFile(SettingsFile):
+    """`config_sentence_transformers.json`."""
+
+    model_config = ConfigDict(extra="ignore")
+    model_type: Literal["SentenceTransformer", "CrossEncoder"] = "SentenceTransformer"
+    prompts: dict[str, str | None] = {}
+    default_prompt_name: str | None = None
+    truncate_dim: PositiveInt | None = None
+    similarity_fn_name: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
+
+    @field_validator("default_prompt_name")
+    @classmethod
+    def _is_a_prompt(cls, name: str, info: ValidationInfo) -> str:
+        prompts = info.data.get("prompts", {})
+        if name not in (*prompts, *UNNAMED_PROMPTS):
+            raise ValueError(f"it is none of the prompts: {', '.join(prompts) or 'none'}")
+        return name
+
+    @property
+    def named_prompts(self) -> dict[str, str]:
+        """The texts of the prompts that the file names."""
+        return {name: prompt or "" for name, prompt in self.prompts.items()}
+
+    @property
+    def default_prompt(self) -> str:
+        """The text of the default prompt; empty without one."""
+        return self.prompts.get(self.default_prompt_name or "") or ""
+
+
+class PoolingFile(SettingsFile):
+    """`1_Pooling/config.json`."""
+
+    pooling_mode: Literal["cls", "mean", "max", "lasttoken"]
+    include_prompt: bool = True
+    embedding_dimension: Any = None
+    word_embedding_dimension: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_mode(cls, content: dict[str, Any]) -> dict[str, Any]:
+        flags = [name for key, name in LEGACY_POOLINGS.items() if content.get(key)]
+        mode = content.get("pooling_mode", flags or ["mean"])  # sentence-transformers' default
+        others = {key: value for key, value in content.items() if key not in LEGACY_POOLINGS}
+        return {**others, "pooling_mode": mode[0] if isinstance(mode, list) and len(mode) == 1 else mode}
+
+    @property
+    def pooling(self) -> Pooling:
+        """The pooling under distcse's name."""
+        return "last_token" if self.pooling_mode == "lasttoken" else self.pooling_mode
+
+
+class VectorFile(SettingsFile):
+    """`config.json` of a module that reads and writes the sentence's vector, as `Normalize`."""
+
+    module_input_name: Literal["sentence_embedding"] = "sentence_embedding"
+    module_output_name: Literal["sentence_embedding"] = "sentence_embedding"
+
+
+def _known_activation(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"supported: {', '.join(kind.__name__ for kind in _KINDS)}")
+    return name
+
+
+class DenseShape(VectorFile):
+    """The config.json of a `Dense` module: dimensions, bias, qualified name of the activation's class, residual."""
+
+    in_features: PositiveInt
+    out_features: PositiveInt
+    bias: bool = True
+    activation_function: Annotated[str, AfterValidator(_known_activation)] = "torch.nn.modules.activation.Tanh"
+    use_residual: bool = False
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the content of config.json; `use_residual`, unknown to older readers, is written only when true."""
+        names = {"module_input_name", "module_output_name", *(() if self.use_residual else ("use_residual",))}
+        return self.model_dump(exclude=names)
+
+
+def read_transformer_file(folder: Path) -> TransformerFile:
+    """Read the settings next to the backbone, under all names that sentence-transformers has given the file."""
+    files = [folder / name for name in _TRANSFORMER_FILES]
+    return read_settings(next((file for file in files if read_json(file)), files[0]), TransformerFile)
+
+
+def read_model_file(folder: Path) -> ModelFile:
+    """Read prompts, truncation and similarity."""
+    return read_settings(folder / "config_sentence_transformers.json", ModelFile)
+
+
+def without_places(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments without those that say where a model is and not what it is."""
+    return {key: value for key, value in arguments.items() if key not in get_args(_Where)}
+
+
+def find_prompt(prompts: Mapping[str, str], name: str) -> str | None:
+    """Return the text of a named prompt; None if there is no such prompt."""
+    return prompts.get(name, "" if name in UNNAMED_PROMPTS else None)
 
 
 @dataclass(frozen=True)
@@ -181,107 +367,6 @@ def _outputs_all_layers(backbone: Path, settings: Mapping[str, Any]) -> bool:
     """Return whether the backbone outputs all layers; without them, sentence-transformers skips an average of layers."""
     config = {**read_json(backbone / "config.json"), **settings}
     return bool(config.get("output_hidden_states", False))
-
-
-@contextmanager
-def replacing(path: str | Path | ArtifactStore) -> Iterator[Path]:
-    """Replace a model's folder atomically, with checksums of its weights, and store it; a failure leaves the old one unchanged.
-
-    Args:
-        path: The folder, or its address in object storage.
-
-    Yields:
-        A temporary folder to write into.
-
-    Raises:
-        StorageError: The folder cannot be written.
-    """
-    store = open_store(path)
-    with store.write_folder() as temporary:
-        yield temporary
-        write_checksums(temporary)
-    store.publish()
-
-
-def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.Sequential) -> None:
-    """Write modules.json and the files for pooling, head, length and prompt, in the legacy form.
-
-    An average of layers needs a module that only sentence-transformers supports. It shifts the pooling file's path, so that
-    other readers refuse the folder instead of pooling only the last layer.
-
-    Args:
-        folder: The model's folder, with weights and tokenizer.
-        layout: The settings; `pooling` must be set, and `head` is not used.
-        width: Dimension H of pooled vectors.
-        depth: Number of the backbone's layers.
-        head: The modules after pooling (see `build_head`).
-    """
-    pooling = layout.pooling
-    assert pooling is not None
-    kinds = ["Transformer"]
-    if pooling in NEEDS_ALL_LAYERS:
-        kinds.append("WeightedLayerPooling")
-    kinds.append("Pooling")
-    kinds += ["Dense" if isinstance(module, Dense) else "Normalize" for module in head]
-    if layout.normalize:
-        kinds.append("Normalize")
-    paths = [f"{index}_{kind}" if index else "" for index, kind in enumerate(kinds)]
-    modules = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (kind, path) in enumerate(zip(kinds, paths, strict=True))
-    ]
-    write_json(folder / "modules.json", modules)
-    for path in paths:
-        (folder / path).mkdir(exist_ok=True)
-    if pooling in NEEDS_ALL_LAYERS:
-        _write_layer_average(folder / paths[kinds.index("WeightedLayerPooling")], pooling, width, depth)
-    after_pooling = kinds.index("Pooling") + 1
-    for path, module in zip(paths[after_pooling:], head, strict=False):
-        if isinstance(module, Dense):
-            write_json(folder / path / "config.json", module.shape.to_config())
-            save_file(head_weights(module), folder / path / WEIGHTS)
-    after_average: Pooling = "mean" if pooling in NEEDS_ALL_LAYERS else pooling
-    name = "lasttoken" if after_average == "last_token" else after_average
-    flags = {key: mode == name for key, mode in LEGACY_POOLINGS.items()}
-    write_json(
-        folder / paths[after_pooling - 1] / "config.json",
-        {"word_embedding_dimension": width, **flags, "include_prompt": layout.pools_prompt},
-    )
-    write_json(folder / "sentence_bert_config.json", {"max_seq_length": layout.max_length, "do_lower_case": False})
-    prompts, default = _named_prompts(layout)
-    write_json(
-        folder / "config_sentence_transformers.json",
-        {
-            "model_type": "SentenceTransformer",
-            "__version__": {},
-            "prompts": prompts,
-            "default_prompt_name": default,
-            "similarity_fn_name": layout.similarity,
-            **({} if layout.truncate_dim is None else {"truncate_dim": layout.truncate_dim}),
-        },
-    )
-
-
-def _named_prompts(layout: Layout) -> tuple[dict[str, str], str | None]:
-    """Return the prompts to save, and the name of the default one: the folder's name for it, or else `default`."""
-    prompts = dict(layout.prompts)
-    if not layout.prompt:
-        return prompts, None
-    name = next((name for name, prompt in prompts.items() if prompt == layout.prompt), "default")
-    return {**prompts, name: layout.prompt}, name
-
-
-def _write_layer_average(folder: Path, pooling: Pooling, width: int, depth: int) -> None:
-    start = 1 if pooling == "first_last_avg" else depth - 1
-    weights = torch.zeros(depth + 1 - start)
-    weights[0] = weights[-1] = 1.0
-    save_file({"layer_weights": weights}, folder / WEIGHTS)
-    write_json(
-        folder / "config.json",
-        {"word_embedding_dimension": width, "layer_start": start, "num_hidden_layers": depth},
-    )
-    backbone = folder.parent / "config.json"
-    write_json(backbone, {**read_json(backbone), "output_hidden_states": True})
 
 
 def _layer_average(folder: Path) -> Pooling:

@@ -19,9 +19,9 @@ from distcse.compat.model2vec import following_steps
 from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.host import pip_install
 from distcse.models.encoder import Encoder
-from distcse.models.json_files import read_json, refuse_pointer
+from distcse.models.files import read_json, refuse_pointer
 from distcse.models.loading import embedding_shape
-from distcse.models.st_format import replacing
+from distcse.models.saving import replacing
 from distcse.storage import ArtifactStore
 
 PASSES = 3

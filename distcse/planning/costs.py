@@ -16,10 +16,10 @@ import torch
 
 from distcse.data.sampler import MAX_ARRAY_ROWS
 from distcse.data.token_table import PART_ROWS
-from distcse.device_defaults import BY_KIND
+from distcse.device import BY_KIND
 from distcse.events import Reporter
 from distcse.experiments.distillation.extent import fit_to_corpus, planned_steps
-from distcse.models.projection import build_projection
+from distcse.models.student import build_projection
 from distcse.planning.machines import NETWORK, Cluster, Machine
 from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection

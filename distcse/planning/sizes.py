@@ -21,15 +21,13 @@ from distcse.data import source_rows
 from distcse.errors import DistcseError, EncoderError, ModelFormatError
 from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
-from distcse.models.factorized_embeddings import factorize_embeddings
-from distcse.models.folder import ModelFolder, open_model
-from distcse.models.head import Dense, Normalize
-from distcse.models.layers import keep_layers, layers_of
-from distcse.models.loading import embedding_shape, has_dropout, model_class, refuse_unpooled_prompt
-from distcse.models.prompts import SENTENCE, is_template
+from distcse.models.files import has_any_weights
+from distcse.models.folder import ModelFolder, has_tokenizer, model_class, open_model
+from distcse.models.loading import embedding_shape, has_dropout, refuse_unpooled_prompt
+from distcse.models.pooling import Dense, Normalize
 from distcse.models.st_format import Layout, backbone_folder, read_layout
-from distcse.models.vocabulary import has_tokenizer
-from distcse.models.weight_files import has_any_weights
+from distcse.models.student import factorize_embeddings, keep_layers, layers_of
+from distcse.models.texts import SENTENCE, is_template
 from distcse.recipe import CorpusSection, EncoderSection, StudentSection, TrainedSection
 
 _FILES = ["config.json"]

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from distcse import host
 from distcse.checks import Check, fail, gib, ok, warn
-from distcse.device import default_device, gpu_count, gpu_module, has_gpu, local_speed
-from distcse.device_defaults import auto_precision
+from distcse.device import auto_precision, default_device, gpu_count, gpu_module, has_gpu, local_speed
 from distcse.errors import StorageError
 from distcse.host import installed_version
 from distcse.precision import Role, describe_roles

@@ -9,9 +9,8 @@ from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import EncoderError, ModelNotFoundError
 from distcse.model_source import CONFIG_FILE, fetch_from_hub, is_hub_id
 from distcse.models import is_static, resolve_model
-from distcse.models.folder import ModelFolder, find_local_model, open_model
+from distcse.models.folder import ModelFolder, find_local_model, has_tokenizer, open_model
 from distcse.models.loading import refuse_unpooled_prompt, require_fit, resolve_pooling
-from distcse.models.vocabulary import has_tokenizer
 from distcse.recipe import BaseRecipe, EncoderSection, TeacherSection
 from distcse.recipe.encoders import TrainedSection
 from distcse.teachers.kinds import kind_of

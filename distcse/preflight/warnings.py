@@ -14,8 +14,7 @@ from distcse.model_source import CONFIG_FILE
 from distcse.models import resolve_model
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.models.loading import has_dropout
-from distcse.models.st_files import UNNAMED_PROMPTS, read_model_file
-from distcse.models.st_format import backbone_folder
+from distcse.models.st_format import UNNAMED_PROMPTS, backbone_folder, read_model_file
 from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe
 from distcse.recipe.section import settings_without_effect
 from distcse.recipe.training import TrainingSection

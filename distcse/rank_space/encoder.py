@@ -19,8 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EncoderSettingError, ModelFormatError
 from distcse.models import Encoder
-from distcse.models.fast.switch import allows_shortcuts
-from distcse.models.st_format import replacing
+from distcse.models.saving import replacing
 from distcse.rank_space.space import RANK_METHODS, Ranker, rank_space
 from distcse.storage import ArtifactStore, open_store
 
@@ -123,7 +122,7 @@ class RankSpaceEncoder:
 
     def _create_space(self, device: str) -> Ranker:
         references = unit(self.references) if self.normalize else self.references
-        return rank_space(references, self.rank_method, device, allows_shortcuts(self.encoder))
+        return rank_space(references, self.rank_method, device, self.encoder.is_fast)
 
     def save(self, path: str | Path | ArtifactStore) -> None:
         """Write encoder and references to a folder, replacing it atomically; other tools load it as the encoder alone."""

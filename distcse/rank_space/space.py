@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distcse.device import HostCopies, is_gpu, to_device
-from distcse.models.fast.mkldnn_linear import build_inner_products
+from distcse.models.cpu_kernels import build_inner_products
 
 BLOCK_BYTES = 256 * 2**20
 """Memory for a chunk of float64 rank vectors, and on a GPU for each tensor of a chunk of rows."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import model_validator
 
-from distcse.recipe.encoders import ModelsSection, encoders_with_switch
+from distcse.recipe.encoders import ModelsSection, pass_to_encoders
 from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class BaseRecipe(Section):
     def _switch_reaches_encoders(self) -> Self:
         """Set `is_fast` of all encoder sections, so that it travels to every process that loads a model."""
         if "models" in type(self).model_fields:
-            self.__dict__.update(encoders_with_switch(self, self.models.fast != "off"))
+            pass_to_encoders(self, self.models.fast != "off")
         return self
 
     def with_absolute_paths(self) -> Self:

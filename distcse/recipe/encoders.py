@@ -34,11 +34,9 @@ class EncoderSection(Section):
         """Whether the model may use exact shortcuts. No key of this section: the recipe sets it from `models.fast`."""
         return self._is_fast
 
-    def with_switch(self, is_fast: bool) -> Self:
-        """Return a copy with another `is_fast`."""
-        copy = self.model_copy()
-        copy._is_fast = is_fast
-        return copy
+    def set_fast(self, is_fast: bool) -> None:
+        """Set `is_fast`."""
+        self._is_fast = is_fast
 
 
 class TrainedSection(EncoderSection):
@@ -115,19 +113,13 @@ class ModelsSection(Section):
         return "off" if value is False else value
 
 
-def encoders_with_switch(section: Section, is_fast: bool) -> dict[str, Any]:
-    """Return the fields of a section that change when `is_fast` is set in all encoder sections below it."""
-    fields = {name: getattr(section, name) for name in type(section).model_fields}
-    changed = {name: _with_switch(value, is_fast) for name, value in fields.items()}
-    return {name: value for name, value in changed.items() if value is not fields[name]}
-
-
-def _with_switch(value: Any, is_fast: bool) -> Any:
-    if isinstance(value, list):
-        items = [_with_switch(item, is_fast) for item in value]
-        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+def pass_to_encoders(value: Any, is_fast: bool) -> None:
+    """Set `is_fast` of all encoder sections in a recipe, a section or a list of sections."""
     if isinstance(value, EncoderSection):
-        return value if value.is_fast == is_fast else value.with_switch(is_fast)
-    if isinstance(value, Section) and (changed := encoders_with_switch(value, is_fast)):
-        return value.model_copy(update=changed)
-    return value
+        value.set_fast(is_fast)
+    elif isinstance(value, list):
+        for item in value:
+            pass_to_encoders(item, is_fast)
+    elif isinstance(value, Section):
+        for name in type(value).model_fields:
+            pass_to_encoders(getattr(value, name), is_fast)

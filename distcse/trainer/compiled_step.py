@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from distcse.compat.torch import compile_layer
 from distcse.errors import EncoderError, first_line
 from distcse.events import Listener, LogMessage
-from distcse.models.fast.last_layer import replace_forward
-from distcse.models.layers import layers_of
+from distcse.models.fast_layers import replace_forward
+from distcse.models.student import layers_of
 from distcse.trainer.dropout_rng import is_recording
 from distcse.trainer.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from distcse.compat.torch import GraphRandomStates, leave_capture
-from distcse.device import default_device, gpu_module, has_gpu
-from distcse.device_defaults import defaults_of
+from distcse.device import default_device, defaults_of, gpu_module, has_gpu
 from distcse.distributed import collectives_by, rank, world_size
 from distcse.errors import CUDAGraphError, first_line
 from distcse.events import Listener, LogMessage
-from distcse.models.attention import takes_prepared_mask
+from distcse.models.fast_layers import takes_prepared_mask
 from distcse.trainer.dropout_rng import recorded_rng
 from distcse.trainer.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
 

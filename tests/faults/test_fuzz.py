@@ -28,8 +28,8 @@ from distcse.data.readers import read_sentences
 from distcse.errors import CorpusFormatError, CorpusTooSmallError, DistcseError, EvaluationResultError
 from distcse.evaluation import Contamination, PairClassificationTask, RetrievalDataset, ScoredPairs, read_table
 from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.models.files import check_weights
 from distcse.models.st_format import read_layout
-from distcse.models.weight_files import check_weights
 from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory

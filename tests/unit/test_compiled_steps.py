@@ -160,7 +160,7 @@ def _train(
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "open_compiled_step", opened)
         # The padded batch on a CPU: packed layers have another forward pass.
-        patch.setattr("distcse.models.fast.packing.can_pack", lambda *_: False)
+        patch.setattr("distcse.models.fast_layers.can_pack", lambda *_: False)
         fixed = ("training.epochs=1", "student.pooling=mean", "training.engine=torch")
         spec, tables = make_spec(recipe_with(*fixed, *overrides))
         train(spec, tables, [])

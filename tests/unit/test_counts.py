@@ -12,7 +12,7 @@ import torch
 
 import distcse.data.token_table
 from distcse.data import Corpus, TokenTable
-from distcse.device_defaults import CPU
+from distcse.device import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.experiments.backend import LocalBackend
@@ -20,7 +20,7 @@ from distcse.experiments.distillation.distillation_task import train_student
 from distcse.experiments.experiment import experiment_of
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.batching import by_length
+from distcse.models.frozen_pass import by_length
 from distcse.rank_space import RankSpace, pair_similarities
 from distcse.ray_backend.sweep_backend import TrialBackend
 from distcse.recipe import CorpusSection, Recipe

@@ -23,8 +23,14 @@ from distcse.errors import (
 from distcse.events import Reporter, StepReport
 from distcse.experiments.distillation.model import build_encoder
 from distcse.models import Encoder
-from distcse.models.detection import EditDetector, Vocabulary, build_detector, replace
-from distcse.models.detection.detector import most_likely_tokens, sample_tokens
+from distcse.models.detection import (
+    EditDetector,
+    Vocabulary,
+    build_detector,
+    most_likely_tokens,
+    replace,
+    sample_tokens,
+)
 from distcse.recipe import DetectionSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from tests.backends import run
@@ -108,7 +114,7 @@ def test_the_generators_head_sees_wanted_positions_alone_and_finds_the_same_word
     generator = AutoModelForMaskedLM.from_pretrained(folder)
     words = Vocabulary(size, encoder.tokenizer.cls_token_id, 0, encoder.tokenizer.mask_token_id, ())
     detector = EditDetector(encoder.backbone, generator, words, DetectionSection(generator=str(folder))).train()
-    monkeypatch.setattr("distcse.models.detection.detector.LOGITS_BYTES", 3 * 4 * size)
+    monkeypatch.setattr("distcse.models.detection.LOGITS_BYTES", 3 * 4 * size)
     at_a_time: list[int] = []
     generator.register_forward_hook(lambda _, given, found: at_a_time.append(found.logits.shape[1]))
     ids = encoder.tokenizer(["A man is playing a guitar.", "The cat sees nothing."], padding=True, return_tensors="pt")

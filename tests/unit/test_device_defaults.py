@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import distcse
-from distcse.device import DeviceSpeed
-from distcse.device_defaults import CPU, GPU, auto_precision, defaults_of
+from distcse.device import CPU, GPU, DeviceSpeed, auto_precision, defaults_of
 from distcse.distributed import rank
 from distcse.errors import CUDAGraphError, EvaluationOptionError, OutOfMemoryError
 from distcse.events import Event, LogMessage, StageProgress
@@ -23,10 +22,12 @@ from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import encode_shares
 from distcse.losses import list_mle, list_net
 from distcse.models import Encoder
-from distcse.models.precision import frozen_weight_dtype, halve_matrices, overflows_fp16
+from distcse.models.folder import overflows_fp16
+from distcse.models.loading import halve_matrices
 from distcse.precision import Role, report_precisions
 from distcse.recipe import Recipe, TrainingSection
 from distcse.runs.directory import RunDirectory
+from distcse.teachers.kinds.bi_encoder import frozen_weight_dtype
 from distcse.trainer import trainer
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.deepspeed_engine import deepspeed_config

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from distcse.models import Encoder
-from distcse.models.fast.dropout import Dropout, dropout, fast_dropout
-from distcse.models.loading import model_class
+from distcse.models.cpu_kernels import Dropout, dropout, fast_dropout
+from distcse.models.folder import model_class
 from tests.models import make_family
 
 MakeModel = Callable[..., Path]

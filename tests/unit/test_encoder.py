@@ -24,8 +24,8 @@ from distcse.errors import (
 )
 from distcse.experiments.distillation.model import Batch, StudentModel, build_encoder
 from distcse.models import Encoder, build_projection, model_fingerprint, pool, resolve_model
-from distcse.models.loading import model_class
-from distcse.models.projection import GlobalBatchNorm
+from distcse.models.folder import model_class
+from distcse.models.student import GlobalBatchNorm
 from distcse.recipe import EncoderSection, StudentSection
 from tests.failures import fails_with
 from tests.models import KINDS, their_vectors

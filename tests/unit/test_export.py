@@ -25,7 +25,8 @@ from distcse.errors import (
 from distcse.export import main
 from distcse.hub import prepare_upload
 from distcse.models import Encoder
-from distcse.models.head import Dense, DenseShape
+from distcse.models.pooling import Dense
+from distcse.models.st_format import DenseShape
 from distcse.rank_space import RankSpaceEncoder
 from distcse.recipe import StudentSection
 from tests.failures import fails_with

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from distcse.data import Corpus
-from distcse.device_defaults import defaults_of
+from distcse.device import defaults_of
 from distcse.errors import DeviceMemoryError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.experiments.backend import EmbeddingRequest, LocalBackend
 from distcse.experiments.mutual.pair_task import pair_model
 from distcse.models import CrossEncoder, Encoder, frozen_pass
-from distcse.models.batching import by_length
+from distcse.models.frozen_pass import by_length
 from distcse.rank_space import DeviceRankSpace, RankSpace, pair_similarities
 from distcse.ray_backend.embedding_actors import embedding_tasks
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection

@@ -26,7 +26,7 @@ from distcse.errors import (
 from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.models.detection import build_detector
-from distcse.models.head import Normalize
+from distcse.models.pooling import Normalize
 from distcse.planning.sizes import read_shape
 from distcse.recipe import DetectionSection, EncoderSection, StudentSection
 from tests.backends import run

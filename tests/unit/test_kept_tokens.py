@@ -19,7 +19,7 @@ from distcse.experiments.distillation.dev_metric import DevMetric, read_labelled
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import Encoder, frozen_pass
-from distcse.models.kept_tokens import KeptTokens
+from distcse.models.encoder import KeptTokens
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from distcse.losses import gather_views
 from distcse.models import CrossEncoder, Encoder, pool
-from distcse.models.fast.last_layer import can_stop_at_one
-from distcse.models.fast.packing import can_pack, has_known_layers, worth_packing
-from distcse.models.layers import layers_of
+from distcse.models.fast_layers import can_pack, can_stop_at_one, has_known_layers, worth_packing
+from distcse.models.student import layers_of
 from tests.counting import NumbersRead
 from tests.models import make_cross_encoder
 

@@ -17,7 +17,7 @@ from distcse.evaluation import agreement
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.distillation.layer_selection import best_layers
 from distcse.models import Encoder, only_layers
-from distcse.models.layers import keep_layers
+from distcse.models.student import keep_layers
 from distcse.recipe import EncoderSection, Recipe, StudentSection
 from tests.backends import run
 from tests.failures import fails_with

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.fast.mkldnn_linear import is_faster, use_mkldnn_linear
+from distcse.models.cpu_kernels import is_faster, use_mkldnn_linear
 from distcse.recipe import TeacherSection
 from distcse.teachers.kinds import kind_of
 from tests.models import make_cross_encoder
@@ -39,8 +39,8 @@ def test_slow_and_unsupported_kernels_are_not_used(
     tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Intel CPUs, oneDNN may be slower than MKL in fp32; without AVX-512, its bf16 operator raises."""
-    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.fp32_speedup", lambda: 0.8)
-    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.onednn_supports", lambda precision: False)
+    monkeypatch.setattr("distcse.models.cpu_kernels.fp32_speedup", lambda: 0.8)
+    monkeypatch.setattr("distcse.models.cpu_kernels.onednn_supports", lambda precision: False)
     plain = Encoder.load(tiny(), pooling="mean").eval()
     for precision in ("fp32", "bf16"):
         converted = copy.deepcopy(plain)
@@ -56,7 +56,7 @@ def test_slow_and_unsupported_kernels_are_not_used(
 def test_a_product_that_is_as_fast_does_not_pay_for_a_model(
     measured: float, is_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.fp32_speedup", lambda: measured)
+    monkeypatch.setattr("distcse.models.cpu_kernels.fp32_speedup", lambda: measured)
     assert is_faster("fp32") is is_used
 
 

@@ -18,9 +18,7 @@ from distcse.data.collate import collate
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.fast.dropout import Dropout
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
-from distcse.models.fast.switch import allows_shortcuts
+from distcse.models.cpu_kernels import Dropout, use_mkldnn_linear
 from distcse.rank_space import rank_space
 from distcse.recipe import Recipe, read_recipe, recipe_yaml, with_values
 from tests.backends import run_mutual
@@ -30,11 +28,11 @@ from tests.models import make_masked_lm
 from tests.pairs import make_mutual_recipe
 
 SHORTCUTS = {
-    "packing": "distcse.models.fast.packing.replace_forward",
+    "packing": "distcse.models.fast_layers.packed",
     "choice of packing": "distcse.experiments.distillation.batch_loader.worth_packing",
-    "last layer": "distcse.models.fast.last_layer.replace_forward",
-    "dropout": "distcse.models.fast.dropout.dropout",
-    "oneDNN layout": "distcse.models.fast.mkldnn_linear.onednn_reorder",
+    "last layer": "distcse.models.fast_layers.last_layer_at",
+    "dropout": "distcse.models.cpu_kernels.dropout",
+    "oneDNN layout": "distcse.models.cpu_kernels.onednn_reorder",
 }
 """The function that each shortcut calls."""
 
@@ -44,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Number of calls of each shortcut. oneDNN counts as fast, on every CPU."""
     from importlib import import_module
 
-    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.is_faster", lambda precision: True)
+    monkeypatch.setattr("distcse.models.cpu_kernels.is_faster", lambda precision: True)
     found: Counter[str] = Counter()
     for name, path in SHORTCUTS.items():
         module, _, function = path.rpartition(".")
@@ -125,7 +123,7 @@ def test_vectors_and_gradients_are_equal_without_shortcuts(tiny: Callable[..., P
     vectors, gradients = [], []
     for is_fast in (True, False):
         encoder = Encoder.load(tiny(kind), is_fast=is_fast, pooling=pooling, max_length=16).eval()
-        assert allows_shortcuts(encoder) == is_fast
+        assert encoder.is_fast == is_fast
         tokens = collate([np.arange(5, 5 + length) for length in (3, 12, 7)], 1, with_token_index=True)
         output = encoder(tokens.ids, tokens.mask, tokens.token_index)
         output.pow(2).sum().backward()
@@ -140,7 +138,7 @@ def test_vectors_and_gradients_are_equal_without_shortcuts(tiny: Callable[..., P
 def test_frozen_models_compute_the_same_without_onednn_layout(
     tiny: Callable[..., Path], tiny_cross: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distcse.models.fast.mkldnn_linear.is_faster", lambda precision: True)
+    monkeypatch.setattr("distcse.models.cpu_kernels.is_faster", lambda precision: True)
     texts = sentences[:20]
     pairs = list(zip(texts, texts[::-1], strict=True))
     vectors, scores = [], []

@@ -43,7 +43,8 @@ from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.experiments.mutual.result import MutualResult
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.head import Dense, DenseShape
+from distcse.models.pooling import Dense
+from distcse.models.st_format import DenseShape
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report.card import write_cards
 from distcse.report.history import read_run

@@ -22,7 +22,7 @@ from distcse.device import DeviceSpeed
 from distcse.errors import ArgumentError, ModelNotFoundError
 from distcse.experiments.distillation.processes import roles_on
 from distcse.models import Encoder, resolve_model
-from distcse.models.loading import model_class
+from distcse.models.folder import model_class
 from distcse.plan import main
 from distcse.planning.costs import Pass, StudentPlan, Terms, WorkerMemory, gradient_bytes, transfer_seconds
 from distcse.planning.machines import GPUS, Cluster, Machine, parse_cluster

@@ -104,7 +104,7 @@ def with_environment(environment: dict[str, str]) -> dict[str, str]:
 def speeds_under(environment: dict[str, str]) -> dict[str, Any]:
     code = (
         "import json; from distcse.device import cpu_speed; s = cpu_speed();"
-        "from distcse.device_defaults import auto_precision;"
+        "from distcse.device import auto_precision;"
         "print(json.dumps({'precision': auto_precision([s]), 'speedups': dict(s.speedups), 'native': sorted(s.native)}))"
     )
     result = subprocess.run(

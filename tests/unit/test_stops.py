@@ -474,7 +474,7 @@ SHORT = {
     "experiments/mutual/pair_task:PairBatch._encode_part": "a training step",
     "experiments/mutual/pair_task:encode_streams": "a training step",
     "api:export_onnx": "without `StopOnSignal`: a signal ends the command at once",
-    "models/kept_tokens:KeptTokens.encode": "as make_dev_encode",
+    "models/encoder:KeptTokens.encode": "as make_dev_encode",
     "models/static:StaticEncoder.encode": "as _with_total",
     "rank_space/encoder:RankSpaceEncoder.similarities": "the Python API, without a run",
     "ray_backend/backend:RayBackend.embed": "its reporter is in the request",

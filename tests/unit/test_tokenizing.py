@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import Unigram, WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from distcse.models.tokenizing import tokenize, tokenize_pairs
+from distcse.models.texts import tokenize, tokenize_pairs
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 NAMES = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))

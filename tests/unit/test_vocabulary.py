@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from distcse.errors import (
 from distcse.model_source import is_hub_id
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec, resolve_model
 from distcse.models.detection import build_detector
-from distcse.models.loading import load_tokenizer
+from distcse.models.folder import ModelFolder
 from distcse.recipe import DetectionSection, EncoderSection, recipe_yaml
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -50,6 +51,10 @@ def test_no_family_gets_a_tokenizer_without_vocabulary(
     for use in (Encoder.from_section, TokenizerSpec.of):
         with fails_with(TokenizerError, EXPECTED_FILES, fix):
             use(section)
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+    return ModelFolder.read(folder, trust_remote_code).load_tokenizer()
 
 
 @pytest.fixture

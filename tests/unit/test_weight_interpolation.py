@@ -14,7 +14,7 @@ from distcse.events import Reporter
 from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.models import Encoder
-from distcse.models.weight_interpolation import WeightInterpolation
+from distcse.models.student import WeightInterpolation
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.serving import serving

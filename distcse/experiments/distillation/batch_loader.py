@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from distcse.data import BatchSampler, Corpus, TokenTable
 from distcse.data.collate import Tokens, collate
-from distcse.device import is_gpu
-from distcse.device_defaults import defaults_of
+from distcse.device import defaults_of, is_gpu
 from distcse.experiments.distillation.model import Batch
-from distcse.models.fast.packing import worth_packing
+from distcse.models.fast_layers import worth_packing
 from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore

@@ -11,13 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from distcse.data import Corpus
-from distcse.device import to_device
-from distcse.device_defaults import defaults_of
+from distcse.device import defaults_of, to_device
 from distcse.distributed import all_gather_parts, on_all_ranks, rank, world_size
 from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, VectorModel, agreement
 from distcse.losses import mix_lists
 from distcse.models import Encoder
-from distcse.models.kept_tokens import KeptTokens
+from distcse.models.encoder import KeptTokens
 from distcse.recipe import Recipe, decided
 from distcse.teachers.lists import TeacherClient
 

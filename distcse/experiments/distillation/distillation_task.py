@@ -15,7 +15,7 @@ from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.experiments.distillation.model import Batch, StudentOutput, build_student
 from distcse.losses import TeacherOutputs, build_objective, gather_views
-from distcse.models.weight_interpolation import WeightInterpolation
+from distcse.models.student import WeightInterpolation
 from distcse.teachers.lists import TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.targets import TargetReader
 from distcse.trainer.checkpoint_manager import AsyncEvaluator

@@ -47,7 +47,7 @@ from distcse.experiments.run_scope import open_run
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.experiments.trials import Trials
 from distcse.models import Encoder, EncoderHandle
-from distcse.models.weight_interpolation import WeightInterpolation
+from distcse.models.student import WeightInterpolation
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role

@@ -31,7 +31,6 @@ from distcse.experiments.experiment import questions_of
 from distcse.experiments.trials import TrialGpus
 from distcse.losses import build_objective, try_custom_terms
 from distcse.models import Encoder
-from distcse.models.fast.switch import allows_shortcuts
 from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans
 from distcse.preflight.warnings import report_warnings
@@ -207,5 +206,5 @@ def _with_all_layers(recipe: Recipe) -> Recipe:
 
 def _describe_encoder(encoder: Encoder) -> str:
     weights = sum(parameter.numel() for parameter in encoder.parameters())
-    shortcuts = "" if allows_shortcuts(encoder) else ", no shortcuts (models.fast: off)"
+    shortcuts = "" if encoder.is_fast else ", no shortcuts (models.fast: off)"
     return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens{shortcuts}"

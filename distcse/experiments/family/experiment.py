@@ -43,8 +43,8 @@ from distcse.experiments.run_scope import open_run
 from distcse.experiments.stoppable_evaluation import FinalScores
 from distcse.model_source import shown_name
 from distcse.models import Encoder, EncoderHandle
-from distcse.models.layers import depth_of, needs_first_layer
 from distcse.models.static import require_model2vec
+from distcse.models.student import depth_of, needs_first_layer
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role

@@ -24,7 +24,7 @@ from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.recipe import KINDS, MiningSection, MutualRecipe
 from distcse.storage import ArtifactStore, resolve_path

@@ -16,16 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from distcse.data import BatchSampler, Pairs, PairTokenTable, TokenTable
 from distcse.data.collate import collate
-from distcse.device import to_device
-from distcse.device_defaults import defaults_of
+from distcse.device import defaults_of, to_device
 from distcse.evaluation import PairModel, PairScores, VectorModel
 from distcse.evaluation.models import Progress
 from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.batching import group_similar_lengths
-from distcse.models.kept_tokens import KeptTokens
-from distcse.models.weight_interpolation import WeightInterpolation
+from distcse.models.encoder import KeptTokens
+from distcse.models.student import WeightInterpolation
 from distcse.recipe import LoopSection
 from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
 from distcse.trainer.schedule import total_steps
@@ -352,3 +350,18 @@ def pair_model(
     if isinstance(encoder, Encoder):
         return VectorModel.of(encoder, precision, on_progress)
     return PairScores(encoder, on_progress, precision)
+
+
+def group_similar_lengths(lengths: Sequence[int], min_ratio: float) -> list[list[int]]:
+    """Return groups of row indices, longest rows first, of similar lengths.
+
+    Args:
+        lengths: Number of tokens in each row.
+        min_ratio: Smallest ratio of a group's shortest row to its longest; 0 puts all rows into one group.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index], reverse=True):
+        if not groups or lengths[index] < min_ratio * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(index)
+    return groups

@@ -17,7 +17,7 @@ from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask
 from distcse.experiments.mutual.phase_store import StoredScores
 from distcse.experiments.mutual.phases import GroupContext, Kind, Phase, PhaseResult
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.weight_interpolation import WeightInterpolation
+from distcse.models.student import WeightInterpolation
 from distcse.recipe import GroupSection, decided
 from distcse.storage import ArtifactStore, open_store
 from distcse.trainer.checkpoint_files import load_trainer_state, load_weights

@@ -20,7 +20,7 @@ from distcse.experiments.mutual.phase_store import ScoreShards
 from distcse.experiments.mutual.phase_trainer import load_trained
 from distcse.experiments.mutual.phases import GroupContext, Phase
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.recipe import decided
 
 PAIRS_PER_SHARD = {"cpu": 10_000, "gpu": 100_000}

@@ -17,7 +17,7 @@ from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.experiments.mutual.label_exchange import combine, score_weight
 from distcse.experiments.mutual.processes import group_needs
 from distcse.models import Encoder
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
+from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.preflight.warnings import SettingsWarning, warn_of_weak_label_source
 from distcse.recipe import GroupSection, MutualRecipe, decided
 

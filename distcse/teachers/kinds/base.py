@@ -10,8 +10,7 @@ from distcse.checks import Check
 from distcse.data import Corpus
 from distcse.model_source import CONFIG_FILE
 from distcse.models import model_fingerprint
-from distcse.models.folder import find_local_model
-from distcse.models.precision import overflows_fp16
+from distcse.models.folder import find_local_model, overflows_fp16
 from distcse.recipe import TeacherSection
 from distcse.recipe.section import decided
 from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
@@ -140,6 +139,6 @@ class ModelKind(TeacherKind):
 
     @property
     def overflows_fp16(self) -> bool:
-        """See `distcse.models.precision.overflows_fp16`. False for a model whose config.json would have to be downloaded."""
+        """See `distcse.models.folder.overflows_fp16`. False for a model whose config.json would have to be downloaded."""
         folder = find_local_model(self.section.backbone, wanted=[CONFIG_FILE])
         return folder is not None and overflows_fp16(folder)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from distcse.device import default_device
+import torch
+
+from distcse.device import HALF_PRECISIONS, default_device
 from distcse.models import Encoder
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
-from distcse.models.precision import frozen_weight_dtype
+from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.teachers.kinds.base import ModelKind
 from distcse.teachers.teacher import Embedder
+
+
+def frozen_weight_dtype(precision: str, device: str) -> torch.dtype:
+    """Return the data type of a frozen model's matrices, for `halve_matrices`.
+
+    On a GPU it is the precision of the forward passes. On a CPU it is float32, which `use_mkldnn_linear` converts.
+    """
+    return torch.float32 if device == "cpu" else HALF_PRECISIONS.get(precision, torch.float32)
 
 
 class BiEncoderKind(ModelKind):

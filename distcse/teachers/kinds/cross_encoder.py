@@ -13,8 +13,8 @@ from distcse.data import Corpus
 from distcse.device import default_device
 from distcse.errors import EncoderError, TeacherOutputError, UnsuitableTeacherError
 from distcse.models import CrossEncoder
+from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.cross import check_scorer
-from distcse.models.fast.mkldnn_linear import use_mkldnn_linear
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.teachers.kinds.base import ModelKind
 from distcse.teachers.teacher import Embedder, Teacher

@@ -23,7 +23,7 @@ from requests.adapters import HTTPAdapter
 
 from distcse.checks import Check, fail, ok, warn
 from distcse.errors import EndpointError, RefusedTextError, TeacherError
-from distcse.models.prompts import SENTENCE, is_template
+from distcse.models.texts import SENTENCE, is_template
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.storage import text_checksum
 from distcse.teachers.kinds.base import TeacherKind

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distcse.compat.deepspeed import create_optimizer_state, require_no_compiler
-from distcse.device import default_device, gpu_module, has_gpu
-from distcse.device_defaults import defaults_of
+from distcse.device import default_device, defaults_of, gpu_module, has_gpu
 from distcse.distributed import rank, world_size
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoint_files import WEIGHTS, ModelState

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.device import default_device
-from distcse.device_defaults import defaults_of
+from distcse.device import arithmetic, default_device, defaults_of
 from distcse.distributed import all_reduce_sum, rank, world_size
-from distcse.models.precision import arithmetic
 from distcse.recipe import LoopSection, decided
 from distcse.trainer.checkpoint_files import ModelState
 from distcse.trainer.engines.fused_adamw import FusedAdamW, trained_parameters

@@ -1,8 +1,10 @@
-"""Checks of a model folder's weights: present, safetensors, complete, unchanged since they were saved."""
+"""The files of a model's folder: JSON, and weights that are present, safetensors, complete and unchanged since saved."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from distcse.errors import (
     EncoderError,
@@ -11,7 +13,6 @@ from distcse.errors import (
     PickledWeightsError,
     UnsupportedModelError,
 )
-from distcse.models.json_files import leads_outside, read_json, refuse_pointer
 from distcse.storage import checksum, dump_checked_json, load_checked_json
 
 WEIGHTS = "model.safetensors"
@@ -20,6 +21,54 @@ _INDEX = f"{WEIGHTS}.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _ADAPTER = "adapter_config.json"
 _RESTORE = f"restore it, or if you changed it yourself, remove {CHECKSUMS} in that folder"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def read_json(file: Path, kind: type = dict) -> Any:
+    """Return the content of a JSON file; an empty object (or list) if the file does not exist.
+
+    Args:
+        file: The file.
+        kind: Required type of the content, `dict` (default) or `list`.
+
+    Raises:
+        ModelFormatError: The file is not JSON, or of another type, or a Git LFS pointer.
+    """
+    if not file.exists():
+        return kind()
+    refuse_pointer(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, kind):
+        raise ModelFormatError(f"{file}: expected a JSON {'object' if kind is dict else 'list'}")
+    return content
+
+
+def leads_outside(name: str) -> bool:
+    """Return whether a relative path in a model's file leads out of the model's folder."""
+    return Path(name).is_absolute() or ".." in Path(name).parts
+
+
+def refuse_pointer(file: Path) -> None:
+    """Refuse the pointer that a clone without Git LFS has in place of a file.
+
+    Raises:
+        ModelFormatError: The file is a pointer; names the command that downloads it.
+    """
+    if not file.is_file():
+        return
+    with file.open("rb") as opened:
+        if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise ModelFormatError(
+                f"{file} is a Git LFS pointer, not the file; download it: git -C {file.parent} lfs pull"
+            )
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a JSON file."""
+    file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def require_weights(folder: Path) -> None:
@@ -28,9 +77,8 @@ def require_weights(folder: Path) -> None:
     Raises:
         UnsupportedModelError: The folder has an adapter, or quantized weights.
         PickledWeightsError: The weights are pickles, which can run code when they are loaded.
-        ModelFormatError: Weights are missing.
+        ModelFormatError: Weights are missing, a file is a Git LFS pointer, or the index of shards names one outside the folder.
         ModelNotFoundError: The folder is above that of a model.
-        ModelFormatError: A weight file is a Git LFS pointer, or the index of shards names a file outside the folder.
     """
     _refuse_adapter(folder)
     shards = _shards(folder)
@@ -62,7 +110,7 @@ def require_module_weights(root: Path, path: str) -> Path:
 
     Raises:
         PickledWeightsError: The weights are pickles.
-        ModelFormatError: There are none. The file is a Git LFS pointer.
+        ModelFormatError: There are none, or the file is a Git LFS pointer.
     """
     file = root / path / WEIGHTS
     refuse_pointer(file)
@@ -79,11 +127,8 @@ def check_weights(folder: Path) -> None:
     A flipped bit yields a valid weight, so only a checksum detects it.
 
     Raises:
-        ModelFormatError: A weight file changed, or weights are outside the folder.
-        UnsupportedModelError: The folder has an adapter.
+        ModelFormatError: A weight file changed, or is outside the folder.
     """
-    _refuse_adapter(folder)
-    _shards(folder)
     if not (folder / CHECKSUMS).is_file():
         return
     try:

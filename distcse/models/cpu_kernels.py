@@ -1,8 +1,13 @@
-"""Linear layers of frozen models with weights in oneDNN's memory layout, reordered once instead of in every product.
+"""Dropout and frozen linear layers for CPUs, where PyTorch's are slow.
 
-PyTorch uses oneDNN for bf16. oneDNN also multiplies float32, and is faster than MKL on CPUs that MKL does not target. A model
-is left unchanged where PyTorch lacks the operators, where oneDNN does not support bf16 on this CPU (the operator would raise),
-or where a timed float32 product is not clearly faster than PyTorch's.
+**Dropout** draws four 16-bit random numbers per 64-bit one, three to four times as fast as PyTorch, whose dropout takes a tenth
+of a bf16 training step of a six-layer MiniLM. The probability is rounded to 16 bits, an error of at most 2^-17. Kept values are
+scaled by the rounded probability, so that the mean is exact.
+
+**Linear layers** of frozen models have weights in oneDNN's memory layout, reordered once instead of in every product. PyTorch
+uses oneDNN for bf16. oneDNN also multiplies float32, and is faster than MKL on CPUs that MKL does not target. A model is left
+unchanged where PyTorch lacks the operators, where oneDNN does not support bf16 on this CPU (the operator would raise), or where
+a timed float32 product is not clearly faster than PyTorch's.
 """
 
 from __future__ import annotations
@@ -17,7 +22,42 @@ from torch import Tensor, nn
 
 from distcse.compat.torch import has_onednn_linear, onednn_linear, onednn_reorder, onednn_supports
 from distcse.device import LARGE, speedup
-from distcse.models.fast.switch import allows_shortcuts
+
+_LEVELS = 2**16
+
+
+class Dropout(nn.Dropout):
+    """`nn.Dropout` with the random numbers of `dropout`."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return dropout(values, self.p, self.training)
+
+
+def fast_dropout(model: nn.Module) -> None:
+    """Replace a model's `nn.Dropout` modules by `Dropout`, in place."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Dropout:
+                setattr(parent, name, Dropout(child.p))
+
+
+def dropout(values: Tensor, p: float, training: bool) -> Tensor:
+    """Apply dropout to values of any shape; on a GPU, or without training, as PyTorch does.
+
+    Args:
+        values: The values.
+        p: Probability of zero; other values are scaled by 1 / (1 - p).
+        training: Whether dropout is active.
+    """
+    if not training or p == 0 or values.device.type != "cpu":
+        return nn.functional.dropout(values, p, training)
+    dropped_levels = min(round(p * _LEVELS), _LEVELS - 1)
+    count = values.numel()
+    drawn = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)  # None: up to the largest int64
+    numbers = drawn.view(torch.int16)[:count].view(values.shape)
+    scale = torch.ge(numbers, dropped_levels - _LEVELS // 2, out=torch.empty(values.shape, dtype=values.dtype))
+    return values * scale.mul_(_LEVELS / (_LEVELS - dropped_levels))
+
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIN_SPEEDUP = 1.1
@@ -31,10 +71,10 @@ def use_mkldnn_linear(model: nn.Module, precision: str = "fp32") -> None:
     Releases the original weights, so that the model can be neither trained nor saved. Outputs differ by rounding only.
 
     Args:
-        model: The model, on its final device.
+        model: The model, on its final device; unchanged if its `is_fast` is False.
         precision: Precision of the forward passes, `fp32` (default) or `bf16`; `fp16` is a no-op.
     """
-    if not (allows_shortcuts(model) and is_faster(precision)):
+    if not (getattr(model, "is_fast", True) and is_faster(precision)):
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -45,16 +85,9 @@ def use_mkldnn_linear(model: nn.Module, precision: str = "fp32") -> None:
             parameter.data = parameter.data.clone()
 
 
-def build_inner_products(
-    matrix: NDArray[np.float32], is_fast: bool = True
-) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    """Return a function from (m, d) rows to their (m, n) inner products with the rows of an (n, d) matrix.
-
-    Args:
-        matrix: The (n, d) matrix.
-        is_fast: Whether oneDNN may compute the products. Default: True.
-    """
-    if not (is_fast and is_faster("fp32")):
+def build_inner_products(matrix: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+    """Return a function from (m, d) rows to their (m, n) inner products with the rows of an (n, d) matrix."""
+    if not is_faster("fp32"):
         return lambda rows: rows @ matrix.T
     reordered = onednn_reorder(torch.from_numpy(np.ascontiguousarray(matrix)))
     return lambda rows: onednn_linear(torch.from_numpy(np.ascontiguousarray(rows)), reordered, None).numpy()

@@ -1,1 +1,0 @@
-"""Exact shortcuts of the forward pass: packing, a one-token last layer, oneDNN weight layout, fast dropout."""
