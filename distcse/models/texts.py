@@ -1,4 +1,4 @@
-"""Texts on their way to a model: checked, put into its prompt, tokenized."""
+"""What a model does with texts before its forward pass: checks them, puts them into its prompt, tokenizes them."""
 
 from __future__ import annotations
 
