@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distcse.experiments.distillation.model import StudentModel
-from distcse.models.detection import Vocabulary, edits
+from distcse.models import detection as edits
+from distcse.models.detection import Vocabulary
 from distcse.recipe import Recipe
 from tests.gpusim import simulated
 from tests.jobs import make_recipe, make_spec
