@@ -163,11 +163,11 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
         start_ray(fast_allocator=True)  # while torch and transformers are imported: each takes seconds
         with gc_paused():
             from distcse.events import Reporter
-            from distcse.ray_backend.sweep_backend import RaySweepBackend
+            from distcse.ray_backend.sweep import run_sweep
             from distcse.report.progress import format_values, print_json, print_lines
             from distcse.report.sweep_page import rows_of, unfinished, write_sweep_pages
             from distcse.report.terminal import print_summary
-            from distcse.tuning.sweep import begin, check, reopen, run_sweep
+            from distcse.tuning.sweep import begin, check, reopen
 
         given = set[tuple[str, str]]()
         if recipe is not None and sweep is not None:
@@ -177,7 +177,7 @@ def _sweep(options: argparse.Namespace, directory: Path | None, recipe: BaseReci
         recipe, sweep = reopen(directory, given)
         with (stop := StopOnSignal()):
             reporter = Reporter(view.show, stop.stop_requested)
-            result = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
+            result = run_sweep(recipe, sweep, directory, reporter)
     pages = write_sweep_pages(result)
     if options.json:
         print_json([_finished(result, pages)])
