@@ -43,12 +43,10 @@ class EvaluationSection(Section):
     data: str | None = None
     """Folder of labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
     dev: str = "auto"
-    """Score that selects the best checkpoint: Spearman correlation on STS-B dev (`stsb`), on SICK-R trial (`sickr`) or the
-    mean of both (`stsb_sickr`, RankEncoder's), agreement with the teachers on held-out rows (`agreement`), a set of yours, or
-    `none`, which takes the last checkpoint. `auto` is `stsb` where `data` is set, else `agreement` where there are teachers,
-    else `none`. A set of yours is a path: a file of pairs (columns `sentence1`, `sentence2`, and `score` for Spearman's
-    correlation or `label` for the area under the ROC curve) or of triplets (`anchor`, `positive`, `negative`: accuracy), or
-    a folder with `queries`, `corpus` and `relevant` (NDCG@10)."""
+    """Score that selects the best checkpoint: `stsb` (Spearman correlation on STS-B dev), `sickr` (on SICK-R trial),
+    `stsb_sickr` (the mean of both), `agreement` with the teachers on held-out rows, [a path of
+    yours](../how-to/evaluate.md#the-dev-set), or `none`, which takes the last checkpoint. `auto` is `stsb` where `data` is
+    set, else `agreement` where there are teachers, else `none`."""
     dev_is_test: bool = False
     """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512

@@ -89,11 +89,9 @@ class TeacherSection(EncoderSection):
     """How a rank-space teacher ranks them: `sort` is exact; `histogram` counts into 65,536 bins, which is faster on CPUs for
     tens of thousands of sentences and changes a similarity by at most 1e-5 (1e-6 for 100,000). GPUs sort in either case."""
     precision: FrozenPrecision = "auto"
-    """Precision of the frozen forward pass and, on a GPU, of its matrices, which halves their memory below fp32. fp16 changes
-    cosines by up to 3.3e-4, bf16 by 2.6e-3 on a GPU and 4e-3 on a CPU
-    ([how measured](../explanation/gpus.md#precision-of-teachers)); tables are stored in fp16 either way. `auto` is fp16 if only
-    GPUs may host this teacher (bf16 for T5 and Gemma, which overflow in fp16), bf16 where all devices have fast bf16 units,
-    else fp32."""
+    """Precision of the frozen forward pass and, on a GPU, of its matrices. fp16 changes cosines by up to 3.3e-4, bf16 by 4e-3
+    ([how measured](../explanation/gpus.md#precision-of-teachers)); tables are stored in fp16 either way. `auto` is fp16 if
+    only GPUs may host this teacher (bf16 for T5 and Gemma), bf16 where all devices have fast bf16 units, else fp32."""
 
     @property
     def loads_model(self) -> bool:
@@ -154,10 +152,9 @@ class TeachersSection(Section):
     """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is `table`
     wherever the rows are fixed. Cross-encoders have no sentence vectors and always run live."""
     serve: Literal["auto", "actor"] = "auto"
-    """Who computes lists of cosines from a table during training. `auto`: every training worker reads the vectors of its rows a
-    block ahead, gathers those of the others and computes the cosines on its device. `actor`: servers, on CPUs, a block of
-    steps ahead; without Ray, a thread of this process. Lists are bitwise equal on CPUs, and to 1e-6 on GPUs. Live,
-    cross-encoder and rank-space teachers always have servers."""
+    """Where lists of cosines from a table are computed. `auto`: in every training worker, which reads the vectors of its rows
+    and gathers those of the others. `actor`: in servers, on CPUs; without Ray, in a thread of this process. Lists are bitwise
+    equal on CPUs, and to 1e-6 on GPUs. Live, cross-encoder and rank-space teachers always have servers."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
     """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster. Those that find none free
     wait without work, and take part once there is one."""

@@ -64,12 +64,11 @@ class LoopSection(Section):
     """DeepSpeed settings that no recipe key sets: a mapping, or the path of a YAML or JSON file (such as those in
     cluster/deepspeed), which is read into the recipe."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """On a GPU, capture the step as a CUDA graph, one for each of the first eight batch shapes, and launch it by one call
-    instead of thousands. `auto` does so where it can: one worker, PyTorch's engine (which `engine: auto` then is), no
-    accumulation, at most 16 dropout streams or chunks of a gradient cache (in mutual distillation a single stream), and no custom
-    term; where the capture fails, steps run eagerly, and the run says why. `on` refuses recipes whose steps cannot
-    be captured, and fails where the capture fails. It needs `engine: torch`, and, except in mutual distillation, also captures
-    the steps of several workers, in parts between their collectives; that has not been tried on several GPUs."""
+    """On a GPU, capture the step as a CUDA graph and launch it by one call instead of thousands. `auto` does so where it can:
+    one worker, PyTorch's engine (which `engine: auto` then is), no accumulation, at most 16 dropout streams or chunks (in
+    mutual distillation a single stream), no custom term; where the capture fails, steps run eagerly. `on` refuses or fails
+    instead, and needs `engine: torch`; outside mutual distillation it also captures the steps of several workers, not tried
+    on several GPUs. [Details](../explanation/gpus.md#recorded-steps)."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between two reports of loss and learning rate."""
 
@@ -136,10 +135,9 @@ class TrainingSection(LoopSection):
     workers: Annotated[int, Field(ge=0)] = 1
     """Ray Train workers; 0 runs the loop in the calling process, without Ray."""
     min_workers: Annotated[int, Field(ge=1)] | None = None
-    """Elastic training: fewest workers to start with, or to continue with after a loss, when nodes have no room for all. The
-    run tries the numbers between `workers` and this one that divide the batch, largest first. null waits ten minutes for room
-    for all `workers`. Batches, lists and dropout masks do not depend on the number, so weights differ only by rounding. A
-    restarted run uses more workers if there is room."""
+    """Elastic training: fewest workers to start or continue with when nodes have no room for all. The run takes the largest
+    number up to `workers` that divides the batch. null waits ten minutes for room for all. Batches, lists and dropout masks
+    do not depend on the number. A restarted run uses more workers if there is room."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
@@ -151,10 +149,9 @@ class TrainingSection(LoopSection):
     """Parts of a batch with separate dropout random streams; null is one per worker. To continue a run to equal weights on
     another number of workers, set the same value in both (a multiple of each number)."""
     grad_cache_chunk: Annotated[int, Field(ge=1)] | None = None
-    """Sentences per forward pass of the student (GradCache, Gao et al. 2021): each chunk's activations are recomputed in the
-    backward pass. Memory then does not grow with `batch_size`, at the cost of a second forward pass of all chunks but one;
-    the gradient is that of the full batch. Each chunk is a dropout random stream, so `dropout_rng_streams` stays null. null
-    processes the batch as one."""
+    """Sentences per forward pass of the student (GradCache, Gao et al. 2021); activations are recomputed in the backward
+    pass. Memory then does not grow with `batch_size`, at the cost of a second forward pass; the gradient is that of the full
+    batch. Each chunk is a dropout random stream, so `dropout_rng_streams` stays null. null processes the batch as one."""
     compile_layers: Literal["auto", "on", "off"] = "auto"
     """Compile the student's layers by `torch.compile` in steps that are recorded as CUDA graphs. `auto` does so in runs of at
     least 2,000 steps without a gradient cache, because compiling takes up to a minute; where it fails, layers run uncompiled,
@@ -263,10 +260,8 @@ class ResourcesSection(Section):
     hides all GPUs from the run."""
     wait_s: Annotated[float, Field(ge=0)] = 0
     """Seconds that a run waits at its start for a cluster's autoscaler to start the nodes that it needs. 0 refuses a run for
-    which the cluster has too few nodes. A sweep's further trials and a family's further students wait longer, next to those
-    that train. Nodes that are not there have no CPUs or GPUs to share out: set
-    `training.cpus_per_worker` and `training.gpus_per_worker`, else a worker waits for one CPU, and with `gpu: required` for
-    one GPU."""
+    which the cluster has too few nodes. Set `training.cpus_per_worker` and `training.gpus_per_worker` with it: workers cannot
+    be sized for nodes that do not exist yet. [Details](../how-to/cluster.md#autoscaling)."""
 
 
 def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:

@@ -53,10 +53,9 @@ class GroupSection(TrainedSection):
     workers: Annotated[int, Field(ge=1)] = 1
     """Training workers, each with a scoring actor. With `mutual.shared_workers`, the fewest that the group works with."""
     max_workers: Annotated[int, Field(ge=1)] | None = None
-    """Most workers that the group takes from `mutual.shared_workers`: a multiple of `workers` that divides both batch sizes. A
-    batch is computed in as many parts with a dropout random stream each, on any number of workers, so that this number changes
-    the results and the number of workers does not. null is `workers`; with `mutual.shared_workers`, as many times `workers` as
-    the group's model is larger than the smallest, as far as the batch sizes are divisible."""
+    """Most workers that the group takes from `mutual.shared_workers`: a multiple of `workers` that divides both batch sizes.
+    It is also the number of dropout random streams of a batch, so that this number changes the results and the number of
+    workers that run does not. null is `workers`; with shared workers, in proportion to the model's size."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly among the workers of all groups."""
     node_labels: Labels | None = None
@@ -142,9 +141,8 @@ class MutualEvaluationSection(Section):
     """Folder of labelled sets, in the layout of all recipes."""
     dev: str = "stsb"
     """Score that selects the best checkpoint of a phase and the best cycle: `stsb` (STS-B dev in `data`), `sickr` (SICK-R
-    trial) or `stsb_sickr` (the mean of both); the name of another set in `data` (`pairs/NAME/dev`); a file of yours: pairs
-    (columns `sentence1`, `sentence2`, and `score` for Spearman's correlation or `label` for the area under the ROC curve) or
-    triplets (`anchor`, `positive`, `negative`: accuracy); or `none`, which takes the last one."""
+    trial) or `stsb_sickr` (the mean of both); the name of another set in `data` (`pairs/NAME/dev`); [a file of
+    yours](../how-to/evaluate.md#the-dev-set); or `none`, which takes the last one."""
     dev_is_test: bool = False
     """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
     eval_steps: Annotated[int, Field(ge=1)] = 200
