@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from distcse.errors import DistcseError
+from distcse.errors import CorpusTooSmallError, DistcseError
 from distcse.events import Reporter
 from distcse.experiments.mutual.pairs import fit_to_pairs, temporary_pairs
 from distcse.experiments.mutual.phases import Kind, Phase, last_phase
@@ -196,9 +196,11 @@ def _shapes(section: GroupSection, cross_start: str) -> dict[Kind, Shape]:
 
 
 def _count_pairs(recipe: MutualRecipe) -> int | None:
-    """Count the pairs in the recipe's files; None if they cannot be read."""
+    """Count the pairs in the recipe's files; None if they cannot be read. Raises `CorpusTooSmallError`."""
     try:
         with temporary_pairs(recipe) as pairs:
             return len(pairs)
+    except CorpusTooSmallError:
+        raise
     except DistcseError:
         return None

@@ -31,8 +31,8 @@ def check_model(section: EncoderSection, fetch: bool = False) -> str:
 
     Args:
         section: The recipe's section with the model.
-        fetch: Fetch the configuration of a model that is only on the hub, and check the settings by it, as a run does. Default:
-            False, ask the hub whether it has the model.
+        fetch: Fetch the configuration of a model that is only on the hub, and check the settings by it, as a run does, which
+            loads tokenizers with the text. Default: False, ask the hub whether it has the model, and load the tokenizer.
 
     Returns:
         Where it is.
@@ -55,7 +55,9 @@ def check_model(section: EncoderSection, fetch: bool = False) -> str:
         return _check_on_hub(section, fetch)
     if is_hub_id(name) and not has_tokenizer(folder.backbone):
         return _check_on_hub(section, fetch)
-    folder.check()
+    if not fetch:
+        folder.load_tokenizer()  # first: where config.json is missing too, this error says more
+    folder.check_config()
     refuse_unpooled_prompt(name, folder.layout, section.prompt)
     if _is_pooled(section):
         resolve_pooling(section, folder.layout)
