@@ -14,21 +14,23 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from distcse import experiments
-from distcse.checks import Question
+from distcse.checks import Question, require
 from distcse.device import DeviceSpeed
 from distcse.errors import ArgumentError, SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend
+from distcse.experiments.cluster_fit import gpu_policy
 from distcse.experiments.model_card import ModelCard
 from distcse.placement.gpu_plan import PlansOfTrials
 from distcse.placement.resources import Node
 from distcse.precision import Role
 from distcse.preflight.inputs import input_questions
-from distcse.preflight.warnings import SettingsWarning, warn_of_places, warn_of_unread_keys
+from distcse.preflight.models import model_questions
+from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_places, warn_of_unread_keys
 from distcse.recipe import BaseRecipe, EncoderSection
 from distcse.recipe.section import unread_keys
-from distcse.runs.directory import RunDirectory
+from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.tracking import require_packages
 from distcse.trainer.engines import uses_deepspeed
 
@@ -85,19 +87,28 @@ class Experiment(ABC, Generic[R]):
     def __init__(self, recipe: R) -> None:
         self.recipe = recipe
 
-    @abstractmethod
     def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
-        """Check everything that a run needs, without training (`--dry-run`).
+        """Check everything that a run needs, without training (`--dry-run`): what each run asks, and what `rehearse` tries.
 
         Args:
             backend: Where the work would run.
-            reporter: Receives one line per check.
+            reporter: Receives the warnings, and a line for each thing tried.
             plans_of_trials: For a sweep, whose trials are scheduled differently than a single run: decides their GPUs from the
                 cluster's nodes. None for a single run.
 
         Raises:
             DistcseError: A check failed.
         """
+        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
+            require_lasting(self.recipe.storage)
+            require([*self.questions(), *model_questions(self.recipe, fetch=True)])
+            check_storage(self.recipe.storage)
+            report_warnings(self.settings_warnings(), reporter)
+            self.rehearse(backend, reporter, plans_of_trials)
+
+    @abstractmethod
+    def rehearse(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
+        """Try what no question can tell, such as reading the data, loading the models and joining the cluster; see `check`."""
 
     @abstractmethod
     def fingerprints(self, reporter: Reporter) -> dict[str, str]:

@@ -39,7 +39,7 @@ from distcse.recipe import (
     register_recipe,
 )
 from distcse.recipe.names import absolute_folder
-from distcse.runs.directory import RunDirectory, check_storage
+from distcse.runs.directory import RunDirectory
 from distcse.storage import to_uri
 
 
@@ -78,8 +78,7 @@ class Soup(Experiment[SoupRecipe]):
 
     name = "a model soup"
 
-    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
-        check_storage(self.recipe.storage, ["runs"])
+    def rehearse(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         for number, model in enumerate(self.recipe.soup):
             Encoder.load(model)
             reporter.emit(StageProgress(f"model {number}", 1, 1, "", finished=True, note="loads"))

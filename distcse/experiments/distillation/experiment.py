@@ -14,12 +14,12 @@ from distcse.errors import CheckpointError, StoppedEarlyError
 from distcse.evaluation import Contamination, Tasks
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.cluster_fit import gpu_policy, joined_for_devices, model_memory, waited_for_nodes
+from distcse.experiments.cluster_fit import joined_for_devices, model_memory, waited_for_nodes
 from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.experiments.distillation.extent import Extent
 from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
 from distcse.experiments.distillation.model import encoder_weights
-from distcse.experiments.distillation.preflight import check_run, recipe_questions
+from distcse.experiments.distillation.preflight import recipe_questions, rehearse_run
 from distcse.experiments.distillation.preparation import (
     PreparedCorpus,
     data_fingerprints,
@@ -73,10 +73,8 @@ class Distillation(Experiment[Recipe]):
 
     name = "distillation"
 
-    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
-        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
-            report_warnings(self.settings_warnings(), reporter)
-            check_run(self.recipe, backend, reporter, plans_of_trials)
+    def rehearse(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
+        rehearse_run(self.recipe, backend, reporter, plans_of_trials)
 
     def questions(self, begun: RunDirectory | None = None) -> list[Question]:
         return recipe_questions(self.recipe)

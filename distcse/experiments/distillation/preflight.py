@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distcse.checks import Question, require
+from distcse.checks import Question
 from distcse.data import Corpus
 from distcse.errors import InvalidValueError, TeacherOutputError
 from distcse.events import LogMessage, Reporter
@@ -35,7 +35,7 @@ from distcse.placement.cluster import Cluster
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
-from distcse.runs.directory import check_storage, require_lasting
+from distcse.runs.directory import check_storage
 from distcse.storage import resolve_path
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
@@ -66,27 +66,13 @@ def recipe_questions(recipe: Recipe) -> list[Question]:
     return [*questions_of(recipe), ("objective", ask_objective), ("dev score", ask_dev)]
 
 
-def check_run(
+def rehearse_run(
     recipe: Recipe, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None
 ) -> None:
-    """Check everything a run needs without training (`--dry-run`).
+    """Read the corpus and the labelled sets, load the student, query each teacher once and join the cluster.
 
-    Reads the corpus and the labelled sets, loads the student, queries each teacher once and joins the cluster. The corpus
-    stays in the cache for the run.
-
-    Args:
-        recipe: The recipe to check.
-        backend: The backend of the run.
-        reporter: Receives one line per check.
-        plans_of_trials: Decides the GPUs of a sweep, whose trials are scheduled differently, from the cluster's nodes. None is
-            a single run.
-
-    Raises:
-        DistcseError: A check failed.
+    The corpus stays in the cache for the run. Arguments and errors are those of `Experiment.check`.
     """
-    require_lasting(recipe.storage)
-    require(recipe_questions(recipe))
-    check_storage(recipe.storage)
     recipe = with_precisions(recipe, backend.cluster, reporter, _gpus_of_trials(backend.cluster, plans_of_trials))
     tasks = labelled_tasks(recipe)
     if tasks.tasks:

@@ -59,8 +59,7 @@ class Family(Experiment[FamilyRecipe]):
 
     name = "a family of students"
 
-    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
-        require(self.questions())
+    def rehearse(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
         recipe = with_member_layers(self.recipe, backend, reporter)
         for member in recipe.largest_first:
             student = Distillation(recipe.student_recipe(member))

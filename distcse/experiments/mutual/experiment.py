@@ -31,7 +31,7 @@ from distcse.experiments.mutual.pairs import (
 )
 from distcse.experiments.mutual.phase_store import PhaseStore, best_phase, dev_scores
 from distcse.experiments.mutual.phases import GroupContext, Phase, PhaseResult, last_phase
-from distcse.experiments.mutual.preflight import check_groups, load_models, recipe_questions
+from distcse.experiments.mutual.preflight import load_cross, recipe_questions, rehearse_groups
 from distcse.experiments.mutual.processes import (
     group_needs,
     joined_for_groups,
@@ -65,10 +65,8 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
     name = "mutual distillation"
 
-    def check(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
-        with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
-            report_warnings(self.settings_warnings(), reporter)
-            check_groups(self.recipe, backend, reporter, plans_of_trials)
+    def rehearse(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
+        rehearse_groups(self.recipe, backend, reporter, plans_of_trials)
 
     def questions(self, begun: RunDirectory | None = None) -> list[Question]:
         return recipe_questions(self.recipe, has_pairs=begun is not None and (begun.store / "pairs").has_folder())
@@ -201,7 +199,9 @@ def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend:
 
 def _load_models(recipe: MutualRecipe, groups: Sequence[GroupSection], reporter: Reporter) -> None:
     for group in groups:
-        load_models(recipe, group)
+        Encoder.from_section(group)
+        if recipe.cross_start(group) != group.backbone:
+            load_cross(recipe, group)
 
 
 def _train(run: _Prepared, backend: Backend, reporter: Reporter) -> bool:

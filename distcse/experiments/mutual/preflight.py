@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distcse.checks import Question, require
+from distcse.checks import Question
 from distcse.errors import InvalidValueError
 from distcse.events import LogMessage, Reporter
 from distcse.experiments.backend import Backend
@@ -17,7 +17,6 @@ from distcse.models import CrossEncoder, Encoder
 from distcse.placement.gpu_plan import PlansOfTrials, report_plans
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import GroupSection, MutualRecipe
-from distcse.runs.directory import check_storage, require_lasting
 from distcse.storage import resolve_path
 
 
@@ -51,27 +50,13 @@ def recipe_questions(recipe: MutualRecipe, has_pairs: bool = False) -> list[Ques
     return [*questions_of(recipe, needs_text=not has_pairs), ("dev score", ask_dev), ("pairs", ask_pairs)]
 
 
-def check_groups(
+def rehearse_groups(
     recipe: MutualRecipe, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None
 ) -> None:
-    """Check everything a mutual distillation needs without mining or training.
+    """Read the pairs (or the corpus to mine) and the labelled sets, load both models of each group, and join the cluster.
 
-    Reads the pairs (or the corpus to mine them from) and the labelled sets, loads both initial models of each group, and
-    joins the cluster.
-
-    Args:
-        recipe: The recipe to check.
-        backend: The backend of the run.
-        reporter: Receives one line per check.
-        plans_of_trials: Decides the GPUs of a sweep, whose trials each run all groups in one process, from the cluster's
-            nodes. None is a single run.
-
-    Raises:
-        DistcseError: A check failed.
+    Arguments and errors are those of `Experiment.check`.
     """
-    require_lasting(recipe.storage)
-    require(recipe_questions(recipe))
-    check_storage(recipe.storage)
     trial_gpus = None
     if plans_of_trials is not None and backend.cluster is not None and not backend.cluster.is_one_cpu():
         trial_gpus = plans_of_trials(backend.cluster.nodes())[-1].gpus[0]
@@ -86,7 +71,8 @@ def check_groups(
         corpus = prepare_mining(recipe, reporter)
         reporter.found("pairs", f"to be mined from {len(corpus):,} sentences")
     for group in recipe.groups:
-        load_models(recipe, group)
+        Encoder.from_section(group)
+        load_cross(recipe, group)
         reporter.found(group.name, "both of its models load")
     report_warnings(score_starts(recipe, recipe.groups, backend, reporter).warnings, reporter)
     if backend.cluster is None:
@@ -103,8 +89,7 @@ def check_groups(
         reporter.found("cluster", ", ".join(notes) or f"nodes {len(nodes)}")
 
 
-def load_models(recipe: MutualRecipe, group: GroupSection) -> None:
-    """Load both initial models of a group once. Raises `EncoderError` if one cannot be loaded."""
-    Encoder.from_section(group)
-    cross, length = recipe.cross_start(group), recipe.cross_of(group).max_length
-    CrossEncoder.fresh(cross, length, group.named_layers, group.dropout, group.trust_remote_code, group.is_fast)
+def load_cross(recipe: MutualRecipe, group: GroupSection) -> None:
+    """Load the initial cross-encoder of a group once. Raises `EncoderError` if it cannot be loaded."""
+    source, length = recipe.cross_start(group), recipe.cross_of(group).max_length
+    CrossEncoder.fresh(source, length, group.named_layers, group.dropout, group.trust_remote_code, group.is_fast)
