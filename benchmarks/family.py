@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.best_small import MINILM, STS
 from benchmarks.student_curve import E5, L3
-from distcse.api import export_onnx
+from distcse.api import export
 from distcse.evaluation import (
     Candidate,
     Contamination,
@@ -117,7 +117,7 @@ class Student:
 
 def int8_megabytes(folder: Path) -> float:
     with TemporaryDirectory() as temporary:
-        return export_onnx(str(folder), int8=True, out=Path(temporary) / "exported").files[-1].megabytes
+        return export(str(folder), int8=True, out=Path(temporary) / "exported").files[-1].megabytes
 
 
 def measured(data: Path, student: Student, students: dict[str, Student]) -> dict[str, float]:

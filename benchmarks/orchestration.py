@@ -23,10 +23,10 @@ from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.ray_backend.backend import choose_backend
 from distcse.ray_backend.cluster import cluster
-from distcse.ray_backend.sweep import run_sweep
+from distcse.ray_backend.sweep_backend import RaySweepBackend
 from distcse.recipe import Recipe, Sweep
 from distcse.teachers.lists import TeacherEnsemble
-from distcse.tuning.sweep import begin
+from distcse.tuning.sweep import begin, run_sweep
 from tests.counting import CountedSource
 from tests.wikipedia import wiki_file
 
@@ -150,7 +150,7 @@ def starts(folder: Path, options: Options) -> list[Figure]:
 
 
 def first_step(*arguments: str) -> float:
-    """Seconds from the start of a `distcse.train` to the end of its first step."""
+    """Seconds from the start of a `distcse train` to the end of its first step."""
     command = [sys.executable, "-m", "distcse.train", "--json", *arguments]
     began = time.time()
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
@@ -170,7 +170,7 @@ def next_trials(recipe: Recipe) -> list[float]:
     }
     sweep = Sweep.model_validate({**space, **rules})
     folder = begin(recipe, sweep)
-    run_sweep(recipe, sweep, folder, Reporter())
+    run_sweep(recipe, sweep, folder, RaySweepBackend(), Reporter())
     trials = [
         [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted((folder / "trials").glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)

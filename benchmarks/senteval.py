@@ -1,4 +1,4 @@
-"""Transfer tasks by SentEval's protocol, whose figures can be compared with papers', which `distcse.evaluate`'s cannot.
+"""Transfer tasks by SentEval's protocol, whose figures can be compared with papers', which `distcse evaluate`'s cannot.
 
     python -m benchmarks.senteval MODEL [--data ../shared/data] [--sets MR,TREC] [--device cuda] [--precision fp32]
 

@@ -3,7 +3,7 @@
     python benchmarks/sts_speed.py [--data ../shared/data] [--rounds 5]
 
 One process, one model (all-MiniLM-L6-v2), the same threads. Each round measures every STS set of the folder once both ways,
-in alternating order: ours as `distcse.evaluate` does it; theirs by `encode` of the first and of the second sentences of each
+in alternating order: ours as `distcse evaluate` does it; theirs by `encode` of the first and of the second sentences of each
 set, which sentence-transformers sorts by length too, and cosine and Spearman after it. The ratio of the medians is printed.
 """
 

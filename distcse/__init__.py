@@ -2,7 +2,7 @@
 
     import distcse
 
-    run = distcse.run("minilm-3layer", "corpus.path=sentences.txt")      # what `python -m distcse.train` does
+    run = distcse.run("minilm-3layer", "corpus.path=sentences.txt")      # what `distcse train` does
     run.encoder().encode(["A sentence."])
     distcse.measure({"student": run.directory, "teacher": "FOLDER"}, data="data", suites=["sts"])
 
@@ -11,14 +11,31 @@ What is named here is what the package promises (docs/reference/stability.md). N
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 if TYPE_CHECKING:
-    from distcse.api import Measurement, Run, measure, rerun, resume, run
+    from distcse.api import (
+        Measurement,
+        Run,
+        check,
+        compare,
+        embed,
+        export,
+        measure,
+        plan,
+        rank,
+        rerun,
+        resume,
+        run,
+    )
     from distcse.errors import DistcseError
     from distcse.evaluation import LoadOptions
+    from distcse.hub import push
     from distcse.models import CrossEncoder, Encoder
     from distcse.rank_space import RankSpaceEncoder
     from distcse.recipe import (
@@ -35,24 +52,31 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOME = {
-    "BaseRecipe": "distcse.recipe",
-    "CrossEncoder": "distcse.models",
-    "DistcseError": "distcse.errors",
-    "Encoder": "distcse.models",
     "Measurement": "distcse.api",
-    "FamilyRecipe": "distcse.recipe",
-    "MutualRecipe": "distcse.recipe",
-    "RankSpaceEncoder": "distcse.rank_space",
-    "LoadOptions": "distcse.evaluation",
-    "Recipe": "distcse.recipe",
     "Run": "distcse.api",
+    "check": "distcse.api",
+    "compare": "distcse.api",
+    "embed": "distcse.api",
+    "export": "distcse.api",
     "measure": "distcse.api",
-    "packaged_recipes": "distcse.recipe",
-    "read_recipe": "distcse.recipe",
-    "recipe_yaml": "distcse.recipe",
+    "plan": "distcse.api",
+    "rank": "distcse.api",
     "rerun": "distcse.api",
     "resume": "distcse.api",
     "run": "distcse.api",
+    "DistcseError": "distcse.errors",
+    "LoadOptions": "distcse.evaluation",
+    "push": "distcse.hub",
+    "CrossEncoder": "distcse.models",
+    "Encoder": "distcse.models",
+    "RankSpaceEncoder": "distcse.rank_space",
+    "BaseRecipe": "distcse.recipe",
+    "FamilyRecipe": "distcse.recipe",
+    "MutualRecipe": "distcse.recipe",
+    "Recipe": "distcse.recipe",
+    "packaged_recipes": "distcse.recipe",
+    "read_recipe": "distcse.recipe",
+    "recipe_yaml": "distcse.recipe",
     "with_values": "distcse.recipe",
 }
 
@@ -69,8 +93,15 @@ __all__ = [
     "Recipe",
     "Run",
     "__version__",
+    "check",
+    "compare",
+    "embed",
+    "export",
     "measure",
     "packaged_recipes",
+    "plan",
+    "push",
+    "rank",
     "read_recipe",
     "recipe_yaml",
     "rerun",
@@ -87,7 +118,7 @@ def __getattr__(name: str) -> Any:
     elif name in _HOME:
         value = getattr(import_module(_HOME[name]), name)
         if isinstance(value, FunctionType):
-            value = import_module("distcse.arguments").with_checked_arguments(value)
+            value = _with_checked_arguments(value)
     else:
         raise AttributeError(f"module 'distcse' has no attribute {name!r}")
     globals()[name] = value
@@ -105,3 +136,65 @@ def _version() -> str:
         return version("distcse")
     except PackageNotFoundError:  # run from a source tree that was never installed
         return "0.0.0"
+
+
+def _with_checked_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that raises `ArgumentError` for arguments that its signature or annotations do not allow."""
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        _check(function, arguments, keywords)
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+def _check(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    from distcse.errors import ArgumentError
+    from distcse.spelling import PATHS_BY_NAME
+
+    signature, called = inspect.signature(function), f"distcse.{function.__name__}"
+    try:
+        bound = signature.bind(*arguments, **keywords).arguments
+    except TypeError as wrong:
+        unknown = [name for name in keywords if name not in signature.parameters]
+        path = PATHS_BY_NAME.get(unknown[0]) if unknown and "overrides" in signature.parameters else None
+        fix = f"write the setting as text: '{path}=…'" if path else f"its arguments: {', '.join(signature.parameters)}"
+        raise ArgumentError(f"{called}: {wrong}; {fix}") from None
+    types = get_type_hints(function)
+    for name, value in bound.items():
+        parameter = signature.parameters[name]
+        allowed = str(parameter.annotation)
+        if isinstance(types[name], TypeVar):
+            allowed = types[name].__bound__.__name__
+        for part in value if parameter.kind is parameter.VAR_POSITIONAL else [value]:
+            if not _is_allowed(part, types[name], allowed):
+                raise ArgumentError(f"{called}: {name} is {part!r:.200}; pass {allowed}{_fix(part, allowed)}")
+
+
+def _is_allowed(value: Any, annotation: Any, described: str) -> bool:
+    """Return whether a value is of a type. Text is no list of texts, as which pydantic takes it, and an empty path is none."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    if isinstance(value, str) and annotation is not Any and not (value.strip() and "str" in described.split(" | ")):
+        return False
+    by_type = ConfigDict(arbitrary_types_allowed=True, strict=True)
+    try:
+        TypeAdapter(tuple[annotation], config=by_type).validate_python((value,))
+    except ValidationError:
+        return False
+    return True
+
+
+def _fix(value: Any, allowed: str) -> str:
+    """Return how to write a value that has another form; empty if that is not known."""
+    if isinstance(value, str) and value:
+        return f": distcse.read_recipe({value!r:.80})" if "Recipe" in allowed else f": [{value!r:.80}]"
+    if isinstance(value, Mapping) and (allowed == "str" or any(isinstance(inside, list) for inside in value.values())):
+        words = [
+            f"{key}={part}"
+            for key, inside in value.items()
+            for part in (inside if isinstance(inside, list) and allowed != "str" else [inside])
+        ]
+        return f": {', '.join(map(repr, words)) if allowed == 'str' else words!r:.200}"
+    return ""

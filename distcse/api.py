@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from distcse.checks import require
-from distcse.command import refuse_launchers
 from distcse.data import source_rows
-from distcse.data.readers import find_files, read_sentences
 from distcse.data.token_table import SampledTokens
 from distcse.device import default_device, speed_of, use_available_cpus
 from distcse.errors import (
@@ -51,29 +45,43 @@ from distcse.evaluation import (
     sts_score,
 )
 from distcse.evaluation.tasks.sts import AGGREGATES, Aggregate
-from distcse.events import Listener, LogMessage, Reporter, StageProgress, ignore
+from distcse.events import Listener, LogMessage, Reporter, StageProgress
+from distcse.experiments.cluster_fit import gpu_policy
+from distcse.experiments.distillation.corpus import read_corpus
+from distcse.experiments.distillation.dev_ensemble import EnsembleScores, require_labelled_dev, score_ensemble
+from distcse.experiments.distillation.preflight import check_comparison, check_embedding
+from distcse.experiments.distillation.processes import with_teacher_precisions
+from distcse.experiments.distillation.tables import embed_corpus
 from distcse.experiments.experiment import Result, experiment_of
 from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.files import CHECKSUMS
-from distcse.models.onnx import OPSET, OnnxEncoder, require_onnx, write_int8, write_onnx
+from distcse.models.onnx import ExportResult, export_encoder, require_onnx
 from distcse.models.st_format import default_pooling
+from distcse.planning.machines import parse_cluster
+from distcse.planning.planner import Estimate, Question, open_cluster, with_precisions
+from distcse.planning.planner import measure as measure_steps
+from distcse.planning.planner import plan as plan_recipe
 from distcse.precision import Role, report_precisions
 from distcse.preflight.warnings import (
     SettingsWarning,
     report_warnings,
+    warn_of_narrow_bands,
     warn_of_unknown_tokens,
     warn_of_unused_prompts,
 )
+from distcse.process import refuse_launchers
 from distcse.rank_space import RankSpaceEncoder, draw_references, is_rank_space
 from distcse.ray_backend.backend import choose_backend
-from distcse.recipe import BaseRecipe, CorpusSection, EncoderSection, read_recipe
+from distcse.recipe import BaseRecipe, CorpusSection, EncoderSection, Recipe, read_recipe
 from distcse.report.card import write_cards
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.history import read_run
 from distcse.report.progress import open_listener
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.runs.reference_run import Compared, ReferenceRun
-from distcse.storage import atomic_write, find_model, open_store, resolve_path, to_uri, write_text_atomic
+from distcse.storage import find_model, resolve_path, to_uri
+from distcse.teachers.comparison import TeacherComparison
+from distcse.teachers.comparison import compare as compare_teachers
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,7 +147,7 @@ def run(
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Run:
-    """Train from a recipe, as `python -m distcse.train` does. With `storage.run_id`, resume the run if it has begun.
+    """Train from a recipe, as `distcse train` does. With `storage.run_id`, resume the run if it has begun.
 
     Args:
         recipe: A recipe, a packaged one's name, or a YAML file.
@@ -152,13 +160,7 @@ def run(
         FrozenKeyError: The run with this `storage.run_id` has begun with other settings.
         DistcseError: The run failed; the message names the fix. Finished work is kept.
     """
-    if isinstance(recipe, str | Path):
-        recipe = read_recipe(recipe, overrides)
-    elif overrides:
-        raise ArgumentError(
-            "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
-        )
-    begun = None
+    recipe, begun = _read(recipe, overrides), None
     if recipe.storage.run_id is not None:
         begun, recipe = RunDirectory.reopen_by_id(recipe)
     experiment = experiment_of(recipe)
@@ -217,6 +219,34 @@ def rerun(
     return done if done.interrupted else replace(done, compared=earlier.compare(done.directory))
 
 
+def check(recipe: BaseRecipe | str | Path, *overrides: str, listen: Listener | None = None) -> None:
+    """Check all that a run needs, as `distcse train --dry-run` does: read the text, ask the models, join the cluster.
+
+    The text stays in the cache. Nothing is embedded or trained.
+
+    Args:
+        recipe: As for `run`.
+        overrides: As for `run`.
+        listen: Called with what each check found; None shows it on standard error.
+
+    Raises:
+        DistcseError: The run would fail; the message names the fix.
+    """
+    recipe = _read(recipe, overrides)
+    with open_listener(listen) as emit:
+        experiment_of(recipe).check(choose_backend(recipe), Reporter(emit))
+
+
+def _read(recipe: BaseRecipe | str | Path, overrides: Sequence[str]) -> BaseRecipe:
+    if isinstance(recipe, str | Path):
+        return read_recipe(recipe, overrides)
+    if overrides:
+        raise ArgumentError(
+            "overrides go with a recipe's name or file; this recipe was read already: distcse.with_values(…)"
+        )
+    return recipe
+
+
 @contextmanager
 def _reporting(listen: Listener | None, stop_requested: Callable[[], bool]) -> Iterator[Reporter]:
     """Context manager: use all available CPUs, and yield a reporter for the run's listener."""
@@ -235,6 +265,118 @@ def _finished(result: Result) -> Run:
 
     history = read_run(result.directory.path)
     return Run(result, write_pages(result.evaluation, result.directory.store, history))
+
+
+def embed(
+    recipe: BaseRecipe | str | Path,
+    *overrides: str,
+    dry_run: bool = False,
+    listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> list[Path | None]:
+    """Embed a recipe's text by each of its teachers, for all later runs, as `distcse embed` does.
+
+    Args:
+        recipe: A student's recipe, a packaged one's name, or a YAML file.
+        overrides: As for `run`.
+        dry_run: Ask each teacher once, and count the rows that are left; embed nothing, and return no table. Default: False.
+        listen: As for `run`.
+        stop_requested: Polled between batches; True ends the pass. Completed shards are kept.
+
+    Returns:
+        The folder of each teacher's table; None for a teacher without one, such as a live one.
+
+    Raises:
+        StoppedEarlyError: `stop_requested` returned True.
+        DistcseError: A teacher, the text or the cluster has a problem. Completed shards are kept.
+    """
+    student = _of_student(_read(recipe, overrides))
+    with _reporting(listen, stop_requested) as reporter:
+        if dry_run:
+            check_embedding(student, choose_backend(student), reporter)
+            return []
+        tables = embed_corpus(student, choose_backend(student), reporter)
+    return [None if table is None else table.directory for table in tables]
+
+
+def compare(
+    recipe: BaseRecipe | str | Path,
+    *overrides: str,
+    sentences: int | None = 2000,
+    fit_weights: bool = False,
+    dry_run: bool = False,
+    listen: Listener | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> tuple[TeacherComparison | None, EnsembleScores | None]:
+    """Compare a recipe's teachers on a sample of its text and on the labelled dev sets, as `distcse embed --compare` does.
+
+    Args:
+        recipe: A student's recipe, a packaged one's name, or a YAML file.
+        overrides: As for `run`.
+        sentences: Size of the sample; None leaves out the first result. Default: 2000.
+        fit_weights: Fit the teachers' `alpha` to the ensemble's dev score. Default: False.
+        dry_run: Ask each teacher once, and return no result. Default: False.
+        listen: As for `run`.
+        stop_requested: Polled between batches; True ends the comparison.
+
+    Returns:
+        How far the teachers agree on the sample; and the ensemble's dev scores, None if the recipe has no labelled dev set.
+
+    Raises:
+        StoppedEarlyError: `stop_requested` returned True.
+        ComparisonError: There are fewer than two teachers to compare, or no dev set to fit the weights to.
+    """
+    student = _of_student(_read(recipe, overrides))
+    with _reporting(listen, stop_requested) as reporter:
+        if dry_run:
+            if fit_weights:
+                require_labelled_dev(student)
+            check_comparison(student, reporter)
+            return None, None
+        with gpu_policy(student.gpu_mode, computes_here=True):
+            student = with_teacher_precisions(student, None, reporter)
+            comparison = None
+            if sentences is not None:
+                comparison = compare_teachers(student, read_corpus(student, reporter), sentences, reporter)
+                statistics = {card.teacher: card.statistics for card in comparison.cards}
+                report_warnings(warn_of_narrow_bands(student, statistics), reporter)
+            return comparison, score_ensemble(student, fit_weights, reporter)
+
+
+def _of_student(recipe: BaseRecipe) -> Recipe:
+    if type(recipe) is not Recipe:
+        raise ArgumentError(f"recipe {recipe.name} is a {recipe.title}; name a student's recipe")
+    return recipe
+
+
+def plan(
+    recipe: BaseRecipe | str | Path,
+    *overrides: str,
+    cluster: str = "local",
+    corpus_rows: int | None = None,
+    gpus: Sequence[int] = (),
+    measure: bool = False,
+) -> Estimate:
+    """Estimate what a recipe costs on given machines: time, memory, disk and what binds, as `distcse plan` does.
+
+    Args:
+        recipe: As for `run`.
+        overrides: As for `run`.
+        cluster: `8xA100-40G`, `2x8xH100-80G` (nodes x GPUs), `2xcpu` (machines like this one), or `local`.
+        corpus_rows: Sentences or pairs to plan for. Default: those of the recipe's text.
+        gpus: Also estimate these numbers of devices.
+        measure: Run twenty steps on a sample of the text on this machine first, and plan with their times. Default: False.
+
+    Raises:
+        ArgumentError: The cluster has no such form, or an option does not fit the recipe.
+    """
+    recipe, form = _read(recipe, overrides), parse_cluster(cluster)
+    if measure and form[2] != "local":
+        raise ArgumentError(f"--measure runs on this machine; --cluster is {cluster}: write --cluster local")
+    recipe = with_precisions(recipe, form)
+    measured = measure_steps(recipe, lambda short, listen: run(short, listen=listen)) if measure else None
+    estimate = plan_recipe(recipe, Question(open_cluster(cluster, form, recipe), corpus_rows, gpus, measured))
+    return estimate._replace(warnings=experiment_of(recipe).warnings(corpus_rows))
 
 
 _IN_MEMORY, _TEACHER = "in memory", "teacher"
@@ -296,10 +438,11 @@ def measure(
     aggregate: Any = "all",
     limits: Limits = NO_LIMITS,
     load_options: LoadOptions | None = None,
+    dry_run: bool = False,
     listen: Listener | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> Measurement:
-    """Evaluate models and compare them with the one called `teacher`, or else the first, as `python -m distcse.evaluate` does.
+    """Evaluate models and compare them with the one called `teacher`, or else the first, as `distcse evaluate` does.
 
     Args:
         models: Models by name, or as on the command line: ["student=runs/my-run", "teacher=FOLDER"].
@@ -314,6 +457,7 @@ def measure(
         aggregate: STS score over a year's subsets: all, mean or wmean.
         limits: What the model that is chosen at the end may need. Default: no choice.
         load_options: How to load and run the models. Default: `LoadOptions` on the GPU if there is one, else the CPU.
+        dry_run: Load the models and read the sets; measure nothing, and return no scores. Default: False.
         listen: Receives every event. Default: shows progress on standard error.
         stop_requested: Polled between batches of texts, and before each model and set. True ends the evaluation with the models
             measured so far. Default: never stops.
@@ -346,73 +490,36 @@ def measure(
             "device": load_options.device,
             "precision": load_options.resolved_precision,
         }
+        base = _reference([candidate.info.name for candidate in candidates])
+        if dry_run:
+            _report_inputs(candidates, combined, tasks, emit)
+            models_found = [candidate.info for candidate in (*candidates, *combined)]
+            return Measurement(Evaluation(models_found, base, [], {}, tasks.missing, tasks.warnings, settings, {}, 0.0))
         if mteb is not None and folder is not None:  # first, because a failure here must not lose the longer evaluation
             from distcse.evaluation.mteb import write_results
 
             write_results(candidates, folder, Path(mteb), load_options)
-        measured = [*candidates, *combined]
-        base = _reference([candidate.info.name for candidate in candidates])
-        evaluation = evaluate(measured, tasks, settings=settings, reporter=reporter, base=base)
+        evaluation = evaluate([*candidates, *combined], tasks, settings=settings, reporter=reporter, base=base)
     return Measurement(evaluation, Choice.of(evaluation, limits))
 
 
-def check_measurement(
-    models: Mapping[str, Model] | Sequence[str] | str,
-    data: str | Path | None = None,
-    suites: Iterable[str] = ("sts",),
-    add: Iterable[str] = (),
-    *,
-    texts: str | Path | None = None,
-    column: str = "text",
-    documents: str | None = None,
-    mteb: str | Path | None = None,
-    ensembles: Iterable[str] = (),
-    limits: Limits = NO_LIMITS,
-    load_options: LoadOptions | None = None,
-    listen: Listener | None = None,
+def _report_inputs(
+    candidates: Sequence[Candidate], ensembles: Sequence[Candidate], tasks: Tasks, emit: Listener
 ) -> None:
-    """Load the models and read the sets without measuring, as `python -m distcse.evaluate --dry-run` does.
-
-    Args:
-        models: See `measure`, also for the other arguments.
-        data: Folder with the published sets.
-        suites: Suites of `data`.
-        add: Custom sets.
-        texts: File of texts without labels.
-        column: Column of the texts.
-        documents: Model to encode the documents.
-        mteb: Folder for MTEB's results; checked, not written.
-        ensembles: Ensembles of the models.
-        limits: What the model that is chosen may need.
-        load_options: How to load the models.
-        listen: Receives an event per model and set, and a warning per missing set.
-
-    Raises:
-        DistcseError: An error that `measure` would raise.
-    """
-    if mteb is not None:
-        _check_mteb(data)
-    limits.check()
-    folder = None if data is None else Path(data)
-    with open_listener(listen) as emit:
-        load_options = load_options or LoadOptions(device=default_device())
-        report_precisions([_precision_role(load_options)], emit)
-        own = None if texts is None else (Path(texts), column)
-        candidates, tasks = _load(models, folder, suites, add, own, documents, load_options, Reporter(emit))
-        limits.check_suites([task.suite for task in tasks.tasks])
-        combined = make_ensembles(ensembles, candidates)
-        for candidate in candidates:
-            info = candidate.info
-            note = f"{info.kind}, pooling {info.pooling}, {info.parameters / 1e6:.1f} M parameters"
-            emit(StageProgress(info.name, 1, 1, "", finished=True, note=note))
-        for ensemble in combined:
-            emit(StageProgress(ensemble.info.name, 1, 1, "", finished=True, note=ensemble.info.source))
-        for task in tasks.tasks:
-            number = len(set(task.sentences()))
-            note = f"{number:,} distinct texts"
-            emit(StageProgress(f"{task.suite} {task.name}", number, number, "texts", finished=True, note=note))
-        for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
-            emit(LogMessage(line, warning=True))
+    """Report each model and set of a dry run, and warn of missing sets."""
+    notes = {
+        each.info.name: f"{each.info.kind}, pooling {each.info.pooling}, {each.info.parameters / 1e6:.1f} M parameters"
+        for each in candidates
+    }
+    notes |= {ensemble.info.name: ensemble.info.source for ensemble in ensembles}
+    for name, note in notes.items():
+        emit(StageProgress(name, 1, 1, "", finished=True, note=note))
+    for task in tasks.tasks:
+        number = len(set(task.sentences()))
+        note = f"{number:,} distinct texts"
+        emit(StageProgress(f"{task.suite} {task.name}", number, number, "texts", finished=True, note=note))
+    for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
+        emit(LogMessage(line, warning=True))
 
 
 def _precision_role(load_options: LoadOptions) -> Role:
@@ -533,10 +640,10 @@ def _check_mteb(data: str | Path | None) -> None:
     sts_tasks(Path(data))
 
 
-def store_ranker(
-    model: str,
+def rank(
+    model: str | Path,
     corpus: Sequence[str],
-    out: str,
+    out: str | Path,
     *,
     column: str = "text",
     num_references: int = 100_000,
@@ -544,9 +651,9 @@ def store_ranker(
     normalize: bool = True,
     rank_method: str = "sort",
     pooling: str | None = None,
-    emit: Listener = ignore,
+    listen: Listener | None = None,
 ) -> int:
-    """Store a bi-encoder with references drawn from a corpus, for scores by cosine and ranks.
+    """Store a bi-encoder with references drawn from a corpus, to score pairs by cosine and ranks (RankEncoder Eq. 7).
 
     Args:
         model: A run's or a model's folder, or a name that `Encoder.load` accepts.
@@ -558,7 +665,7 @@ def store_ranker(
         normalize: Whether to rank references by cosine, or by inner product.
         rank_method: `sort` or `histogram` (see `RankSpaceEncoder`).
         pooling: Pooling of a folder that does not store its own.
-        emit: Receives the progress.
+        listen: Called with the progress; None shows it on standard error.
 
     Returns:
         The number of references.
@@ -568,7 +675,7 @@ def store_ranker(
         EncoderError: The model cannot be loaded, or a setting is not allowed.
         CorpusError: The corpus cannot be read, or has fewer than two sentences.
     """
-    folder = resolve_model(find_model(model))
+    folder = resolve_model(find_model(str(model)))
     if is_cross_encoder(folder):
         raise UnsupportedModelError(f"{model} is a cross-encoder, which has no vectors to rank by; name a bi-encoder")
     encoder = Encoder.load(folder, pooling=default_pooling(folder, pooling)).to(default_device())
@@ -576,182 +683,49 @@ def store_ranker(
     texts = [sentences[row] for row in draw_references(len(sentences), num_references)]
     if len(texts) < 2:
         raise CorpusTooSmallError(f"a ranking needs at least 2 references, but there are {len(texts)}; add sentences")
-    ranker = RankSpaceEncoder.from_sentences(
-        encoder,
-        texts,
-        weight,
-        normalize,
-        rank_method=rank_method,
-        on_progress=lambda done: emit(StageProgress("references", done, len(texts), "sentences encoded")),
-    )
-    ranker.save(out)
+    with open_listener(listen) as emit:
+        ranker = RankSpaceEncoder.from_sentences(
+            encoder,
+            texts,
+            weight,
+            normalize,
+            rank_method=rank_method,
+            on_progress=lambda done: emit(StageProgress("references", done, len(texts), "sentences encoded")),
+        )
+    ranker.save(str(out))
     Contamination.read(folder).write(resolve_path(out))
     return len(texts)
 
 
-FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
-"""Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look for the files."""
-_MAX_DIFFERENCE = 1e-4
-_MIN_COSINE = 0.95
-_MIN_SPEARMAN_CHANGE = -1.0
-_TEXTS = "package:distcse/texts/export.txt.gz"
-_WEIGHT_FILES = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
-_HEADING = "## ONNX"
-
-
-@dataclass(frozen=True)
-class ExportedFile:
-    """An exported file, and how close its vectors are to torch's."""
-
-    file: Path
-    megabytes: float
-    sentences: int
-    """Number of compared sentences."""
-    max_difference: float
-    """Maximum difference of a component of two unit vectors."""
-    cosine: float
-    """Mean cosine between a sentence's vectors by torch and by the file."""
-    min_cosine: float
-    """Minimum of these cosines."""
-    spearman: float | None
-    """On STS-B dev, times 100; None without labelled data."""
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """The exported files, and the model's score."""
-
-    files: list[ExportedFile]
-    spearman: float | None
-    """Torch's score on STS-B dev, times 100; None without labelled data."""
-    opset: int = OPSET
-
-
-def export_onnx(
-    model: str,
+def export(
+    model: str | Path,
+    out: str | Path | None = None,
+    *,
     int8: bool = False,
-    out: Path | None = None,
-    data: Path | None = None,
-    emit: Listener = ignore,
+    data: str | Path | None = None,
     pooling: str | None = None,
     prompt: str = "",
+    listen: Listener | None = None,
 ) -> ExportResult:
     """Export a model to ONNX, optionally also to int8, after comparing the files with torch on sentences.
 
     Args:
         model: A run's or a model's folder, or a name that `Encoder.load` accepts.
-        int8: Also write the quantized file.
         out: New folder for the files, and for all of the model except its weights. Default: the model's folder.
+        int8: Also write the quantized file.
         data: Folder with `sts/stsb/dev.tsv.gz`, to compare the scores too.
-        emit: Receives the progress.
         pooling: Pooling of a folder that does not store its own.
         prompt: Text put before every sentence, or a template with `{sentence}` in it; empty takes the folder's.
+        listen: Called with the progress; None shows it on standard error.
 
     Raises:
-        MissingDependencyError: A package is missing.
+        ExportDependencyError: A package is missing.
         UnsupportedModelError: The model is a cross-encoder, a rank space or too large.
         ExportError: A file's vectors or scores differ too much from torch's, or `out` exists. No file is written.
         EncoderError: The model cannot be loaded.
     """
     require_onnx()
-    folder = _find_folder(model, out)
-    encoder = Encoder.load(folder, pooling=default_pooling(folder, pooling), prompt=prompt).eval()
-    texts = _sample_texts(encoder)
-    pairs = None if data is None else labelled_dev(data)
-    vectors = encoder.encode(texts, normalize=True)
-    torch_spearman = None if pairs is None else sts_score(VectorModel(encoder.encode), pairs)
-
-    def compare(file: Path, name: Path) -> ExportedFile:
-        onnx = OnnxEncoder(file, encoder)
-        found = onnx.encode(texts)
-        cosines = (found * vectors).sum(axis=1)
-        spearman = None if pairs is None else sts_score(VectorModel(onnx.encode), pairs)
-        measured = ExportedFile(
-            (out or folder) / name,
-            file.stat().st_size / 1e6,
-            len(texts),
-            float(np.abs(found - vectors).max()),
-            float(cosines.mean()),
-            float(cosines.min()),
-            spearman,
-        )
-        _require_accuracy(measured, torch_spearman, int8=name == INT8)
-        emit(
-            StageProgress(
-                name.name,
-                len(texts),
-                len(texts),
-                "sentences",
-                finished=True,
-                note=f"{measured.megabytes:.1f} MB, compared",
-            )
-        )
-        return measured
-
-    with tempfile.TemporaryDirectory() as temporary:
-        full_file, int8_file = Path(temporary) / FULL.name, Path(temporary) / INT8.name
-        emit(StageProgress(FULL.name, 0, None, "sentences"))
-        write_onnx(encoder, full_file)
-        written = [(full_file, compare(full_file, FULL))]
-        if int8:
-            emit(StageProgress(INT8.name, 0, None, "sentences"))
-            write_int8(full_file, int8_file)
-            written.append((int8_file, compare(int8_file, INT8)))
-        if out is not None:
-            # Modules after the backbone have their weights in subfolders, which modules.json names.
-            root_ignore, module_ignore = (
-                shutil.ignore_patterns(*_WEIGHT_FILES),
-                shutil.ignore_patterns("checksums.json"),
-            )
-            with open_store(out).write_folder() as copied:
-                shutil.copytree(
-                    folder,
-                    copied,
-                    ignore=lambda parent, names: (root_ignore if Path(parent) == folder else module_ignore)(
-                        parent, names
-                    ),
-                    dirs_exist_ok=True,
-                )
-        for file, exported in written:
-            exported.file.parent.mkdir(exist_ok=True)
-            with atomic_write(exported.file) as target:
-                shutil.copyfile(file, target)
-    exports = ExportResult([exported for _, exported in written], torch_spearman)
-    _write_card(out or folder, encoder, exports)
-    return exports
-
-
-def usage(encoder: Encoder, file: Path) -> str:
-    """Return Python code that computes the vectors with the file, onnxruntime and tokenizers alone."""
-    tokenizer, texts = encoder.tokenizer, '["How do I sort a list?", "Order the items."]'
-    if encoder.prompt:
-        put_in = f"{encoder.prompt!r}.replace('{{sentence}}', text)"
-        texts = f"[{put_in if '{sentence}' in encoder.prompt else f'{encoder.prompt!r} + text'} for text in {texts}]"
-    return f"""import numpy as np
-from onnxruntime import InferenceSession
-from tokenizers import Tokenizer
-
-folder = "path/to/this/folder"
-tokenizer = Tokenizer.from_file(f"{{folder}}/tokenizer.json")
-tokenizer.enable_truncation({encoder.max_length})
-tokenizer.enable_padding(pad_id={tokenizer.pad_token_id or 0}, pad_token={tokenizer.pad_token or ""!r})
-session = InferenceSession(f"{{folder}}/{file.as_posix()}")
-
-rows = tokenizer.encode_batch({texts})
-inputs = {{"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}}
-inputs = {{name: np.array(values, dtype=np.int64) for name, values in inputs.items()}}
-(vectors,) = session.run(["sentence_embedding"], inputs)
-print(vectors @ vectors.T)  # cosines: the vectors have length 1"""
-
-
-def _find_folder(model: str, out: Path | None) -> Path:
-    """Return the model's folder.
-
-    Raises:
-        UnsupportedModelError: The model is a cross-encoder or a rank space.
-        ExportError: The target folder is not writable or exists.
-    """
-    folder = resolve_model(find_model(model))
+    folder = resolve_model(find_model(str(model)))
     if is_cross_encoder(folder):
         raise UnsupportedModelError(f"{model} is a cross-encoder, which has no vectors; export a bi-encoder")
     if is_rank_space(folder):
@@ -760,59 +734,10 @@ def _find_folder(model: str, out: Path | None) -> Path:
         )
     if out is None and not os.path.isdir(model):
         raise ExportError(f"{model} is not a folder to write into; set --out FOLDER")
-    if out is not None and out.exists():
+    if out is not None and Path(out).exists():
         raise ExportError(f"--out {out} exists; name a new folder")
-    return folder
-
-
-def _sample_texts(encoder: Encoder) -> list[str]:
-    """Return texts of all lengths: sentences, the empty text, and texts longer than the maximum."""
-    sentences = [text for file in find_files([_TEXTS]) for text in read_sentences(file, "") if text is not None]
-    longest = " ".join(sentences)[: 12 * encoder.max_length]
-    return [*sentences, "", *(longest[: len(longest) // part] for part in (1, 2, 4))]
-
-
-def _require_accuracy(measured: ExportedFile, torch_spearman: float | None, int8: bool) -> None:
-    """Check that a file computes nearly the same vectors and score as torch.
-
-    Raises:
-        ExportError: It does not.
-    """
-    if not int8 and measured.max_difference > _MAX_DIFFERENCE:
-        raise ExportError(
-            f"the ONNX file's vectors differ from torch's by {measured.max_difference:.1e}, more than {_MAX_DIFFERENCE:.0e}; "
-            "nothing was written. Please report the model's architecture"
-        )
-    if int8 and measured.cosine < _MIN_COSINE:
-        raise ExportError(
-            f"the int8 vectors' mean cosine with torch's is {measured.cosine:.3f}, less than {_MIN_COSINE}; nothing was written. "
-            "Leave out --int8: this model loses too much accuracy"
-        )
-    change = None if measured.spearman is None or torch_spearman is None else measured.spearman - torch_spearman
-    if change is not None and change < _MIN_SPEARMAN_CHANGE:
-        raise ExportError(
-            f"{measured.file.name} has {measured.spearman:.2f} on STS-B dev, torch {torch_spearman:.2f}; it loses more than "
-            f"{-_MIN_SPEARMAN_CHANGE:g}; nothing was written. Leave out --int8: this model loses too much accuracy"
-        )
-
-
-def _write_card(folder: Path, encoder: Encoder, exports: ExportResult) -> None:
-    """Write a section into the model card, replacing that of an earlier export."""
-    card = folder / "README.md"
-    before, _, rest = (card.read_text(encoding="utf-8") if card.is_file() else "").partition(f"{_HEADING}\n")
-    after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
-    files = "; ".join(describe_file(exported) for exported in exports.files)
-    cut = " A longer sentence is cut so that the template stays complete." if "{sentence}" in encoder.prompt else ""
-    section = (
-        f"{_HEADING}\n\nOpset {exports.opset}, batches of any size, sentences of up to {encoder.max_length} tokens.{cut} "
-        f"Against torch on {exports.files[0].sentences} sentences: {files}.\n\n```python\n{usage(encoder, FULL)}\n```\n"
-    )
-    write_text_atomic(card, "\n".join(part for part in (before, section, after) if part))
-
-
-def describe_file(exported: ExportedFile) -> str:
-    """Format how close a file is to torch, in one line."""
-    return (
-        f"`{exported.file.name}` ({exported.megabytes:.1f} MB) differs by at most {exported.max_difference:.1e}, cosine "
-        f"{exported.cosine:.4f} on average and {exported.min_cosine:.4f} at least"
-    )
+    encoder = Encoder.load(folder, pooling=default_pooling(folder, pooling), prompt=prompt).eval()
+    pairs = None if data is None else labelled_dev(Path(data))
+    score = None if pairs is None else lambda encode: sts_score(VectorModel(encode), pairs)
+    with open_listener(listen) as emit:
+        return export_encoder(encoder, folder, None if out is None else Path(out), int8, score, emit)

@@ -1,12 +1,13 @@
-"""Prepare a model for the Hugging Face hub, and upload it."""
+"""Prepare a model for the Hugging Face hub, and upload it. It imports no PyTorch, so that an upload starts at once."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import yaml
 
 from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import HubUploadError, ModelNotFoundError
+from distcse.events import Listener, LogMessage
 from distcse.model_source import shown_name
-from distcse.storage import find_model, open_store, to_uri, write_text_atomic
+from distcse.recipe.names import hub_id
+from distcse.report.progress import open_listener
+from distcse.storage import find_model, open_store, resolve_path, to_uri, write_text_atomic
 
 _FILES_WITH_PATHS: dict[str, tuple[Callable[[str], Any], Callable[..., str]]] = {
     "README.md": (str, str),
@@ -32,26 +36,67 @@ texts, and JSON escapes their characters."""
 
 
 @dataclass(frozen=True)
-class UploadBundle:
-    """A folder to upload."""
+class Upload:
+    """A model that was uploaded, or that a dry run prepared."""
 
-    folder: Path
     files: list[str]
     megabytes: float
     remarks: list[str]
     """What readers of the model card will miss."""
+    address: str | None = None
+    """The model's page on the hub; None if it was not uploaded."""
 
 
-def prepare_upload(model: Path, target: Path, licence: str | None = None) -> UploadBundle:
+def push(
+    model: str | Path,
+    to: str,
+    *,
+    licence: str | None = None,
+    private: bool = False,
+    dry_run: bool = False,
+    listen: Listener | None = None,
+) -> Upload:
+    """Upload a run's model to the Hugging Face hub in one commit: weights, tokenizer, card and recipe; no text, no checkpoints.
+
+    Paths of this machine, buckets and hosts are removed from its texts. The login is HF_TOKEN or that of `hf auth login`.
+
+    Args:
+        model: A run's folder or a model's, or the address of either in object storage.
+        to: USER/NAME on the hub; created if it does not exist.
+        licence: Licence to write into the card, such as `apache-2.0`. Default: unchanged.
+        private: Whether a new model is seen by you alone. Default: False.
+        dry_run: Prepare the model, and upload nothing. Default: False.
+        listen: Receives a warning for each thing that readers of the card will miss. Default: warns on standard error.
+
+    Raises:
+        ModelNotFoundError: The folder has no model, several models, or a pickled one.
+        HubUploadError: `to` is no name on the hub, or the hub refuses the upload or cannot be reached.
+    """
+    name = _hub_name(to)
+    with tempfile.TemporaryDirectory() as folder, open_listener(listen) as emit:
+        bundle = prepare_upload(resolve_path(model), Path(folder) / "model", licence)
+        for remark in bundle.remarks:
+            emit(LogMessage(remark, warning=True))
+        return bundle if dry_run else replace(bundle, address=_upload(Path(folder) / "model", name, private))
+
+
+def _hub_name(name: str) -> str:
+    try:
+        found = hub_id(name)
+    except ValueError as error:
+        raise HubUploadError(f"--to: {error}") from None
+    if found.count("/") != 1 or not all(found.split("/")):
+        raise HubUploadError(f"--to {found} is not a name on the hub; write USER/NAME")
+    return found
+
+
+def prepare_upload(model: Path, target: Path, licence: str | None = None) -> Upload:
     """Copy a model folder, and remove paths of this machine, buckets and hosts from its texts.
 
     Args:
         model: A run's or a model's folder.
         target: The copy, a new folder.
         licence: Licence to write into the card. Default: unchanged.
-
-    Returns:
-        The copy, with the list of its files.
 
     Raises:
         ModelNotFoundError: The folder has no model, several models, or a pickled one.
@@ -74,23 +119,11 @@ def prepare_upload(model: Path, target: Path, licence: str | None = None) -> Upl
     remarks = _card(target / "README.md", licence)
     found = sorted(file for file in target.rglob("*") if file.is_file())
     size = sum(file.stat().st_size for file in found) / 1e6
-    return UploadBundle(target, [file.relative_to(target).as_posix() for file in found], size, remarks)
+    return Upload([file.relative_to(target).as_posix() for file in found], size, remarks)
 
 
-def upload(bundle: UploadBundle, name: str, private: bool = False) -> str:
-    """Upload a bundle to the hub in one commit, as HF_TOKEN or the login of `hf auth login`.
-
-    Args:
-        bundle: From `prepare_upload`.
-        name: USER/NAME on the hub; created if it does not exist.
-        private: Whether a new model is private.
-
-    Returns:
-        The model's address.
-
-    Raises:
-        HubUploadError: The hub refuses the upload or cannot be reached.
-    """
+def _upload(folder: Path, name: str, private: bool) -> str:
+    """Upload a folder in one commit, and return the model's address."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -98,7 +131,7 @@ def upload(bundle: UploadBundle, name: str, private: bool = False) -> str:
     hub = HfApi()
     try:
         hub.create_repo(name, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=name, folder_path=bundle.folder, commit_message="A student of distcse")
+        hub.upload_folder(repo_id=name, folder_path=folder, commit_message="A student of distcse")
     except Exception as error:  # the hub's client raises errors of many types
         reason = " ".join(str(error).split())
         fix = fix_of_hub_error(error, "push from a machine with one", "write access") or "correct what the reason names"

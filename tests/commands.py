@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distcse import cli
 from tests.conftest import ROOT
 
 TRAIN = [sys.executable, "-m", "distcse.train"]
@@ -25,3 +27,8 @@ def run_command(command: list[str], **environment: str) -> subprocess.CompletedP
     return subprocess.run(
         command, capture_output=True, text=True, timeout=900, env=user_environment(**environment), cwd=ROOT, check=False
     )
+
+
+def command(name: str) -> Callable[[Sequence[str]], int]:
+    """Return a function that runs a command of the command line in this process, and returns its exit status."""
+    return lambda words: cli.main([name, *words])

@@ -189,7 +189,7 @@ def simulated_gpu() -> Iterator[Simulation]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One local Ray cluster for all cluster tests, started as by `distcse.train`; tests can start object storage for it."""
+    """One local Ray cluster for all cluster tests, started as by `distcse train`; tests can start object storage for it."""
     from distcse.ray_backend.cluster import cluster as start
     from tests.ports import free_port
     from tests.s3 import environment
@@ -207,8 +207,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def without_ray() -> Iterator[None]:
     """Commands start no Ray in the background, for tests of commands that end before they need it."""
     with pytest.MonkeyPatch.context() as patch:
-        for command in ("train", "tune"):
-            patch.setattr(f"distcse.{command}.start_ray", lambda **options: False)
+        patch.setattr("distcse.cli.training.start_ray", lambda **options: False)
         yield
 
 

@@ -1,4 +1,4 @@
-"""Drivers of mutual distillations: `distcse.train` in a process, which is stopped or killed while groups train."""
+"""Drivers of mutual distillations: `distcse train` in a process, which is stopped or killed while groups train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 
 class Driver:
-    """A running `distcse.train`, and the folder of its run.
+    """A running `distcse train`, and the folder of its run.
 
     Args:
         arguments: Arguments of the command.

@@ -1,6 +1,6 @@
 """Distillations on a cluster of several nodes with one fault at a random moment, compared with undisturbed runs.
 
-Every round runs the command `distcse.train` with real Ray processes. Kinds of faults: SIGKILL of a training worker, a teacher
+Every round runs the command `distcse train` with real Ray processes. Kinds of faults: SIGKILL of a training worker, a teacher
 server, an embedding actor, a node's raylet or the driver (followed by `--resume`); SIGSTOP of a server or an embedding actor,
 which Ray does not detect. Step, shard and process are drawn with the round's seed.
 """
@@ -187,7 +187,7 @@ class Soak:
 
 
 class _Command:
-    """A process of `distcse.train`, and the state of its run's folder."""
+    """A process of `distcse train`, and the state of its run's folder."""
 
     def __init__(self, file: Path, folder: Path, cache: Path, environment: dict[str, str]) -> None:
         self._folder, self._cache, self._environment = folder, cache, environment

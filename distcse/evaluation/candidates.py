@@ -1,9 +1,9 @@
-"""Open the models to evaluate (a model folder, a run directory, a name on the hub), and make ensembles of them."""
+"""Open the models to evaluate: a model folder, a run directory, or a name on the hub."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,19 +13,9 @@ from numpy.typing import NDArray
 from distcse.device import auto_precision, speed_of
 from distcse.errors import EvaluationOptionError
 from distcse.evaluation.contamination import Contamination
-from distcse.evaluation.evaluation import Candidate, ModelResults, measure_model
-from distcse.evaluation.models import (
-    Ensemble,
-    Model,
-    PairScores,
-    Progress,
-    RankSpaceModel,
-    RecordedScores,
-    VectorModel,
-)
-from distcse.evaluation.results import ModelInfo, group_runs, number_runs
-from distcse.evaluation.suites import Tasks
-from distcse.events import Listener, Reporter
+from distcse.evaluation.evaluation import Candidate, ModelInfo
+from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, make_encode
+from distcse.evaluation.runs import group_runs, number_runs
 from distcse.models import CrossEncoder, Encoder, StaticEncoder, is_cross_encoder, is_static, resolve_model
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
@@ -33,8 +23,6 @@ from distcse.rank_space import RankSpaceEncoder, is_rank_space
 from distcse.recipe.names import hub_id
 from distcse.spelling import nearest
 from distcse.storage import find_model, is_uri
-
-_ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -150,35 +138,41 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
         EncoderError: The model cannot be loaded.
         EvaluationOptionError: `max_length` or `prompt` differ from those that a rank space was built with.
     """
-    folder, prompt = resolve_model(find_model(source), options.trust_remote_code), options.prompt_of(name)
-    kind = "static model" if is_static(folder) else "cross-encoder" if is_cross_encoder(folder) else ""
-    if kind and prompt != options.prompt:
-        raise EvaluationOptionError(
-            f"--prompt {name}=…: {source} is a {kind}, which reads texts without a prompt; remove it"
-        )
-    contamination = Contamination.read(folder)
-    if kind == "static model":
+    folder = resolve_model(find_model(source), options.trust_remote_code)
+    if is_static(folder):
+        _refuse_prompt(name, source, options, "static model")
         static = StaticEncoder.load(folder)
-        return replace(make_candidate(name, source, static, contamination, "fp32", on_progress), folder=folder)
+        candidate = make_candidate(name, source, static, Contamination.read(folder), "fp32", on_progress)
+        return replace(candidate, folder=folder)
     model: Encoder | RankSpaceEncoder | CrossEncoder
-    if kind:
-        model = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
+    encoder: Encoder | CrossEncoder
+    if is_cross_encoder(folder):
+        _refuse_prompt(name, source, options, "cross-encoder")
+        model = encoder = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
     elif is_rank_space(folder):
-        model = _load_rank_space(folder, source, options, prompt)
+        model = _load_rank_space(folder, source, options, options.prompt_of(name))
+        encoder = model.encoder
     else:
-        model = Encoder.load(
+        model = encoder = Encoder.load(
             folder,
             pooling=default_pooling(folder, options.pooling),
             is_fast=options.is_fast,
             max_length=options.max_length,
             trust_remote_code=options.trust_remote_code,
-            prompt=prompt,
+            prompt=options.prompt_of(name),
         )
     model.to(options.device)
-    candidate = make_candidate(name, source, model, contamination, options.resolved_precision, on_progress)
-    encoder: Encoder | CrossEncoder = model.encoder if isinstance(model, RankSpaceEncoder) else model
+    candidate = make_candidate(name, source, model, Contamination.read(folder), options.resolved_precision, on_progress)
     use_mkldnn_linear(encoder, options.resolved_precision)
     return replace(candidate, folder=folder)
+
+
+def _refuse_prompt(name: str, source: str, options: LoadOptions, kind: str) -> None:
+    """Refuse a prompt for this model alone where its kind reads texts without one."""
+    if options.prompt_of(name) != options.prompt:
+        raise EvaluationOptionError(
+            f"--prompt {name}=…: {source} is a {kind}, which reads texts without a prompt; remove it"
+        )
 
 
 def make_candidate(
@@ -199,41 +193,19 @@ def make_candidate(
         precision: As for `LoadOptions`, and not `auto`.
         on_progress: Called with the number of encoded texts and their total.
     """
-    if isinstance(model, StaticEncoder):
-        info = ModelInfo(
-            name,
-            source,
-            "static",
-            "mean",
-            model.max_length,
-            model.num_parameters,
-            dimensions=model.dimension,
-            size_bytes=model.size_bytes,
-        )
-        return Candidate(info, VectorModel(_with_total(model, on_progress)), contamination)
-    encoder: Encoder | CrossEncoder = model.encoder if isinstance(model, RankSpaceEncoder) else model
-    scorer: Model
-    if isinstance(encoder, CrossEncoder):
-        kind, pooling, dimensions = "cross-encoder", "pair", 0
-        scorer = PairScores(encoder, on_progress, precision)
-    else:
-        kind, pooling, dimensions = "bi-encoder", encoder.pooling, encoder.dimension
-        scorer = VectorModel.of(encoder, precision, on_progress)
+    if isinstance(model, CrossEncoder):
+        info, scorer = _describe(name, source, "cross-encoder", model), PairScores(model, on_progress, precision)
+        return Candidate(info, scorer, contamination, tokenizer=model.tokenizer)
     if isinstance(model, RankSpaceEncoder):
-        kind = f"rank space, λ = {model.weight:g}"
-        scorer = RankSpaceModel(model, precision, on_progress)
-    weights = list(encoder.parameters())
-    info = ModelInfo(
-        name,
-        source,
-        kind,
-        pooling,
-        encoder.max_length,
-        sum(tensor.numel() for tensor in weights),
-        dimensions=dimensions,
-        size_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights),
-    )
-    return Candidate(info, scorer, contamination, tokenizer=encoder.tokenizer)
+        encode = make_encode(model.encoder, precision, on_progress)
+        info = _describe(name, source, f"rank space, λ = {model.weight:g}", model.encoder)
+        return Candidate(info, RankSpaceModel(model, encode), contamination, tokenizer=model.encoder.tokenizer)
+    if isinstance(model, StaticEncoder):
+        return Candidate(
+            _describe_static(name, source, model), VectorModel(_with_total(model, on_progress)), contamination
+        )
+    info = _describe(name, source, "bi-encoder", model)
+    return Candidate(info, VectorModel.of(model, precision, on_progress), contamination, tokenizer=model.tokenizer)
 
 
 def _load_rank_space(folder: Path, source: str, options: LoadOptions, prompt: str) -> RankSpaceEncoder:
@@ -246,6 +218,34 @@ def _load_rank_space(folder: Path, source: str, options: LoadOptions, prompt: st
             "sentences must be encoded the same way. Leave out --max-length and --prompt, or build another rank space"
         )
     return ranker
+
+
+def _describe(name: str, source: str, kind: str, model: Encoder | CrossEncoder) -> ModelInfo:
+    weights = list(model.parameters())
+    pooling, dimensions = (model.pooling, model.dimension) if isinstance(model, Encoder) else ("pair", 0)
+    return ModelInfo(
+        name,
+        source,
+        kind,
+        pooling,
+        model.max_length,
+        sum(tensor.numel() for tensor in weights),
+        dimensions=dimensions,
+        size_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights),
+    )
+
+
+def _describe_static(name: str, source: str, model: StaticEncoder) -> ModelInfo:
+    return ModelInfo(
+        name,
+        source,
+        "static",
+        "mean",
+        model.max_length,
+        model.num_parameters,
+        dimensions=model.dimension,
+        size_bytes=model.size_bytes,
+    )
 
 
 def _with_total(model: StaticEncoder, on_progress: Progress | None) -> Callable[[Sequence[str]], NDArray[np.float32]]:
@@ -261,75 +261,3 @@ def _with_total(model: StaticEncoder, on_progress: Progress | None) -> Callable[
 def _default_name(path: str) -> str:
     parts = Path(path).absolute().parts if os.path.exists(path) else Path(path.rstrip("/")).parts
     return parts[-2] if parts[-1] == "model" and len(parts) > 1 else parts[-1]
-
-
-def make_ensembles(texts: Iterable[str], candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Make the ensembles of `--ensemble`, which use what their members have computed.
-
-    Args:
-        texts: `MODEL,MODEL` or `NAME=MODEL,MODEL` by the models' names in tables; a name of several runs is all of them, and
-            `all` is all models.
-        candidates: The models.
-
-    Raises:
-        EvaluationOptionError: An ensemble has fewer than two members, an unknown one, members of unlike kinds, or a name that
-            is taken.
-    """
-    by_name = {candidate.info.name: candidate for candidate in candidates}
-    found: dict[str, Candidate] = {}
-    for text in texts:
-        name, equals, listed = text.partition("=")
-        if not equals:
-            name, listed = "ensemble" if text == _ALL else f"ensemble of {text.replace(',', ', ')}", text
-        if not name or name in by_name or name in found:
-            raise EvaluationOptionError(f"--ensemble {text}: the name {name!r} is empty or taken; write NAME={listed}")
-        members = [by_name[member] for member in _members(text, listed, list(by_name))]
-        if len(kinds := {member.info.kind for member in members}) > 1:
-            raise EvaluationOptionError(
-                f"--ensemble {text} has {' and '.join(sorted(kinds))}, whose similarities have different scales; "
-                "name models of one kind"
-            )
-        model = Ensemble([member.model for member in members])
-        contamination = Contamination.of_several([member.contamination for member in members])
-        found[name] = Candidate(_describe_ensemble(name, [member.info for member in members]), model, contamination)
-    return list(found.values())
-
-
-def measure_ensemble(
-    name: str, members: Sequence[ModelResults], scores: Sequence[RecordedScores], tasks: Tasks, emit: Listener
-) -> ModelResults:
-    """Measure an ensemble of models that were measured in other processes.
-
-    Args:
-        name: Its name in tables.
-        members: The members' results.
-        scores: The members' similarities of the tasks' pairs.
-        tasks: The tasks; those that need vectors are left out.
-        emit: Receives the progress.
-    """
-    infos = [member.info for member in members]
-    results = measure_model(Candidate(_describe_ensemble(name, infos), Ensemble(scores)), tasks, Reporter(emit))
-    contamination = Contamination.of_several([Contamination(info.contamination) for info in infos])
-    return replace(results, info=replace(results.info, contamination=contamination.overlap))
-
-
-def _members(text: str, listed: str, names: Sequence[str]) -> list[str]:
-    """Return the names of an ensemble's members."""
-    if listed == _ALL and _ALL not in names:
-        found = list(names)
-    else:
-        runs = {**group_runs(names), **{name: [name] for name in names}}
-        parts = [part.strip() for part in listed.split(",")]
-        if unknown := [part for part in parts if part not in runs]:
-            raise EvaluationOptionError(
-                f"--ensemble {text}: no model is called {unknown[0]!r}; choose from: {', '.join(runs)}"
-            )
-        found = list(dict.fromkeys(name for part in parts for name in runs[part]))
-    if len(found) < 2:
-        raise EvaluationOptionError(f"--ensemble {text} has one model; name at least two, or all")
-    return found
-
-
-def _describe_ensemble(name: str, members: Sequence[ModelInfo]) -> ModelInfo:
-    source = f"mean of {', '.join(member.name for member in members)}"
-    return ModelInfo(name, source, f"{members[0].kind}s", "pair", 0, 0)

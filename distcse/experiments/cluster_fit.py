@@ -107,7 +107,7 @@ def gpu_policy(mode: GpuMode, computes_here: bool) -> Iterator[None]:
     if mode == "required" and computes_here and not has_gpu():
         raise ClusterTooSmallError(
             "resources.gpu is required, but this process, in which the run trains, sees no GPU; start it on a machine with one "
-            "(python -m distcse.doctor shows what torch sees), or write resources.gpu=auto"
+            "(python -m distcse doctor shows what torch sees), or write resources.gpu=auto"
         )
     yield
 

@@ -16,7 +16,6 @@ from distcse.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from distcse.gc_paused import gc_paused
 from distcse.model_source import CONFIG_FILE, resolve_model
 from distcse.models.files import (
     check_weights,
@@ -26,6 +25,7 @@ from distcse.models.files import (
     require_weights,
 )
 from distcse.models.st_format import Layout, backbone_folder, read_layout
+from distcse.process import gc_paused
 
 _ENCODER_DECODERS = ("t5", "mt5", "umt5")
 """Families of which the encoder alone is used."""

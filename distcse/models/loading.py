@@ -21,12 +21,12 @@ from distcse.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from distcse.gc_paused import gc_paused
 from distcse.models.fast_layers import has_known_layers
 from distcse.models.folder import ModelFolder, model_class
 from distcse.models.st_format import Layout
 from distcse.models.student import require_layers
 from distcse.models.texts import SENTENCE
+from distcse.process import gc_paused
 from distcse.recipe import EncoderSection, Pooling
 from distcse.recipe.encoders import TrainedSection
 

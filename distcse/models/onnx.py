@@ -2,15 +2,18 @@
 
 Inputs are `input_ids` and `attention_mask`, (batch, length) int64. Outputs are `last_hidden_state`, (batch, length, H), for
 readers with their own pooling (text-embeddings-inference, fastembed, transformers.js), and `sentence_embedding`,
-(batch, H), pooled and normalized.
+(batch, H), pooled and normalized. The files are compared with the model before they are written.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,15 +24,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
+from distcse.data.readers import find_files, read_sentences
 from distcse.errors import ExportError, MissingDependencyError
+from distcse.events import Listener, StageProgress
 from distcse.host import pip_install
 from distcse.models.encoder import Encoder
 from distcse.models.frozen_pass import by_length, padded
 from distcse.models.pooling import NEEDS_ALL_LAYERS
+from distcse.storage import atomic_write, open_store, write_text_atomic
 
 OPSET = 18
 _MAX_WEIGHTS = 500_000_000
 _TOKENS, VECTORS = "last_hidden_state", "sentence_embedding"
+FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
+"""Where sentence-transformers, text-embeddings-inference, fastembed and transformers.js look for the files."""
+_MAX_DIFFERENCE = 1e-4
+_MIN_COSINE = 0.95
+_MIN_SPEARMAN_CHANGE = -1.0
+_TEXTS = "package:distcse/texts/export.txt.gz"
+_WEIGHT_FILES = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
+_HEADING = "## ONNX"
 
 
 def require_onnx() -> None:
@@ -165,3 +179,192 @@ def _quiet(logger: str | None) -> Iterator[None]:
 
 def _family(encoder: Encoder) -> str:
     return str(encoder.backbone.config.model_type)  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """An exported file, and how close its vectors are to torch's."""
+
+    file: Path
+    megabytes: float
+    sentences: int
+    """Number of compared sentences."""
+    max_difference: float
+    """Maximum difference of a component of two unit vectors."""
+    cosine: float
+    """Mean cosine between a sentence's vectors by torch and by the file."""
+    min_cosine: float
+    """Minimum of these cosines."""
+    spearman: float | None
+    """On STS-B dev, times 100; None without labelled data."""
+
+    @property
+    def description(self) -> str:
+        """How close the file is to torch, in one line."""
+        return (
+            f"`{self.file.name}` ({self.megabytes:.1f} MB) differs by at most {self.max_difference:.1e}, cosine "
+            f"{self.cosine:.4f} on average and {self.min_cosine:.4f} at least"
+        )
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The exported files, and the model's score."""
+
+    files: list[ExportedFile]
+    spearman: float | None
+    """Torch's score on STS-B dev, times 100; None without labelled data."""
+    opset: int = OPSET
+
+
+def export_encoder(
+    encoder: Encoder,
+    folder: Path,
+    out: Path | None,
+    int8: bool,
+    score: Callable[[Callable[..., NDArray[np.float32]]], float] | None,
+    emit: Listener,
+) -> ExportResult:
+    """Write an encoder's ONNX files after comparing each with torch, and describe them in its card.
+
+    Args:
+        encoder: The encoder, in eval mode.
+        folder: Its folder.
+        out: New folder for the files, and for all of the model except its weights. None: its folder.
+        int8: Also write the quantized file.
+        score: Scores an `encode` on STS-B dev, times 100. None compares vectors alone.
+        emit: Receives the progress.
+
+    Raises:
+        ExportError: A file's vectors or scores differ too much from torch's. No file is written.
+    """
+    texts = _sample_texts(encoder)
+    vectors = encoder.encode(texts, normalize=True)
+    torch_spearman = None if score is None else score(encoder.encode)
+
+    def compare(file: Path, name: Path) -> ExportedFile:
+        onnx = OnnxEncoder(file, encoder)
+        found = onnx.encode(texts)
+        cosines = (found * vectors).sum(axis=1)
+        spearman = None if score is None else score(onnx.encode)
+        measured = ExportedFile(
+            (out or folder) / name,
+            file.stat().st_size / 1e6,
+            len(texts),
+            float(np.abs(found - vectors).max()),
+            float(cosines.mean()),
+            float(cosines.min()),
+            spearman,
+        )
+        _require_accuracy(measured, torch_spearman, int8=name == INT8)
+        emit(
+            StageProgress(
+                name.name,
+                len(texts),
+                len(texts),
+                "sentences",
+                finished=True,
+                note=f"{measured.megabytes:.1f} MB, compared",
+            )
+        )
+        return measured
+
+    with tempfile.TemporaryDirectory() as temporary:
+        full_file, int8_file = Path(temporary) / FULL.name, Path(temporary) / INT8.name
+        emit(StageProgress(FULL.name, 0, None, "sentences"))
+        write_onnx(encoder, full_file)
+        written = [(full_file, compare(full_file, FULL))]
+        if int8:
+            emit(StageProgress(INT8.name, 0, None, "sentences"))
+            write_int8(full_file, int8_file)
+            written.append((int8_file, compare(int8_file, INT8)))
+        if out is not None:
+            # Modules after the backbone have their weights in subfolders, which modules.json names.
+            root_ignore, module_ignore = (
+                shutil.ignore_patterns(*_WEIGHT_FILES),
+                shutil.ignore_patterns("checksums.json"),
+            )
+            with open_store(out).write_folder() as copied:
+                shutil.copytree(
+                    folder,
+                    copied,
+                    ignore=lambda parent, names: (root_ignore if Path(parent) == folder else module_ignore)(
+                        parent, names
+                    ),
+                    dirs_exist_ok=True,
+                )
+        for file, exported in written:
+            exported.file.parent.mkdir(exist_ok=True)
+            with atomic_write(exported.file) as target:
+                shutil.copyfile(file, target)
+    exports = ExportResult([exported for _, exported in written], torch_spearman)
+    _write_card(out or folder, encoder, exports)
+    return exports
+
+
+def usage(encoder: Encoder, file: Path) -> str:
+    """Return Python code that computes the vectors with the file, onnxruntime and tokenizers alone."""
+    tokenizer, texts = encoder.tokenizer, '["How do I sort a list?", "Order the items."]'
+    if encoder.prompt:
+        put_in = f"{encoder.prompt!r}.replace('{{sentence}}', text)"
+        texts = f"[{put_in if '{sentence}' in encoder.prompt else f'{encoder.prompt!r} + text'} for text in {texts}]"
+    return f"""import numpy as np
+from onnxruntime import InferenceSession
+from tokenizers import Tokenizer
+
+folder = "path/to/this/folder"
+tokenizer = Tokenizer.from_file(f"{{folder}}/tokenizer.json")
+tokenizer.enable_truncation({encoder.max_length})
+tokenizer.enable_padding(pad_id={tokenizer.pad_token_id or 0}, pad_token={tokenizer.pad_token or ""!r})
+session = InferenceSession(f"{{folder}}/{file.as_posix()}")
+
+rows = tokenizer.encode_batch({texts})
+inputs = {{"input_ids": [row.ids for row in rows], "attention_mask": [row.attention_mask for row in rows]}}
+inputs = {{name: np.array(values, dtype=np.int64) for name, values in inputs.items()}}
+(vectors,) = session.run(["sentence_embedding"], inputs)
+print(vectors @ vectors.T)  # cosines: the vectors have length 1"""
+
+
+def _sample_texts(encoder: Encoder) -> list[str]:
+    """Return texts of all lengths: sentences, the empty text, and texts longer than the maximum."""
+    sentences = [text for file in find_files([_TEXTS]) for text in read_sentences(file, "") if text is not None]
+    longest = " ".join(sentences)[: 12 * encoder.max_length]
+    return [*sentences, "", *(longest[: len(longest) // part] for part in (1, 2, 4))]
+
+
+def _require_accuracy(measured: ExportedFile, torch_spearman: float | None, int8: bool) -> None:
+    """Check that a file computes nearly the same vectors and score as torch.
+
+    Raises:
+        ExportError: It does not.
+    """
+    if not int8 and measured.max_difference > _MAX_DIFFERENCE:
+        raise ExportError(
+            f"the ONNX file's vectors differ from torch's by {measured.max_difference:.1e}, more than {_MAX_DIFFERENCE:.0e}; "
+            "nothing was written. Please report the model's architecture"
+        )
+    if int8 and measured.cosine < _MIN_COSINE:
+        raise ExportError(
+            f"the int8 vectors' mean cosine with torch's is {measured.cosine:.3f}, less than {_MIN_COSINE}; nothing was written. "
+            "Leave out --int8: this model loses too much accuracy"
+        )
+    change = None if measured.spearman is None or torch_spearman is None else measured.spearman - torch_spearman
+    if change is not None and change < _MIN_SPEARMAN_CHANGE:
+        raise ExportError(
+            f"{measured.file.name} has {measured.spearman:.2f} on STS-B dev, torch {torch_spearman:.2f}; it loses more than "
+            f"{-_MIN_SPEARMAN_CHANGE:g}; nothing was written. Leave out --int8: this model loses too much accuracy"
+        )
+
+
+def _write_card(folder: Path, encoder: Encoder, exports: ExportResult) -> None:
+    """Write a section into the model card, replacing that of an earlier export."""
+    card = folder / "README.md"
+    before, _, rest = (card.read_text(encoding="utf-8") if card.is_file() else "").partition(f"{_HEADING}\n")
+    after = rest[rest.index("\n## ") + 1 :] if "\n## " in rest else ""
+    files = "; ".join(exported.description for exported in exports.files)
+    cut = " A longer sentence is cut so that the template stays complete." if "{sentence}" in encoder.prompt else ""
+    section = (
+        f"{_HEADING}\n\nOpset {exports.opset}, batches of any size, sentences of up to {encoder.max_length} tokens.{cut} "
+        f"Against torch on {exports.files[0].sentences} sentences: {files}.\n\n```python\n{usage(encoder, FULL)}\n```\n"
+    )
+    write_text_atomic(card, "\n".join(part for part in (before, section, after) if part))

@@ -30,6 +30,7 @@ from distcse.planning.text import (
     student_problems,
 )
 from distcse.precision import decide_precisions
+from distcse.preflight.warnings import SettingsWarning
 from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe, StudentSection, with_values
 
 _WARM_UP, _STEPS = 10, 20
@@ -46,6 +47,7 @@ class Estimate(NamedTuple):
     """The same for programs."""
     problems: Sequence[str]
     """Why the run would fail; empty if it fits."""
+    warnings: Sequence[SettingsWarning] = ()
 
 
 class Question(NamedTuple):

@@ -76,7 +76,7 @@ def _query_nodes(nodes: Mapping[str, str], markers: Paths, read: Paths, token: s
             )
         except RayError as error:
             problems[address] = (
-                f"cannot work for this run: {last_line(error)}; install the same distcse there (distcse.doctor compares "
+                f"cannot work for this run: {last_line(error)}; install the same distcse there (distcse doctor compares "
                 "versions)"
             )
     return problems

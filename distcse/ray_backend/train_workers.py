@@ -26,10 +26,11 @@ from distcse.errors import (
     WorkersLostError,
     last_line,
 )
-from distcse.events import LogMessage, Reporter, WaitWarning
-from distcse.gc_paused import gc_paused
+from distcse.events import LogMessage, Reporter
 from distcse.placement.gpu_plan import process_group_backend
 from distcse.placement.resources import Node, Resources, count_fitting, format_resources
+from distcse.placement.waiting import WaitWarning
+from distcse.process import gc_paused
 from distcse.ray_backend.assigned_resources import use_interface_of
 from distcse.ray_backend.cluster import was_started_here, worker_environment
 from distcse.ray_backend.event_channel import EventChannel, announce_end, announce_failure, announce_worker, reporter_of
@@ -90,7 +91,12 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
     while True:
         workers = _workers_now(spec.recipe, resources.per_worker) if is_elastic else training.workers
         if workers < training.workers:
-            reporter.warn(f"training with {workers} of {training.workers} workers: the cluster has no room for more")
+            reporter.emit(
+                LogMessage(
+                    f"training with {workers} of {training.workers} workers: the cluster has no room for more",
+                    warning=True,
+                )
+            )
         try:
             result = _run_trainer(spec, servers, reporter, workers, resources, nodes)
             if result is not None:
@@ -99,7 +105,9 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
             failures += 1
             if not is_elastic or failures > training.max_failures:
                 raise
-            reporter.warn(f"{str(lost).partition(';')[0]}; restarting from the last checkpoint")
+            reporter.emit(
+                LogMessage(f"{str(lost).partition(';')[0]}; restarting from the last checkpoint", warning=True)
+            )
 
 
 def _run_trainer(
@@ -135,7 +143,7 @@ def _run_trainer(
     running = thread.submit(trainer.fit)
     watchdog = ResourceWatchdog(
         resources.requests(workers),
-        reporter.warn,
+        lambda warning: reporter.emit(LogMessage(warning, warning=True)),
         nodes,
     )
     notices = DrainNotices()
@@ -156,7 +164,7 @@ def _run_trainer(
                     f"Ray drains {drained} of the workers' nodes: the run writes a checkpoint and continues from it on the "
                     "nodes that stay"
                 )
-                reporter.warn(text)
+                reporter.emit(LogMessage(text, warning=True))
                 channel.pause()
                 is_pausing = True
             if not (is_pausing and is_elastic):  # an elastic run does not wait for what it loses
@@ -243,7 +251,7 @@ class WorkerWait:
         reporter: Reporter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._has_worker, self._needed, self._clock = has_worker, needed, clock
+        self._has_worker, self._needed, self._reporter, self._clock = has_worker, needed, reporter, clock
         self._warning = WaitWarning(reporter, _START_WARNING_S, clock)
         self._checked_at = clock()
 
@@ -253,7 +261,7 @@ class WorkerWait:
             return
         self._checked_at = self._clock()
         if self._has_worker():
-            self._warning.restart()
+            self._warning = WaitWarning(self._reporter, _START_WARNING_S, self._clock)
         else:
             self._warning.check(
                 f"no worker has run for {_START_WARNING_S:g} s: they start, or wait for room for {self._needed}; see `ray status`"
@@ -304,13 +312,14 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
         from distcse.distributed import on_all_ranks
         from distcse.experiments.distillation.batch_loader import teacher_clients
         from distcse.experiments.distillation.distillation_task import train_student
-        from distcse.ray_backend.assigned_resources import use_assigned
+        from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
         from distcse.ray_backend.evaluator_actor import RemoteEvaluator
         from distcse.ray_backend.metrics import QueueMetrics
         from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
 
     silence_train_reports()
-    use_assigned()
+    use_assigned_gpus()
+    use_assigned_threads()
     spec: TrainSpec = config["spec"]
     reporter = reporter_of(config["events"])
     try:

@@ -25,13 +25,15 @@ from ray.tune.search import BasicVariantGenerator
 
 from distcse import host
 from distcse.errors import StoppedEarlyError, StorageError
-from distcse.events import Reporter, TrialUpdate, WaitWarning
+from distcse.events import LogMessage, Reporter, TrialUpdate
 from distcse.placement.resources import format_resources
-from distcse.ray_backend.assigned_resources import use_assigned
+from distcse.placement.waiting import WaitWarning
+from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.nodes import DrainNotices, describe_holders
 from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.recipe import Sweep
 from distcse.storage import open_store, to_uri
+from distcse.tuning.backend import StoppedError
 from distcse.tuning.records import Status, Trial, read_trial, read_trials, register_trial
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
 from distcse.tuning.trial import TrialContext, clear, run_trial
@@ -45,19 +47,7 @@ _END = 101
 def search(
     context: TrialContext, space: Space, sweep: Sweep, folder: Path, resources: TrialResources, reporter: Reporter
 ) -> tune.ResultGrid:
-    """Run a search, or continue the one whose state is in `folder`. The results are in the trials' records.
-
-    Args:
-        context: What all trials share.
-        space: The parameters to search.
-        sweep: The algorithm, the scheduler and the limits.
-        folder: Folder of the search's state.
-        resources: Resources of a trial, and how many trials run at once.
-        reporter: Receives updates of trials; can request a stop.
-
-    Raises:
-        StoppedEarlyError: `reporter` requested a stop. Running trials stay unfinished, and a resumed sweep continues them.
-    """
+    """See `SweepBackend.search`."""
     if sweep.schedule.kind == "pbt":
         config = _config(
             context, sweep, resources, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
@@ -89,19 +79,7 @@ def train_all(
     resources: TrialResources,
     reporter: Reporter,
 ) -> None:
-    """Train the recipe with each set of values, without a scheduler and without a limit of hours.
-
-    Args:
-        context: As for `search`.
-        points: Values by recipe path, one entry per trial.
-        sweep: The limit of failures.
-        folder: Folder of the state, as for `search`.
-        resources: As for `search`.
-        reporter: As for `search`.
-
-    Raises:
-        StoppedEarlyError: As for `search`.
-    """
+    """See `SweepBackend.train_all`."""
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
     unlimited = sweep.search.model_copy(update={"hours": None})
     final_sweep = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
@@ -123,7 +101,8 @@ def _fit(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
 
     def trial(sample: dict[str, Any]) -> None:
-        use_assigned()
+        use_assigned_gpus()
+        use_assigned_threads()
         os.environ.update(TUNE_TRIAL)
         name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
         checkpoint = tune.get_checkpoint() if context.exchanges_checkpoints else None
@@ -328,12 +307,13 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         text = f"trial {trial.trial_id} starts again from its last checkpoint: {_last_error(trial)}"
-        self._reporter.warn(text)
+        self._reporter.emit(LogMessage(text, warning=True))
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self._storage_failure is not None:
             raise self._storage_failure
-        self._reporter.check_stop("in the sweep")
+        if self._reporter.stop_requested():
+            raise StoppedError
         self._warn_of_wait([trial.status for trial in trials])
 
     def _warn_of_wait(self, statuses: Sequence[str]) -> None:
@@ -343,7 +323,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
             statuses: Ray Tune's status of each trial.
         """
         if "RUNNING" in statuses or "PENDING" not in statuses:
-            self._wait_warning.restart()
+            self._wait_warning = WaitWarning(self._reporter)
         elif self._wait_warning.is_due:
             needed = format_resources(self._resources.reserved)
             self._wait_warning.check(

@@ -38,7 +38,7 @@ DESCRIPTION = (
 _YAML = re.compile(r"""'(?:[^']|'')*'|"(?:[^"\\]|\\.)*"|!![a-z]+[ /:].*""", re.DOTALL)
 """A value that is YAML also for a text key: in quotes from end to end, or with an explicit type."""
 _NULLS = ("null", "~")
-RECIPES_ARE_LISTED = "`python -m distcse.recipe ls` lists the packaged recipes"
+RECIPES_ARE_LISTED = "`python -m distcse recipe ls` lists the packaged recipes"
 
 
 class _Loader(yaml.SafeLoader):

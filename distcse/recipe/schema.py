@@ -24,7 +24,7 @@ _HEAD = """\
 # Recipe reference
 
 All keys of recipes and search spaces, with type, default and meaning. This page is generated from the types by
-`python -m distcse.recipe reference`; a test checks that it is up to date. A key's path is the path of its section, a dot, and the
+`python -m distcse recipe reference`; a test checks that it is up to date. A key's path is the path of its section, a dot, and the
 key. On the command line, `objective.rank.tau2=0.025` is
 
 ```yaml

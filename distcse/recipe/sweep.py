@@ -13,7 +13,7 @@ Tracker = Literal["tensorboard", "mlflow", "wandb"]
 Bounds = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 OVERRIDE_PREFIX = "sweep."
-"""What an override of a search space begins with, on the command line of `distcse.tune`."""
+"""What an override of a search space begins with, on the command line of `distcse tune`."""
 
 
 class ParameterSection(Section):

@@ -1,4 +1,4 @@
-"""`distcse.train` as a user types it: mistakes, a dry run, a run that is interrupted and resumed."""
+"""`distcse train` as a user types it: mistakes, a dry run, a run that is interrupted and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distcse.doctor` on a real cluster: versions of the nodes, and their access to the run's folders."""
+"""`distcse doctor` on a real cluster: versions of the nodes, and their access to the run's folders."""
 
 from __future__ import annotations
 

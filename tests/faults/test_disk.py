@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcse import train
+from distcse import cli
 from distcse.data import Corpus, Pairs, TokenTable
 from distcse.errors import (
     CheckpointError,
@@ -400,13 +400,13 @@ def test_a_run_whose_storage_refuses_ends_with_one_line_and_can_be_continued(
     ]
     run(recipe_with(*overrides, f"storage.runs={tmp_path / 'elsewhere'}"), Reporter())  # fills the cache
     with storage.refusing():
-        assert train.main([str(tmp_path / "recipe.yaml"), *overrides]) in (1, 2)
+        assert cli.main(["train", str(tmp_path / "recipe.yaml"), *overrides]) in (1, 2)
     shown = capsys.readouterr().err
     assert shown.count("distcse: ") == 1 and shown.splitlines()[-1].startswith("distcse: ")
     assert "Traceback" not in shown
     started = [folder for folder in storage.path.iterdir() if (folder / "recipe.yaml").is_file()]
     arguments = ["--resume", str(started[0])] if started else [str(tmp_path / "recipe.yaml"), *overrides]
-    assert train.main(arguments) == 0
+    assert cli.main(["train", *arguments]) == 0
 
 
 def test_a_teacher_that_cannot_store_its_table_is_one_error(storage: Disk, recipe_with: MakeRecipe) -> None:

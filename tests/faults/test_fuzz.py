@@ -22,7 +22,6 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distcse import embed, evaluate, train, tune
 from distcse.data import Corpus
 from distcse.data.readers import read_sentences
 from distcse.errors import CorpusFormatError, CorpusTooSmallError, DistcseError, EvaluationResultError
@@ -35,6 +34,7 @@ from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.tuning.records import read_trial
+from tests.commands import command
 from tests.failures import fails_with
 
 pytestmark = pytest.mark.usefixtures("without_ray")
@@ -237,7 +237,7 @@ def ours(work: Callable[[], Any]) -> Any:
 def test_recipes(place: Path, data: st.DataObject, base: dict[str, Any]) -> None:
     file = place / "recipe.yaml"
     file.write_bytes(dumped(data.draw(documents(base))))
-    call(train.main, [str(file), "--print-recipe"], place)
+    call(command("train"), [str(file), "--print-recipe"], place)
 
 
 @cases("override")
@@ -250,7 +250,7 @@ def test_overrides(place: Path, data: st.DataObject, base: str, value: str) -> N
     keys = [".".join(map(str, path)) for path in paths(STUDENT)]
     key = data.draw(st.one_of(st.sampled_from(keys), anything, st.lists(anything, max_size=3).map(".".join)))
     argument = f"{key}={value}" if data.draw(st.integers(0, 9)) else key
-    call(train.main, [base, "--print-recipe", argument], place)
+    call(command("train"), [base, "--print-recipe", argument], place)
 
 
 @cases("bytes")
@@ -258,8 +258,8 @@ def test_overrides(place: Path, data: st.DataObject, base: str, value: str) -> N
 def test_recipes_and_spaces_of_any_bytes(place: Path, data: st.DataObject, base: dict[str, Any]) -> None:
     file = place / "any.yaml"
     file.write_bytes(data.draw(st.one_of(spoilt(dumped(base)), st.binary(max_size=40))))
-    call(train.main, [str(file), "--print-recipe"], place)
-    call(tune.main, ["quickstart", "--space", str(file), "--print-space"], place)
+    call(command("train"), [str(file), "--print-recipe"], place)
+    call(command("tune"), ["quickstart", "--space", str(file), "--print-space"], place)
 
 
 @cases("train")
@@ -272,9 +272,9 @@ def test_recipes_and_spaces_of_any_bytes(place: Path, data: st.DataObject, base:
     )
 )
 def test_arguments_of_train(place: Path, arguments: list[str]) -> None:
-    call(train.main, [*arguments, "student.backbone=./nowhere", "--print-recipe"], place)
+    call(command("train"), [*arguments, "student.backbone=./nowhere", "--print-recipe"], place)
     with_resume = ["--resume", *arguments[:1], *arguments[1:]]
-    call(train.main, with_resume if arguments else ["--resume", "nothing"], place)
+    call(command("train"), with_resume if arguments else ["--resume", "nothing"], place)
 
 
 @cases("tune")
@@ -285,7 +285,7 @@ def test_spaces_and_arguments_of_tune(place: Path, data: st.DataObject, argument
     recipe, space = place / "recipe.yaml", place / "space.yaml"
     recipe.write_bytes(dumped(STUDENT))
     space.write_bytes(dumped(data.draw(documents(SPACE))))
-    call(tune.main, [str(recipe), "--space", str(space), "--print-space", *arguments], place)
+    call(command("tune"), [str(recipe), "--space", str(space), "--print-space", *arguments], place)
 
 
 @cases("evaluate")
@@ -319,7 +319,7 @@ def test_spaces_and_arguments_of_tune(place: Path, data: st.DataObject, argument
 )
 def test_arguments_of_evaluate(place: Path, data: st.DataObject, arguments: list[str]) -> None:
     (place / "table.tsv").write_bytes(data.draw(spoilt(encoded(TABLE))))
-    call(evaluate.main, ["./nowhere", "--add", "sts=table.tsv", *arguments], place)
+    call(command("evaluate"), ["./nowhere", "--add", "sts=table.tsv", *arguments], place)
 
 
 @cases("embed")
@@ -334,7 +334,7 @@ def test_corpora_of_embed(place: Path, data: st.DataObject) -> None:
         f"storage.cache={place.parent / 'elsewhere'}",
     ]
     arguments += ["teachers.encoders=[{backbone: ./nowhere}]", *data.draw(st.sampled_from([[], ["--compare"]]))]
-    assert call(embed.main, arguments, place) != 0
+    assert call(command("embed"), arguments, place) != 0
     (place / name).unlink()
 
 
@@ -511,7 +511,7 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
         lambda: Contamination.read(run / "model"),
     ):
         ours(work)
-    call(train.main, ["--resume", str(run)], place)
+    call(command("train"), ["--resume", str(run)], place)
 
 
 def test_a_share_that_no_float_can_hold(tmp_path: Path) -> None:
@@ -525,13 +525,13 @@ def test_a_share_that_no_float_can_hold(tmp_path: Path) -> None:
 def test_names_that_no_file_can_have(place: Path, name: str) -> None:
     """A longer search found this: the system raises a separate error for a name that is too long."""
     for arguments in (["--resume", name], ["--rerun", name], [name]):
-        call(train.main, arguments, place)
+        call(command("train"), arguments, place)
     for arguments in (["--resume", name], ["quickstart", "--space", name]):
-        call(tune.main, arguments, place)
+        call(command("tune"), arguments, place)
     for arguments in ([name, "--add", "sts=x.tsv"], ["x", "--data", name], ["x", "--add", f"sts={name}.tsv"]):
-        call(evaluate.main, arguments, place)
+        call(command("evaluate"), arguments, place)
     corpus = [f"corpus.path={json.dumps(name + '.txt')}", "training.workers=0"]
-    call(embed.main, ["quickstart", *corpus, f"storage.cache={place.parent / 'elsewhere'}"], place)
+    call(command("embed"), ["quickstart", *corpus, f"storage.cache={place.parent / 'elsewhere'}"], place)
 
 
 # -- and by name ----------------------------------------------------------------------------------------------------------

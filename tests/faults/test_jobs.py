@@ -1,4 +1,4 @@
-"""`distcse.train` as a job on a cluster started by hand: authentication, stop, resume, refusals."""
+"""`distcse train` as a job on a cluster started by hand: authentication, stop, resume, refusals."""
 
 from __future__ import annotations
 

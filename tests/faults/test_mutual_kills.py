@@ -128,7 +128,7 @@ def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: Ma
 
 
 def _run_until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
-    """Start `distcse.train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
+    """Start `distcse train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
     with Driver(arguments) as driver:
         driver.wait_for_steps(phase)
         driver.end(stop)

@@ -163,7 +163,7 @@ def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     space = own_disk.parent / f"{own_disk.name}-space.yaml"
     space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
     tune = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, f"storage.cache={own_disk}/new")
-    embed = (sys.executable, "-m", "distcse.embed", recipe_file, f"storage.cache={own_disk}/new", "--dry-run")
+    embed = (sys.executable, "-m", "distcse", "embed", recipe_file, f"storage.cache={own_disk}/new", "--dry-run")
     make_mutual_recipe(own_disk.parent / "mutual", {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences)
     mutual = (own_disk.parent / "mutual" / "recipe.yaml", "ray=true", f"storage.runs={own_disk}/new", "--dry-run")
     for command in (tune, embed, (*TRAIN, *mutual)):

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import tests.workers  # noqa: F401  (preloads the imports of the fork server)
-from distcse import train
+from distcse import cli
 from distcse.api import measure
-from distcse.command import NO_GAIN
 from distcse.errors import ModelNotFoundError, RunInUseError
 from distcse.events import Event, Reporter, StepReport, ignore
+from distcse.process import NO_GAIN
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from tests.backends import run
@@ -142,7 +142,7 @@ def test_a_running_run_is_in_use_and_can_be_resumed_once_killed(
     (folder,) = runs.iterdir()
     capsys.readouterr()
     for command in (["--resume", str(folder)], ["--rerun", str(folder)]):
-        assert train.main(command) == 1
+        assert cli.main(["train", *command]) == 1
         loading, error = capsys.readouterr().err.splitlines()
         assert "loading   PyTorch" in loading
         assert f"[{RunInUseError.code}]" in error and str(folder) in error and f"process {process.pid} on" in error
@@ -150,7 +150,7 @@ def test_a_running_run_is_in_use_and_can_be_resumed_once_killed(
         measure({"student": str(folder)}, labelled, ["pairs"])
     process.kill()
     process.join()
-    assert train.main(["--resume", str(folder), "--quiet"]) == (NO_GAIN if uninterrupted.unchanged else 0)
+    assert cli.main(["train", "--resume", str(folder), "--quiet"]) == (NO_GAIN if uninterrupted.unchanged else 0)
     assert_equal_weights(weights_of(uninterrupted.directory.path), weights_of(folder))
 
 

@@ -15,7 +15,7 @@ import torch
 from ray import cloudpickle
 from safetensors.torch import save_file
 
-from distcse import train
+from distcse import cli
 from distcse.data.row_keys import RowKeys
 from distcse.errors import (
     CheckpointError,
@@ -319,7 +319,7 @@ def test_a_model_is_saved_to_and_loaded_from_object_storage(
     machine("other")
     loaded = Encoder.load(f"{bucket}/model").state_dict()
     assert all(torch.equal(weight, loaded[name]) for name, weight in encoder.state_dict().items())
-    assert train.main(["--resume", "s3://KEY:SECRET@bucket/x"]) == 1
+    assert cli.main(["train", "--resume", "s3://KEY:SECRET@bucket/x"]) == 1
     shown = capsys.readouterr().err
     assert f"[{StorageAddressError.code}]" in shown and "SECRET" not in shown
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from distcse import evaluate, train, tune
+from distcse import cli
 from distcse.events import Reporter
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.storage import open_store, resolve_path
@@ -74,13 +74,13 @@ def test_a_killed_run_continues_elsewhere_and_equals_a_run_on_disk(
     address = f"{RUNS}/{name}"
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
-    assert train.main(["--resume", address, "--quiet"]) == 0
+    assert cli.main(["train", "--resume", address, "--quiet"]) == 0
     assert f"run     {address}" in capsys.readouterr().out
     assert not list(resolve_path(CACHE).glob("tables/*/*.npy"))  # only the teacher servers download them
     expected = run(recipe, Reporter()).directory.model
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
-    assert evaluate.main([f"student={address}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0
+    assert cli.main(["evaluate", f"student={address}", "--data", str(labelled), "--suite", "sts", "--quiet"]) == 0
     assert "student" in capsys.readouterr().out
     model = open_store(f"{address}/model")
     assert model.fetch_folder()
@@ -111,7 +111,7 @@ def test_a_killed_sweep_continues_elsewhere(
     (name,) = {key.split("/")[1] for key in bucket.stored() if key.endswith("trials/trials.json")}
 
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "second"))
-    assert tune.main(["--resume", f"{RUNS}/{name}", "--quiet"]) == 0
+    assert cli.main(["tune", "--resume", f"{RUNS}/{name}", "--quiet"]) == 0
     monkeypatch.setenv("DISTCSE_MIRROR", str(tmp_path / "third"))
     trials = read_trials(resolve_path(f"{RUNS}/{name}") / "trials")
     assert [trial.status for trial in trials] == ["finished"] * 2

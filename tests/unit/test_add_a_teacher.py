@@ -13,13 +13,15 @@ import pytest
 
 from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.models import Encoder
-from distcse.plan import main as plan
 from distcse.ray_backend.health import check_recipe
 from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers import kinds
 from distcse.teachers.kinds import kind_of, registry
 from tests.backends import run
+from tests.commands import command
 from tests.conftest import ROOT
+
+plan = command("plan")
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 TEACHER = "teachers.encoders=[{backbone: 'hashed-words:512'}]"

@@ -15,8 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from distcse.cli import build_parser
 from distcse.recipe import read_recipe
-from distcse.train import build_parser
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "cluster"
@@ -140,7 +140,7 @@ def test_scripts_are_valid_bash(name: str, tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    """Command lines of `distcse.train` in the manifests and on the pages."""
+    """Command lines of `distcse train` in the manifests and on the pages."""
     pages = (FOLDER / "README.md", ROOT / "docs" / "how-to" / "cluster.md")
     page = "\n".join(file.read_text() for file in pages).replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
@@ -153,7 +153,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_ones_that_the_recipe_reader_takes(command: str) -> None:
-    options = build_parser().parse_intermixed_args(shlex.split(command, comments=True))
+    options = build_parser()[1].choices["train"].parse_intermixed_args(shlex.split(command, comments=True))
     if options.resume is None:
         read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
 

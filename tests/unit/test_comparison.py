@@ -12,7 +12,6 @@ import pytest
 from scipy.stats import kendalltau, spearmanr
 
 from distcse.data import Corpus
-from distcse.embed import main
 from distcse.errors import ComparisonError
 from distcse.evaluation import LabelledDev
 from distcse.evaluation.tasks.sts import ScoredPairs
@@ -21,6 +20,9 @@ from distcse.experiments.distillation.dev_ensemble import DevEnsemble
 from distcse.recipe import Recipe, load_recipe
 from distcse.report.terminal import print_comparison
 from distcse.teachers.comparison import compare, kendall, overlap
+from tests.commands import command
+
+main = command("embed")
 
 MakeRecipe = Callable[..., Recipe]
 

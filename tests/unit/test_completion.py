@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import distcse
-from distcse.__main__ import main
-from distcse.commands import COMMANDS, USUAL_CALLS, import_command
+from distcse.cli import build_parser, main
+from distcse.cli.shared import COMMANDS, USUAL_CALLS
 from tests.conftest import ROOT
 
 
@@ -138,23 +138,27 @@ def test_the_version_is_the_packages_and_needs_no_heavy_import() -> None:
     for command in ([script, "--version"], [sys.executable, "-m", "distcse", "--version"]):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert (done.stdout, done.stderr) == (f"distcse {declared}\n", "")
-    program = (
-        "import sys; from distcse.__main__ import main; main([]); print({'torch', 'ray', 'pydantic'} & {*sys.modules})"
-    )
+    program = "import sys; from distcse.cli import main; main([]); print({'torch', 'ray', 'pydantic'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_calls_itself_as_it_was_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`distcse train --help` and `python -m distcse.train --help` show the form that the user typed, in the example too."""
-    parser = import_command(name).build_parser()
-    assert parser.format_help().startswith(f"usage: distcse {name}")
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(f"distcse.{name}", None))
-    text = import_command(name).build_parser().format_help()
-    assert text.startswith(f"usage: python -m distcse.{name}") and f"Example: distcse {name}" not in text
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec("distcse.__main__", None))
-    assert import_command(name).build_parser().prog == f"python -m distcse {name}"
+    """`distcse train --help` and `python -m distcse train --help` show the form that the user typed, in the example too."""
+
+    def help_of_command(module: str | None = None) -> str:
+        if module is not None:
+            monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(module, None))
+        return build_parser()[1].choices[name].format_help()
+
+    assert help_of_command().startswith(f"usage: distcse {name}")
+    for module, form in (
+        ("distcse.__main__", f"python -m distcse {name}"),
+        ("distcse.train", f"python -m distcse.{name}" if name in ("train", "tune") else f"python -m distcse {name}"),
+    ):
+        text = help_of_command(module)
+        assert text.startswith(f"usage: {form}") and f"Example: distcse {name}" not in text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from distcse import cli
 from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.experiments.backend import LocalBackend
@@ -189,8 +190,7 @@ def test_an_unusable_teacher_is_refused(recipe_with: Callable[..., Recipe], modu
 def test_a_plan_names_the_teacher_that_it_cannot_estimate(
     recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distcse.plan import main
 
     recipe_of_the_page(recipe_with, tmp_path)
-    assert main([str(tmp_path / "page.yaml")]) == 0
+    assert cli.main(["plan", str(tmp_path / "page.yaml")]) == 0
     assert "trigrams" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
-from distcse import evaluate
+from distcse import cli
 from distcse.checks import require
 from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidValueError
 from distcse.evaluation import (
@@ -196,7 +196,7 @@ def test_triplets_of_the_user_are_measured_by_the_command_too(
     own: dict[str, Path], model: VectorModel, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--pooling", "mean", "--max-length", "16", "--precision", "fp32"]
-    assert evaluate.main([str(tiny("bert")), "--add", f"triplets={own['accuracy']}", *options]) == 0
+    assert cli.main(["evaluate", str(tiny("bert")), "--add", f"triplets={own['accuracy']}", *options]) == 0
     assert "75.00" in capsys.readouterr().out
 
 

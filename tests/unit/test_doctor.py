@@ -1,4 +1,4 @@
-"""Each check of `distcse.doctor`, passing and failing, with real folders, sockets, limits and servers."""
+"""Each check of `distcse doctor`, passing and failing, with real folders, sockets, limits and servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 
 from distcse import host
 from distcse.checks import Check, answers, ok
-from distcse.doctor import main
 from distcse.errors import RecipeNotFoundError
 from distcse.preflight import machine
 from distcse.preflight.inputs import input_questions
@@ -23,7 +22,10 @@ from distcse.preflight.models import check_model, model_questions
 from distcse.ray_backend import health
 from distcse.recipe import EncoderSection, EndpointSection, Recipe, TeacherSection, read_recipe
 from distcse.teachers.kinds import kind_of
+from tests.commands import command
 from tests.endpoints import Reply, open_endpoint
+
+main = command("doctor")
 
 
 def the_only(found: list[Check]) -> Check:

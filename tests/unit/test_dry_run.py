@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse import embed, evaluate, train, tune
+from distcse import cli
 from distcse.errors import (
     CorpusTooSmallError,
     EncoderSettingError,
@@ -35,7 +35,7 @@ def file(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> Path:
 
 
 def test_it_checks_corpus_models_and_cluster_and_trains_nothing(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(file), "--dry-run"]) == 0
+    assert cli.main(["train", str(file), "--dry-run"]) == 0
     output = capsys.readouterr()
     assert output.out.count("\n") == 1  # the verdict
     for words in (
@@ -51,7 +51,7 @@ def test_it_checks_corpus_models_and_cluster_and_trains_nothing(file: Path, caps
 
 
 def test_json_output(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(file), "--dry-run", "--json"]) == 0
+    assert cli.main(["train", str(file), "--dry-run", "--json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert events[-1] == {"event": "Checked", "recipe": str(file)}
     assert [event["text"][1:9] for event in events if event["event"] == "LogMessage"] == ["DCSE-W05"]
@@ -72,9 +72,9 @@ def test_it_fails_as_the_run_would(file: Path, capsys: pytest.CaptureFixture[str
         ("student.layers=[0, 9]", EncoderSettingError.code, ("layers", "9")),
     ):
         status = 2 if code == EncoderSettingError.code else 1
-        assert train.main([str(file), override, "--dry-run", "--quiet"]) == status
+        assert cli.main(["train", str(file), override, "--dry-run", "--quiet"]) == status
         assert_error(capsys.readouterr().err, code, named)
-    assert train.main([str(file), "--dry-run", "--resume", str(file.parent)]) == 2
+    assert cli.main(["train", str(file), "--dry-run", "--resume", str(file.parent)]) == 2
 
 
 @pytest.mark.parametrize("how", [["--dry-run", "--quiet"], ["--quiet"]])
@@ -87,7 +87,7 @@ def test_missing_vectors_of_a_teacher_are_reported_before_any_are_embedded(
         ([*vectors, cross], "objective.regression", "teacher 1"),
         ([*vectors, "teachers.mode=live"], "objective.regression", "teacher 0"),
     ):
-        assert train.main([str(file), *overrides, *how]) == 1
+        assert cli.main(["train", str(file), *overrides, *how]) == 1
         assert_error(capsys.readouterr().err, UnsuitableTeacherError.code, (key, teacher))
     assert not list((file.parent / "cache").rglob("shard-*"))
 
@@ -95,7 +95,7 @@ def test_missing_vectors_of_a_teacher_are_reported_before_any_are_embedded(
 def test_a_sweep_checks_its_space_too(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     space = tmp_path / "space.yaml"
     space.write_text("parameters: {objective.rank.tau2: {values: [0.05, 0.1]}}\nsearch: {algorithm: grid}\n")
-    assert tune.main([str(file), "--space", str(space), "--dry-run", "--quiet"]) == 0
+    assert cli.main(["tune", str(file), "--space", str(space), "--dry-run", "--quiet"]) == 0
     assert capsys.readouterr().out.count("\n") == 1
 
 
@@ -109,7 +109,7 @@ def groups(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> P
 
 
 def test_groups_are_checked_too(groups: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(groups), "--dry-run"]) == 0
+    assert cli.main(["train", str(groups), "--dry-run"]) == 0
     output = capsys.readouterr()
     assert output.out.count("\n") == 1  # the verdict
     for words in ("60 different pairs", "thin", "other"):
@@ -118,7 +118,7 @@ def test_groups_are_checked_too(groups: Path, capsys: pytest.CaptureFixture[str]
     corpus = groups.parent / "text.txt"
     corpus.write_text("One sentence.\nAnother.\nA third one.\n")
     mined = ["pairs.path=null", f"pairs.mine.corpus.path={corpus}"]
-    assert train.main([str(groups), *mined, "--dry-run"]) == 0
+    assert cli.main(["train", str(groups), *mined, "--dry-run"]) == 0
     assert "3 sentences" in capsys.readouterr().err
 
 
@@ -131,7 +131,7 @@ def test_groups_fail_as_their_run_would(groups: Path, capsys: pytest.CaptureFixt
         (f"evaluation.dev={groups.parent}/nothing.tsv", EvaluationDataError.code, ("nothing.tsv",)),
     ):
         status = 2 if code == EncoderSettingError.code else 1
-        assert train.main([str(groups), override, "--dry-run", "--quiet"]) == status
+        assert cli.main(["train", str(groups), override, "--dry-run", "--quiet"]) == status
         assert_error(capsys.readouterr().err, code, named)
 
 
@@ -141,31 +141,31 @@ def test_a_dev_set_that_is_a_test_set_is_refused_with_and_without_dry_run(
     test = next((labelled / "sts" / "stsb").glob("test.tsv*"))
     arguments = [f"evaluation.data={labelled}", f"evaluation.dev={test}", "evaluation.final_suites=[sts]", "--quiet"]
     for more in (["--dry-run"], []):
-        assert train.main([str(groups), *arguments, *more]) == 2
+        assert cli.main(["train", str(groups), *arguments, *more]) == 2
         assert_error(capsys.readouterr().err, InvalidValueError.code, ("dev", "STS-B"))
 
 
 def test_an_embedding_pass_counts_the_missing_rows(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert embed.main([str(file), "--dry-run"]) == 0
+    assert cli.main(["embed", str(file), "--dry-run"]) == 0
     output = capsys.readouterr()
     assert output.out.count("\n") == 1  # the verdict
     assert output.err.count("384 of 384 rows to embed") == 2
     assert not list((file.parent / "cache").rglob("shard-*"))
-    assert embed.main([str(file), "--quiet"]) == 0
-    assert embed.main([str(file), "--dry-run", "corpus.limit=384"]) == 0
+    assert cli.main(["embed", str(file), "--quiet"]) == 0
+    assert cli.main(["embed", str(file), "--dry-run", "corpus.limit=384"]) == 0
     assert capsys.readouterr().err.count(" 0 of 384 rows to embed") == 2
-    assert embed.main([str(file), "--dry-run", "--quiet", "teachers.encoders.1.backbone=./nowhere"]) == 1
+    assert cli.main(["embed", str(file), "--dry-run", "--quiet", "teachers.encoders.1.backbone=./nowhere"]) == 1
 
 
 def test_an_evaluation_names_models_and_sets(
     labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [f"mine={tiny('bert')}", "--suite", "sts,pairs", "--data", str(labelled), "--dry-run"]
-    assert evaluate.main([*arguments, "--pooling", "mean", "--out", str(tmp_path / "report")]) == 0
+    assert cli.main(["evaluate", *arguments, "--pooling", "mean", "--out", str(tmp_path / "report")]) == 0
     output = capsys.readouterr()
     assert output.out.count("\n") == 1  # the verdict
     for words in ("mine", "bi-encoder", "mean", "sts STS-B", "pairs MRPC", " 165 ", "STS13"):
         assert words in output.err
     assert not (tmp_path / "report").exists()
-    assert evaluate.main(arguments) == 2
+    assert cli.main(["evaluate", *arguments]) == 2
     assert_error(capsys.readouterr().err, EncoderSettingError.code, ("pooling",))

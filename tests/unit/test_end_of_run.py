@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from distcse import evaluate, train
+from distcse import cli
 from distcse.api import Run
+from distcse.cli.training import commands_for
 from distcse.events import Reporter
 from distcse.experiments.mutual.phases import Phase
 from distcse.experiments.mutual.result import Best, MutualResult
@@ -29,7 +30,7 @@ def test_a_student_is_shown_next_to_its_teachers_with_the_next_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe_with()
-    assert train.main([str(tmp_path / "recipe.yaml"), *SHORT]) == 0
+    assert cli.main(["train", str(tmp_path / "recipe.yaml"), *SHORT]) == 0
     shown = capsys.readouterr()
     assert "loading   PyTorch" in shown.err.partition("run directory")[0]
     lines = shown.out.splitlines()
@@ -45,7 +46,7 @@ def test_a_student_is_shown_next_to_its_teachers_with_the_next_commands(
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(sentences[:20]))
     printed = [str(texts) if word == "FILE" else word for word in words[words.index(f"student={run}") :]]
-    assert printed[1] == f"teacher={tiny('minilm')}" and evaluate.main(printed) == 0
+    assert printed[1] == f"teacher={tiny('minilm')}" and cli.main(["evaluate", *printed]) == 0
     assert "kept@10" in capsys.readouterr().out
 
 
@@ -53,7 +54,7 @@ def test_a_run_that_found_nothing_better_than_its_start_does_not_look_like_a_suc
     recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe_with()
-    assert train.main([str(tmp_path / "recipe.yaml"), *SHORT, "training.lr=1e-30"]) == 3
+    assert cli.main(["train", str(tmp_path / "recipe.yaml"), *SHORT, "training.lr=1e-30"]) == 3
     shown = capsys.readouterr()
     assert "DCSE-W11" in shown.err and "its start: no checkpoint is better" in shown.out
     assert "push" not in shown.out and "evaluate" in shown.out
@@ -72,7 +73,7 @@ def test_the_commands_of_several_models_name_the_first_one(
         for group in ("one", "two")
         for kind in ("bi", "cross")
     ]
-    lines = train.commands_for(Run(MutualResult.of(recipe, run, best, {}, 60, False, None)))
+    lines = commands_for(Run(MutualResult.of(recipe, run, best, {}, 60, False, None)))
     assert f"evaluate student={run.path}/models/one/bi start={tiny('bert')} --pooling mean --texts FILE" in "\n".join(
         lines
     )

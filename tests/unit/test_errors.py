@@ -16,7 +16,6 @@ import pytest
 from ray import cloudpickle
 
 from distcse import errors
-from distcse.command import exit_status
 from distcse.errors import (
     CorpusError,
     CorpusNotFoundError,
@@ -34,6 +33,7 @@ from distcse.errors import (
     last_line,
 )
 from distcse.preflight import warnings as settings_warnings
+from distcse.process import exit_status
 from distcse.recipe import read_recipe
 from tests.conftest import ROOT
 from tests.failures import fails_with

@@ -1,4 +1,4 @@
-"""`python -m distcse.evaluate`, called as on the command line."""
+"""`python -m distcse evaluate`, called as on the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from scipy.stats import spearmanr
 
 from distcse import api
-from distcse.command import INTERRUPTED
 from distcse.device import DeviceSpeed
 from distcse.errors import (
     DistcseError,
@@ -27,7 +26,6 @@ from distcse.errors import (
     ModelNotFoundError,
     StoppedEarlyError,
 )
-from distcse.evaluate import main
 from distcse.evaluation import (
     Candidate,
     Choice,
@@ -45,9 +43,13 @@ from distcse.evaluation import (
 )
 from distcse.events import Event, StageProgress
 from distcse.models import Encoder
+from distcse.process import INTERRUPTED
 from distcse.report.progress import JsonView
+from tests.commands import command
 from tests.failures import fails_with
 from tests.models import make_cross_encoder
+
+main = command("evaluate")
 
 
 def test_one_command_evaluates_and_writes(
@@ -211,6 +213,11 @@ def test_ensembles_of_unfit_models_are_refused(ensemble: str, named: tuple[str, 
     candidates = [Candidate(ModelInfo(name, name, kind, "cls", 32, 0), Ensemble([])) for name, kind in kinds.items()]
     with fails_with(EvaluationOptionError, "--ensemble", *named):
         make_ensembles([ensemble], candidates)
+
+
+def test_an_ensemble_has_seen_what_a_member_has_seen() -> None:
+    known = [Contamination({"a": 0.2, "b": 0.9}), Contamination({"a": 0.6}), Contamination({})]
+    assert Contamination.of_several(known).overlap == {"a": 0.6, "b": 0.9}
 
 
 def test_tables_are_printed_if_the_report_cannot_be_written(

@@ -15,7 +15,7 @@ from pydantic import Field
 from safetensors.torch import load_file, save_file
 
 import distcse
-from distcse import plan, train, tune
+from distcse import cli
 from distcse.device import DeviceSpeed
 from distcse.errors import ArgumentError, FrozenKeyError, ResumeMismatchError, SearchSpaceError
 from distcse.events import LogMessage, Reporter, StageProgress
@@ -178,20 +178,20 @@ def test_a_recipe_is_read_by_its_key(file: Path, models: list[Path]) -> None:
 
 
 def test_a_mistake_names_the_nearest_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(file), "log_evry=2"]) == 2
+    assert cli.main(["train", str(file), "log_evry=2"]) == 2
     assert "log_every" in capsys.readouterr().err
 
 
 def test_a_dry_run_checks_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(file), "--dry-run", "--json"]) == 0
+    assert cli.main(["train", str(file), "--dry-run", "--json"]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event.get("name") for event in events] == ["model 0", "model 1", "model 2", None]
     assert not list((file.parent / "runs").iterdir())
-    assert train.main([str(file), "soup=[nowhere]", "--dry-run", "--quiet"]) == 1
+    assert cli.main(["train", str(file), "soup=[nowhere]", "--dry-run", "--quiet"]) == 1
 
 
 def test_it_runs_resumes_and_reruns(file: Path, models: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(file), "--quiet"]) == 0
+    assert cli.main(["train", str(file), "--quiet"]) == 0
     (folder,) = (file.parent / "runs").iterdir()
     printed = capsys.readouterr().out
     assert f"soup of 3 models: {folder / 'model'}" in printed and f"run     {folder}" in printed
@@ -206,10 +206,10 @@ def test_it_runs_resumes_and_reruns(file: Path, models: list[Path], capsys: pyte
     assert stopped.interrupted and stopped.scores is None and not stopped.model.exists()
     with pytest.raises(FrozenKeyError, match="soup cannot change"):
         distcse.resume(stopped.directory, f"soup=[{models[0]}]")
-    assert train.main(["--resume", str(stopped.directory), "log_every=5", "--quiet"]) == 0
+    assert cli.main(["train", "--resume", str(stopped.directory), "log_every=5", "--quiet"]) == 0
     assert all(torch.equal(tensor, soup[key]) for key, tensor in weights_of(stopped.model).items())
 
-    assert train.main(["--rerun", str(folder), "--quiet"]) == 0
+    assert cli.main(["train", "--rerun", str(folder), "--quiet"]) == 0
     assert "equal to the first run's, bit for bit" in capsys.readouterr().out
     changed = Encoder.load(models[1])
     next(changed.parameters()).data += 1
@@ -221,9 +221,9 @@ def test_it_runs_resumes_and_reruns(file: Path, models: list[Path], capsys: pyte
 def test_commands_that_do_not_know_it_name_it(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     space = tmp_path / "space.yaml"
     space.write_text("parameters: {log_every: {values: [1, 2]}}\nsearch: {algorithm: grid}\n")
-    assert tune.main([str(file), "--space", str(space), "--dry-run", "--quiet"]) == 2
+    assert cli.main(["tune", str(file), "--space", str(space), "--dry-run", "--quiet"]) == 2
     assert SearchSpaceError.code in capsys.readouterr().err
-    assert plan.main([str(file)]) == 2
+    assert cli.main(["plan", str(file)]) == 2
     errors = capsys.readouterr().err
     assert ArgumentError.code in errors and "a model soup" in errors
 
@@ -247,7 +247,7 @@ def test_the_default_trials_name_the_kind_of_run(file: Path) -> None:
 def test_the_way_from_the_command_to_the_loss_is_short(
     recipe_with: Callable[..., BaseRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The functions of distcse that are active when the first step computes ListNet, from `train.main` on."""
+    """The functions of distcse that are active when the first step computes ListNet, from `cli.main` on."""
     recipe_with("objective.rank.form=list_net", "training.max_steps=1")  # writes recipe.yaml
     ways: list[list[str]] = []
 
@@ -257,9 +257,11 @@ def test_the_way_from_the_command_to_the_loss_is_short(
         return similarities.sum(dim=1)
 
     monkeypatch.setattr(sys.modules[ListNet.__module__], "list_net", record)
-    assert train.main([str(tmp_path / "recipe.yaml"), "--quiet"]) == 0
+    assert cli.main(["train", str(tmp_path / "recipe.yaml"), "--quiet"]) == 0
     assert ways[0] == [
-        "main",  # train.py
+        "main",  # cli
+        "exit_status",
+        "_train",
         "run",  # api.py
         "run",  # Distillation
         "train",  # LocalBackend

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse import api
-from distcse.api import ExportResult, export_onnx
+from distcse.api import export
 from distcse.errors import (
     DistcseError,
     EncoderSettingError,
@@ -22,15 +21,18 @@ from distcse.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from distcse.export import main
 from distcse.hub import prepare_upload
-from distcse.models import Encoder
+from distcse.models import Encoder, onnx
+from distcse.models.onnx import ExportResult
 from distcse.models.pooling import Dense
 from distcse.models.st_format import DenseShape
 from distcse.rank_space import RankSpaceEncoder
 from distcse.recipe import StudentSection
+from tests.commands import command
 from tests.failures import fails_with
 from tests.models import make_cross_encoder
+
+main = command("export")
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
@@ -51,7 +53,7 @@ def exported(
     (folder / "README.md").write_text(
         "---\nlicense: mit\n---\n# A student\n\n## ONNX\n\nOf an earlier export.\n\n## Limits\n\nSome.\n"
     )
-    return folder, export_onnx(str(folder), int8=True, data=labelled)
+    return folder, export(str(folder), int8=True, data=labelled)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,7 @@ def test_linear_layers_after_pooling_are_exported_and_copied(tiny: Callable[...,
     encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=16)
     encoder.head.append(Dense(DenseShape(in_features=32, out_features=8)))
     encoder.save(tmp_path / "model")
-    (file,) = export_onnx(str(tmp_path / "model"), out=tmp_path / "out").files
+    (file,) = export(str(tmp_path / "model"), out=tmp_path / "out").files
     assert [output.name for output in onnx.load(file.file).graph.output] == ["sentence_embedding"]
     assert file.min_cosine > 1 - 1e-5
     copied = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.safetensors")}
@@ -156,9 +158,9 @@ def test_a_file_with_other_vectors_is_not_written(
 ) -> None:
     """Simulated by writing another model's file."""
     other = exported[0] / "onnx" / "model.onnx"
-    monkeypatch.setattr(api, "write_onnx", lambda encoder, file: shutil.copyfile(other, file))
+    monkeypatch.setattr(onnx, "write_onnx", lambda encoder, file: shutil.copyfile(other, file))
     with fails_with(ExportError, "1e-04"):
-        export_onnx(str(tiny("bert")), out=tmp_path / "out", pooling="mean")
+        export(str(tiny("bert")), out=tmp_path / "out", pooling="mean")
     assert not (tmp_path / "out").exists()
 
 

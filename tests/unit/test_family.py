@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import distcse
-from distcse import plan, train
+from distcse import cli
 from distcse.errors import (
     DivergedError,
     EncoderSettingError,
@@ -309,21 +309,21 @@ def test_mistakes_are_refused_before_anything_is_read(
     assert not list((tmp_path / "runs").glob("*"))
     with pytest.raises(SearchSpaceError):
         _ = Family(read("family=[{layers: 1}]")).trials
-    assert train.main([str(file), "family=[{layers: 9}]", "--dry-run"]) == 2
+    assert cli.main(["train", str(file), "family=[{layers: 9}]", "--dry-run"]) == 2
     assert "has 3 layers" in capsys.readouterr().err
-    assert train.main([str(file), FAMILY, "--dry-run"]) == 0
+    assert cli.main(["train", str(file), FAMILY, "--dry-run"]) == 0
 
 
 def test_a_plan_counts_the_embedding_passes_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(file), FAMILY, "--cluster", "1xH100-80G", "--corpus-rows", "100000"]
-    assert plan.main([*arguments, "--json"]) == 0
+    assert cli.main(["plan", *arguments, "--json"]) == 0
     students = json.loads(capsys.readouterr().out)["students"]
     assert list(students) == ["wide", "1-layer"]
     assert students["wide"]["training_seconds"] > students["1-layer"]["training_seconds"] > 0
-    assert plan.main(arguments) == 0
+    assert cli.main(["plan", *arguments]) == 0
     total, _, *rows = capsys.readouterr().out.splitlines()
     assert "2 students" in total and rows[0].startswith("wide") and rows[1].startswith("1-layer")
-    assert plan.main([*arguments, "--gpus", "8"]) == 2
+    assert cli.main(["plan", *arguments, "--gpus", "8"]) == 2
 
 
 def test_a_plan_lets_students_train_side_by_side(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,9 +332,9 @@ def test_a_plan_lets_students_train_side_by_side(file: Path, capsys: pytest.Capt
     def planned(cluster: str, workers: int = 1) -> tuple[dict[str, Any], str]:
         family = "family=[{layers: 3}, {layers: 2}, {layers: 1}]"
         arguments = [str(file), family, f"training.workers={workers}", "--cluster", cluster, "--corpus-rows", "1000000"]
-        assert plan.main([*arguments, "--json"]) == 0
+        assert cli.main(["plan", *arguments, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert plan.main(arguments) == 0
+        assert cli.main(["plan", *arguments]) == 0
         return found, capsys.readouterr().out.splitlines()[0]
 
     two, line = planned("2xH100-80G")
@@ -352,9 +352,9 @@ def test_a_plan_lets_students_train_side_by_side(file: Path, capsys: pytest.Capt
 
 def test_a_plan_names_static_students(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(file), "family=[{layers: 1}, {static: true}]", "--cluster", "1xH100-80G", "--corpus-rows", "1000"]
-    assert plan.main([*arguments, "--json"]) == 0
+    assert cli.main(["plan", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["static"] == ["static"]
-    assert plan.main(arguments) == 0
+    assert cli.main(["plan", *arguments]) == 0
     assert ["static", "not", "counted"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.commands import COMMANDS
+from distcse.cli.shared import COMMANDS
 from distcse.recipe import recipe_yaml
 from tests.commands import run_command
 from tests.jobs import make_recipe
@@ -31,7 +31,7 @@ class Stopper:
     def exec_module(self, module): ...
 
 sys.meta_path.insert(0, Stopper())
-from distcse.__main__ import main
+from distcse.cli import main
 sys.exit(main())
 """
 CALLS = {

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from distcse.command import parse_command
-from distcse.train import build_parser
+from distcse import cli
 
 
 @pytest.mark.parametrize(
@@ -27,5 +26,5 @@ def test_a_command_limits_spinning_unless_the_user_has(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    parse_command(build_parser(), ["quickstart"])
+    assert cli.main(["train", "quickstart", "--print-recipe"]) == 0
     assert {name: os.environ[name] for name in names if name in os.environ} == expected

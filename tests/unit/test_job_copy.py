@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 import distcse
-from distcse import doctor, embed, evaluate, export, plan, train, tune
-from distcse.command import StopOnSignal
+from distcse import cli
 from distcse.errors import InvalidValueError
 from distcse.preflight.warnings import warn_of_places
+from distcse.process import StopOnSignal
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, open_store, resolve_path
@@ -39,9 +39,9 @@ def job(tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.
     return folder
 
 
-def is_refused(main: Callable[[list[str]], int], *words: str | Path) -> bool:
+def is_refused(name: str, *words: str | Path) -> bool:
     """Return whether a command exits with status 2."""
-    return main([*map(str, words), "--json"]) == 2
+    return cli.main([name, *map(str, words), "--json"]) == 2
 
 
 RUNS, CACHE = ["mine.yaml", "storage.runs=runs"], ["mine.yaml", "storage.cache=cache"]
@@ -49,26 +49,26 @@ SWEEP = ["--space", "space.yaml"]
 
 
 @pytest.mark.parametrize(
-    ("main", "words", "setting", "fix"),
+    ("name", "words", "setting", "fix"),
     [
-        (train.main, RUNS, "storage.runs", "storage.runs=s3://BUCKET/runs"),
-        (train.main, [*RUNS, "--dry-run"], "storage.runs", "storage.runs=/shared/runs"),
-        (train.main, CACHE, "storage.cache", "storage.cache=s3://BUCKET/cache"),
-        (train.main, [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
-        (train.main, ["--resume", "runs/mine-1"], "--resume", "--resume /shared/runs/mine-1"),
-        (tune.main, [*RUNS, *SWEEP], "storage.runs", "storage.runs=/shared/runs"),
-        (tune.main, [*RUNS, *SWEEP, "--dry-run"], "storage.runs", "storage.runs=/shared/runs"),
-        (tune.main, ["--resume", "runs/mine-1"], "--resume", "--resume /shared/runs/mine-1"),
-        (embed.main, CACHE, "storage.cache", "storage.cache=/shared/cache"),
-        (embed.main, [*CACHE, "--compare"], "storage.cache", "storage.cache=/shared/cache"),
-        (embed.main, [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
-        (evaluate.main, ["model", "--out", "report"], "--out", "--out /shared/report"),
-        (evaluate.main, ["model", "--mteb", "report"], "--mteb", "--mteb /shared/report"),
-        (export.main, ["me/model", "--onnx", "--out", "report"], "--out", "--out /shared/FOLDER"),
+        ("train", RUNS, "storage.runs", "storage.runs=s3://BUCKET/runs"),
+        ("train", [*RUNS, "--dry-run"], "storage.runs", "storage.runs=/shared/runs"),
+        ("train", CACHE, "storage.cache", "storage.cache=s3://BUCKET/cache"),
+        ("train", [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
+        ("train", ["--resume", "runs/mine-1"], "--resume", "--resume /shared/runs/mine-1"),
+        ("tune", [*RUNS, *SWEEP], "storage.runs", "storage.runs=/shared/runs"),
+        ("tune", [*RUNS, *SWEEP, "--dry-run"], "storage.runs", "storage.runs=/shared/runs"),
+        ("tune", ["--resume", "runs/mine-1"], "--resume", "--resume /shared/runs/mine-1"),
+        ("embed", CACHE, "storage.cache", "storage.cache=/shared/cache"),
+        ("embed", [*CACHE, "--compare"], "storage.cache", "storage.cache=/shared/cache"),
+        ("embed", [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
+        ("evaluate", ["model", "--out", "report"], "--out", "--out /shared/report"),
+        ("evaluate", ["model", "--mteb", "report"], "--mteb", "--mteb /shared/report"),
+        ("export", ["me/model", "--onnx", "--out", "report"], "--out", "--out /shared/FOLDER"),
     ],
 )
 def test_output_in_the_copy_is_refused(
-    main: Callable[[list[str]], int],
+    name: str,
     words: list[str],
     setting: str,
     fix: str,
@@ -76,8 +76,8 @@ def test_output_in_the_copy_is_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("distcse.tune.start_ray", lambda **options: None)
-    assert is_refused(main, *words)
+    monkeypatch.setattr("distcse.cli.training.start_ray", lambda **options: None)
+    assert is_refused(name, *words)
     error = capsys.readouterr().err
     assert error.startswith(f"distcse: [{InvalidValueError.code}] {setting} ")
     assert f"{job}/" in error and fix in error and error.count("\n") == 1
@@ -88,14 +88,14 @@ def test_the_default_folder_of_runs_is_refused_only_by_commands_that_write_runs(
     job: Path, tmp_path: Path, recipe_with: Callable[..., Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (job / "mine.yaml").write_text(recipe_yaml(recipe_with()).partition("storage:")[0])
-    assert is_refused(train.main, "mine.yaml")
+    assert is_refused("train", "mine.yaml")
     error = capsys.readouterr().err
     assert f"[{InvalidValueError.code}] storage.runs " in error and f"{job}/runs" in error
-    assert train.main(["mine.yaml", "--print-recipe"]) == 0
-    assert embed.main(["mine.yaml", f"storage.cache={tmp_path}/shared", "--quiet"]) == 0
-    assert plan.main(["mine.yaml", "--json"]) == 0
+    assert cli.main(["train", "mine.yaml", "--print-recipe"]) == 0
+    assert cli.main(["embed", "mine.yaml", f"storage.cache={tmp_path}/shared", "--quiet"]) == 0
+    assert cli.main(["plan", "mine.yaml", "--json"]) == 0
     capsys.readouterr()
-    assert doctor.main(["mine.yaml", "--json"]) == 1
+    assert cli.main(["doctor", "mine.yaml", "--json"]) == 1
     checks: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     (runs,) = [check for check in checks if check["name"] == "storage.runs"]
     assert runs["verdict"] == "fail" and f"{job}/runs" in runs["found"]
@@ -125,7 +125,7 @@ def test_a_job_that_runs_its_own_copy_is_warned(
 
 def test_an_onnx_export_next_to_a_model_in_the_copy_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (job / "model").mkdir()
-    assert is_refused(export.main, "model", "--onnx")
+    assert is_refused("export", "model", "--onnx")
     error = capsys.readouterr().err
     assert f"[{InvalidValueError.code}] MODEL " in error and f"{job}/model" in error
 

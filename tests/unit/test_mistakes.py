@@ -13,22 +13,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distcse import embed, evaluate, run, train, tune
+from distcse import cli, run
 from distcse.checks import require
-from distcse.command import refuse_launchers
 from distcse.errors import ArgumentError, CorpusNotFoundError, EncoderSettingError
 from distcse.models import Encoder
 from distcse.preflight.models import model_questions
+from distcse.process import refuse_launchers
 from distcse.recipe import BaseRecipe, Recipe, read_recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import open_store
+from tests.commands import command
 from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
 
 pytestmark = pytest.mark.usefixtures("without_ray")
-COMMANDS = {"train": train.main, "tune": tune.main, "evaluate": evaluate.main, "embed": embed.main}
+COMMANDS = {
+    "train": command("train"),
+    "tune": command("tune"),
+    "evaluate": command("evaluate"),
+    "embed": command("embed"),
+}
 
 
 class Place:
@@ -166,7 +172,7 @@ def test_one_message(
 def test_what_is_missing_is_found_before_there_is_a_run(override: str, place: Place, tmp_path: Path) -> None:
     """No folder of a run, and nothing read into the cache."""
     given = [override.format(p=place), f"storage.runs={tmp_path}/runs", f"storage.cache={tmp_path}/cache"]
-    assert train.main([str(place.recipe), *given, "--quiet"]) in (1, 2)
+    assert cli.main(["train", str(place.recipe), *given, "--quiet"]) in (1, 2)
     assert [file for file in tmp_path.rglob("*") if file.name not in ("runs", "cache")] == []
 
 
@@ -191,7 +197,7 @@ def test_what_a_mutual_distillation_lacks_is_found_before_there_is_a_run(
     recipe = tmp_path / "mutual.yaml"
     recipe.write_text(recipe_yaml(make_mutual_recipe(tmp_path, {"bert": place.tiny}, sentences)))
     places = (f"storage.runs={tmp_path}/runs", f"storage.cache={tmp_path}/cache", f"evaluation.data={place.labelled}")
-    assert train.main([str(recipe), pairs.format(p=place), *places, "--quiet"]) in (1, 2)
+    assert cli.main(["train", str(recipe), pairs.format(p=place), *places, "--quiet"]) in (1, 2)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: "))
     assert named in line and [*(tmp_path / "runs").glob("*")] == []
 
@@ -244,7 +250,7 @@ def test_a_model_that_the_hub_lacks_is_found_before_there_is_a_sweep(place: Plac
     space = tmp_path / "space.yaml"
     space.write_text("parameters: {objective.rank.tau2: {values: [0.1, 0.2]}}\n")
     given = ["student.backbone=nobody/no-such-model", f"storage.runs={tmp_path}/runs"]
-    assert tune.main([str(place.recipe), "--space", str(space), *given, "--quiet"]) == 1
+    assert cli.main(["tune", str(place.recipe), "--space", str(space), *given, "--quiet"]) == 1
     assert [file for file in tmp_path.rglob("*") if file.name not in ("runs", "cache")] == [space]
 
 
@@ -260,7 +266,7 @@ def test_a_model_that_the_hub_lacks_is_found_before_there_is_a_sweep(place: Plac
 def test_what_is_missing_is_found_before_torch_is_imported_and_ray_starts(override: str, place: Place) -> None:
     given = [str(place.recipe), "training.workers=1", override]
     code = (
-        f"import sys; from distcse import train; status = train.main({given}); "
+        f"import sys; from distcse.cli import main; status = main({['train', *given]}); "
         "print(status, *({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -314,19 +320,19 @@ def test_the_only_process_of_a_launcher_is_not_refused(
 
 
 def test_a_number_as_people_write_it_is_a_number(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(place.recipe), "training.lr=1e-5", "--print-recipe"]) == 0
+    assert cli.main(["train", str(place.recipe), "training.lr=1e-5", "--print-recipe"]) == 0
     assert "lr: 1.0e-05" in capsys.readouterr().out
 
 
 def test_the_recipe_of_a_run_is_printed_with_what_would_change(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(["--resume", str(place.run), "training.log_every=7", "--print-recipe"]) == 0
+    assert cli.main(["train", "--resume", str(place.run), "training.log_every=7", "--print-recipe"]) == 0
     assert "log_every: 7" in capsys.readouterr().out
 
 
 def test_for_programs_the_error_is_an_object(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(place.recipe), "corpus.path=/nowhere.txt", "--json"]) == 1
+    assert cli.main(["train", str(place.recipe), "corpus.path=/nowhere.txt", "--json"]) == 1
     shown = capsys.readouterr()
     last = json.loads(shown.out.splitlines()[-1])
     message = last.pop("message")
@@ -349,6 +355,6 @@ def test_an_endpoint_that_refuses_or_is_not_there(
         ("http://127.0.0.1:9/v1", ["cannot be reached after 0 retries"]),
     ):
         endpoint = f"teachers.encoders.0.endpoint={{url: '{url}', retries: 0}}"
-        assert train.main([str(place.recipe), endpoint, "teachers.encoders.0.max_length=null", "--quiet"]) == 1
+        assert cli.main(["train", str(place.recipe), endpoint, "teachers.encoders.0.max_length=null", "--quiet"]) == 1
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("distcse: ")]
         assert len(lines) == 1 and not [words for words in named if words not in lines[0]], lines

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from distcse import host
-from distcse.__main__ import main
+from distcse.cli import main
 from distcse.recipe import packaged_spaces, read_sweep
 from tests.conftest import ROOT
 

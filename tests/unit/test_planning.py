@@ -23,7 +23,6 @@ from distcse.errors import ArgumentError, ModelNotFoundError
 from distcse.experiments.distillation.processes import roles_on
 from distcse.models import Encoder, resolve_model
 from distcse.models.folder import model_class
-from distcse.plan import main
 from distcse.planning.costs import Pass, StudentPlan, Terms, WorkerMemory, gradient_bytes, transfer_seconds
 from distcse.planning.machines import GPUS, Cluster, Machine, parse_cluster
 from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
@@ -31,10 +30,13 @@ from distcse.planning.text import student_advice, student_problems
 from distcse.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
+from tests.commands import command
 from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import make_spec
 from tests.models import KINDS
+
+main = command("plan")
 
 BASE = "google-bert/bert-base-uncased"
 RANKCSE = "rankcse-listmle-bert-base"

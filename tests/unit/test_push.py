@@ -22,12 +22,14 @@ from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import DistcseError, HubUploadError, ModelNotFoundError
 from distcse.hub import prepare_upload, shorten_paths
 from distcse.models import Encoder
-from distcse.push import main
 from distcse.recipe import Recipe
+from tests.commands import command
 from tests.conftest import ROOT
 from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with
 from tests.hub import TOKEN, run_hub
+
+main = command("push")
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,9 @@ def test_paths_of_this_machine_are_removed(done: Run, tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "modules.json", "README.md", "distcse/recipe.yaml"} <= set(bundle.files)
     for name in bundle.files:
         if not name.endswith(".safetensors"):
-            text = (bundle.folder / name).read_text(encoding="utf-8")
+            text = (tmp_path / "out" / name).read_text(encoding="utf-8")
             assert "/tmp/" not in text and str(done.directory.parent) not in text, name
-    head = (bundle.folder / "README.md").read_text().split("---\n")[1]
+    head = (tmp_path / "out" / "README.md").read_text().split("---\n")[1]
     assert yaml.safe_load(head)["license"] == "mit" and bundle.remarks == []
     assert "license" not in (done.model / "README.md").read_text().split("---\n")[1], "the run's own card is unchanged"
     assert "--licence ID" in prepare_upload(done.model, tmp_path / "again").remarks[0]
@@ -88,8 +90,8 @@ def test_no_private_name_is_uploaded(done: Run, tmp_path: Path) -> None:
         (model / name).write_text(json.dumps(content))
     bundle = prepare_upload(model, tmp_path / "out")
     for name in bundle.files:
-        assert b"secret" not in (bundle.folder / name).read_bytes(), name
-    shared = yaml.safe_load((bundle.folder / "distcse" / "recipe.yaml").read_text())
+        assert b"secret" not in (tmp_path / "out" / name).read_bytes(), name
+    shared = yaml.safe_load((tmp_path / "out" / "distcse" / "recipe.yaml").read_text())
     assert shared["storage.runs"] == "s3" and shared["storage.cache"] == "cache"
     assert shared["student.backbone"] == "ü/model" and shared["teachers.encoders"][0]["backbone"] == "x"
 
@@ -175,7 +177,7 @@ def run_python(code: list[str], home: Path, **environment: str) -> subprocess.Co
 
 @pytest.mark.slow
 def test_a_pushed_model_can_be_loaded(done: Run, tmp_path: Path, sentences: list[str]) -> None:
-    push = ["-m", "distcse.push", str(done.directory), "--to", "me/mine", "--private", "--licence", "mit"]
+    push = ["-m", "distcse", "push", str(done.directory), "--to", "me/mine", "--private", "--licence", "mit"]
     vectors = tmp_path / "vectors.npy"
     load = [
         "-c",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from distcse import evaluate, rank
+from distcse import cli
 from distcse.errors import CorpusTooSmallError, EncoderSettingError, UnsupportedModelError
 from distcse.evaluation import Contamination, Evaluation, LoadOptions, collect, open_candidate
 from distcse.events import Reporter
@@ -55,7 +55,7 @@ def test_the_command_stores_a_model_that_scores_by_equation_7(
     Contamination.measure(["A dog runs."], [["A dog runs.", "A cat."]]).write(tmp_path / "model")
     out = tmp_path / "ranker"
     given = [str(tmp_path / "model"), "--corpus", str(corpus), "--out", str(out), "--references", "200", *options]
-    assert rank.main([*given, "--json"]) == 0
+    assert cli.main(["rank", *given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["references"] == 200
     references = [sentences[row] for row in draw_references(300, 200)]
     weight, normalize = (0.3, False) if options else (0.1, True)
@@ -65,7 +65,7 @@ def test_the_command_stores_a_model_that_scores_by_equation_7(
     np.testing.assert_allclose(opened.model.similarities(sentences[300:330], sentences[330:360]), expected, atol=1e-4)
     assert opened.contamination == Contamination.read(tmp_path / "model") and opened.contamination.overlap
     models = [f"student={tmp_path / 'model'}", f"ranks={out}"]
-    assert evaluate.main([*models, "--data", str(labelled), "--precision", "fp32", "--quiet"]) == 0
+    assert cli.main(["evaluate", *models, "--data", str(labelled), "--precision", "fp32", "--quiet"]) == 0
     assert "ranks" in capsys.readouterr().out
 
 
@@ -115,6 +115,6 @@ def test_mistakes_are_named(
     )
     for model, file, options, error in cases:
         given = [str(model), "--corpus", str(file), "--out", str(tmp_path / "out"), "--pooling", "mean", *options]
-        assert rank.main(given) == (2 if error is EncoderSettingError else 1)
+        assert cli.main(["rank", *given]) == (2 if error is EncoderSettingError else 1)
         assert f"[{error.code}]" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -12,10 +12,12 @@ import yaml
 
 from distcse.errors import RecipeError
 from distcse.recipe import packaged_recipes, read_recipe
-from distcse.recipe.__main__ import main
 from distcse.recipe.loading import parse_document
 from distcse.recipe.schema import reference, schema_documents, schema_json
+from tests.commands import command
 from tests.conftest import ROOT
+
+main = command("recipe")
 
 TEACHERS = [{"backbone": "a"}, {"backbone": "b"}]
 RECIPE: dict[str, Any] = {"student": {"backbone": "s"}, "teachers": {"encoders": TEACHERS}}
@@ -39,7 +41,7 @@ def test_packaged_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str
     assert main(["show", "quikstart"]) == 2
     error = capsys.readouterr().err
     assert (
-        "did you mean 'quickstart'?" in error and "distcse.recipe ls" in error and len(error) < 150
+        "did you mean 'quickstart'?" in error and "distcse recipe ls" in error and len(error) < 150
     )  # not all of them
 
 
@@ -80,7 +82,7 @@ def test_reference_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_committed_schemas_are_what_the_types_say(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = ROOT / "docs" / "schemas" / f"{kind}.schema.json"
     behind = (
-        f"{file} is behind the types; run: python -m distcse.recipe schema {kind} > docs/schemas/{kind}.schema.json"
+        f"{file} is behind the types; run: python -m distcse recipe schema {kind} > docs/schemas/{kind}.schema.json"
     )
     assert file.read_text(encoding="utf-8") == schema_json(kind), behind
     assert main(["schema", kind]) == 0 and capsys.readouterr().out == schema_json(kind)

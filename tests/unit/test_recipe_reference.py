@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "reference" / "recipe.md"
 
 
 def test_the_committed_page_is_what_the_types_say() -> None:
-    message = "docs/reference/recipe.md is behind the types; run: python -m distcse.recipe reference > docs/reference/recipe.md"
+    message = "docs/reference/recipe.md is behind the types; run: python -m distcse recipe reference > docs/reference/recipe.md"
     assert PAGE.read_text(encoding="utf-8") == reference(), message
 
 

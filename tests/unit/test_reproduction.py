@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import distcse
-from distcse import train
+from distcse import cli
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunError, RunRecordError
 from distcse.events import Event, Reporter, StepReport
 from distcse.runs.directory import RunDirectory, check_stored, recorded
@@ -32,7 +32,7 @@ def first(
 
     folder = tmp_path_factory.mktemp("first")
     make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences)
-    assert train.main([str(folder / "recipe.yaml"), *SHORT]) == 0
+    assert cli.main(["train", str(folder / "recipe.yaml"), *SHORT]) == 0
     return folder, only_run(folder)
 
 
@@ -76,7 +76,7 @@ def test_a_rerun_has_bitwise_equal_weights(
     first: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = first[1]
-    assert train.main(["--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 0
+    assert cli.main(["train", "--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 0
     again = only_run(tmp_path)
     assert "(blake2b" in capsys.readouterr().out
     record = load_checked_json(again / "rerun.json")
@@ -108,7 +108,7 @@ def test_the_largest_difference_of_weights_is_reported(
     name = next(iter(weights))
     weights[name].view(-1)[0] += 0.25
     save_file(weights, file, metadata={"format": "pt"})
-    assert train.main(["--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 0
+    assert cli.main(["train", "--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 0
     assert " 0.25" in " ".join(capsys.readouterr().out.split())
 
 
@@ -119,7 +119,7 @@ def test_changed_data_are_refused_in_one_line_before_any_work(
     before = corpus.read_text()
     try:
         corpus.write_text(before + "One more sentence.\n")
-        assert train.main(["--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 1
+        assert cli.main(["train", "--rerun", str(run), f"storage.runs={tmp_path / 'runs'}"]) == 1
     finally:
         corpus.write_text(before)
     loading, *reading, error = capsys.readouterr().err.splitlines()
@@ -135,7 +135,7 @@ def test_a_changed_corpus_is_refused_on_resume(
     before = corpus.read_text()
     try:
         corpus.write_text(before.replace("guitar", "violin"))
-        assert train.main(["--resume", str(run)]) == 1
+        assert cli.main(["train", "--resume", str(run)]) == 1
     finally:
         corpus.write_text(before)
     error = capsys.readouterr().err
@@ -170,10 +170,10 @@ def test_a_run_with_missing_or_damaged_files_cannot_be_repeated(
 
 
 def test_a_rerun_refuses_changes_of_its_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main(["--rerun", str(run), "seed=7"]) == 2
+    assert cli.main(["train", "--rerun", str(run), "seed=7"]) == 2
     error = capsys.readouterr().err
     assert f"[{FrozenKeyError.code}]" in error and "seed" in error
-    assert train.main(["--rerun", str(run), "--resume", str(run)]) == 2
+    assert cli.main(["train", "--rerun", str(run), "--resume", str(run)]) == 2
 
 
 @pytest.mark.parametrize("cut", [0.3, 0.6, 0.95])
@@ -196,9 +196,9 @@ def test_mutual_distillation_can_be_repeated_too(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, "mutual.cycles=1")
-    assert train.main([str(tmp_path / "recipe.yaml"), "mutual.cycles=1", "bi.epochs=1"]) == 0
+    assert cli.main(["train", str(tmp_path / "recipe.yaml"), "mutual.cycles=1", "bi.epochs=1"]) == 0
     run = only_run(tmp_path)
-    assert train.main(["--rerun", str(run), f"storage.runs={tmp_path / 'again'}"]) == 0
+    assert cli.main(["train", "--rerun", str(run), f"storage.runs={tmp_path / 'again'}"]) == 0
     assert "(blake2b" in capsys.readouterr().out
     (again,) = (tmp_path / "again").iterdir()
     comparison = load_checked_json(again / "rerun.json")

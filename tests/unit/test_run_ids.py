@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse import api, train
+from distcse import api, cli
 from distcse.data import Pairs
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import DevScore, Reporter
@@ -63,10 +63,10 @@ def stopped_run(recipe: Path, runs: Path) -> Path:
 def test_the_same_command_resumes_a_stopped_run(recipe: Path, undisturbed: bytes, tmp_path: Path) -> None:
     begun = stopped_run(recipe, tmp_path)
     command = [str(recipe), *SETTINGS[:-1], "--run-id", "nightly", f"storage.runs={tmp_path}", "--quiet"]
-    assert train.main(command) == 0
+    assert cli.main(["train", *command]) == 0
     assert (begun / "model" / "model.safetensors").read_bytes() == undisturbed
     assert [folder.name for folder in tmp_path.iterdir()] == ["nightly"]
-    assert train.main(command) == 0, "a finished run is finished at every further start"
+    assert cli.main(["train", *command]) == 0, "a finished run is finished at every further start"
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from distcse.api import check_measurement
+from distcse.api import measure
 from distcse.data import Corpus
-from distcse.doctor import main as doctor
 from distcse.errors import CorpusTooSmallError, StoppedEarlyError
 from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
@@ -26,7 +25,6 @@ from distcse.experiments.distillation.trials import DistillationTrials
 from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.models import Encoder, TokenizerSpec
-from distcse.plan import main as plan
 from distcse.preflight.warnings import (
     SettingsWarning,
     warn_of_curve,
@@ -50,9 +48,13 @@ from distcse.storage import resolve_path
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.vector_statistics import SAMPLE, VectorStatistics, table_statistics
 from distcse.tuning.sweep import begin, reopen
+from tests.commands import command
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.pairs import make_mutual_recipe
+
+doctor = command("doctor")
+plan = command("plan")
 
 SHORT = ("training.max_steps=2", "evaluation.eval_steps=2", "evaluation.final_suites=[]")
 
@@ -144,8 +146,8 @@ def test_text_that_tokenizers_do_not_know_is_warned_of(tiny: Callable[..., Path]
     models = {"a": str(tiny("bert")), "b": str(tiny("roberta"))}
     options = LoadOptions(pooling="mean", max_length=16)
     (line,) = reported(
-        lambda reporter: check_measurement(
-            models, texts=tmp_path / "corpus.txt", load_options=options, listen=reporter.emit
+        lambda reporter: measure(
+            models, texts=tmp_path / "corpus.txt", load_options=options, dry_run=True, listen=reporter.emit
         )
     )
     assert "of a, which" in line
@@ -272,7 +274,7 @@ def test_an_evaluation_without_the_prompt_that_a_folder_names_is_warned_of(
         events: list[Event] = []
         options = LoadOptions(pooling="mean", prompt=prompt)
         models = [str(theirs), str(tmp_path / "ours")]
-        check_measurement(models, texts=tmp_path / "texts.txt", load_options=options, listen=events.append)
+        measure(models, texts=tmp_path / "texts.txt", load_options=options, dry_run=True, listen=events.append)
         return [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W04]" in event.text]
 
     (line,) = reported()

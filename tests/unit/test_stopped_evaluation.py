@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import distcse
-from distcse.command import INTERRUPTED
 from distcse.evaluation import Evaluation, ModelInfo, ModelResults, RecordedScores
 from distcse.evaluation.bootstrap import AucOf, AverageOf, Fixed, MeanOf, SpearmanOf
 from distcse.evaluation.encoding import decode_result, encode_result
@@ -23,10 +22,13 @@ from distcse.experiments.backend import DeviceCall, LocalBackend
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.placement.devices import DeviceOptions
+from distcse.process import INTERRUPTED
 from distcse.recipe import MutualRecipe, Recipe
-from distcse.train import main
 from tests.backends import run_mutual
+from tests.commands import command
 from tests.pairs import make_mutual_recipe
+
+main = command("train")
 
 MakeRecipe = Callable[..., Recipe]
 T = TypeVar("T")

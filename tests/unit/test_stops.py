@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 
 import distcse
-from distcse.command import INTERRUPTED, StopOnSignal, exit_status
 from distcse.data import Corpus
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation import Contamination, RetrievalDataset, RetrievalTask, Tasks
@@ -42,6 +41,7 @@ from distcse.experiments.distillation.tables import embed_corpus, prepare_tables
 from distcse.experiments.experiment import experiment_of
 from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.models import Encoder, EncoderHandle
+from distcse.process import INTERRUPTED, StopOnSignal, exit_status
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.runs import lease as leases
 from distcse.runs.directory import RunDirectory
@@ -458,7 +458,6 @@ ASKS = {
     "ray_backend/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
     "ray_backend/teacher_servers:co_located_servers": "tests/faults/test_kills.py",
     "ray_backend/train_workers:_run_trainer": "tests/faults/test_kills.py",
-    "ray_backend/tune:TrialListener.on_step_end": "tests/faults/test_sweeps.py",
     "runs/lease:_wait": _WAIT,
     "runs/lease:_local_lock": _WAIT,
     "teachers/comparison:compare": _PASS,
@@ -474,7 +473,7 @@ SHORT = {
     "experiments/mutual/pair_task:PairBatch.encode": "a training step",
     "experiments/mutual/pair_task:PairBatch._encode_part": "a training step",
     "experiments/mutual/pair_task:encode_streams": "a training step",
-    "api:export_onnx": "without `StopOnSignal`: a signal ends the command at once",
+    "models/onnx:export_encoder": "without `StopOnSignal`: a signal ends the command at once",
     "models/encoder:KeptTokens.encode": "as make_dev_encode",
     "models/static:StaticEncoder.encode": "as _with_total",
     "rank_space/encoder:RankSpaceEncoder.similarities": "the Python API, without a run",
@@ -588,7 +587,7 @@ def test_a_closed_pipe_or_terminal_leaves_a_checkpoint(
 def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "distcse.recipe", "reference"]
+    command = [sys.executable, "-m", "distcse", "recipe", "reference"]
     done = subprocess.run(command, stdout=writer, stderr=PIPE, text=True, env=user_environment(), cwd=ROOT, check=False)
     os.close(writer)
     assert done.returncode == 141 and done.stderr == ""

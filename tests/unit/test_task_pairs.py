@@ -1,4 +1,4 @@
-"""`python -m distcse.pairs`: the pairs of Trans-Encoder's tasks, split as in its public code."""
+"""`python -m distcse pairs`: the pairs of Trans-Encoder's tasks, split as in its public code."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from distcse.cli import training
 from distcse.errors import EvaluationDataError, EvaluationFormatError, EvaluationOptionError
 from distcse.evaluation import collect, read_table
 from distcse.evaluation.task_pairs import PAIR_TASKS, write_task_pairs
 from distcse.experiments.mutual.pairs import read_pairs
-from distcse.pairs import TASKS, main
 from distcse.recipe import MutualRecipe, read_recipe
+from tests.commands import command
 from tests.failures import fails_with
+
+main = command("pairs")
 
 
 def table(file: Path, header: str, rows: Sequence[str]) -> Path:
@@ -144,4 +147,4 @@ def test_wrong_sources_are_named(tmp_path: Path, qnli: list[Path]) -> None:
 
 
 def test_the_command_knows_all_tasks() -> None:
-    assert TASKS == PAIR_TASKS
+    assert training.PAIR_TASKS == PAIR_TASKS

@@ -14,13 +14,15 @@ from distcse.errors import ModelNotFoundError, UnsuitableTeacherError
 from distcse.events import Reporter
 from distcse.experiments.backend import LocalBackend
 from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.plan import main as plan
 from distcse.recipe import EndpointSection, Recipe, TeacherSection
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.table import TableIdentity
 from distcse.teachers.teacher import LiveTeacher
+from tests.commands import command
 from tests.failures import fails_with
 from tests.models import make_cross_encoder
+
+plan = command("plan")
 
 ENDPOINT = EndpointSection(url="http://host:8080/v1")
 CLASS_PATH = "tests.unit.test_teacher_kinds:Constant"

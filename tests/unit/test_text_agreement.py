@@ -1,4 +1,4 @@
-"""`python -m distcse.evaluate MODEL … --texts FILE`: models compared on texts without labels, and their size and speed."""
+"""`python -m distcse evaluate MODEL … --texts FILE`: models compared on texts without labels, and their size and speed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from scipy.stats import pearsonr, spearmanr
 
 from distcse import measure
 from distcse.errors import EvaluationDataError, EvaluationFormatError
-from distcse.evaluate import main
 from distcse.evaluation import Choice, Limits, LoadOptions, TextsTask
 from distcse.evaluation.bootstrap import PearsonOf
 from distcse.evaluation.evaluation import TIMED_TEXTS, measure_speed
 from distcse.evaluation.tasks.agreement import MAX_TEXTS, nearest
 from distcse.models import Encoder
+from tests.commands import command
 from tests.failures import fails_with
+
+main = command("evaluate")
 
 OPTIONS = LoadOptions(pooling="mean", precision="fp32")
 

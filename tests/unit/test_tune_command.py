@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distcse.tune import main
+from tests.commands import command
+
+main = command("tune")
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 SPACES = Path(__file__).parents[2] / "distcse" / "spaces"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.api import export_onnx
+from distcse.api import export
 from distcse.models import Encoder
 from tests.commands import user_environment
 from tests.conftest import MINILM, ROOT
@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     model = folder / "runs" / "my-run" / "model"
     Encoder.load(MINILM).save(model)
-    export_onnx(str(model), int8=True)
+    export(str(model), int8=True)
     return folder
 
 

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from distcse import doctor, embed, evaluate, export, plan, train
+from distcse import cli
 from distcse.errors import (
     EncoderError,
     ModelFormatError,
@@ -216,7 +216,7 @@ def test_a_run_and_its_dry_run_refuse_it(
         overrides = [f"teachers.encoders.0.backbone={bare_scorer}"]
     elif role == "generator":
         overrides = [f"objective.detection={{generator: {bare_generator}}}"]
-    assert_one_error_line(train.main([recipe, *overrides, *options, "--quiet"]), capsys)
+    assert_one_error_line(cli.main(["train", recipe, *overrides, *options, "--quiet"]), capsys)
 
 
 @pytest.mark.parametrize("part", ["backbone", "cross_backbone"])
@@ -231,10 +231,10 @@ def test_mutual_distillation_refuses_it(
     mutual = make_mutual_recipe(tmp_path, {"one": tiny("bert"), "other": tiny("roberta")}, sentences)
     (tmp_path / "groups.yaml").write_text(recipe_yaml(mutual))
     arguments = [str(tmp_path / "groups.yaml"), f"groups.0.{part}={bare}"]
-    assert_one_error_line(train.main([*arguments, "--dry-run", "--quiet"]), capsys)
-    assert_one_error_line(train.main([*arguments, "--quiet"]), capsys)
-    assert_one_error_line(plan.main(arguments), capsys)
-    assert doctor.main(arguments) == 1 and re.search(DOCTOR_LINE, capsys.readouterr().out)
+    assert_one_error_line(cli.main(["train", *arguments, "--dry-run", "--quiet"]), capsys)
+    assert_one_error_line(cli.main(["train", *arguments, "--quiet"]), capsys)
+    assert_one_error_line(cli.main(["plan", *arguments]), capsys)
+    assert cli.main(["doctor", *arguments]) == 1 and re.search(DOCTOR_LINE, capsys.readouterr().out)
 
 
 def test_embedding_evaluation_and_export_refuse_it(
@@ -242,12 +242,12 @@ def test_embedding_evaluation_and_export_refuse_it(
 ) -> None:
     for options in ([], ["--dry-run"]):
         arguments = [recipe, f"teachers.encoders.0.backbone={bare}", "--quiet"]
-        assert_one_error_line(embed.main([*arguments, *options]), capsys)
+        assert_one_error_line(cli.main(["embed", *arguments, *options]), capsys)
         for model in (bare, bare_scorer):
             arguments = [str(model), "--data", str(labelled), "--suite", "sts", "--pooling", "mean", "--quiet"]
-            assert_one_error_line(evaluate.main([*arguments, *options]), capsys)
+            assert_one_error_line(cli.main(["evaluate", *arguments, *options]), capsys)
     arguments = [str(bare), "--onnx", "--pooling", "mean", "--out", str(tmp_path / "onnx")]
-    assert_one_error_line(export.main(arguments), capsys)
+    assert_one_error_line(cli.main(["export", *arguments]), capsys)
 
 
 def test_a_plan_and_the_doctor_refuse_it(
@@ -258,8 +258,8 @@ def test_a_plan_and_the_doctor_refuse_it(
         f"teachers.encoders.0.backbone={bare}",
         f"objective.detection={{generator: {bare_generator}}}",
     ):
-        assert_one_error_line(plan.main([recipe, override]), capsys)
-        assert doctor.main([recipe, override]) == 1
+        assert_one_error_line(cli.main(["plan", recipe, override]), capsys)
+        assert cli.main(["doctor", recipe, override]) == 1
         assert re.search(DOCTOR_LINE, capsys.readouterr().out)
 
 
@@ -267,7 +267,7 @@ def test_a_plan_and_the_doctor_refuse_it(
 def test_a_plan_needs_only_the_config(recipe: str, bare: Path) -> None:
     """As for a model that is not downloaded yet."""
     (bare / "model.safetensors").unlink()
-    assert plan.main([recipe, f"student.backbone={bare}"]) == 0
+    assert cli.main(["plan", recipe, f"student.backbone={bare}"]) == 0
 
 
 def test_a_hub_model_is_checked_when_it_is_downloaded(
@@ -277,9 +277,9 @@ def test_a_hub_model_is_checked_when_it_is_downloaded(
     monkeypatch.setattr("distcse.model_source.fetch_from_hub", lambda *arguments: bare)
     with fails_with(TokenizerError, str(bare), EXPECTED_FILES):
         Encoder.load("nobody/has-this", pooling="mean")
-    assert plan.main([recipe, "student.backbone=nobody/has-this"]) == 0
+    assert cli.main(["plan", recipe, "student.backbone=nobody/has-this"]) == 0
     capsys.readouterr()
-    assert doctor.main([recipe, "student.backbone=nobody/has-this"]) == 1
+    assert cli.main(["doctor", recipe, "student.backbone=nobody/has-this"]) == 1
     assert "not in the hub's cache, and HF_HUB_OFFLINE is set" in capsys.readouterr().out
 
 

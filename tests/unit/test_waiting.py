@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distcse.events import Event, LogMessage, Reporter, WaitWarning
+from distcse.events import Event, LogMessage, Reporter
+from distcse.placement.waiting import WaitWarning
 
 
 def test_a_long_wait_is_reported_once() -> None:

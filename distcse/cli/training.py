@@ -1,0 +1,739 @@
+"""Commands on the way to a model: train, tune, embed and pairs; recipe, plan, doctor and env look first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distcse import host
+from distcse.cli.shared import (
+    add_command,
+    add_output_options,
+    add_recipe_words,
+    add_start_options,
+    loading,
+    passed,
+    program,
+)
+from distcse.errors import (
+    ArgumentError,
+    ClusterTooSmallError,
+    MissingDependencyError,
+    RecipeNotFoundError,
+    UnknownKeyError,
+    WorkFailedError,
+)
+from distcse.process import INTERRUPTED, NO_GAIN, StopOnSignal, refuse_launchers
+from distcse.ray_backend.cluster import start_ray
+from distcse.report.progress import print_json, print_lines
+from distcse.spelling import PATHS_BY_NAME, nearest
+from distcse.storage import open_store, refuse_job_copy, resolve_path, to_uri
+
+if TYPE_CHECKING:
+    from distcse.api import Run
+    from distcse.cli.shared import Commands
+    from distcse.recipe import BaseRecipe, Recipe, Sweep
+    from distcse.tuning.space import Space
+    from distcse.tuning.sweep import SweepResult
+
+PAIR_TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
+"""`PAIR_TASKS` of `distcse.evaluation.task_pairs`, whose import takes seconds that `--help` does not wait for."""
+SCHEMAS = ("recipe", "family", "mutual", "space")
+"""Names in `distcse.recipe.schema.schema_documents`, for the same reason."""
+_MODELINE = "# yaml-language-server:"
+_TUNE_PACKAGES = ("optuna", "simpleeval")
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the commands to the tree."""
+    for add in (_add_train, _add_tune, _add_embed, _add_pairs, _add_recipe, _add_plan, _add_doctor, _add_env):
+        add(commands)
+
+
+def _add_train(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "train",
+        _train,
+        "Distil a student sentence encoder from frozen teachers.",
+        "rankcse-listmle-bert-base corpus.path=text.txt.gz objective.rank.tau2=0.025",
+        kept="the last checkpoint is kept",
+    )
+    add_recipe_words(parser, optional=True)
+    parser.add_argument("--print-recipe", action="store_true", help="print the resolved recipe and stop")
+    parser.add_argument(
+        "--rerun",
+        metavar="RUN",
+        help="repeat the run in this directory, or at this address, in a new one, on the same data, and compare the weights",
+    )
+    add_start_options(parser, "run", "recipe, text, labelled sets, models and cluster")
+    add_output_options(parser)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from distcse.preflight.inputs import require_inputs
+    from distcse.recipe import read_recipe, recipe_yaml
+
+    refuse_launchers()
+    overrides = _overrides(options)
+    if options.print_recipe:
+        source = options.recipe if options.resume is None else _stored_recipe(options.resume)
+        sys.stdout.write(recipe_yaml(read_recipe(source, overrides)))
+        return 0
+    earlier = options.rerun or options.resume
+    recipe = None if earlier else read_recipe(options.recipe, overrides)
+    if recipe is not None:
+        require_inputs(recipe)
+    if recipe is not None and options.dry_run:
+        with loading(options) as listen:
+            from distcse.api import check
+
+            check(recipe, listen=listen)
+        return passed(options, "the dry run passed; leave out --dry-run to start the run", recipe=options.recipe)
+    start = start_ray if recipe is not None and recipe.uses_ray else None
+    with loading(options, start) as listen, (stop := StopOnSignal()):
+        from distcse.api import rerun, resume, run
+
+        if recipe is not None:
+            done = run(recipe, listen=listen, stop_requested=stop.stop_requested)
+        else:
+            again = resume if options.rerun is None else rerun
+            done = again(earlier, *overrides, listen=listen, stop_requested=stop.stop_requested)
+    _print_run(done, options.json)
+    return INTERRUPTED if done.interrupted else 0 if done.improved else NO_GAIN
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """Return the overrides of a run.
+
+    Raises:
+        ArgumentError: Options exclude each other, or the recipe is missing or named twice.
+    """
+    from distcse.recipe import packaged_recipes
+
+    if options.rerun is None and options.resume is None:
+        if options.recipe is None:
+            raise ArgumentError(f"name a recipe or a YAML file; packaged recipes: {', '.join(packaged_recipes())}")
+        run_id = [] if options.run_id is None else [f"storage.run_id={options.run_id}"]
+        return [*options.overrides, *run_id]
+    option = "--resume" if options.rerun is None else "--rerun"
+    overrides = [*([options.recipe] if options.recipe else []), *options.overrides]
+    if overrides and "=" not in overrides[0]:
+        raise ArgumentError(f"{option} takes the recipe from the run's folder; take {overrides[0]} away")
+    if options.run_id is not None:
+        raise ArgumentError(f"{option} takes a run's folder; take --run-id away")
+    if options.rerun is not None and (options.resume is not None or options.print_recipe or options.dry_run):
+        raise ArgumentError("--rerun starts over, with the recipe of the run's folder; leave out the other option")
+    if options.dry_run and not options.print_recipe:
+        raise ArgumentError("--dry-run is for a run that has not begun; take --resume away")
+    return overrides
+
+
+def _stored_recipe(run: str) -> str:
+    """Fetch a run's stored recipe and return its path."""
+    store = open_store(run)
+    store.fetch("recipe.yaml")
+    return str(store.path / "recipe.yaml")
+
+
+def _print_run(done: Run, as_json: bool) -> None:
+    from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
+
+    evaluation = done.result.evaluation
+    if as_json:
+        finished = {
+            "event": "Finished",
+            "interrupted": done.interrupted,
+            "run": done.uri,
+            "models": {name: to_uri(model) for name, model in done.models.items()},
+            "unchanged": done.result.unchanged,
+            "reports": [to_uri(file) for file in done.reports],
+            **({} if done.compared is None else {"weights": done.compared.description}),
+        }
+        print_json([*(results_as_json(evaluation) if evaluation else []), finished])
+        return
+    if evaluation is not None:
+        print_remarks(evaluation)
+        print_evaluation(evaluation)
+    lines = ["", *done.result.summary, f"run     {done.uri}"]
+    if done.compared is not None:
+        lines.append(f"weights {done.compared.description}")
+    print_lines([*lines, *(f"report  {to_uri(file)}" for file in done.reports), *commands_for(done)])
+
+
+def commands_for(done: Run) -> list[str]:
+    """Return the lines that say what to do with a run next: resume it, use its model, evaluate it."""
+    resume = [f"resume  {program('train')} --resume {done.uri}"] if done.interrupted else []
+    if not done.models:
+        return resume
+    model = done.uri if len(done.models) == 1 else to_uri(next(iter(done.models.values())))
+    reference = ""
+    if (found := done.result.reference) is not None:
+        pooling = "" if found.section.pooling is None else f" --pooling {found.section.pooling}"
+        reference = f" {found.name}={found.section.backbone}{pooling}"
+    commands = {
+        f"{program('evaluate')} student={model}{reference} --texts FILE": "agreement and speed on your own text, without labels",
+        f"{program('export')} {model} --onnx --int8": "ONNX files",
+        **({f"{program('push')} {model} --to USER/NAME": "upload to the hub"} if done.improved else {}),
+    }
+    use = [
+        "# use in Python",
+        "from sentence_transformers import SentenceTransformer",
+        *(f'model = SentenceTransformer("{folder}")' for folder in done.models.values()),
+        'print(model.similarity(model.encode(["How do I sort a list?"]), model.encode(["Order the items."])))',
+    ]
+    return [
+        *resume,
+        "",
+        *(line for command, purpose in commands.items() for line in (f"# {purpose}", command)),
+        *(use if len(done.models) == 1 else []),
+    ]
+
+
+def _add_tune(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "tune",
+        _tune,
+        "Search a recipe's parameters with Ray Tune: many trials, one teacher pass.",
+        "rankcse-listnet-bert-base --space rankcse-listnet corpus.path=text.txt.gz evaluation.data=data "
+        "sweep.search.trials=48",
+        kept="trials that ended are kept",
+    )
+    add_recipe_words(
+        parser, optional=True, help="values that override the recipe's; sweep.key=value overrides the space's"
+    )
+    parser.add_argument("--space", metavar="SPACE", help="the search space: a packaged one's name, or a YAML file")
+    parser.add_argument("--print-space", action="store_true", help="check and print the resolved space and stop")
+    add_start_options(parser, "sweep", "recipe, space, text, labelled sets, models and cluster")
+    add_output_options(parser)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from distcse.preflight.inputs import require_inputs
+
+    refuse_launchers()
+    try:
+        if options.resume is not None:
+            _refuse_with_resume(options)
+            return _sweep(options, None)
+        recipe, sweep = _recipe_and_space(options)
+        if options.print_space:
+            return _print_space(options, recipe, sweep)
+        require_inputs(recipe)
+        return _check_sweep(options, recipe, sweep) if options.dry_run else _sweep(options, (recipe, sweep))
+    except ModuleNotFoundError as lacking:
+        if lacking.name not in _TUNE_PACKAGES:
+            raise
+        raise MissingDependencyError(f"{lacking}; {host.pip_install('tune')}") from None
+
+
+def _refuse_with_resume(options: argparse.Namespace) -> None:
+    if options.recipe or options.space:
+        raise ArgumentError("--resume takes recipe and space from the sweep's folder; name only the folder")
+    if options.run_id is not None:
+        raise ArgumentError("--resume takes a sweep's folder; take --run-id away")
+    if options.dry_run or options.print_space:
+        option = "--dry-run" if options.dry_run else "--print-space"
+        raise ArgumentError(f"{option} is for a sweep that has not begun; take --resume away")
+
+
+def _recipe_and_space(options: argparse.Namespace) -> tuple[BaseRecipe, Sweep]:
+    """Read the recipe and the space of a new sweep.
+
+    Raises:
+        ArgumentError: One of them is not named.
+        UnknownKeyError: The recipe has no such key, which may be one of the space without its prefix.
+    """
+    from distcse.recipe import Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep
+    from distcse.recipe.base import recipe_classes
+    from distcse.recipe.sweep import OVERRIDE_PREFIX
+
+    if options.recipe is None or options.space is None:
+        raise ArgumentError(
+            f"name a recipe and a space: {program('tune')} RECIPE --space SPACE; recipes: "
+            f"{', '.join(packaged_recipes())}; spaces: {', '.join(packaged_spaces())}"
+        )
+    of_space = [o.removeprefix(OVERRIDE_PREFIX) for o in options.overrides if o.startswith(OVERRIDE_PREFIX)]
+    of_recipe = [o for o in options.overrides if not o.startswith(OVERRIDE_PREFIX)]
+    if options.run_id is not None:
+        of_recipe.append(f"storage.run_id={options.run_id}")
+    try:
+        recipe = read_recipe(options.recipe, of_recipe)
+    except UnknownKeyError:
+        recipe_keys = {key for kind in recipe_classes() for key in kind.model_fields}
+        for override in of_recipe:
+            key = override.partition("=")[0]
+            meant = PATHS_BY_NAME.get(key, f"{OVERRIDE_PREFIX}{key}")
+            if meant.removeprefix(OVERRIDE_PREFIX).partition(".")[0] in Sweep.model_fields.keys() - recipe_keys:
+                raise UnknownKeyError(f"{key} is no key of the recipe; did you mean {meant!r}?") from None
+        raise
+    return recipe, read_sweep(options.space, of_space, override_prefix=OVERRIDE_PREFIX)
+
+
+def _print_space(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int:
+    from distcse.recipe import recipe_yaml
+
+    with loading(options):
+        from distcse.tuning.space import Space
+
+        space = Space(sweep, recipe)
+    sys.stdout.write("".join(f"# {line}\n" for line in _describe_space(sweep, space)))
+    sys.stdout.write(recipe_yaml(sweep))
+    return 0
+
+
+def _describe_space(sweep: Sweep, space: Space) -> list[str]:
+    """Describe a space in a few lines: trials, schedule, seeds, and a line per parameter."""
+    search = sweep.search
+    trials = len(space.grid()) if search.algorithm == "grid" else search.trials
+    seeds = len(sweep.final_runs.seeds)
+    return [
+        f"{trials} trials ({search.algorithm}), schedule {sweep.schedule.kind}, {seeds} final seed{'s' * (seeds != 1)}",
+        *(f"{path}: {each.kind} {getattr(each, each.kind)}" for path, each in space.parameters.items()),
+    ]
+
+
+def _check_sweep(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int:
+    with loading(options) as listen:
+        from distcse.events import Reporter
+        from distcse.experiments.experiment import experiment_of
+        from distcse.ray_backend.backend import choose_backend
+        from distcse.tuning.sweep import check
+        from distcse.tuning.trial_resources import plans_of_trials, trial_resources
+
+        check(recipe, sweep)
+        experiment_of(recipe).check(
+            choose_backend(recipe),
+            Reporter(listen),
+            lambda nodes: plans_of_trials(recipe, sweep, trial_resources(recipe, sweep, nodes), nodes),
+        )
+    line = "the dry run passed; leave out --dry-run to start the sweep"
+    return passed(options, line, recipe=options.recipe, space=options.space)
+
+
+def _sweep(options: argparse.Namespace, new: tuple[BaseRecipe, Sweep] | None) -> int:
+    """Begin a new sweep, or resume that of `--resume`."""
+    with loading(options, lambda: start_ray(fast_allocator=True)) as listen:
+        from distcse.events import Reporter
+        from distcse.ray_backend.sweep_backend import RaySweepBackend
+        from distcse.report.sweep_page import write_sweep_pages
+        from distcse.tuning.sweep import begin, check, reopen, run_sweep
+
+        directory, given = Path(), set[tuple[str, str]]()
+        if new is None:
+            directory = resolve_path(options.resume).absolute()
+        else:
+            check(*new)
+            directory, given = begin(*new, Reporter(listen)), new[0].given_keys
+        recipe, sweep = reopen(directory, given)
+        with (stop := StopOnSignal()):
+            result = run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter(listen, stop.stop_requested))
+    _print_sweep(result, write_sweep_pages(result), options.json)
+    return status_of(result)
+
+
+def _print_sweep(result: SweepResult, pages: Sequence[Path], as_json: bool) -> None:
+    from distcse.report.progress import format_values
+    from distcse.report.sweep_page import rows_of, unfinished
+    from distcse.report.terminal import print_summary
+
+    trial = result.best_trial
+    best = None if trial is None else trial.best
+    if as_json:
+        best_trial = None if trial is None or best is None else {"dev": best.score, "values": dict(trial.values)}
+        print_json(
+            [
+                {
+                    "event": "Finished",
+                    "interrupted": result.interrupted,
+                    "sweep": to_uri(result.directory),
+                    "best_trial": best_trial,
+                    "best_recipe": to_uri(result.best_recipe) if best_trial else None,
+                    "reports": [to_uri(page) for page in pages],
+                }
+            ]
+        )
+        return
+    lines = [""]
+    print_summary(rows_of(result))
+    if trial is not None and best is not None:
+        start = "" if best.step else "  (its start: no trial is better)"
+        lines += [
+            f"best    dev {best.score:.2f}  {format_values(trial.values)}{start}",
+            f"recipe  {to_uri(result.best_recipe)}",
+        ]
+    lines += [f"missing {run}" for run in unfinished(result)]
+    lines += [f"report  {to_uri(file)}" for file in pages]
+    lines.append(f"trials  {to_uri(result.directory / 'trials.csv')}")
+    if result.interrupted:
+        lines.append(f"resume  {program('tune')} --resume {to_uri(result.directory)}")
+    elif trial is not None:
+        lines.append(f"train   {program('train')} {to_uri(result.best_recipe)}")
+    print_lines(lines)
+
+
+def status_of(result: SweepResult) -> int:
+    """Return a sweep's exit status: 130 interrupted, 3 if no trial is better than its start, else 0.
+
+    Raises:
+        WorkFailedError: No trial or no final run finished.
+    """
+    if result.interrupted:
+        return INTERRUPTED
+    if result.best_trial is None:
+        reason = next((trial.reason for trial in result.trials if trial.reason), "see its events")
+        raise WorkFailedError(f"no trial of {len(result.trials)} finished; the first failed with: {reason}")
+    lost = [run for run in result.final_results if run.status != "finished"]
+    if lost and len(lost) == len(result.final_results):
+        raise WorkFailedError(f"none of the {len(lost)} final runs finished; the first failed with: {lost[0].reason}")
+    best = result.best_trial.best
+    return NO_GAIN if best is not None and not best.step else 0
+
+
+def _add_embed(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "embed",
+        _embed,
+        "Embed a corpus once by every teacher of a recipe, for all later runs; or see first how far they agree.",
+        "my-recipe.yaml --compare",
+        kept="completed shards are kept",
+    )
+    add_recipe_words(parser)
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="embed a sample only: a card for each teacher, agreement of each two, and what the ensemble loses on the labelled "
+        "dev sets without each",
+    )
+    parser.add_argument(
+        "--fit-weights",
+        action="store_true",
+        help="fit the teachers' alpha to the ensemble's score on the labelled dev sets (evaluation.data), without a student",
+    )
+    parser.add_argument(
+        "--sentences", type=int, default=2000, metavar="N", help="sentences of the comparison (default: 2000)"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read the text and ask each teacher once; of an embedding, count the rows that are left and join the cluster; "
+        "embed nothing",
+    )
+    add_output_options(parser)
+
+
+def _embed(options: argparse.Namespace) -> int:
+    from distcse.preflight.inputs import require_inputs
+    from distcse.recipe import load_recipe
+
+    refuse_launchers()
+    recipe = load_recipe(options.recipe, options.overrides)
+    require_inputs(recipe)
+    if options.compare or options.fit_weights:
+        return _compare(options, recipe)
+    stop = StopOnSignal("stopping after the current batch; completed shards are kept")
+    with loading(options) as listen, stop:
+        from distcse.api import embed
+
+        tables = embed(recipe, dry_run=options.dry_run, listen=listen, stop_requested=stop.stop_requested)
+    if options.dry_run:
+        line = "the dry run of this pass passed; leave out --dry-run to start it"
+        return passed(options, line, recipe=options.recipe)
+    folders = [None if table is None else to_uri(table) for table in tables]
+    if options.json:
+        print_json([{"event": "Finished", "tables": folders}])
+    else:
+        print_lines(["", *(f"table   {folder}" for folder in folders if folder is not None)])
+    return 0
+
+
+def _compare(options: argparse.Namespace, recipe: Recipe) -> int:
+    stop = StopOnSignal("stopping after the current batch; the dev sets' vectors are kept")
+    with loading(options) as listen, stop:
+        from distcse.api import compare
+        from distcse.report.terminal import print_comparison, print_ensemble_scores
+
+        comparison, scores = compare(
+            recipe,
+            sentences=options.sentences if options.compare else None,
+            fit_weights=options.fit_weights,
+            dry_run=options.dry_run,
+            listen=listen,
+            stop_requested=stop.stop_requested,
+        )
+    if options.dry_run:
+        line = "the dry run of this comparison passed; leave out --dry-run to start it"
+        return passed(options, line, recipe=options.recipe)
+    if options.json:
+        parts = {"Agreement": comparison, "EnsembleScores": scores}
+        print_json([{"event": event, **asdict(part)} for event, part in parts.items() if part is not None])
+        return 0
+    if comparison is not None:
+        print_comparison(comparison)
+    if scores is not None:
+        print_ensemble_scores(scores)
+    return 0
+
+
+def _add_pairs(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "pairs",
+        _pairs,
+        "Write the pairs on which Trans-Encoder trains, DATA/pairs/TASK, from the data sets' own files, with the splits of its "
+        "public code.",
+        "qnli QNLI/train.tsv QNLI/dev.tsv --data data",
+        kept="complete files were kept",
+    )
+    parser.add_argument("task", choices=PAIR_TASKS, metavar="TASK", help=", ".join(PAIR_TASKS))
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        metavar="FILE",
+        help="qqp and mrpc: train, dev and test; qnli: train and validation; sts_unlabelled: none, or further pairs",
+    )
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the data folder")
+    add_output_options(parser)
+
+
+def _pairs(options: argparse.Namespace) -> int:
+    refuse_job_copy("--data", options.data, "write --data /shared/data")
+    with loading(options):
+        from distcse.evaluation.task_pairs import write_task_pairs
+
+        written = write_task_pairs(options.task, options.data, options.files)
+    if options.json:
+        files = [{"file": str(each.file), "pairs": each.pairs, "published": each.published} for each in written]
+        print_json([{"event": "Finished", "files": files}])
+    else:
+        print_lines([f"{each.file}  {each.pairs:,} pairs (paper: {each.published:,})" for each in written])
+    return 0
+
+
+def _add_recipe(commands: Commands) -> None:
+    def show_help(options: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        subparser = subcommands.add_parser(name, help=help)
+        subparser.set_defaults(run=run)
+        return subparser
+
+    parser = add_command(
+        commands, "recipe", show_help, "Look at recipes, copy and check them.", "cp quickstart my-recipe.yaml"
+    )
+    subcommands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands")
+    add("ls", _list_recipes, "list the packaged recipes")
+    show = add("show", _show_recipe, "print a packaged recipe")
+    show.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
+    copy = add("cp", _copy_recipe, "copy a packaged recipe to a file, as a start for yours")
+    copy.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
+    copy.add_argument("file", nargs="?", metavar="FILE", help="the file to write (default: NAME.yaml)")
+    validate = add("validate", _validate_recipe, "check the keys and values of a recipe or search space; open nothing")
+    validate.add_argument(
+        "recipe", metavar="RECIPE", help="a packaged recipe's name, or the file of a recipe or search space"
+    )
+    validate.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
+    add("reference", _print_reference, "print the reference of all keys, as Markdown")
+    schema = add("schema", _print_schema, "print the JSON schema, for editors")
+    schema.add_argument("kind", nargs="?", choices=SCHEMAS, default="recipe", help="kind of document (default: recipe)")
+
+
+def _list_recipes(options: argparse.Namespace) -> int:
+    from distcse.recipe import packaged_recipes
+
+    names = packaged_recipes()
+    width = max(map(len, names))
+    for name in names:
+        sys.stdout.write(f"{name:<{width}}  {_recipe_lines(name)[0].removeprefix('#').strip()}\n")
+    return 0
+
+
+def _recipe_lines(name: str) -> list[str]:
+    """Read a packaged recipe without the modeline that gives editors the schema's path in the repository."""
+    from distcse.recipe.loading import RECIPES_ARE_LISTED, packaged_recipes
+
+    if name not in (known := packaged_recipes()):
+        raise RecipeNotFoundError(f"no packaged recipe {name!r}{nearest(name, known)}; {RECIPES_ARE_LISTED}")
+    text = files("distcse.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return [line for line in text.splitlines(keepends=True) if not line.startswith(_MODELINE)]
+
+
+def _show_recipe(options: argparse.Namespace) -> int:
+    sys.stdout.write("".join(_recipe_lines(options.recipe)))
+    return 0
+
+
+def _copy_recipe(options: argparse.Namespace) -> int:
+    file = options.file or f"{options.recipe}.yaml"
+    text, target = "".join(_recipe_lines(options.recipe)), resolve_path(file)
+    store = open_store(target.parent)
+    if store.fetch(target.name) or os.path.lexists(target):
+        raise ArgumentError(f"{file} exists; write another name: {program('recipe')} cp {options.recipe} FILE")
+    store.write_text(target.name, text)
+    sys.stdout.write(f"written to {file}\ntrain   {program('train')} {file}\n")
+    return 0
+
+
+def _validate_recipe(options: argparse.Namespace) -> int:
+    from distcse.recipe import Sweep
+    from distcse.recipe.loading import read_document
+    from distcse.recipe.section import settings_without_effect, unread_keys
+
+    document = read_document(options.recipe, options.overrides)
+    title = "search space" if isinstance(document, Sweep) else document.title
+    warnings = settings_without_effect(document, unread_keys(document))
+    sys.stdout.write(f"{options.recipe} is a valid {title}\n" + "".join(f"warning {line}\n" for line in warnings))
+    return 0
+
+
+def _print_reference(options: argparse.Namespace) -> int:
+    from distcse.recipe.schema import reference
+
+    sys.stdout.write(reference())
+    return 0
+
+
+def _print_schema(options: argparse.Namespace) -> int:
+    from distcse.recipe.schema import schema_json
+
+    sys.stdout.write(schema_json(options.kind))
+    return 0
+
+
+def _add_plan(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "plan",
+        _plan,
+        "What a recipe costs on given machines: time, memory, disk, what binds; nothing is run without --measure.",
+        "rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 --gpus 1 8 64 512 1000",
+    )
+    add_recipe_words(parser)
+    parser.add_argument(
+        "--cluster",
+        default="local",
+        metavar="MACHINES",
+        help="8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu (machines like this one), or local (default)",
+    )
+    parser.add_argument(
+        "--corpus-rows",
+        type=int,
+        metavar="N",
+        help="sentences (or pairs) to plan for; default: those of the recipe's text",
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="also a table for these numbers of devices")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run twenty steps on a sample of the recipe's text on this machine first, and plan with their times",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from distcse.planning.machines import parse_cluster
+    from distcse.recipe import read_recipe
+
+    # Mistakes that are known before PyTorch is imported.
+    for name, numbers in (("--corpus-rows", [options.corpus_rows]), ("--gpus", options.gpus or [])):
+        if any(number is not None and number < 1 for number in numbers):
+            raise ArgumentError(f"{name} is {numbers}; write numbers from 1 on")
+    parse_cluster(options.cluster)
+    recipe = read_recipe(options.recipe, options.overrides)
+    with loading(options):
+        from distcse.api import plan
+
+        estimate = plan(
+            recipe,
+            cluster=options.cluster,
+            corpus_rows=options.corpus_rows,
+            gpus=options.gpus or [],
+            measure=options.measure,
+        )
+    if options.json:
+        described = {**estimate.described, "warnings": [vars(warning) for warning in estimate.warnings]}
+        sys.stdout.write(json.dumps(described, indent=2) + "\n")
+    else:
+        print_lines([*estimate.lines, *(f"warning    {warning.text}" for warning in estimate.warnings)])
+    if estimate.problems:
+        raise ClusterTooSmallError(f"this plan cannot be carried out: {estimate.problems[0]}")
+    return 0
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "doctor",
+        _doctor,
+        "Look at Python, torch, GPUs, Ray, DeepSpeed, limits and storage, and at a recipe's models and text.",
+        "my-recipe.yaml",
+    )
+    add_recipe_words(parser, optional=True)
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from distcse.recipe import read_recipe
+
+    recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
+    with loading(options):
+        from distcse.ray_backend.health import diagnose
+    found = []
+    for check in diagnose(recipe):
+        found.append(check)
+        if not options.json:
+            print_lines([check.line])
+    if options.json:
+        sys.stdout.write(json.dumps([vars(check) for check in found], indent=2) + "\n")
+    else:
+        counts = {verdict: sum(check.verdict == verdict for check in found) for verdict in ("ok", "warn", "fail")}
+        print_lines(["", ", ".join(f"{number} {verdict}" for verdict, number in counts.items())])
+    return int(any(check.verdict == "fail" for check in found))
+
+
+def _add_env(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "env",
+        _env,
+        "Print what a bug report needs: versions, devices, memory, Ray, and the variables that change a run. Secrets are not "
+        "shown. `distcse doctor` also says what is wrong, and how to fix it.",
+        "--json",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--constraints",
+        action="store_true",
+        help="print the tested versions of all packages instead, for pip install --constraint",
+    )
+    how.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _env(options: argparse.Namespace) -> int:
+    if options.constraints:
+        sys.stdout.write(files("distcse").joinpath("constraints.txt").read_text())
+        return 0
+    with loading(options):
+        from distcse.preflight.machine import describe_environment
+        from distcse.ray_backend.health import check_cluster
+
+        found = describe_environment()
+        found["ray cluster"] = "; ".join(check.found for check in check_cluster())
+    if options.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        width = max(map(len, found))
+        print_lines([f"{name:<{width}}  {value}" for name, value in found.items()])
+    return 0
