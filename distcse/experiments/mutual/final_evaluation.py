@@ -173,20 +173,20 @@ def final_scores(
     shared = backend.share((tasks, seen))
     rows = [_Row("start ensemble", [_Scored(_start_name(name), group, "bi") for name, group in groups.items()])]
     for kind in KINDS:
-        found = [
+        models = [
             _Scored(model.name, groups[model.group], kind, open_store(model.model), is_start=model.is_start)
             for model in best
             if model.kind == kind
         ]
-        rows.append(_Row(f"{kind} ensemble", found))
+        rows.append(_Row(f"{kind} ensemble", models))
     if recipe.evaluation.final_cycles == "all":
         for phase, folders in _models_by_phase(recipe, run, list(groups)).items():
             kind, suffix = phase.kind, f", cycle {phase.cycle}"
-            found = [
+            models = [
                 _Scored(f"{name} {kind}{suffix}", groups[name], kind, open_store(folder), is_timed=False)
                 for name, folder in folders.items()
             ]
-            rows.append(_Row(f"{kind} ensemble{suffix}", found))
+            rows.append(_Row(f"{kind} ensemble{suffix}", models))
     calls: list[DeviceCall[_Measured]] = [
         DeviceCall(
             f"evaluation of {model.name}", partial(_measure, model, precision, shared), model_memory(model.source)

@@ -128,7 +128,8 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
         ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
             the labels of a key.
     """
-    number, shared = recipe.mutual.shared_workers, None
+    number = recipe.mutual.shared_workers
+    shared: int | None = None
     usable = [
         nodes_with(nodes, group.node_labels, f"groups.{recipe.groups.index(group)}.node_labels")
         for group in (groups if number is None else groups[:1])
