@@ -25,7 +25,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from distcse.errors import (
     DistcseError,
     ProcessLostError,
-    RunError,
     StoppedEarlyError,
     WorkersLostError,
     WorkFailedError,
@@ -378,12 +377,7 @@ class RayGroup:
         raise SlotsLost
 
     def _retry(self, phase: Phase, work: Any, trains: bool = True) -> Any:
-        """Call `work`, and repeat it with new actors when one is lost.
-
-        Args:
-            phase: The phase.
-            work: What the actors do.
-            trains: Whether it needs trainers, in addition to scorers. Default: true.
+        """Call `work`, and repeat it with new actors when one is lost. It needs scorers, and with `trains` trainers too.
 
         Raises:
             StoppedEarlyError: The run was asked to stop before or during `work`.
@@ -402,8 +396,9 @@ class RayGroup:
                 self._start_actors(trains)
                 return work()
             except RayTaskError as failed:
-                cause = failed.cause
-                raise cause if isinstance(cause, DistcseError) else _work_failed(self.name, phase, failed) from failed
+                if isinstance(failed.cause, DistcseError):
+                    raise failed.cause from failed
+                raise WorkFailedError(f"group {self.name} failed in {phase.name}: {last_line(failed)}") from failed
             except RayError as lost:  # an actor was killed or out of memory, or its node or a result was lost
                 self._check_nodes(lost)
                 self._count_loss(phase, "a worker", lost)
@@ -421,12 +416,7 @@ class RayGroup:
         return self._is_drained
 
     def _count_loss(self, phase: Phase, actor: str, lost: RayError) -> None:
-        """Count a loss.
-
-        Args:
-            phase: The phase in which it happened.
-            actor: What was lost: `a worker`, or a scorer by its part.
-            lost: Ray's error.
+        """Count the loss of `a worker` or of a scorer.
 
         Raises:
             WorkersLostError: It was lost more often in this phase than mutual.max_failures allows.
@@ -525,10 +515,6 @@ def _find_lost_actor(tasks: Sequence[Any], failed: RayTaskError) -> RayActorErro
         except (RayError, TimeoutError):
             continue
     return None
-
-
-def _work_failed(group: str, phase: Phase, failed: RayTaskError) -> RunError:
-    return WorkFailedError(f"group {group} failed in {phase.name}: {last_line(failed)}")
 
 
 @contextmanager

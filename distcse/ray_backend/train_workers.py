@@ -118,15 +118,7 @@ def _run_trainer(
     resources: RunResources,
     nodes: Sequence[Node],
 ) -> TrainResult | None:
-    """Run one Ray Train trainer with a number of workers.
-
-    Args:
-        spec: The run.
-        servers: The actor that holds the teachers' servers.
-        reporter: See `train_in_workers`.
-        workers: Number of workers.
-        resources: What the run's processes reserve.
-        nodes: The nodes at the start of the run, those lost since included.
+    """Run one Ray Train trainer with a number of workers; `nodes` are those of the run's start, lost ones included.
 
     Returns:
         The result; None if the workers stopped because nodes leave, and others must continue.

@@ -48,27 +48,19 @@ def search(
     context: TrialContext, space: Space, sweep: Sweep, folder: Path, resources: TrialResources, reporter: Reporter
 ) -> tune.ResultGrid:
     """See `SweepBackend.search`."""
+    parameters: dict[str, Any] = {}
+    samples, searcher = sweep.search.trials, None
     if sweep.schedule.kind == "pbt":
-        config = _config(
-            context, sweep, resources, sweep.search.trials, BasicVariantGenerator(random_state=sweep.search.seed), space
-        )
-        return _fit(
-            replace(context, exchanges_checkpoints=True),
-            space.values,
-            _domains(space),
-            config,
-            sweep,
-            folder,
-            resources,
-            reporter,
-        )
-    if sweep.search.algorithm == "tpe":
-        config = _config(context, sweep, resources, sweep.search.trials, tpe(space, sweep))
-        return _fit(context, space.values, {}, config, sweep, folder, resources, reporter)
-    drawn = sweep.search.algorithm == "random"
-    points = space.draw(sweep.search.trials, sweep.search.seed) if drawn else space.grid()
-    config = _config(context, sweep, resources, 1, None)
-    return _fit(context, space.values, {"sample": tune.grid_search(points)}, config, sweep, folder, resources, reporter)
+        context = replace(context, exchanges_checkpoints=True)
+        parameters, searcher = _domains(space), BasicVariantGenerator(random_state=sweep.search.seed)
+    elif sweep.search.algorithm == "tpe":
+        searcher = tpe(space, sweep)
+    else:
+        drawn = sweep.search.algorithm == "random"
+        points = space.draw(samples, sweep.search.seed) if drawn else space.grid()
+        parameters, samples = {"sample": tune.grid_search(points)}, 1
+    config = _config(sweep, resources, samples, searcher, space)
+    return _fit(context, space.values, parameters, config, sweep, folder, resources, reporter)
 
 
 def train_all(
@@ -83,7 +75,7 @@ def train_all(
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
     unlimited = sweep.search.model_copy(update={"hours": None})
     final_sweep = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
-    config = _config(context, final_sweep, resources, 1, None)
+    config = _config(final_sweep, resources, 1, None, None)
     _fit(context, dict, {"sample": tune.grid_search([*points])}, config, final_sweep, folder, resources, reporter)
 
 
@@ -190,12 +182,7 @@ def _report(metrics: dict[str, Any]) -> None:
 
 
 def _config(
-    context: TrialContext,
-    sweep: Sweep,
-    resources: TrialResources,
-    samples: int,
-    searcher: Any,
-    space: Space | None = None,
+    sweep: Sweep, resources: TrialResources, samples: int, searcher: Any, space: Space | None
 ) -> tune.TuneConfig:
     hours = sweep.search.hours
     return tune.TuneConfig(
@@ -317,11 +304,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         self._warn_of_wait([trial.status for trial in trials])
 
     def _warn_of_wait(self, statuses: Sequence[str]) -> None:
-        """Warn if no trial runs for a while, such as after all their nodes were drained.
-
-        Args:
-            statuses: Ray Tune's status of each trial.
-        """
+        """Warn if no trial runs for a while, such as after all their nodes were drained."""
         if "RUNNING" in statuses or "PENDING" not in statuses:
             self._wait_warning = WaitWarning(self._reporter)
         elif self._wait_warning.is_due:

@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +44,22 @@ registered before the recording, which alone knows how many it uses. An unused o
 from which a graph did not draw (`CUDAGeneratorState::replay_prologue`)."""
 
 
-class Recorder(Protocol):
-    """Interface that records a function's kernel launches."""
+class CudaGraphs:
+    """Records CUDA graphs on a side stream, as PyTorch requires. They share a memory pool, so only one can run at once."""
 
-    def warming(self) -> AbstractContextManager[None]:
+    def __init__(self, device: torch.device) -> None:
+        self._module = gpu_module(device)
+        self._stream = self._module.Stream()
+        self._pool = self._module.graph_pool_handle()
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
         """Context manager: run calls inside on the recording's stream, without recording them."""
-        ...
+        current = self._module.current_stream()
+        self._stream.wait_stream(current)
+        with self._module.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Callable[[Sequence[int]], T]:
         """Record a call without running it.
@@ -61,30 +71,10 @@ class Recorder(Protocol):
         Returns:
             A function that replays the call with other seeds in their place, and returns the same result tensors.
         """
-        ...
-
-
-class CudaGraphs:
-    """Records CUDA graphs on a side stream, as PyTorch requires. They share a memory pool, so only one can run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module = gpu_module(device)
-        self._stream = self._module.Stream()
-        self._pool = self._module.graph_pool_handle()
-
-    @contextmanager
-    def warming(self) -> Iterator[None]:
-        current = self._module.current_stream()
-        self._stream.wait_stream(current)
-        with self._module.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
-
-    def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Callable[[Sequence[int]], T]:
         current, parts = self._module.current_stream(), RecordedParts(self._record_part, GraphRNG(self._module, seeds))
         gc.collect()  # no tensor may be freed while calls are recorded
         try:
-            with first_error(parts.recording()), recorded_rng(parts.rng), collectives_by(parts.add_collective):
+            with first_error(parts.recording()), recorded_rng(parts.rng.drawing), collectives_by(parts.add_collective):
                 # A collective of the backward pass ends a graph, which the thread that began it has to do.
                 with nullcontext() if world_size() == 1 else torch.autograd.set_multithreading_enabled(False):
                     result = call()
@@ -156,7 +146,7 @@ class RecordedParts:
 
 
 class GraphRNG:
-    """Random numbers of a step's CUDA graphs, with seeds that each replay sets (see `RecordedRNG`).
+    """Random numbers of a step's CUDA graphs, with seeds that each replay sets.
 
     Args:
         module: PyTorch's module of the GPU's type.
@@ -172,7 +162,7 @@ class GraphRNG:
             states.register(graph)
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
-        """Draw as a replay does.
+        """Context manager: draw what a replay draws with the seed that takes this one's place.
 
         Raises:
             RuntimeError: The seed is not one of the step's, so that no replay could change it.
@@ -285,7 +275,7 @@ class CudaGraphStep:
     def __init__(
         self,
         take_step: TakeStep,
-        recorder: Recorder,
+        recorder: CudaGraphs,
         on_failure: Callable[[str], None] | None = None,
         key: str = "training",
     ) -> None:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 import torch
 
 from distcse.device import is_gpu
 
-
-class RecordedRNG(Protocol):
-    """Random numbers of a step that is recorded as a CUDA graph, where no seed can be set."""
-
-    def drawing(self, seed: int) -> AbstractContextManager[None]:
-        """Context manager: draw inside what a replay draws with the seed that takes this one's place."""
-        ...
-
-
-_recorded: RecordedRNG | None = None
-"""The recording in progress. Not a context variable: autograd recomputes activations in other threads."""
+DrawAs = Callable[[int], AbstractContextManager[None]]
+"""Of a step that is recorded as a CUDA graph, where no seed can be set: a context in which to draw with a seed."""
+_draw_as: DrawAs | None = None
+"""That of the recording in progress. Not a context variable: autograd recomputes activations in other threads."""
 
 
 def dropout_seed(seed: int, step: int, stream: int) -> int:
@@ -33,8 +25,8 @@ def dropout_seed(seed: int, step: int, stream: int) -> int:
 @contextmanager
 def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
     """Context manager: seed PyTorch's generator, and restore its state afterwards."""
-    if _recorded is not None:
-        with _recorded.drawing(seed):
+    if _draw_as is not None:
+        with _draw_as(seed):
             yield
         return
     devices, device_type = ([device], device.type) if is_gpu(device) else ([], "cpu")
@@ -45,15 +37,15 @@ def dropout_rng(seed: int, device: torch.device) -> Iterator[None]:
 
 def is_recording() -> bool:
     """Return whether a step is recorded as a CUDA graph (`recorded_rng`)."""
-    return _recorded is not None
+    return _draw_as is not None
 
 
 @contextmanager
-def recorded_rng(rng: RecordedRNG) -> Iterator[None]:
-    """Context manager: let `dropout_rng` draw from `rng`, in all threads."""
-    global _recorded
-    before, _recorded = _recorded, rng
+def recorded_rng(draw_as: DrawAs) -> Iterator[None]:
+    """Context manager: let `dropout_rng` draw in the contexts of `draw_as`, in all threads."""
+    global _draw_as
+    before, _draw_as = _draw_as, draw_as
     try:
         yield
     finally:
-        _recorded = before
+        _draw_as = before

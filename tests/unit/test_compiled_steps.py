@@ -92,7 +92,7 @@ def test_what_is_not_the_compilers_fault_is_raised(recorded: bool, tiny: Callabl
 
     step = CompiledStep(take_step, pytest.fail)
     if recorded:
-        with recorded_rng(GraphRNG(None, [])), pytest.raises(RuntimeError, match="not permitted"):
+        with recorded_rng(GraphRNG(None, []).drawing), pytest.raises(RuntimeError, match="not permitted"):
             step(None, Task(), None, 0.0)  # type: ignore[arg-type]
     else:
         with pytest.raises(torch.OutOfMemoryError, match="no memory"):

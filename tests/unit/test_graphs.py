@@ -48,7 +48,7 @@ class CpuRecorder:
 
         def replay(new_seeds: Sequence[int]) -> Parts:
             self.replayed += 1
-            with recorded_rng(ReplacedSeeds(dict(zip(seeds, new_seeds, strict=True)))):
+            with recorded_rng(ReplacedSeeds(dict(zip(seeds, new_seeds, strict=True))).drawing):
                 terms = call()
             for name, part in terms.items():
                 result.setdefault(name, torch.empty_like(part)).copy_(part)
