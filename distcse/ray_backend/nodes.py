@@ -84,7 +84,7 @@ def cluster_speeds() -> ClusterSpeeds:
 
     own_id, nodes = ray.get_runtime_context().get_node_id(), alive()
     # `max_calls` frees the process's CUDA context.
-    query = ray.remote(num_cpus=0, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})(local_speeds)
+    query = ray.remote(num_cpus=0, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})(_local_speeds)
     pending = {
         node.id: query.options(scheduling_strategy=On(node.id, soft=False)).remote()
         for node in nodes
@@ -94,14 +94,14 @@ def cluster_speeds() -> ClusterSpeeds:
     answered = ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)[0] if answers else []
     return ClusterSpeeds(
         [
-            (node, ray.get(pending[node.id]) if node.id in pending else local_speeds())
+            (node, ray.get(pending[node.id]) if node.id in pending else _local_speeds())
             for node in nodes
             if node.id not in pending or pending[node.id] in answered
         ]
     )
 
 
-def local_speeds() -> list[DeviceSpeed]:
+def _local_speeds() -> list[DeviceSpeed]:
     """Return the speeds of this machine's CPU and GPUs."""
     from distcse.device import cpu_speed, gpu_count, gpu_speed
 
