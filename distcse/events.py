@@ -163,6 +163,10 @@ class Reporter:
     emit: Listener = ignore
     stop_requested: Callable[[], bool] = field(default=lambda: False)
 
+    def warn(self, text: str) -> None:
+        """Emit a warning."""
+        self.emit(LogMessage(text, warning=True))
+
     def check_stop(self, place: str) -> None:
         """End work at a stop request. All that can take more than five seconds calls it between its batches or shards.
 
@@ -218,3 +222,37 @@ class Reporter:
             self.emit(event if isinstance(event, GroupEvent) else GroupEvent(name, event))
 
         return Reporter(emit, self.stop_requested)
+
+
+class WaitWarning:
+    """Warns once of a wait that takes long.
+
+    Args:
+        reporter: Receives the warning.
+        after_s: Seconds of waiting after which it is due. Default: 30.
+        clock: Returns seconds. Default: the time.
+    """
+
+    def __init__(self, reporter: Reporter, after_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._reporter, self._after_s, self._clock = reporter, after_s, clock
+        self.restart()
+
+    def restart(self) -> None:
+        """Count a new wait from now on."""
+        self._began, self._has_warned = self._clock(), False
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait began."""
+        return self._clock() - self._began
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `check` would emit the warning."""
+        return self.waited_s > self._after_s and not self._has_warned
+
+    def check(self, text: str) -> None:
+        """Emit the warning if it is due. Call it repeatedly during the wait."""
+        if self.is_due:
+            self._has_warned = True
+            self._reporter.warn(text)

@@ -14,6 +14,12 @@ import ray
 from distcse import host
 
 
+def use_assigned() -> None:
+    """Restrict an actor to the GPUs and CPUs that Ray assigned to it. Call it before PyTorch initializes CUDA."""
+    use_assigned_gpus()
+    use_assigned_threads()
+
+
 def use_assigned_gpus() -> None:
     """Restrict an actor to the GPUs that Ray assigned to it. Call it before PyTorch initializes CUDA."""
     use_gpus(ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0))

@@ -12,11 +12,10 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from distcse import host
 from distcse.errors import DistcseError, ProcessLostError, StoppedEarlyError, WorkFailedError, first_line, last_line
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter, WaitWarning
 from distcse.experiments.backend import DeviceCall, LocalBackend
 from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_devices
 from distcse.placement.resources import ResourceRequest, format_resources
-from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_threads
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, flush, reporter_of, unique_name
@@ -65,7 +64,7 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     if options.uses_gpu and not has_gpu and any(node.resources.get("GPU") for node in nodes):
         keys = " or ".join(options.labels)
         text = f"the {calls[0].name} runs on CPUs: no node with the labels of {keys} has a GPU"
-        reporter.emit(LogMessage(text, warning=True))
+        reporter.warn(text)
     if plan is None:
         return LocalBackend().run_on_devices(calls, options, reporter)
     require_shared(options.written, options.read, [plan.labels])
@@ -73,9 +72,7 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     actors: list[Any] = []
     try:
         actors += _start_actors(plan, options)
-        with HeartbeatMonitor(
-            options.heartbeat_timeout_s, lambda text: reporter.emit(LogMessage(text, warning=True))
-        ) as monitor:
+        with HeartbeatMonitor(options.heartbeat_timeout_s, reporter.warn) as monitor:
             for number, actor in enumerate(actors):
                 monitor.add(f"process {number} of the {calls[0].name}", actor)
             return _DeviceCalls(calls, plan, actors, channel, reporter).run()
@@ -121,7 +118,7 @@ class _DeviceCalls:
         self._failure: DistcseError | None = None
         self._wait_warning = WaitWarning(reporter)
         request = ResourceRequest(f"the {calls[0].name}", 1, plan.each, plan.labels, "", {})
-        self._watchdog = ResourceWatchdog([request], self._warn)
+        self._watchdog = ResourceWatchdog([request], reporter.warn)
 
     def run(self) -> list[Any]:
         """Return the results in the functions' order."""
@@ -200,9 +197,6 @@ class _DeviceCalls:
 
     def _unfinished(self) -> list[DeviceCall[Any]]:
         return [call for number, call in enumerate(self._calls) if number not in self._results]
-
-    def _warn(self, text: str) -> None:
-        self._reporter.emit(LogMessage(text, warning=True))
 
 
 def _get(answer: Any, name: str) -> Any:

@@ -13,14 +13,13 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from distcse.data import Corpus
 from distcse.errors import TeacherServerError, first_line
-from distcse.events import LogMessage
+from distcse.events import WaitWarning
 from distcse.experiments.backend import EmbeddingRequest
 from distcse.placement.resources import Resources, count_fitting, format_resources, nodes_with, refuse_impossible
-from distcse.placement.waiting import WaitWarning
-from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
-from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
+from distcse.ray_backend.assigned_resources import use_assigned
+from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import ResourceWatchdog, alive, describe_holders
-from distcse.ray_backend.teacher_servers import cause_of, monitor_heartbeats
+from distcse.ray_backend.teacher_servers import cause_of
 from distcse.recipe import TeacherSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers import embedding
@@ -49,8 +48,7 @@ class EmbeddingActor(HeartbeatActor):
         tokens_per_batch: int | None,
         reuse: Reuse | None = None,
     ) -> None:
-        use_assigned_gpus()
-        use_assigned_threads()
+        use_assigned()
         self._teacher = teacher
         self._corpus = Corpus.open(corpus.path)
         self._table = EmbeddingTable(table.path, identity)
@@ -123,7 +121,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
     refuse_impossible([embedding_actors(section, count).request(1.0, each["GPU"])], nodes)
     if count < min(most, section.embedding_workers or 1):
         text = f"teacher {teacher.backbone}: {count} of {section.embedding_workers} embedding actors, as many as fit"
-        reporter.emit(LogMessage(text, warning=True))
+        reporter.warn(text)
     actor_class = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **RESTARTABLE)(EmbeddingActor)
     corpus = open_store(request.corpus.directory)
     actors = [
@@ -135,7 +133,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
         for number in range(count)
     ]
     try:
-        with monitor_heartbeats(section, reporter) as monitor:
+        with HeartbeatMonitor(section.heartbeat_timeout_s, reporter.warn) as monitor:
             for number, actor in enumerate(actors):
                 monitor.add(f"embedding actor {number} of teacher {teacher.backbone}", actor)
             _EmbeddingTasks(request, actors, each).run()
@@ -169,7 +167,9 @@ class _EmbeddingTasks:
         self._embedded: dict[Any, int] = {}
         """Rows that running tasks have embedded."""
         self._wait_warning = WaitWarning(self._reporter)
-        self._watchdog = ResourceWatchdog([embedding_actors(request.section, 1).request(1.0, each["GPU"])], self._warn)
+        self._watchdog = ResourceWatchdog(
+            [embedding_actors(request.section, 1).request(1.0, each["GPU"])], self._reporter.warn
+        )
 
     def run(self) -> None:
         """Complete all shards."""
@@ -220,7 +220,7 @@ class _EmbeddingTasks:
             if self._losses[shards[0]] > _MAX_TASK_LOSSES:
                 raise
             self._waiting.appendleft(shards)
-            self._wait_warning = WaitWarning(self._reporter)
+            self._wait_warning.restart()
             self._starting[actor.beat.remote()] = actor  # raises an error if Ray does not restart the actor
         else:
             self._idle.append(actor)
@@ -238,9 +238,6 @@ class _EmbeddingTasks:
                 f"teacher {self._backbone} waits for a node with {needed} free ({waiting} of {waiting + len(self._running)} "
                 f"embedding actors wait); {describe_holders()}"
             )
-
-    def _warn(self, text: str) -> None:
-        self._reporter.emit(LogMessage(text, warning=True))
 
 
 def _task_name(shards: Sequence[int]) -> str:

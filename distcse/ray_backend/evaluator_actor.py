@@ -18,16 +18,15 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from distcse.device import default_device
 from distcse.errors import DistcseError, ProcessLostError, WorkFailedError, first_line, last_line
-from distcse.events import Reporter
+from distcse.events import Reporter, WaitWarning
 from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec, teacher_clients
 from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.experiments.distillation.processes import EVALUATOR_ALTERNATIVE
 from distcse.placement.resources import ResourceRequest, format_resources
-from distcse.placement.waiting import WaitWarning
-from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.ray_backend.assigned_resources import use_assigned
 from distcse.ray_backend.event_channel import unique_name
-from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor
-from distcse.ray_backend.teacher_servers import RemoteTeacherClient, monitor_heartbeats
+from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
+from distcse.ray_backend.teacher_servers import RemoteTeacherClient
 from distcse.trainer.checkpoint_files import ModelState
 
 _POLL_S = 0.25
@@ -37,8 +36,7 @@ class EvaluatorActor(HeartbeatActor):
     """Ray actor that computes dev scores, with the teachers' servers of rank 0."""
 
     def __init__(self, spec: TrainSpec, servers: Mapping[int, Any]) -> None:
-        use_assigned_gpus()
-        use_assigned_threads()
+        use_assigned()
         self._spec, self._servers = spec, servers
 
     @cached_property
@@ -71,7 +69,7 @@ class RemoteEvaluator:
         self, spec: TrainSpec, servers: Mapping[int, Any], request: ResourceRequest, reporter: Reporter
     ) -> None:
         self._spec, self._servers, self._request = spec, servers, request
-        self._monitor = monitor_heartbeats(spec.recipe.teachers, reporter)
+        self._monitor = HeartbeatMonitor(spec.recipe.teachers.heartbeat_timeout_s, reporter.warn)
         self._reporter = reporter
         self._actor: Any = None
         self._has_started: Any = None

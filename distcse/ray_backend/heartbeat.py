@@ -89,7 +89,7 @@ class HeartbeatMonitor:
             return
         try:
             found = self._find_actors()
-        except RayError:  # the actor that owns them is lost, and they with it; calls to them raise the error
+        except RayError:  # the actor that owns them is lost, and they with it, or answers late (GetTimeoutError)
             return
         known = {heartbeat.name for heartbeat in self._monitored}
         for name, actor in found.items():

@@ -175,7 +175,7 @@ def _request_nodes(requests: Sequence[ResourceRequest], reporter: Reporter) -> N
         )
     except RayError as error:
         problem = f"Ray does not take the request for nodes: {last_line(error)}"
-        reporter.emit(LogMessage(problem, warning=True))
+        reporter.warn(problem)
 
 
 def _wait_for_nodes(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> None:
@@ -185,7 +185,7 @@ def _wait_for_nodes(requests: Sequence[ResourceRequest], wait_s: float, reporter
             raise StoppedEarlyError("stopped while the run waited for nodes; what is stored is kept")
         if time.monotonic() - began >= wait_s:
             text = f"no nodes for {shortfall} after {wait_s:g} s (resources.wait_s); continuing with the nodes that are there"
-            reporter.emit(LogMessage(text, warning=True))
+            reporter.warn(text)
             return
         if shortfall != shown:
             reporter.emit(LogMessage(f"waiting up to {wait_s:g} s (resources.wait_s) for nodes for {shortfall}"))

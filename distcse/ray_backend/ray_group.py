@@ -31,7 +31,7 @@ from distcse.errors import (
     first_line,
     last_line,
 )
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter, WaitWarning
 from distcse.experiments.mutual.group import Group, StepPasses
 from distcse.experiments.mutual.phase_store import Scores, StoredScores
 from distcse.experiments.mutual.phases import GroupContext, Phase, PhaseResult
@@ -40,7 +40,6 @@ from distcse.experiments.mutual.processes import GroupResources
 from distcse.experiments.mutual.scoring import ScoringProgress
 from distcse.experiments.mutual.worker_pool import WorkerPool, pool_members
 from distcse.placement.resources import format_resources
-from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend.cluster import worker_environment
 from distcse.ray_backend.event_channel import EventChannel, unique_name
 from distcse.ray_backend.group_actors import GroupActor, PairsCounter, ScoringActor, TrainingActor
@@ -97,33 +96,6 @@ def nodes_of(slots: Sequence[Slot]) -> set[str]:
         for slot in slots
         if tables[slot.placement_group].get("state") == "CREATED"
     }
-
-
-class Reservation:
-    """Slots of a group that keeps them, in one placement group.
-
-    Args:
-        number: Number of slots.
-        resources: CPUs and GPUs of a slot.
-        node_labels: Labels that the slots' nodes must have.
-        name: Name of the placement group; see `reserve`.
-    """
-
-    def __init__(
-        self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
-    ) -> None:
-        self._reserve = partial(reserve, number, resources, node_labels, name)
-        self.slots = self._reserve()
-
-    def renew(self) -> list[Slot]:
-        """Give the slots back, and return others, which Ray places on nodes that it does not drain."""
-        self.remove()
-        self.slots = self._reserve()
-        return self.slots
-
-    def remove(self) -> None:
-        """Remove the slots. Actors that still run there are killed."""
-        remove(self.slots)
 
 
 class SlotPool:
@@ -190,8 +162,8 @@ class RayGroup:
         context: The group's part of the run.
         reporter: Receives the group's events.
         resources: CPUs and GPUs of one worker, which its scorer uses while it does not train.
-        reservation: Where its workers run, one in each slot. Default: they use slots of the pool.
-        pool: The pool of slots for `use`. Default: none, the group keeps its slots.
+        reserve_slots: Reserves the slots that the group keeps, one for each worker. Default: it uses slots of the pool.
+        pool: The pool of slots for `use`. Default: none.
     """
 
     def __init__(
@@ -199,13 +171,14 @@ class RayGroup:
         context: GroupContext,
         reporter: Reporter,
         resources: Mapping[str, float],
-        reservation: Reservation | None = None,
+        reserve_slots: Callable[[], list[Slot]] | None = None,
         pool: SlotPool | None = None,
     ) -> None:
         self.name = context.group.name
         self._context, self._reporter, self._resources = context, reporter, dict(resources)
-        self._reservation, self._pool = reservation, pool
-        self._slots = [] if reservation is None else reservation.slots
+        self._reserve_slots, self._pool = reserve_slots, pool
+        self.slots = [] if reserve_slots is None else reserve_slots()
+        """Where its workers run. Who opened the group removes them."""
         self._nodes: set[str] = set()
         self._notices, self._is_drained = DrainNotices(), False
         self._losses: Counter[tuple[Phase, str]] = Counter()
@@ -215,7 +188,7 @@ class RayGroup:
         self._scorers: list[Any] = []
         monitor = HeartbeatMonitor(
             context.recipe.mutual.heartbeat_timeout_s,
-            lambda text: reporter.emit(LogMessage(text, warning=True)),
+            reporter.warn,
             key="mutual.heartbeat_timeout_s",
         )
         self._monitoring = ExitStack()
@@ -232,13 +205,13 @@ class RayGroup:
         """Work in these slots of the pool from now on; see `ResizableGroup.use`."""
         assert self._pool is not None
         new = [self._pool.slots[number] for number in slots]
-        if new == self._slots:
+        if new == self.slots:
             return
-        is_grown = bool(self._slots) and new[: len(self._slots)] == self._slots
+        is_grown = bool(self.slots) and new[: len(self.slots)] == self.slots
         self._end_trainers()  # a process group has a fixed size
         if not is_grown:
             self._scorers = self._end(self._scorers)
-        self._slots, self._is_drained = new, False
+        self.slots, self._is_drained = new, False
 
     def train(
         self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
@@ -251,7 +224,7 @@ class RayGroup:
                 trained: PhaseResult | None = self._retry(phase, lambda: self._train(phase, labels, passes, pauses))
                 if trained is not None or self._reporter.stop_requested():
                     return trained
-                if self._reservation is None:  # the pool has other slots
+                if self._reserve_slots is None:  # the pool has other slots
                     return None
 
         # All trainers end before a repetition: the others wait for the one that failed.
@@ -315,9 +288,7 @@ class RayGroup:
                 except RayError as lost:
                     self._check_nodes(lost)
                     self._count_loss(phase, f"scorer {part}", lost)
-                    self._reporter.emit(
-                        LogMessage(f"lost a scorer in {phase.name}; another one repeats its part of the pairs", True)
-                    )
+                    self._reporter.warn(f"lost a scorer in {phase.name}; another one repeats its part of the pairs")
                     self._replace_scorer(part)
                     running[self._begin_part(phase, part)] = part
             if running:
@@ -357,7 +328,7 @@ class RayGroup:
         self._reporter.check_stop(f"while {self.name} waited")
         if self._closed:
             raise StoppedEarlyError(f"{self.name} was closed")
-        if self._pool is not None and self._pool.has_lost(self._slots):
+        if self._pool is not None and self._pool.has_lost(self.slots):
             raise SlotsLost
 
     def _check_nodes(self, lost: RayError) -> None:
@@ -370,7 +341,7 @@ class RayGroup:
             return
         # Ray knows at once that a process has ended, and later that a node was lost: until then its actors are unavailable.
         until = time.monotonic() + (_NODE_LOSS_S if isinstance(lost, ActorUnavailableError) else 0.0)
-        while nodes_of(self._slots) == self._nodes:
+        while nodes_of(self.slots) == self._nodes:
             if time.monotonic() >= until or self._reporter.stop_requested():
                 return
             time.sleep(_POLL_S)
@@ -390,9 +361,10 @@ class RayGroup:
         while True:
             self._reporter.check_stop(f"before {phase.name} of {self.name}")
             try:
-                if self._reservation is not None and self._drains(phase):
+                if self._reserve_slots is not None and self._drains(phase):
                     self._end_all()
-                    self._slots, self._is_drained = self._reservation.renew(), False
+                    remove(self.slots)
+                    self.slots, self._is_drained = self._reserve_slots(), False  # on nodes that Ray does not drain
                 self._start_actors(trains)
                 return work()
             except RayTaskError as failed:
@@ -403,16 +375,14 @@ class RayGroup:
                 self._check_nodes(lost)
                 self._count_loss(phase, "a worker", lost)
                 self._end_all()
-                self._reporter.emit(
-                    LogMessage(f"lost a worker in {phase.name}; restarting from the last checkpoint", True)
-                )
+                self._reporter.warn(f"lost a worker in {phase.name}; restarting from the last checkpoint")
 
     def _drains(self, phase: Phase) -> bool:
         """Return whether Ray drains a node of the group's slots, as after a preemption notice. Asks Ray every 2 s."""
-        if not self._is_drained and self._notices.count(lambda: nodes_of(self._slots)):
+        if not self._is_drained and self._notices.count(lambda: nodes_of(self.slots)):
             self._is_drained = True
             text = f"Ray drains a node of the group: {phase.name} continues on others from a checkpoint"
-            self._reporter.emit(LogMessage(text, warning=True))
+            self._reporter.warn(text)
         return self._is_drained
 
     def _count_loss(self, phase: Phase, actor: str, lost: RayError) -> None:
@@ -433,11 +403,11 @@ class RayGroup:
 
     def _start_actors(self, trains: bool) -> None:
         """Start the scorers, and with `trains` the trainers, that are not running; join the trainers into a process group."""
-        number = len(self._slots)
+        number = len(self.slots)
         if len(self._scorers) == number and (self._trainers or not trains):
             return
-        self._wait_for_resources(self._slots)
-        self._nodes = nodes_of(self._slots)
+        self._wait_for_resources(self.slots)
+        self._nodes = nodes_of(self.slots)
         for part in range(len(self._scorers), number):
             self._scorers.append(self._start(ScoringActor, part, self._context))
         if trains and not self._trainers:
@@ -457,7 +427,7 @@ class RayGroup:
                 name=f"{role}-{unique_name(f'{self._context.run.name}-{self.name}')}-{number}",
                 num_cpus=cpus if kind is TrainingActor else 0,
                 num_gpus=gpus / 2,
-                scheduling_strategy=self._slots[number].strategy,
+                scheduling_strategy=self.slots[number].strategy,
                 runtime_env={"env_vars": worker_environment(gpus)},
             )
             .remote(*arguments, cpus, gpus)
@@ -467,7 +437,7 @@ class RayGroup:
 
     def _replace_scorer(self, part: int) -> None:
         self._end([self._scorers[part]])
-        self._wait_for_resources([self._slots[part]])  # its node may be lost, and the bundle waits for another
+        self._wait_for_resources([self.slots[part]])  # its node may be lost, and the bundle waits for another
         self._scorers[part] = self._start(ScoringActor, part, self._context)
 
     def _wait_for_resources(self, slots: Sequence[Slot]) -> None:
@@ -522,18 +492,18 @@ def groups_of_own_workers(
     contexts: Sequence[GroupContext], reporters: Sequence[Reporter], resources: GroupResources
 ) -> Iterator[list[Group]]:
     """Context manager: groups that each keep their workers for the entire run; arguments as for `Backend.open_groups`."""
-    groups: list[Group] = []
-    reserved: list[Reservation] = []
+    groups: list[RayGroup] = []
     try:
         for context, reporter, each in zip(contexts, reporters, resources.per_worker, strict=True):
             group, name = context.group, f"{context.run.name}-{context.group.name}"
-            reserved.append(Reservation(group.workers, each, group.node_labels, name))
-            groups.append(RayGroup(context, reporter, each, reserved[-1]))
-        yield groups
+            reserve_slots = partial(reserve, group.workers, each, group.node_labels, name)
+            groups.append(RayGroup(context, reporter, each, reserve_slots))
+        yield [*groups]
     finally:
-        _close(groups)
-        for reservation in reserved:
-            reservation.remove()
+        for opened in groups:
+            opened.close()
+        for opened in groups:
+            remove(opened.slots)
 
 
 @contextmanager
@@ -548,14 +518,10 @@ def groups_of_shared_workers(
     try:
         pool = WorkerPool(pool_members(contexts, number, "GPU" in each), slots.usable)
         for context, reporter in zip(contexts, reporters, strict=True):
-            group = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots)
-            groups.append(PooledGroup(group, pool, reporter))
+            on_ray = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots)
+            groups.append(PooledGroup(on_ray, pool, reporter))
         yield groups
     finally:
-        _close(groups)
+        for group in groups:
+            group.close()
         slots.remove()
-
-
-def _close(groups: Sequence[Group]) -> None:
-    for group in groups:
-        group.close()

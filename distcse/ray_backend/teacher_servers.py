@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.errors import DistcseError, TeacherError, TeacherServerError, last_line
-from distcse.events import LogMessage, Reporter
-from distcse.placement.waiting import WaitWarning
+from distcse.errors import DistcseError, TeacherServerError, last_line
+from distcse.events import Reporter, WaitWarning
 from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
 from distcse.ray_backend.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.ray_backend.nodes import alive
@@ -198,21 +197,11 @@ def served(
     if section.num_servers == 1 and len(nodes := alive()) == 1:
         pool.start.remote(0, nodes[0].id)
     try:
-        with monitor_heartbeats(
-            section, reporter, lambda: ray.get(pool.running.remote(), timeout=section.heartbeat_timeout_s)
-        ):
+        timeout_s = section.heartbeat_timeout_s
+        with HeartbeatMonitor(timeout_s, reporter.warn, lambda: ray.get(pool.running.remote(), timeout=timeout_s)):
             yield pool
     finally:
         ray.kill(pool)
-
-
-def monitor_heartbeats(
-    section: TeachersSection, reporter: Reporter, find_actors: Callable[[], Mapping[str, Any]] | None = None
-) -> HeartbeatMonitor:
-    """Create a `HeartbeatMonitor` with the timeout `teachers.heartbeat_timeout_s` that emits warnings to the reporter."""
-    return HeartbeatMonitor(
-        section.heartbeat_timeout_s, lambda text: reporter.emit(LogMessage(text, warning=True)), find_actors
-    )
 
 
 def co_located_servers(
@@ -251,10 +240,8 @@ def co_located_servers(
 
 def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
     """Unwrap a `DistcseError` from Ray's error; turn any other cause into an error that names the teacher."""
-    return failed.cause if isinstance(failed.cause, DistcseError) else _unexpected_error(teacher, failed)
-
-
-def _unexpected_error(teacher: TeacherSection, failed: RayTaskError) -> TeacherError:
+    if isinstance(failed.cause, DistcseError):
+        return failed.cause
     return TeacherServerError(f"teacher {teacher.backbone} failed: {last_line(failed)}")
 
 

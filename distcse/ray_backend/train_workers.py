@@ -26,10 +26,9 @@ from distcse.errors import (
     WorkersLostError,
     last_line,
 )
-from distcse.events import LogMessage, Reporter
+from distcse.events import LogMessage, Reporter, WaitWarning
 from distcse.placement.gpu_plan import process_group_backend
 from distcse.placement.resources import Node, Resources, count_fitting, format_resources
-from distcse.placement.waiting import WaitWarning
 from distcse.process import gc_paused
 from distcse.ray_backend.assigned_resources import use_interface_of
 from distcse.ray_backend.cluster import was_started_here, worker_environment
@@ -91,12 +90,7 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
     while True:
         workers = _workers_now(spec.recipe, resources.per_worker) if is_elastic else training.workers
         if workers < training.workers:
-            reporter.emit(
-                LogMessage(
-                    f"training with {workers} of {training.workers} workers: the cluster has no room for more",
-                    warning=True,
-                )
-            )
+            reporter.warn(f"training with {workers} of {training.workers} workers: the cluster has no room for more")
         try:
             result = _run_trainer(spec, servers, reporter, workers, resources, nodes)
             if result is not None:
@@ -105,9 +99,7 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
             failures += 1
             if not is_elastic or failures > training.max_failures:
                 raise
-            reporter.emit(
-                LogMessage(f"{str(lost).partition(';')[0]}; restarting from the last checkpoint", warning=True)
-            )
+            reporter.warn(f"{str(lost).partition(';')[0]}; restarting from the last checkpoint")
 
 
 def _run_trainer(
@@ -135,7 +127,7 @@ def _run_trainer(
     running = thread.submit(trainer.fit)
     watchdog = ResourceWatchdog(
         resources.requests(workers),
-        lambda warning: reporter.emit(LogMessage(warning, warning=True)),
+        reporter.warn,
         nodes,
     )
     notices = DrainNotices()
@@ -156,7 +148,7 @@ def _run_trainer(
                     f"Ray drains {drained} of the workers' nodes: the run writes a checkpoint and continues from it on the "
                     "nodes that stay"
                 )
-                reporter.emit(LogMessage(text, warning=True))
+                reporter.warn(text)
                 channel.pause()
                 is_pausing = True
             if not (is_pausing and is_elastic):  # an elastic run does not wait for what it loses
@@ -243,7 +235,7 @@ class WorkerWait:
         reporter: Reporter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._has_worker, self._needed, self._reporter, self._clock = has_worker, needed, reporter, clock
+        self._has_worker, self._needed, self._clock = has_worker, needed, clock
         self._warning = WaitWarning(reporter, _START_WARNING_S, clock)
         self._checked_at = clock()
 
@@ -253,7 +245,7 @@ class WorkerWait:
             return
         self._checked_at = self._clock()
         if self._has_worker():
-            self._warning = WaitWarning(self._reporter, _START_WARNING_S, self._clock)
+            self._warning.restart()
         else:
             self._warning.check(
                 f"no worker has run for {_START_WARNING_S:g} s: they start, or wait for room for {self._needed}; see `ray status`"
@@ -304,14 +296,13 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
         from distcse.distributed import on_all_ranks
         from distcse.experiments.distillation.batch_loader import teacher_clients
         from distcse.experiments.distillation.distillation_task import train_student
-        from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+        from distcse.ray_backend.assigned_resources import use_assigned
         from distcse.ray_backend.evaluator_actor import RemoteEvaluator
         from distcse.ray_backend.metrics import QueueMetrics
         from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers
 
     silence_train_reports()
-    use_assigned_gpus()
-    use_assigned_threads()
+    use_assigned()
     spec: TrainSpec = config["spec"]
     reporter = reporter_of(config["events"])
     try:

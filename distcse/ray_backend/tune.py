@@ -25,10 +25,9 @@ from ray.tune.search import BasicVariantGenerator
 
 from distcse import host
 from distcse.errors import StoppedEarlyError, StorageError
-from distcse.events import LogMessage, Reporter, TrialUpdate
+from distcse.events import Reporter, TrialUpdate, WaitWarning
 from distcse.placement.resources import format_resources
-from distcse.placement.waiting import WaitWarning
-from distcse.ray_backend.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.ray_backend.assigned_resources import use_assigned
 from distcse.ray_backend.nodes import DrainNotices, describe_holders
 from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.recipe import Sweep
@@ -93,8 +92,7 @@ def _fit(
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
 
     def trial(sample: dict[str, Any]) -> None:
-        use_assigned_gpus()
-        use_assigned_threads()
+        use_assigned()
         os.environ.update(TUNE_TRIAL)
         name, chosen = tune.get_context().get_trial_id(), values(sample.get("sample", sample))
         checkpoint = tune.get_checkpoint() if context.exchanges_checkpoints else None
@@ -294,7 +292,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         text = f"trial {trial.trial_id} starts again from its last checkpoint: {_last_error(trial)}"
-        self._reporter.emit(LogMessage(text, warning=True))
+        self._reporter.warn(text)
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self._storage_failure is not None:
@@ -306,7 +304,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
     def _warn_of_wait(self, statuses: Sequence[str]) -> None:
         """Warn if no trial runs for a while, such as after all their nodes were drained."""
         if "RUNNING" in statuses or "PENDING" not in statuses:
-            self._wait_warning = WaitWarning(self._reporter)
+            self._wait_warning.restart()
         elif self._wait_warning.is_due:
             needed = format_resources(self._resources.reserved)
             self._wait_warning.check(

@@ -16,11 +16,10 @@ import pytest
 import yaml
 
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
-from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport
+from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
 from distcse.experiments.distillation.corpus import read_corpus
 from distcse.experiments.distillation.tables import prepare_tables
 from distcse.placement.resources import Node, ResourceRequest
-from distcse.placement.waiting import WaitWarning
 from distcse.ray_backend import embedding_actors, nodes
 from distcse.ray_backend.backend import RayBackend
 from distcse.ray_backend.evaluator_actor import RemoteEvaluator

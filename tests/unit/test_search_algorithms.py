@@ -15,8 +15,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from distcse.errors import DistcseError, ModelOutputError, StorageWriteError
-from distcse.events import Event, LogMessage, Reporter
-from distcse.placement.waiting import WaitWarning
+from distcse.events import Event, LogMessage, Reporter, WaitWarning
 from distcse.ray_backend import tune
 from distcse.ray_backend.tune import TrialListener, tpe, trial_scheduler
 from distcse.recipe import Recipe, load_recipe

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from distcse.events import Event, LogMessage, Reporter
-from distcse.placement.waiting import WaitWarning
+from distcse.events import Event, LogMessage, Reporter, WaitWarning
 
 
 def test_a_long_wait_is_reported_once() -> None:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distcse.events import Event, GroupActivity, Reporter, StepReport
+from distcse.events import Event, GroupActivity, Reporter, StepReport, WaitWarning
 from distcse.experiments.mutual.phases import GroupContext, Kind, Phase
 from distcse.experiments.mutual.processes import Parameters, count_parameters
 from distcse.experiments.mutual.scheduling import RemainingWork, StepTimes, allocate_workers, worker_counts
-from distcse.placement.waiting import WaitWarning
 from distcse.recipe import KINDS, GroupSection, LoopSection, MutualRecipe
 from distcse.trainer.schedule import total_steps
 
