@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -19,9 +19,6 @@ from distcse.placement.gpu_plan import process_group_backend
 from distcse.ray_backend.assigned_resources import use_gpus, use_interface_of
 from distcse.ray_backend.event_channel import reporter_of
 from distcse.ray_backend.heartbeat import HeartbeatActor
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 
 class GroupActor(HeartbeatActor):
@@ -56,11 +53,11 @@ class TrainingActor(GroupActor):
         super().__init__(cpus, gpus)
         self._rank, self._workers, self._gpus = rank, workers, gpus
         self._trainer = PhaseTrainer(context)
-        self._store: TCPStore | None = None
+        self._store: Any = None
 
     def open_group(self) -> tuple[str, int]:
         """As rank 0, open the store that the process group meets at; return its host and port."""
-        self._store = serve_store(ray.util.get_node_ip_address(), self._workers)
+        self._store = open_store(ray.util.get_node_ip_address(), 0, self._workers)
         return self._store.host, self._store.port
 
     def join(self, host: str, port: int) -> None:
@@ -70,7 +67,7 @@ class TrainingActor(GroupActor):
         use_interface_of(ray.util.get_node_ip_address())
         os.environ.update(RANK=str(self._rank), LOCAL_RANK="0", WORLD_SIZE=str(self._workers))
         backend = process_group_backend(self._workers, self._gpus)
-        store = self._store or dist.TCPStore(host, port, self._workers, is_master=False)
+        store = self._store or open_store(host, port, self._workers)
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._workers)
 
     def prepare(self, phase: Phase) -> None:
@@ -84,16 +81,18 @@ class TrainingActor(GroupActor):
             return self._trainer.train(phase, labels, reporter_of(channel), passes)
 
 
-def serve_store(host: str, workers: int) -> TCPStore:
-    """Serve the store of a process group on a free port, which stays bound: a port asked for and bound later can be taken.
+def open_store(host: str, port: int, workers: int) -> Any:
+    """Return the `TCPStore` at which a process group meets.
 
     Args:
-        host: Address of this node at which the other workers reach it.
+        host: Address of rank 0's node.
+        port: Port of rank 0's store. With 0, serve the store on a free port, which stays bound: another process could take
+            a port that is asked for first and bound later.
         workers: Number of workers.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(host, 0, workers, is_master=True, wait_for_workers=False)
+    return TCPStore(host, port, workers, is_master=port == 0, wait_for_workers=False)
 
 
 class ScoringActor(GroupActor):
