@@ -23,10 +23,10 @@ from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.ray_backend.backend import choose_backend
 from distcse.ray_backend.cluster import cluster
-from distcse.ray_backend.sweep_backend import RaySweepBackend
+from distcse.ray_backend.sweep import run_sweep
 from distcse.recipe import Recipe, Sweep
 from distcse.teachers.lists import TeacherEnsemble
-from distcse.tuning.sweep import begin, run_sweep
+from distcse.tuning.sweep import begin
 from tests.counting import CountedSource
 from tests.wikipedia import wiki_file
 
@@ -170,7 +170,7 @@ def next_trials(recipe: Recipe) -> list[float]:
     }
     sweep = Sweep.model_validate({**space, **rules})
     folder = begin(recipe, sweep)
-    run_sweep(recipe, sweep, folder, RaySweepBackend(), Reporter())
+    run_sweep(recipe, sweep, folder, Reporter())
     trials = [
         [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted((folder / "trials").glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 from distcse.events import Reporter
-from distcse.ray_backend.sweep_backend import RaySweepBackend
+from distcse.ray_backend.sweep import run_sweep
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_sweep
-from distcse.tuning.sweep import SweepResult, begin, run_sweep
+from distcse.tuning.sweep import SweepResult, begin
 
 TAU2, LR = "objective.rank.tau2", "training.lr"
 ON_RAY = (
@@ -30,4 +30,4 @@ def make_sweep(folder: Path, parameters: dict[str, Any], **sections: Any) -> Swe
 
 
 def run_new_sweep(recipe: Recipe | MutualRecipe, sweep: Sweep, reporter: Reporter | None = None) -> SweepResult:
-    return run_sweep(recipe, sweep, begin(recipe, sweep), RaySweepBackend(), reporter or Reporter())
+    return run_sweep(recipe, sweep, begin(recipe, sweep), reporter or Reporter())

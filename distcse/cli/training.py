@@ -323,9 +323,9 @@ def _sweep(options: argparse.Namespace, new: tuple[BaseRecipe, Sweep] | None) ->
     """Begin a new sweep, or resume that of `--resume`."""
     with loading(options, lambda: start_ray(fast_allocator=True)) as listen:
         from distcse.events import Reporter
-        from distcse.ray_backend.sweep_backend import RaySweepBackend
+        from distcse.ray_backend.sweep import run_sweep
         from distcse.report.sweep_page import write_sweep_pages
-        from distcse.tuning.sweep import begin, check, reopen, run_sweep
+        from distcse.tuning.sweep import begin, check, reopen
 
         directory, given = Path(), set[tuple[str, str]]()
         if new is None:
@@ -335,7 +335,7 @@ def _sweep(options: argparse.Namespace, new: tuple[BaseRecipe, Sweep] | None) ->
             directory, given = begin(*new, Reporter(listen)), new[0].given_keys
         recipe, sweep = reopen(directory, given)
         with (stop := StopOnSignal()):
-            result = run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter(listen, stop.stop_requested))
+            result = run_sweep(recipe, sweep, directory, Reporter(listen, stop.stop_requested))
     _print_sweep(result, write_sweep_pages(result), options.json)
     return status_of(result)
 

@@ -32,7 +32,6 @@ from distcse.ray_backend.nodes import DrainNotices, describe_holders
 from distcse.ray_backend.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.recipe import Sweep
 from distcse.storage import open_store, to_uri
-from distcse.tuning.backend import StoppedError
 from distcse.tuning.records import Status, Trial, read_trial, read_trials, register_trial
 from distcse.tuning.space import WEIGHT_BOUNDS, Space
 from distcse.tuning.trial import TrialContext, clear, run_trial
@@ -46,7 +45,19 @@ _END = 101
 def search(
     context: TrialContext, space: Space, sweep: Sweep, folder: Path, resources: TrialResources, reporter: Reporter
 ) -> tune.ResultGrid:
-    """See `SweepBackend.search`."""
+    """Run a search, or continue the one whose state is in `folder`. The results are in the trials' records.
+
+    Args:
+        context: What all trials share.
+        space: The parameters to search.
+        sweep: The algorithm, the scheduler and the limits.
+        folder: Folder of the search's state.
+        resources: Resources of a trial, and how many trials run at once.
+        reporter: Receives updates of trials; can request a stop.
+
+    Raises:
+        StoppedEarlyError: `reporter` requested a stop. Running trials stay unfinished, and a resumed sweep continues them.
+    """
     parameters: dict[str, Any] = {}
     samples, searcher = sweep.search.trials, None
     if sweep.schedule.kind == "pbt":
@@ -70,7 +81,19 @@ def train_all(
     resources: TrialResources,
     reporter: Reporter,
 ) -> None:
-    """See `SweepBackend.train_all`."""
+    """Train the recipe with each set of values, without a scheduler and without a limit of hours.
+
+    Args:
+        context: As for `search`.
+        points: Values by recipe path, one entry per trial.
+        sweep: The limit of failures.
+        folder: Folder of the state, as for `search`.
+        resources: As for `search`.
+        reporter: As for `search`.
+
+    Raises:
+        StoppedEarlyError: As for `search`.
+    """
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
     unlimited = sweep.search.model_copy(update={"hours": None})
     final_sweep = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
@@ -297,8 +320,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self._storage_failure is not None:
             raise self._storage_failure
-        if self._reporter.stop_requested():
-            raise StoppedError
+        self._reporter.check_stop("in the sweep")
         self._warn_of_wait([trial.status for trial in trials])
 
     def _warn_of_wait(self, statuses: Sequence[str]) -> None:

@@ -17,11 +17,11 @@ from distcse.cli.training import status_of
 from distcse.errors import DivergedError, ResumeMismatchError
 from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpdate
 from distcse.process import INTERRUPTED
-from distcse.ray_backend.sweep_backend import RaySweepBackend
+from distcse.ray_backend.sweep import run_sweep
 from distcse.recipe import Recipe
 from distcse.report.sweep_page import rows_of, write_sweep_pages
 from distcse.tuning.records import read_trials
-from distcse.tuning.sweep import begin, run_sweep
+from distcse.tuning.sweep import begin
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe
@@ -62,13 +62,11 @@ def test_trials_that_are_killed_diverge_or_are_stopped(recipe: Recipe, tmp_path:
     )
     longer = recipe.model_copy(update={"training": recipe.training.model_copy(update={"epochs": 2})})
     directory = begin(longer, sweep)
-    interrupted = run_sweep(
-        longer, sweep, directory, RaySweepBackend(), Reporter(record_progress, lambda: max(progress, default=0) > 10)
-    )
+    interrupted = run_sweep(longer, sweep, directory, Reporter(record_progress, lambda: max(progress, default=0) > 10))
     assert interrupted.interrupted and not interrupted.final_results and interrupted.evaluation is None
     assert [trial.status for trial in interrupted.trials] == ["running"]
     assert (directory / "trials.csv").exists()
-    result = run_sweep(longer, sweep, directory, RaySweepBackend(), Reporter(kill))
+    result = run_sweep(longer, sweep, directory, Reporter(kill))
     found = {(trial.values[LR], trial.values["objective.rank.gamma"]): trial for trial in result.trials}
     assert {trial.status for (_, gamma), trial in found.items() if gamma == 1e39} == {"diverged"}
     assert DivergedError.code in found[1e-3, 1e39].reason
@@ -101,7 +99,7 @@ def test_a_stop_in_the_final_evaluation_keeps_what_is_measured(recipe: Recipe, t
         return list(dict.fromkeys(named))
 
     reporter = Reporter(events.append, lambda: len(measured()) > 2)
-    stopped = run_sweep(recipe, sweep, directory, RaySweepBackend(), reporter)
+    stopped = run_sweep(recipe, sweep, directory, reporter)
     names = ["recipe, seed 1", "recipe, seed 2", "best, seed 1", "best, seed 2"]
     assert stopped.interrupted and len(stopped.final_results) == 4 and status_of(stopped) == INTERRUPTED
     assert stopped.evaluation is not None and [model.name for model in stopped.evaluation.models] == names[:2]
@@ -114,7 +112,7 @@ def test_a_stop_in_the_final_evaluation_keeps_what_is_measured(recipe: Recipe, t
     (line,) = (event.text for event in events if isinstance(event, LogMessage) and "stopped before" in event.text)
     assert "evaluation of best, seed 1, evaluation of best, seed 2; continue with --resume" in line
     events.clear()
-    done = run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter(events.append))
+    done = run_sweep(recipe, sweep, directory, Reporter(events.append))
     assert not done.interrupted and measured() == names[2:]
     assert done.evaluation is not None and [model.name for model in done.evaluation.models] == names
 
@@ -132,15 +130,15 @@ def test_a_search_ends_when_its_hours_are_over(recipe: Recipe, tmp_path: Path) -
 def test_a_damaged_state_of_ray_tune_is_not_restored(recipe: Recipe, tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, {LR: {"values": [1e-3, 1e-4]}}, search={"algorithm": "grid", "concurrent": 1})
     directory = begin(recipe, sweep)
-    first = run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter())
+    first = run_sweep(recipe, sweep, directory, Reporter())
     (state,) = (directory / "ray_tune" / "search").glob("experiment_state-*.json")
     state.write_text(state.read_text()[:100])
-    again = run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter())
+    again = run_sweep(recipe, sweep, directory, Reporter())
     assert [trial.reused_from for trial in again.trials[2:]] == [trial.name for trial in first.trials]
     assert again.best_trial == first.best_trial
     (tmp_path / "corpus.txt").write_text("\n".join(f"Other text, row {row}." for row in range(300)))
     with fails_with(ResumeMismatchError, "corpus", str(directory)):
-        run_sweep(recipe, sweep, directory, RaySweepBackend(), Reporter())
+        run_sweep(recipe, sweep, directory, Reporter())
 
 
 def test_a_resumed_sweep_does_not_repeat_ended_trials_of_a_killed_driver(

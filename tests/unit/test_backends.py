@@ -28,7 +28,7 @@ def test_the_recipe_selects_the_backend(
 
 def test_choosing_a_backend_does_not_import_ray() -> None:
     """Ray reads its variables when it is imported, after `start_ray` has set them; a run without Ray needs none of it."""
-    script = "import distcse.api, distcse.ray_backend.sweep_backend, sys; sys.exit('ray' in sys.modules)"
+    script = "import distcse.api, distcse.ray_backend.sweep, sys; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

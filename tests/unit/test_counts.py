@@ -22,7 +22,7 @@ from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.frozen_pass import by_length
 from distcse.rank_space import RankSpace, pair_similarities
-from distcse.ray_backend.sweep_backend import TrialBackend
+from distcse.ray_backend.sweep import TrialBackend
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store

@@ -458,6 +458,7 @@ ASKS = {
     "ray_backend/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
     "ray_backend/teacher_servers:co_located_servers": "tests/faults/test_kills.py",
     "ray_backend/train_workers:_run_trainer": "tests/faults/test_kills.py",
+    "ray_backend/tune:TrialListener.on_step_end": "tests/faults/test_sweeps.py",
     "runs/lease:_wait": _WAIT,
     "runs/lease:_local_lock": _WAIT,
     "teachers/comparison:compare": _PASS,
