@@ -1,21 +1,25 @@
 """Evaluation of sentence encoders by the protocols of the papers, one protocol per module."""
 
-from distcse.evaluation.candidates import LoadOptions, make_candidate, open_candidate, parse_models, parse_prompts
-from distcse.evaluation.choice import NO_LIMITS, Choice, Limits
+from distcse.evaluation.candidates import (
+    LoadOptions,
+    make_candidate,
+    make_ensembles,
+    measure_ensemble,
+    open_candidate,
+    parse_models,
+    parse_prompts,
+)
 from distcse.evaluation.contamination import Contamination, evaluation_sentences, refuse_test_as_dev
 from distcse.evaluation.dev import CustomDev, LabelledDev, labelled_dev
-from distcse.evaluation.ensembles import make_ensembles, measure_ensemble
 from distcse.evaluation.evaluation import (
     Candidate,
-    Evaluation,
-    ModelInfo,
     ModelResults,
-    Score,
     compare_models,
     evaluate,
     measure_model,
 )
 from distcse.evaluation.models import Ensemble, Model, PairModel, PairScores, RecordedScores, VectorModel, reporting
+from distcse.evaluation.results import NO_LIMITS, Choice, Evaluation, Limits, ModelInfo, Score
 from distcse.evaluation.suites import DEV_SETS, SUITES, CustomSet, DatasetFolder, Tasks, collect, parse_suites
 from distcse.evaluation.tables import read_table, stream_texts
 from distcse.evaluation.tasks.agreement import MIN_TEXTS, HeldOutVectors, TextsTask, agreement, agreement_result

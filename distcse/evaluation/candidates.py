@@ -1,9 +1,9 @@
-"""Open the models to evaluate: a model folder, a run directory, or a name on the hub."""
+"""Open the models to evaluate (a model folder, a run directory, a name on the hub), and make ensembles of them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,9 +13,19 @@ from numpy.typing import NDArray
 from distcse.device import auto_precision, speed_of
 from distcse.errors import EvaluationOptionError
 from distcse.evaluation.contamination import Contamination
-from distcse.evaluation.evaluation import Candidate, ModelInfo
-from distcse.evaluation.models import PairScores, Progress, RankSpaceModel, VectorModel, make_encode
-from distcse.evaluation.runs import group_runs, number_runs
+from distcse.evaluation.evaluation import Candidate, ModelResults, measure_model
+from distcse.evaluation.models import (
+    Ensemble,
+    PairScores,
+    Progress,
+    RankSpaceModel,
+    RecordedScores,
+    VectorModel,
+    make_encode,
+)
+from distcse.evaluation.results import ModelInfo, group_runs, number_runs
+from distcse.evaluation.suites import Tasks
+from distcse.events import Listener, Reporter
 from distcse.models import CrossEncoder, Encoder, StaticEncoder, is_cross_encoder, is_static, resolve_model
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
@@ -23,6 +33,8 @@ from distcse.rank_space import RankSpaceEncoder, is_rank_space
 from distcse.recipe.names import hub_id
 from distcse.spelling import nearest
 from distcse.storage import find_model, is_uri
+
+_ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -261,3 +273,75 @@ def _with_total(model: StaticEncoder, on_progress: Progress | None) -> Callable[
 def _default_name(path: str) -> str:
     parts = Path(path).absolute().parts if os.path.exists(path) else Path(path.rstrip("/")).parts
     return parts[-2] if parts[-1] == "model" and len(parts) > 1 else parts[-1]
+
+
+def make_ensembles(texts: Iterable[str], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Make the ensembles of `--ensemble`, which use what their members have computed.
+
+    Args:
+        texts: `MODEL,MODEL` or `NAME=MODEL,MODEL` by the models' names in tables; a name of several runs is all of them, and
+            `all` is all models.
+        candidates: The models.
+
+    Raises:
+        EvaluationOptionError: An ensemble has fewer than two members, an unknown one, members of unlike kinds, or a name that
+            is taken.
+    """
+    by_name = {candidate.info.name: candidate for candidate in candidates}
+    found: dict[str, Candidate] = {}
+    for text in texts:
+        name, equals, listed = text.partition("=")
+        if not equals:
+            name, listed = "ensemble" if text == _ALL else f"ensemble of {text.replace(',', ', ')}", text
+        if not name or name in by_name or name in found:
+            raise EvaluationOptionError(f"--ensemble {text}: the name {name!r} is empty or taken; write NAME={listed}")
+        members = [by_name[member] for member in _members(text, listed, list(by_name))]
+        if len(kinds := {member.info.kind for member in members}) > 1:
+            raise EvaluationOptionError(
+                f"--ensemble {text} has {' and '.join(sorted(kinds))}, whose similarities have different scales; "
+                "name models of one kind"
+            )
+        model = Ensemble([member.model for member in members])
+        contamination = Contamination.of_several([member.contamination for member in members])
+        found[name] = Candidate(_describe_ensemble(name, [member.info for member in members]), model, contamination)
+    return list(found.values())
+
+
+def measure_ensemble(
+    name: str, members: Sequence[ModelResults], scores: Sequence[RecordedScores], tasks: Tasks, emit: Listener
+) -> ModelResults:
+    """Measure an ensemble of models that were measured in other processes.
+
+    Args:
+        name: Its name in tables.
+        members: The members' results.
+        scores: The members' similarities of the tasks' pairs.
+        tasks: The tasks; those that need vectors are left out.
+        emit: Receives the progress.
+    """
+    infos = [member.info for member in members]
+    results = measure_model(Candidate(_describe_ensemble(name, infos), Ensemble(scores)), tasks, Reporter(emit))
+    contamination = Contamination.of_several([Contamination(info.contamination) for info in infos])
+    return replace(results, info=replace(results.info, contamination=contamination.overlap))
+
+
+def _members(text: str, listed: str, names: Sequence[str]) -> list[str]:
+    """Return the names of an ensemble's members."""
+    if listed == _ALL and _ALL not in names:
+        found = list(names)
+    else:
+        runs = {**group_runs(names), **{name: [name] for name in names}}
+        parts = [part.strip() for part in listed.split(",")]
+        if unknown := [part for part in parts if part not in runs]:
+            raise EvaluationOptionError(
+                f"--ensemble {text}: no model is called {unknown[0]!r}; choose from: {', '.join(runs)}"
+            )
+        found = list(dict.fromkeys(name for part in parts for name in runs[part]))
+    if len(found) < 2:
+        raise EvaluationOptionError(f"--ensemble {text} has one model; name at least two, or all")
+    return found
+
+
+def _describe_ensemble(name: str, members: Sequence[ModelInfo]) -> ModelInfo:
+    source = f"mean of {', '.join(member.name for member in members)}"
+    return ModelInfo(name, source, f"{members[0].kind}s", "pair", 0, 0)

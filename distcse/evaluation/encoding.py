@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from distcse.evaluation.bootstrap import AucOf, AverageOf, Fixed, MeanOf, PearsonOf, SpearmanOf
-from distcse.evaluation.evaluation import ModelInfo, ModelResults
+from distcse.evaluation.evaluation import ModelResults
 from distcse.evaluation.models import RecordedScores
+from distcse.evaluation.results import ModelInfo
 from distcse.evaluation.tasks import TaskResult
 
 _CLASSES: Mapping[str, type[Any]] = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.device import default_device
-from distcse.errors import EvaluationResultError, StoppedEarlyError
-from distcse.evaluation.bootstrap import AverageOf, Difference, Estimate, difference
+from distcse.errors import StoppedEarlyError
+from distcse.evaluation.bootstrap import AverageOf, Estimate, difference
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.models import Ensemble, Model, VectorModel
-from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges, NeighborComparison
+from distcse.evaluation.results import (
+    Comparison,
+    Evaluation,
+    ModelInfo,
+    NeighborChange,
+    NeighborChanges,
+    Score,
+    averaged_sets,
+)
 from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
-from distcse.evaluation.tasks.agreement import with_agreement
+from distcse.evaluation.tasks.agreement import cosines_to_others, with_agreement
 from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
-from distcse.storage import ArtifactStore, open_store
 
+_SILENT = Reporter()
+_MAX_SHOWN = 12
+_MAX_SENTENCES = 5000
 TIMED_TEXTS = 128
 """Texts per timed call."""
 _CALLS = 3
@@ -69,34 +78,6 @@ def _times(batches: Sequence[Sequence[str]], compute: Callable[[Sequence[str]], 
     return seconds
 
 
-_SILENT = Reporter()
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """Description of an evaluated model."""
-
-    name: str
-    source: str
-    kind: str
-    """`bi-encoder`, `cross-encoder` or similar."""
-    pooling: str
-    max_length: int
-    parameters: int
-    seconds: float = 0.0
-    """Time in the model's forward passes, over all suites."""
-    contamination: Mapping[str, float] = field(default_factory=dict)
-    """Share of each `suite/set`'s sentences in the model's training text, where it is known."""
-    dimensions: int = 0
-    """Dimension of its vectors; 0 if it has none or it is unknown."""
-    size_bytes: int = 0
-    """Size of its weights in memory."""
-    sentences_per_s: float | None = None
-    """Throughput on the device that measured it, of a cross-encoder in pairs; None if it was not measured."""
-    latency_ms: float | None = None
-    """Time for one sentence there, in milliseconds; None if it was not measured."""
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A model to evaluate."""
@@ -108,108 +89,6 @@ class Candidate:
     """The local folder that it was loaded from; None for a model in memory."""
     tokenizer: Any = field(default=None, repr=False)
     """Its fast tokenizer; None for a static model, and for one of other code."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Difference of one score between two models, with the 95 % interval of the paired bootstrap."""
-
-    model: str
-    against: str
-    difference: Difference
-
-
-@dataclass(frozen=True)
-class Score:
-    """One measure on one set: a column of a table."""
-
-    suite: str
-    set: str
-    measure: str
-    values: Mapping[str, float]
-    """Values by model, without the models that the measure does not apply to."""
-    comparisons: Sequence[Comparison] = ()
-    average: bool = False
-
-    def against(self, model: str, other: str) -> Difference | None:
-        """Return the difference to another model; None if the score cannot be resampled."""
-        found = (c.difference for c in self.comparisons if (c.model, c.against) == (model, other))
-        return next(found, None)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """All results, as stored in evaluation.json."""
-
-    models: Sequence[ModelInfo]
-    base: str
-    """Name of the model that tables compare the others with."""
-    scores: Sequence[Score]
-    details: Mapping[str, Mapping[str, Mapping[str, Any]]]
-    """By suite, set and model: data for plots."""
-    missing: Sequence[str]
-    warnings: Sequence[str]
-    settings: Mapping[str, str]
-    neighbors: Mapping[str, NeighborChanges]
-    """By model: how its nearest neighbors differ from the base's."""
-    seconds: float
-
-    def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
-        """Return one score.
-
-        Args:
-            suite: Name of the suite, such as `sts`.
-            dataset: Name of the set, such as `STS-B`.
-            measure: Name of the measure, such as `all`.
-            model: Name of the model.
-
-        Raises:
-            EvaluationResultError: It was not measured.
-        """
-        found = next((s for s in self.scores if (s.suite, s.set, s.measure) == (suite, dataset, measure)), None)
-        if found is None or model not in found.values:
-            measured = ", ".join(sorted({f"{s.suite}/{s.set}/{s.measure}" for s in self.scores}))
-            raise EvaluationResultError(
-                f"{suite}/{dataset}/{measure} of {model} was not measured; choose from: {measured}"
-            )
-        return found.values[model]
-
-    def overlap_fraction(self, score: Score, model: str) -> float:
-        """Return the share of a set's sentences in a model's training text; for an average, the maximum over its sets."""
-        contamination = next(info.contamination for info in self.models if info.name == model)
-        measured = {s.set for s in self.scores if s.suite == score.suite and not s.average}
-        sets = _averaged_sets(score.suite, measured) if score.average else [score.set]
-        return max((contamination.get(f"{score.suite}/{name}", 0.0) for name in sets), default=0.0)
-
-    def overlaps(self, score: Score) -> dict[str, float]:
-        """Return `overlap_fraction` of each model whose training text contained sentences of a score's set."""
-        return {model: share for model in score.values if (share := self.overlap_fraction(score, model))}
-
-    def write(self, folder: Path | ArtifactStore) -> None:
-        """Write the results as evaluation.json, each score with its `overlap`."""
-        scores = [{**asdict(score), "overlap": self.overlaps(score)} for score in self.scores]
-        content = json.dumps({**asdict(self), "scores": scores}, indent=1, ensure_ascii=False)
-        open_store(folder).write_text("evaluation.json", content)
-
-    @classmethod
-    def read(cls, file: Path) -> Evaluation:
-        """Read a file that `write` wrote.
-
-        Raises:
-            EvaluationResultError: The file does not exist or contains no evaluation.
-        """
-        try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-            return cls(
-                **{
-                    **stored,
-                    "models": [ModelInfo(**info) for info in stored["models"]],
-                    "scores": [_load_score(score) for score in stored["scores"]],
-                    "neighbors": {name: _load_changes(entry) for name, entry in stored["neighbors"].items()},
-                }
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise EvaluationResultError(f"{file} contains no readable evaluation: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -356,7 +235,7 @@ def _score_columns(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str,
             for name, measures in by_set.items()
             for measure, by_model in measures.items()
         ]
-        published = _averaged_sets(suite, by_set)
+        published = averaged_sets(suite, by_set)
         if len(published) > 1:
             is_complete = len(published) == len(PUBLISHED[suite])
             title = "average" if is_complete else f"average of {len(published)} of {len(PUBLISHED[suite])}"
@@ -365,11 +244,6 @@ def _score_columns(estimates: Mapping[tuple[str, str], Mapping[str, Mapping[str,
                 average = {model: AverageOf([part[model] for part in parts]) for model in parts[0]}
                 scores.append(Score(suite, title, measure, _point_values(average), _compare_all(average), average=True))
     return scores
-
-
-def _averaged_sets(suite: str, measured: Container[str]) -> list[str]:
-    """Return the measured sets that are part of a suite's average."""
-    return [known.name for known in PUBLISHED.get(suite, ()) if known.name in measured]
 
 
 def _point_values(by_model: Mapping[str, Estimate]) -> dict[str, float]:
@@ -386,15 +260,56 @@ def _compare_all(by_model: Mapping[str, Estimate]) -> list[Comparison]:
     return found
 
 
-def _load_score(stored: dict[str, Any]) -> Score:
-    comparisons = [
-        Comparison(entry["model"], entry["against"], Difference(**entry["difference"]))
-        for entry in stored["comparisons"]
-    ]
-    return Score(**{key: value for key, value in stored.items() if key != "overlap"} | {"comparisons": comparisons})
+class NeighborComparison:
+    """Compares models by their vectors of up to 5,000 distinct sentences, so that models need not stay in memory.
+
+    Args:
+        texts: The sentences; with fewer than two, there is nothing to compare.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = list(dict.fromkeys(texts))[:_MAX_SENTENCES]
+
+    @classmethod
+    def of(cls, tasks: Sequence[EvalTask]) -> NeighborComparison:
+        """Take the sentences of STS-B, or of the first set."""
+        chosen = sorted(tasks, key=lambda task: task.name != "STS-B")
+        return cls(chosen[0].sentences() if chosen else [])
+
+    def vectors(self, model: Model) -> NDArray[np.float32] | None:
+        """Return a model's (n, d) unit vectors of the sentences; None for a cross-encoder, which has none."""
+        return model.unit_vectors(self._texts) if isinstance(model, VectorModel) and len(self._texts) > 1 else None
+
+    def changes(self, vectors: Mapping[str, NDArray[np.float32] | None], base: str) -> dict[str, NeighborChanges]:
+        """Compare the other models' neighbors with those of `base`; empty if `base` has no vectors.
+
+        Args:
+            vectors: By model: what `vectors` returned.
+            base: Name of the model to compare with.
+        """
+        before = vectors.get(base)
+        if before is None:
+            return {}
+        return {
+            name: changed_neighbors(before, after, self._texts)
+            for name, after in vectors.items()
+            if after is not None and name != base
+        }
 
 
-def _load_changes(stored: dict[str, Any]) -> NeighborChanges:
+def changed_neighbors(
+    before: NDArray[np.floating], after: NDArray[np.floating], texts: Sequence[str]
+) -> NeighborChanges:
+    """Compare the nearest neighbors of n texts between two (n, d) arrays of unit vectors, n ≥ 2."""
+    old = cosines_to_others(before).argmax(axis=1)
+    cosines = cosines_to_others(after)
+    new = cosines.argmax(axis=1)
+    rows = np.arange(len(texts))
+    cosine_gain = np.where(old == new, -np.inf, cosines[rows, new] - cosines[rows, old])
+    changed = int((old != new).sum())
+    examples = np.argsort(-cosine_gain, kind="stable")[: min(_MAX_SHOWN, changed)]
     return NeighborChanges(
-        stored["sentences"], stored["changed"], [NeighborChange(**entry) for entry in stored["examples"]]
+        len(texts),
+        changed,
+        [NeighborChange(texts[row], texts[old[row]], texts[new[row]], float(cosine_gain[row])) for row in examples],
     )

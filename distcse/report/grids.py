@@ -12,7 +12,7 @@ import yaml
 
 from distcse.evaluation import Evaluation, ModelInfo, Score
 from distcse.evaluation.contamination import NOTICED_FROM, TRANSDUCTIVE_FROM
-from distcse.evaluation.runs import Spread, compute_spreads, group_runs, has_repeated_runs
+from distcse.evaluation.results import Spread, compute_spreads, group_runs, has_repeated_runs
 from distcse.evaluation.suites import PUBLISHED
 from distcse.tuning.final_evaluation import SummaryRow
 

@@ -15,6 +15,8 @@ FLAT_UP_TO = 200_000
 """Largest number of vectors for which the search is exact."""
 NUM_PROBES = 32
 """Lists of the inverted file that each query searches."""
+_CLUSTERING_PASSES = 10
+"""Passes of k-means that find the lists, as faiss makes by default for an inverted file."""
 QUERIES = 8192
 """Vectors that are searched for together."""
 
@@ -33,7 +35,7 @@ def knn(
         vectors: (n, d) unit vectors.
         num_neighbors: k.
         requested_by: The recipe key that needs the search, for the error message.
-        on_progress: Called with the number of vectors searched for so far, from 0.
+        on_progress: Called with the number of vectors searched for so far; with 0 while the index is built.
 
     Returns:
         (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
@@ -44,14 +46,19 @@ def knn(
     faiss, report = require_faiss(requested_by), on_progress or (lambda done: None)
     report(0)
     count, width = vectors.shape
-    if count <= FLAT_UP_TO:
-        index: Any = faiss.IndexFlatIP(width)
-    else:
+    index: Any = faiss.IndexFlatIP(width)
+    if count > FLAT_UP_TO:
         lists = int(4 * np.sqrt(count))
-        index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, lists, faiss.METRIC_INNER_PRODUCT)
-        index.train(vectors[:: max(1, count // (64 * lists))])
-        index.nprobe = NUM_PROBES
-    index.add(vectors)
+        clusters = faiss.Clustering(width, lists)
+        clusters.niter, clusters.spherical = 1, True
+        for _ in range(_CLUSTERING_PASSES):
+            clusters.train(vectors[:: max(1, count // (64 * lists))], index)  # continues from the previous centroids
+            report(0)
+        index = faiss.IndexIVFFlat(index, width, lists, faiss.METRIC_INNER_PRODUCT)
+        index.is_trained, index.nprobe = True, NUM_PROBES
+    for begin in range(0, count, QUERIES):
+        index.add(vectors[begin : begin + QUERIES])
+        report(0)
     found = []
     for begin in range(0, count, QUERIES):
         report(begin)

@@ -18,7 +18,7 @@ from distcse.evaluation import (
     open_candidate,
     reporting,
 )
-from distcse.evaluation.runs import Spread, compute_spread, compute_spreads
+from distcse.evaluation.results import Spread, compute_spread, compute_spreads
 from distcse.events import Reporter
 from distcse.experiments.backend import Backend, DeviceCall
 from distcse.experiments.cluster_fit import model_memory

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,20 +17,25 @@ from transformers import AutoTokenizer
 
 from distcse.data import Corpus, Pairs, PairTokenTable
 from distcse.data.token_table import Tokenization
-from distcse.errors import ResumeMismatchError
+from distcse.errors import ResumeMismatchError, RunRecordError
 from distcse.evaluation import collect
 from distcse.evaluation.suites import CustomSet
 from distcse.events import Reporter
 from distcse.experiments.distillation.experiment import Distillation
+from distcse.experiments.mutual.experiment import MutualDistillation
+from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phases import Phase
+from distcse.experiments.mutual.stored_scores import StoredScores
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.storage import content_key
+from distcse.storage import content_key, open_store
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import TargetSpec
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_custom_code
+from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -186,6 +191,67 @@ def test_a_test_set_depends_on_its_sentences_labels_and_order(suite: str, tmp_pa
     variants = [rows, [other_label, *rows[1:]], rows[::-1], [*rows, rows[0]], [f"{rows[0]}x", *rows[1:]]]
     assert len({key(lines) for lines in variants}) == len(variants)
     assert key(rows) == key(rows, "elsewhere.tsv")
+
+
+def test_scores_of_a_phase_are_named_and_checked_by_their_content(tmp_path: Path) -> None:
+    scores = np.linspace(0, 1, 9, dtype=np.float32)
+    variants = [scores, scores[::-1].copy(), scores[:-1], np.append(scores, scores[-1]), np.nextafter(scores, 2)]
+    stored = [StoredScores.write(open_store(tmp_path), "start-bert", each) for each in variants]
+    assert len({each.name for each in stored}) == len({each.sha256 for each in stored}) == len(variants)
+    for each, written in zip(variants, stored, strict=True):
+        np.testing.assert_array_equal(written.read(), each)
+    with fails_with(RunRecordError, "changed"):
+        replace(stored[0], name=stored[4].name).read()
+    store, other = PhaseStore(tmp_path / "run"), scores[::-1].copy()
+    for number, (group, phase) in enumerate(product(("bert", "roberta"), (Phase(0), Phase(1)))):
+        store.post(group, phase, np.float32(number) + other, None)
+    reopened = PhaseStore(tmp_path / "run")
+    for number, (group, phase) in enumerate(product(("bert", "roberta"), (Phase(0), Phase(1)))):
+        np.testing.assert_array_equal(reopened.scores(group, phase), np.float32(number) + other)
+
+
+def test_a_mutual_run_depends_on_its_pairs_their_sides_and_their_order(tmp_path: Path) -> None:
+    rows = [("a", "b"), ("c", "d"), ("e", "f")]
+    variants = [
+        rows,
+        rows[::-1],
+        rows[:2],
+        [("b", "a"), *rows[1:]],
+        [("a", "bc"), ("", "d"), rows[2]],
+        [("x", "b"), *rows[1:]],
+    ]
+    prints = [Pairs.write(tmp_path / str(number), each).fingerprint for number, each in enumerate(variants)]
+    assert len(set(prints)) == len(variants) and Pairs.write(tmp_path / "again", rows).fingerprint == prints[0]
+    store = PhaseStore(tmp_path / "run")
+    for fingerprint in (prints[0], prints[0]):
+        store.record_pairs(fingerprint)
+    with fails_with(ResumeMismatchError, "pairs"):
+        PhaseStore(tmp_path / "run").record_pairs(prints[1])
+
+
+MINED: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "corpus": ("corpus.txt", lambda file: replace_in(file, "guitar", "violin")),
+    "model of bert": ("bert/config.json", lambda file: edit_json(file, layer_norm_eps=1e-3)),
+    "dev set": ("dev.tsv", lambda file: replace_in(file, "\n1\t", "\n2\t")),
+}
+
+
+@pytest.mark.parametrize("name", MINED)
+def test_a_mutual_run_records_the_text_that_it_mines(
+    name: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    pytest.importorskip("bm25s"), pytest.importorskip("faiss")
+    models = {kind: shutil.copytree(tiny(kind), tmp_path / kind) for kind in ("bert", "roberta")}
+    (tmp_path / "corpus.txt").write_text("\n".join(sentences))
+    (tmp_path / "dev.tsv").write_text("score\tsentence1\tsentence2\n1\ta\tb\n3\tc\td\n5\te\tf")
+    mined = f"pairs={{mine: {{corpus: {{path: '{tmp_path / 'corpus.txt'}'}}, pairs: 100, num_neighbors: 5}}}}"
+    dev = f"evaluation.dev={tmp_path / 'dev.tsv'}"
+    experiment = MutualDistillation(make_mutual_recipe(tmp_path / "recipe", models, sentences, mined, dev))
+    before = experiment.fingerprints(Reporter())
+    file, change = MINED[name]
+    change(tmp_path / file)
+    after = experiment.fingerprints(Reporter())
+    assert {key for key in before if before[key] != after[key]} == {name}
 
 
 def replace_in(file: Path, old: str, new: str) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import bm25s  # noqa: F401  (its functions are replaced)
+import faiss
 import numpy as np
 import pytest
 
 from distcse.data import Pairs
-from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError
+from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError, StoppedEarlyError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.cluster_fit import model_memory
 from distcse.experiments.mutual.mining import mine_pairs, mining_memory, prepare_mining
@@ -29,12 +32,15 @@ def mine(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Min
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join([*sentences, *sentences[:50]]) + "\n")
 
-    def run(*overrides: str, pairs: int = 300) -> tuple[Pairs, MutualRecipe, list[Event]]:
+    def run(
+        *overrides: str, pairs: int = 300, stop_requested: Callable[[], bool] = lambda: False
+    ) -> tuple[Pairs, MutualRecipe, list[Event]]:
         source = f"pairs={{mine: {{corpus: {{path: '{corpus}'}}, pairs: {pairs}, num_neighbors: 10}}}}"
         recipe = make_mutual_recipe(tmp_path / "recipe", {"bert": tiny("bert")}, sentences, source, *overrides)
         events: list[Event] = []
         folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "pairs"
-        return mine_pairs(recipe, prepare_mining(recipe, Reporter()), folder, Reporter(events.append)), recipe, events
+        reporter = Reporter(events.append, stop_requested)
+        return mine_pairs(recipe, prepare_mining(recipe, Reporter()), folder, reporter), recipe, events
 
     return run
 
@@ -90,6 +96,45 @@ def test_other_sources_make_up_for_one_with_too_few_pairs(mine: Mine) -> None:
         mine(band, "pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
     with fails_with(InvalidValueError, "pairs.mine", "share"):
         mine("pairs.mine.bands=[]", "pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
+
+
+@pytest.mark.parametrize(
+    ("begun", "never"),
+    [
+        ("bm25s.tokenize", "bm25s.BM25.index"),
+        ("bm25s.BM25.index", "bm25s.BM25.retrieve"),
+        ("faiss.Clustering.train", "faiss.IndexIVFFlat.add"),
+        ("faiss.IndexIVFFlat.add", "faiss.IndexIVFFlat.search"),
+    ],
+)
+def test_a_stop_is_heard_while_an_index_is_built(
+    mine: Mine, begun: str, never: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in ("distcse.events.CHUNK", "distcse.teachers.knn.QUERIES", "distcse.teachers.knn.FLAT_UP_TO"):
+        monkeypatch.setattr(size, 100)
+    module, *path, name = begun.split(".")
+    owner = functools.reduce(getattr, path, sys.modules[module])
+    begin, calls = getattr(owner, name), list[None]()
+    monkeypatch.setattr(begun, lambda *given, **named: (calls.append(None), begin(*given, **named))[1])
+    monkeypatch.setattr(never, lambda *_, **__: pytest.fail(f"{never} was called"))
+    with fails_with(StoppedEarlyError, "in mining"):
+        mine(stop_requested=lambda: bool(calls))
+    assert len(calls) == 1
+
+
+def test_an_inverted_file_has_the_lists_that_faiss_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = np.random.default_rng(0).normal(size=(600, 16)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    lists = int(4 * np.sqrt(600))
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(16), 16, lists, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add(vectors)
+    for name, value in {"FLAT_UP_TO": 100, "NUM_PROBES": 4, "QUERIES": 100}.items():
+        monkeypatch.setattr(f"distcse.teachers.knn.{name}", value)
+    index.nprobe = 4
+    expected = index.search(vectors, 6)
+    for found, wanted in zip(knn(vectors, 5, "pairs.mine"), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.slow

@@ -17,8 +17,7 @@ import pytest
 
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation
-from distcse.evaluation.neighbor_changes import NeighborChange, NeighborChanges
-from distcse.evaluation.runs import Spread, compute_spread
+from distcse.evaluation.results import NeighborChange, NeighborChanges, Spread, compute_spread
 from distcse.events import Reporter
 from distcse.experiments.distillation.result import StudentResult
 from distcse.experiments.model_card import base_model, inherited_metadata

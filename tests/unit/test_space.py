@@ -20,7 +20,7 @@ from distcse.errors import (
     SearchSpaceError,
     UnknownKeyError,
 )
-from distcse.evaluation.runs import compute_spread
+from distcse.evaluation.results import compute_spread
 from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
 from distcse.report.sweep_page import importances
 from distcse.storage import open_store

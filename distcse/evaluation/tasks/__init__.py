@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from distcse.evaluation.bootstrap import Estimate
 from distcse.evaluation.models import Model, VectorModel
@@ -22,6 +22,9 @@ class TaskResult:
 
 class EvalTask(Protocol):
     """One set, measured by one protocol."""
+
+    content_name: ClassVar[str]
+    """Name of the class in `content_key`, by which recorded fingerprints of test sets and stored results are found."""
 
     @property
     def suite(self) -> str:

@@ -14,7 +14,6 @@ from distcse.data.readers import read_sentences
 from distcse.errors import EvaluationDataError, EvaluationFormatError, MissingColumnError
 from distcse.evaluation.bootstrap import Estimate, MeanOf, PearsonOf, SpearmanOf
 from distcse.evaluation.models import PairModel, VectorModel
-from distcse.evaluation.neighbor_changes import cosines_to_others
 from distcse.evaluation.tasks import EvalTask, TaskResult
 
 
@@ -155,6 +154,13 @@ class TextsTask:
         if isinstance(model, VectorModel):
             details["neighbors"] = nearest(model.unit_vectors(self.texts), max(NEIGHBORS))
         return TaskResult({}, details)
+
+
+def cosines_to_others(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
+    """Return the (n, n) cosines of n unit vectors, with -inf in place of each one's with itself."""
+    cosines: NDArray[np.floating] = vectors @ vectors.T
+    np.fill_diagonal(cosines, -np.inf)
+    return cosines
 
 
 def nearest(vectors: NDArray[np.float32], number: int) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ Trans-Encoder trains on the pairs of a task, including its test pairs. Mined pai
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,10 +169,10 @@ def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, reporter
     bm25s = _require_bm25s()
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     reporter.advance("mining", 0, len(texts), "sentences read by BM25")
-    tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
+    tokens = bm25s.tokenize(reporter.follow(texts, "mining"), stopwords="en", show_progress=False)
     reporter.advance("mining", len(texts), len(texts), "sentences read by BM25")
     index = bm25s.BM25()
-    index.index(tokens, show_progress=False)
+    index.index(tokens._replace(ids=_Followed(tokens.ids, reporter)), show_progress=False)
     query_rows = np.arange(len(texts))
     if len(query_rows) > _QUERIES_PER_PAIR * section.pairs:
         random = np.random.Generator(np.random.PCG64([seed, _BM25_STREAM]))
@@ -193,6 +193,17 @@ def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, reporter
         )
     )
     return unique
+
+
+class _Followed(list[list[int]]):
+    """The sentences' token ids; whoever iterates over them ends at a stop request."""
+
+    def __init__(self, ids: list[list[int]], reporter: Reporter) -> None:
+        super().__init__(ids)
+        self._reporter = reporter
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._reporter.follow(super().__iter__(), "mining")
 
 
 def _random_pairs(sentences: int, pairs: int, random: np.random.Generator) -> PairRows:
