@@ -16,12 +16,12 @@ from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelResults, measure_model
 from distcse.evaluation.models import (
     Ensemble,
+    Model,
     PairScores,
     Progress,
     RankSpaceModel,
     RecordedScores,
     VectorModel,
-    make_encode,
 )
 from distcse.evaluation.results import ModelInfo, group_runs, number_runs
 from distcse.evaluation.suites import Tasks
@@ -150,41 +150,35 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
         EncoderError: The model cannot be loaded.
         EvaluationOptionError: `max_length` or `prompt` differ from those that a rank space was built with.
     """
-    folder = resolve_model(find_model(source), options.trust_remote_code)
-    if is_static(folder):
-        _refuse_prompt(name, source, options, "static model")
+    folder, prompt = resolve_model(find_model(source), options.trust_remote_code), options.prompt_of(name)
+    kind = "static model" if is_static(folder) else "cross-encoder" if is_cross_encoder(folder) else ""
+    if kind and prompt != options.prompt:
+        raise EvaluationOptionError(
+            f"--prompt {name}=…: {source} is a {kind}, which reads texts without a prompt; remove it"
+        )
+    contamination = Contamination.read(folder)
+    if kind == "static model":
         static = StaticEncoder.load(folder)
-        candidate = make_candidate(name, source, static, Contamination.read(folder), "fp32", on_progress)
-        return replace(candidate, folder=folder)
+        return replace(make_candidate(name, source, static, contamination, "fp32", on_progress), folder=folder)
     model: Encoder | RankSpaceEncoder | CrossEncoder
-    encoder: Encoder | CrossEncoder
-    if is_cross_encoder(folder):
-        _refuse_prompt(name, source, options, "cross-encoder")
-        model = encoder = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
+    if kind:
+        model = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
     elif is_rank_space(folder):
-        model = _load_rank_space(folder, source, options, options.prompt_of(name))
-        encoder = model.encoder
+        model = _load_rank_space(folder, source, options, prompt)
     else:
-        model = encoder = Encoder.load(
+        model = Encoder.load(
             folder,
             pooling=default_pooling(folder, options.pooling),
             is_fast=options.is_fast,
             max_length=options.max_length,
             trust_remote_code=options.trust_remote_code,
-            prompt=options.prompt_of(name),
+            prompt=prompt,
         )
     model.to(options.device)
-    candidate = make_candidate(name, source, model, Contamination.read(folder), options.resolved_precision, on_progress)
+    candidate = make_candidate(name, source, model, contamination, options.resolved_precision, on_progress)
+    encoder: Encoder | CrossEncoder = model.encoder if isinstance(model, RankSpaceEncoder) else model
     use_mkldnn_linear(encoder, options.resolved_precision)
     return replace(candidate, folder=folder)
-
-
-def _refuse_prompt(name: str, source: str, options: LoadOptions, kind: str) -> None:
-    """Refuse a prompt for this model alone where its kind reads texts without one."""
-    if options.prompt_of(name) != options.prompt:
-        raise EvaluationOptionError(
-            f"--prompt {name}=…: {source} is a {kind}, which reads texts without a prompt; remove it"
-        )
 
 
 def make_candidate(
@@ -205,19 +199,41 @@ def make_candidate(
         precision: As for `LoadOptions`, and not `auto`.
         on_progress: Called with the number of encoded texts and their total.
     """
-    if isinstance(model, CrossEncoder):
-        info, scorer = _describe(name, source, "cross-encoder", model), PairScores(model, on_progress, precision)
-        return Candidate(info, scorer, contamination, tokenizer=model.tokenizer)
-    if isinstance(model, RankSpaceEncoder):
-        encode = make_encode(model.encoder, precision, on_progress)
-        info = _describe(name, source, f"rank space, λ = {model.weight:g}", model.encoder)
-        return Candidate(info, RankSpaceModel(model, encode), contamination, tokenizer=model.encoder.tokenizer)
     if isinstance(model, StaticEncoder):
-        return Candidate(
-            _describe_static(name, source, model), VectorModel(_with_total(model, on_progress)), contamination
+        info = ModelInfo(
+            name,
+            source,
+            "static",
+            "mean",
+            model.max_length,
+            model.num_parameters,
+            dimensions=model.dimension,
+            size_bytes=model.size_bytes,
         )
-    info = _describe(name, source, "bi-encoder", model)
-    return Candidate(info, VectorModel.of(model, precision, on_progress), contamination, tokenizer=model.tokenizer)
+        return Candidate(info, VectorModel(_with_total(model, on_progress)), contamination)
+    encoder: Encoder | CrossEncoder = model.encoder if isinstance(model, RankSpaceEncoder) else model
+    scorer: Model
+    if isinstance(encoder, CrossEncoder):
+        kind, pooling, dimensions = "cross-encoder", "pair", 0
+        scorer = PairScores(encoder, on_progress, precision)
+    else:
+        kind, pooling, dimensions = "bi-encoder", encoder.pooling, encoder.dimension
+        scorer = VectorModel.of(encoder, precision, on_progress)
+    if isinstance(model, RankSpaceEncoder):
+        kind = f"rank space, λ = {model.weight:g}"
+        scorer = RankSpaceModel(model, precision, on_progress)
+    weights = list(encoder.parameters())
+    info = ModelInfo(
+        name,
+        source,
+        kind,
+        pooling,
+        encoder.max_length,
+        sum(tensor.numel() for tensor in weights),
+        dimensions=dimensions,
+        size_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights),
+    )
+    return Candidate(info, scorer, contamination, tokenizer=encoder.tokenizer)
 
 
 def _load_rank_space(folder: Path, source: str, options: LoadOptions, prompt: str) -> RankSpaceEncoder:
@@ -230,34 +246,6 @@ def _load_rank_space(folder: Path, source: str, options: LoadOptions, prompt: st
             "sentences must be encoded the same way. Leave out --max-length and --prompt, or build another rank space"
         )
     return ranker
-
-
-def _describe(name: str, source: str, kind: str, model: Encoder | CrossEncoder) -> ModelInfo:
-    weights = list(model.parameters())
-    pooling, dimensions = (model.pooling, model.dimension) if isinstance(model, Encoder) else ("pair", 0)
-    return ModelInfo(
-        name,
-        source,
-        kind,
-        pooling,
-        model.max_length,
-        sum(tensor.numel() for tensor in weights),
-        dimensions=dimensions,
-        size_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights),
-    )
-
-
-def _describe_static(name: str, source: str, model: StaticEncoder) -> ModelInfo:
-    return ModelInfo(
-        name,
-        source,
-        "static",
-        "mean",
-        model.max_length,
-        model.num_parameters,
-        dimensions=model.dimension,
-        size_bytes=model.size_bytes,
-    )
 
 
 def _with_total(model: StaticEncoder, on_progress: Progress | None) -> Callable[[Sequence[str]], NDArray[np.float32]]:

@@ -57,7 +57,7 @@ class VectorModel:
     @classmethod
     def of(cls, encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None) -> VectorModel:
         """Wrap an encoder; its folder decides whether vectors are normalized."""
-        return cls(make_encode(encoder, precision, on_progress), encoder)
+        return cls(_make_encode(encoder, precision, on_progress), encoder)
 
     def with_prompt(self, name: str) -> VectorModel:
         """Return the model that puts the encoder's prompt of this name before texts, such as `query`."""
@@ -113,9 +113,7 @@ class VectorModel:
         return cosines.astype(np.float32).astype(np.float64)
 
 
-def make_encode(
-    encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None
-) -> Callable[..., NDArray[np.float32]]:
+def _make_encode(encoder: Encoder, precision: str, on_progress: Progress | None) -> Callable[..., NDArray[np.float32]]:
     """Return an encoder's `encode` as a function of texts, and the name of a prompt, for a precision."""
 
     def encode(texts: Sequence[str], prompt_name: str | None = None) -> NDArray[np.float32]:
@@ -128,10 +126,8 @@ def make_encode(
 class RankSpaceModel(VectorModel):
     """A bi-encoder whose pairs are scored by cosine and by rank (RankEncoder, Eq. 7)."""
 
-    def __init__(
-        self, ranker: RankSpaceEncoder, encode: Callable[[Sequence[str]], NDArray[np.floating]] | None = None
-    ) -> None:
-        super().__init__(encode or ranker.encoder.encode, ranker.encoder)
+    def __init__(self, ranker: RankSpaceEncoder, precision: str = "fp32", on_progress: Progress | None = None) -> None:
+        super().__init__(_make_encode(ranker.encoder, precision, on_progress), ranker.encoder)
         self._ranker = ranker
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
