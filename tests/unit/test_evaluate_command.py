@@ -215,11 +215,6 @@ def test_ensembles_of_unfit_models_are_refused(ensemble: str, named: tuple[str, 
         make_ensembles([ensemble], candidates)
 
 
-def test_an_ensemble_has_seen_what_a_member_has_seen() -> None:
-    known = [Contamination({"a": 0.2, "b": 0.9}), Contamination({"a": 0.6}), Contamination({})]
-    assert Contamination.of_several(known).overlap == {"a": 0.6, "b": 0.9}
-
-
 def test_tables_are_printed_if_the_report_cannot_be_written(
     labelled: Path, tiny: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,17 +164,6 @@ def test_a_cross_encoder_that_outputs_nan_is_refused() -> None:
         PairScores(Broken()).similarities(["a", "b"], ["c", "d"])  # type: ignore[arg-type]
 
 
-def test_sets_that_a_protocol_cannot_measure_are_refused_when_read(tmp_path: Path, sentences: list[str]) -> None:
-    rows = [f"{number % 2}\t{text}" for number, text in enumerate(sentences[:18])]
-    (tmp_path / "few.tsv").write_text("\n".join(["label\ttext", *rows]) + "\n")
-    few = [CustomSet.parse(f"transfer={tmp_path / 'few.tsv'}")]
-    with fails_with(EvaluationFormatError, "few.tsv", "9 rows", "10 per label"):
-        collect(None, [], few)
-    (tmp_path / "below.tsv").write_text(scored(sentences, 60, 5).replace("a\t", "a\t-"))
-    with fails_with(EvaluationFormatError, "ranking below", "-"):
-        collect(None, [], [CustomSet.parse(f"ranking={tmp_path / 'below.tsv'}")])
-
-
 def test_names_of_models_and_sets_are_parsed(tmp_path: Path) -> None:
     assert parse_models(["a=x/y", "runs/z", "runs/q/model"]) == {"a": "x/y", "z": "runs/z", "q": "runs/q/model"}
     with fails_with(EvaluationOptionError, "name z", "NAME=b/z"):

@@ -11,11 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.errors import (
-    DistcseError,
-    EvaluationDataError,
-    EvaluationFormatError,
-)
+from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluation import CustomSet, collect
 from distcse.evaluation.tables import read_table
 from tests.failures import fails_with
@@ -51,96 +47,62 @@ def test_byte_order_marks_and_windows_line_ends_are_ignored(tmp_path: Path) -> N
     assert table.texts("sentence1") == ["ä", "c"] and table.texts("sentence2") == ["b", "d"]
 
 
-@pytest.mark.parametrize(
-    ("content", "error", "named"),
-    [
-        ("", EvaluationFormatError, []),
-        ("score\tsentence1\tsentence2\n", EvaluationFormatError, ["header", "rows"]),
-        ("score\tsentence1\n1\tx\n2\ty\n", EvaluationFormatError, ["'sentence2'", "score, sentence1"]),
-        ("score\tsentence1\tsentence1\n1\tx\ty\n", EvaluationFormatError, ["'sentence1'"]),
-        ("score\tsentence1\tsentence2\n1\tx\ty\n1\tx\n", EvaluationFormatError, ["line 3", "2", "3 fields"]),
-        (
-            "score\tsentence1\tsentence2\n1\tx\ty\nhigh\tx\ty\n",
-            EvaluationFormatError,
-            ["line 3, column 'score'", "'high'"],
-        ),
-        (
-            "score\tsentence1\tsentence2\nnan\tx\ty\n2\tx\ty\n",
-            EvaluationFormatError,
-            ["line 2, column 'score'", "'nan'"],
-        ),
-        ("score\tsentence1\tsentence2\n\tx\ty\n2\tx\ty\n", EvaluationFormatError, ["line 2, column 'score'", "''"]),
-        ("score\tsentence1\tsentence2\n1\tx\ty\n1\tv\tw\n", EvaluationFormatError, ["2 pairs"]),
-    ],
-)
-def test_errors_in_sts_files_name_file_and_line(
-    tmp_path: Path, content: str, error: type[DistcseError], named: list[str]
-) -> None:
-    file = tmp_path / "set.tsv"
-    file.write_text(content)
-    with fails_with(error, "set.tsv", *named):
-        collect(None, [], [CustomSet.parse(f"sts={file}")])
+SCORED, LABELLED = "score\tsentence1\tsentence2\n", "label\tsentence1\tsentence2\n"
+MALFORMED: list[tuple[str, str, list[str]]] = [
+    ("sts=s.tsv", "", ["is empty"]),
+    ("sts=s.tsv", SCORED, ["header", "rows"]),
+    ("sts=s.tsv", "score\tsentence1\n1\tx\n2\ty\n", ["'sentence2'", "score, sentence1"]),
+    ("sts=s.tsv", "score\tsentence1\tsentence1\n1\tx\ty\n", ["'sentence1'"]),
+    ("sts=s.tsv", f"{SCORED}1\tx\ty\n1\tx\n", ["line 3", "2", "3 fields"]),
+    ("sts=s.tsv", f"{SCORED}1\tx\ty\nhigh\tx\ty\n", ["line 3, column 'score'", "'high'"]),
+    ("sts=s.tsv", f"{SCORED}nan\tx\ty\n2\tx\ty\n", ["line 2, column 'score'", "'nan'"]),
+    ("sts=s.tsv", f"{SCORED}\tx\ty\n2\tx\ty\n", ["line 2, column 'score'", "''"]),
+    ("sts=s.tsv", f"{SCORED}1\tx\ty\n1\tv\tw\n", ["2 pairs"]),
+    ("sts=s.jsonl", '{"score": 1}\n{"score": ', ["line 2", "JSON"]),
+    ("sts=s.jsonl", '{"score": 1}\n{"gold": 1}', ["line 2", "line 1 (score)"]),
+    ("sts=s.jsonl", "[1]", ["line 1", "object"]),
+    ("sts=s.txt", "", [".tsv, .tsv.gz"]),
+    ("pairs=p.tsv", f"{LABELLED}1\tx\ty\n2\tx\ty\n", ["line 3, column 'label'", "0 or 1", "'2'"]),
+    ("pairs=p.tsv", f"{LABELLED}1\tx\ty\n1\tx\ty\n", ["label 1"]),
+    ("transfer=t.tsv", "label\ttext\n" + "a\tx\n" * 30, ["'a'"]),
+    ("transfer=t.tsv", "label\ttext\n" + "a\tx\n" * 30 + "b\ty\n" * 9, ["9 rows", "10 per label"]),
+    ("transfer=t.tsv", "label\ttext\n\tx\n", ["line 2, column 'label'", "''"]),
+    ("ranking=r.tsv", f"{SCORED}1\tx\ty\n2\tz\ty\n", ["4 partners"]),
+]
 
 
-@pytest.mark.parametrize(
-    ("suite", "name", "content", "error", "named"),
-    [
-        (
-            "pairs",
-            "p.tsv",
-            "label\tsentence1\tsentence2\n1\tx\ty\n2\tx\ty\n",
-            EvaluationFormatError,
-            ["line 3, column 'label'", "0 or 1", "'2'"],
-        ),
-        (
-            "pairs",
-            "p.tsv",
-            "label\tsentence1\tsentence2\n1\tx\ty\n1\tx\ty\n",
-            EvaluationFormatError,
-            ["label 1"],
-        ),
-        ("transfer", "t.tsv", "label\ttext\n" + "a\tx\n" * 30, EvaluationFormatError, ["'a'"]),
-        (
-            "transfer",
-            "t.tsv",
-            "label\ttext\n" + "a\tx\n" * 30 + "b\ty\n" * 9,
-            EvaluationFormatError,
-            ["9 rows", "10 per label"],
-        ),
-        ("transfer", "t.tsv", "label\ttext\n\tx\n", EvaluationFormatError, ["line 2, column 'label'", "''"]),
-        (
-            "ranking",
-            "r.tsv",
-            "score\tsentence1\tsentence2\n1\tx\ty\n2\tz\ty\n",
-            EvaluationFormatError,
-            ["4 partners"],
-        ),
-        ("sts", "s.jsonl", '{"score": 1}\n{"score": ', EvaluationFormatError, ["line 2", "JSON"]),
-        ("sts", "s.jsonl", '{"score": 1}\n{"gold": 1}', EvaluationFormatError, ["line 2", "line 1 (score)"]),
-        ("sts", "s.jsonl", "[1]", EvaluationFormatError, ["line 1", "object"]),
-        ("sts", "s.txt", "", EvaluationFormatError, [".tsv, .tsv.gz"]),
-    ],
-)
-def test_errors_in_files_of_other_suites_name_file_and_line(
-    tmp_path: Path, suite: str, name: str, content: str, error: type[DistcseError], named: list[str]
-) -> None:
+@pytest.mark.parametrize(("added", "content", "named"), MALFORMED)
+def test_errors_in_files_name_file_and_line(tmp_path: Path, added: str, content: str, named: list[str]) -> None:
+    suite, name = added.split("=")
     (tmp_path / name).write_text(content)
-    with fails_with(error, name, *named):
+    with fails_with(EvaluationFormatError, name, *named):
         collect(None, [], [CustomSet.parse(f"{suite}={tmp_path / name}")])
 
 
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
+def test_a_ranking_needs_gains_of_at_least_0(tmp_path: Path) -> None:
+    (tmp_path / "below.tsv").write_text(f"{SCORED}1\tx\ty\n-2\tz\ty\n")
+    with fails_with(EvaluationFormatError, "ranking below", "-2"):
+        collect(None, [], [CustomSet.parse(f"ranking={tmp_path / 'below.tsv'}")])
+
+
+UNREADABLE: dict[str, tuple[bytes, list[str]]] = {
+    "plain.tsv.gz": (b"score\tno gzip", []),
+    "latin.tsv": (b"score\tsentence1\n1\tx\n2\t\xe4\n", ["line 3", "0xe4"]),
+    "broken.parquet": (b"PAR1", ["Parquet"]),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_unreadable_files_are_named(tmp_path: Path, name: str) -> None:
+    content, named = UNREADABLE[name]
+    (tmp_path / name).write_bytes(content)
+    with fails_with(EvaluationFormatError, name, *named):
+        read_table(tmp_path / name)
+
+
+def test_missing_files_and_missing_numbers_are_named(tmp_path: Path) -> None:
     with fails_with(EvaluationDataError, "nowhere.tsv"):
         read_table(tmp_path / "nowhere.tsv")
-    (tmp_path / "plain.tsv.gz").write_bytes(b"score\tno gzip")
-    with fails_with(EvaluationFormatError, "plain.tsv.gz"):
-        read_table(tmp_path / "plain.tsv.gz")
-    (tmp_path / "latin.tsv").write_bytes(b"score\tsentence1\n1\tx\n2\t\xe4\n")
-    with fails_with(EvaluationFormatError, "latin.tsv, line 3", "0xe4"):
-        read_table(tmp_path / "latin.tsv")
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    with fails_with(EvaluationFormatError, "broken.parquet", "Parquet"):
-        read_table(tmp_path / "broken.parquet")
     pq.write_table(pa.table({"score": [1.0, None], "sentence1": ["a", "b"]}), tmp_path / "hole.parquet")
     with fails_with(EvaluationFormatError, "hole.parquet, row 2, column 'score'"):
         read_table(tmp_path / "hole.parquet").numbers("score")

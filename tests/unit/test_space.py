@@ -110,96 +110,54 @@ def test_random_samples_depend_on_the_seed_and_respect_their_bounds(recipe: Reci
     assert {tuple(v["student.layers"]) for v in values} == {(0, 2), (1, 3), (0, 1, 2)}
 
 
-@pytest.mark.parametrize(
-    ("parameters", "sections", "error", "named"),
-    [
-        ({"objective.rank.tau9": {"values": [1]}}, {}, UnknownKeyError, ["objective.rank.tau9", "'tau3'"]),
-        ({"objective.detection.weight": {"values": [1]}}, {}, InvalidValueError, ["objective.detection"]),
-        (
-            {"objective.rank.tau2": {"uniform": [0.05, 50]}},
-            {},
-            InvalidValueError,
-            ["objective.rank.tau2", "50.0"],
-        ),
-        ({"objective.rank.tau2": {"unifrom": [0.05, 50]}}, {}, UnknownKeyError, ["unifrom", "'uniform'"]),
-        (
-            {"objective.rank.tau2": {"uniform": [0.5, 0.05]}},
-            {},
-            InvalidValueError,
-            ["objective.rank.tau2", "[0.5, 0.05]"],
-        ),
-        (
-            {"objective.rank.tau2": {"log_uniform": [0, 0.05]}},
-            {},
-            InvalidValueError,
-            ["objective.rank.tau2", "log_uniform"],
-        ),
-        (
-            {"objective.rank.tau2": {"values": [0.1], "uniform": [0, 1]}},
-            {},
-            InvalidValueError,
-            ["objective.rank.tau2", "values and uniform"],
-        ),
-        ({"objective.rank.tau2": {}}, {}, InvalidValueError, ["objective.rank.tau2"]),
-        (
-            {"objective.rank.tau3": {"expression": "tau7 / 2"}},
-            {},
-            SearchSpaceError,
-            ["objective.rank.tau3", "tau7 / 2"],
-        ),
-        (
-            {"objective.rank.tau3": {"expression": "tau2 //"}, "objective.rank.tau2": {"values": [1]}},
-            {},
-            SearchSpaceError,
-            ["objective.rank.tau3", "tau2 //"],
-        ),
-        ({"objective.rank.tau3": {"expression": "1 / 0"}}, {}, SearchSpaceError, ["objective.rank.tau3", "1 / 0"]),
-        (
-            {"evaluation.eval_steps": {"values": [1]}},
-            {},
-            SearchSpaceError,
-            ["evaluation.eval_steps", "teachers.encoders.N.alpha"],
-        ),
-        ({"corpus.limit": {"values": [10]}}, {}, SearchSpaceError, ["corpus.limit", "teachers.encoders.N.alpha"]),
-        ({"seed": {"values": [10]}}, {}, SearchSpaceError, ["seed", "teachers.encoders.N.alpha"]),
-        (
-            {"teachers.encoders.0.backbone": {"values": ["x"]}},
-            {},
-            SearchSpaceError,
-            ["0.backbone", "teachers.encoders.N.alpha"],
-        ),
-        ({"training.workers": {"values": [1]}}, {}, SearchSpaceError, ["training.workers"]),
-        (
-            {"objective.rank.tau2": {"uniform": [0.1, 1]}},
-            {"search": {"algorithm": "grid"}},
-            InvalidValueError,
-            ["objective.rank.tau2", "grid"],
-        ),
-        (
-            {"student.layers": {"values": [[0, 2]]}},
-            {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}},
-            SearchSpaceError,
-            ["student.layers", "pbt"],
-        ),
-        ({"objective.rank.tau2": {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, InvalidValueError, ["pbt"]),
-        ({"objective.rank.tau2": {"simplex": True}}, {}, InvalidValueError, ["objective.rank.tau2", "simplex"]),
-        ({"objective.rank.tau2": {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, InvalidValueError, ["seeds"]),
-        ({"student.*.layers": {"simplex": True}}, {}, SearchSpaceError, ["student.*.layers"]),
-        (
-            {"objective.rank.tau2": {"uniform": [0.1, 1]}},
-            {"search": {"algorithm": "tpr"}},
-            InvalidValueError,
-            ["search.algorithm", "'tpe'"],
-        ),
-        ({}, {}, InvalidValueError, ["parameters"]),
-    ],
-)
+TAU2, TAU3 = "objective.rank.tau2", "objective.rank.tau3"
+ALLOWED = "teachers.encoders.N.alpha"
+"""In the list of what may be searched."""
+INVALID: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"objective.detection.weight": {"values": [1]}}, {}, ["objective.detection"]),
+    ({TAU2: {"uniform": [0.05, 50]}}, {}, [TAU2, "50.0"]),
+    ({TAU2: {"uniform": [0.5, 0.05]}}, {}, [TAU2, "[0.5, 0.05]"]),
+    ({TAU2: {"log_uniform": [0, 0.05]}}, {}, [TAU2, "log_uniform"]),
+    ({TAU2: {"values": [0.1], "uniform": [0, 1]}}, {}, [TAU2, "values and uniform"]),
+    ({TAU2: {}}, {}, [TAU2]),
+    ({TAU2: {"simplex": True}}, {}, [TAU2, "simplex"]),
+    ({TAU2: {"uniform": [0.1, 1]}}, {"search": {"algorithm": "grid"}}, [TAU2, "grid"]),
+    ({TAU2: {"uniform": [0.1, 1]}}, {"search": {"algorithm": "tpr"}}, ["search.algorithm", "'tpe'"]),
+    ({TAU2: {"values": [0.1]}}, {"schedule": {"kind": "pbt"}}, ["pbt"]),
+    ({TAU2: {"values": [0.1]}}, {"final_runs": {"seeds": [1, 1]}}, ["seeds"]),
+    ({}, {}, ["parameters"]),
+]
+UNKNOWN: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({"objective.rank.tau9": {"values": [1]}}, {}, ["objective.rank.tau9", "'tau3'"]),
+    ({TAU2: {"unifrom": [0.05, 50]}}, {}, ["unifrom", "'uniform'"]),
+]
+_PBT = {"schedule": {"kind": "pbt"}, "search": {"algorithm": "random"}}
+NOT_SEARCHABLE: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+    ({TAU3: {"expression": "tau7 / 2"}}, {}, [TAU3, "tau7 / 2"]),
+    ({TAU3: {"expression": "tau2 //"}, TAU2: {"values": [1]}}, {}, [TAU3, "tau2 //"]),
+    ({TAU3: {"expression": "1 / 0"}}, {}, [TAU3, "1 / 0"]),
+    ({"evaluation.eval_steps": {"values": [1]}}, {}, ["evaluation.eval_steps", ALLOWED]),
+    ({"corpus.limit": {"values": [10]}}, {}, ["corpus.limit", ALLOWED]),
+    ({"seed": {"values": [10]}}, {}, ["seed", ALLOWED]),
+    ({"teachers.encoders.0.backbone": {"values": ["x"]}}, {}, ["0.backbone", ALLOWED]),
+    ({"training.workers": {"values": [1]}}, {}, ["training.workers"]),
+    ({"student.layers": {"values": [[0, 2]]}}, _PBT, ["student.layers", "pbt"]),
+    ({"student.*.layers": {"simplex": True}}, {}, ["student.*.layers"]),
+]
+REFUSED = [
+    (error, *case)
+    for error, cases in ((InvalidValueError, INVALID), (UnknownKeyError, UNKNOWN), (SearchSpaceError, NOT_SEARCHABLE))
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("error", "parameters", "sections", "named"), REFUSED)
 def test_spaces_that_are_refused(
     recipe: Recipe,
     tmp_path: Path,
+    error: type[RecipeError],
     parameters: dict[str, Any],
     sections: dict[str, Any],
-    error: type[RecipeError],
     named: list[str],
 ) -> None:
     with fails_with(error, *named):
