@@ -23,9 +23,8 @@ from distcse.evaluation.suites import CustomSet
 from distcse.events import Reporter
 from distcse.experiments.distillation.experiment import Distillation
 from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.phase_store import PhaseStore
+from distcse.experiments.mutual.phase_store import PhaseStore, StoredScores
 from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.stored_scores import StoredScores
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import content_key, open_store
