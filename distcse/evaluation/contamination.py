@@ -1,4 +1,4 @@
-"""Contamination: the share of a test set's sentences that the training text contained.
+"""Contamination: the share of a test set's sentences that the training text contained, and what keeps both apart.
 
 Scores on such sentences are transductive and are marked in tables. Sentences are compared exactly, and without case,
 punctuation and spacing; shares are of the second kind. A run stores its result in the model's folder, so that later

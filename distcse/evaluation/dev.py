@@ -1,4 +1,8 @@
-"""The published dev sets, by which checkpoints are selected: STS-B dev, SICK-R trial, or the mean of both."""
+"""The dev sets by which checkpoints are selected.
+
+They are published ones (STS-B dev, SICK-R trial, the mean of both), or one of the user: scored or labelled pairs, triplets, or
+queries with relevant documents.
+"""
 
 from __future__ import annotations
 

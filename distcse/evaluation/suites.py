@@ -1,4 +1,8 @@
-"""Create tasks from files: the suites of published sets in a data folder, and custom sets."""
+"""The published sets, and the tasks of a data folder and of custom sets.
+
+A data folder contains `<suite>/<dataset>/<split>.tsv.gz` (or .tsv, .jsonl, .jsonl.gz, .parquet), with the columns that
+the suite's task reads.
+"""
 
 from __future__ import annotations
 
@@ -236,10 +240,10 @@ class _DatasetRegistry:
     def tasks(self, suite: Suite) -> list[EvalTask]:
         """Create the tasks of one suite whose files exist."""
         if suite == "transfer":
-            return [task for known in TRANSFER if (task := self._transfer(known))]
+            return [TransferTask.of(known.name, tables) for known in TRANSFER if (tables := self._folder.load(known))]
         if suite == "pairs":
-            tables = [(known, self._folder.load(known)) for known in PAIRS]
-            return [PairClassificationTask.of(known.name, table["test"]) for known, table in tables if table]
+            tests = [(known.name, tables["test"]) for known in PAIRS if (tables := self._folder.load(known))]
+            return [PairClassificationTask.of(name, table) for name, table in tests]
         if suite == "ranking":
             return [task for known in STS if (task := self._ranking(known))]
         if suite == "geometry":
@@ -266,12 +270,6 @@ class _DatasetRegistry:
             )
             return None
         return task
-
-    def _transfer(self, known: KnownSet) -> EvalTask | None:
-        tables = self._folder.load(known)
-        if tables is None:
-            return None
-        return TransferTask.of(known.name, tables)
 
 
 def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -> EvalTask:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distcse.evaluation import Evaluation
@@ -35,17 +35,15 @@ def write_exports(evaluation: Evaluation, folder: Path | ArtifactStore) -> None:
 
 def scores_csv(evaluation: Evaluation) -> str:
     """Format all scores, a line each: value, difference from the base model with its interval, and overlap with the text."""
-    written = io.StringIO()
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    rows: list[Sequence[object]] = []
     for score in evaluation.scores:
         for model, value in score.values.items():
             found = score.against(model, evaluation.base)
             compared = ("", "", "", "") if found is None else (evaluation.base, found.value, found.low, found.high)
             numbers = [f"{number:.6g}" if isinstance(number, float) else number for number in (value, *compared)]
             overlap = f"{evaluation.overlap_fraction(score, model):.4g}"
-            writer.writerow([score.suite, score.set, score.measure, model, *numbers, overlap])
-    return written.getvalue()
+            rows.append([score.suite, score.set, score.measure, model, *numbers, overlap])
+    return _csv(_COLUMNS, rows)
 
 
 def scores_tex(evaluation: Evaluation) -> str:
@@ -62,15 +60,13 @@ def write_summary(rows: Sequence[SummaryRow], folder: Path | ArtifactStore) -> N
 
 def summary_csv(rows: Sequence[SummaryRow]) -> str:
     """Format a line per score and model: mean, sample standard deviation (empty for one run), number of runs, and overlap."""
-    written = io.StringIO()
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(("suite", "set", "measure", "model", "mean", "deviation", "runs", "overlap"))
+    lines: list[Sequence[object]] = []
     for row in rows:
         for model, spread in row.spreads.items():
             deviation = f"{spread.deviation:.6g}" if spread.number > 1 else ""
             numbers = (f"{spread.mean:.6g}", deviation, spread.number, f"{row.seen:.4g}")
-            writer.writerow([row.suite, row.set, row.measure, model, *numbers])
-    return written.getvalue()
+            lines.append([row.suite, row.set, row.measure, model, *numbers])
+    return _csv(("suite", "set", "measure", "model", "mean", "deviation", "runs", "overlap"), lines)
 
 
 def summary_tex(rows: Sequence[SummaryRow]) -> str:
@@ -81,6 +77,12 @@ def summary_tex(rows: Sequence[SummaryRow]) -> str:
         for row in rows
     ]
     return f"{_NEEDS}\n{_tabular('Final runs: mean and standard deviation over seeds', models, lines)}"
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    written = io.StringIO()
+    csv.writer(written, lineterminator="\n").writerows([header, *rows])
+    return written.getvalue()
 
 
 def _table(grid: Grid) -> str:

@@ -163,44 +163,37 @@ class LiveView:
         self._states: dict[str, _State] = {}
 
     def show(self, event: Event) -> None:
+        group = ""
         if isinstance(event, GroupEvent):
-            self._in_group(event.group, event.event)
-        elif isinstance(event, StageProgress):
-            self._stage(event)
-        elif isinstance(event, StepReport):
-            note = f"{_pace(event)}{self._state('').dev}  {_losses(event)}{_waited(event)}"
-            self._advance("train", event.step, event.total, note, _left(event))
-            if event.step == event.total:
-                self._end("train")
-        elif isinstance(event, DevScore):
-            self._state("").scores.append(event.score)
-            self._print(f"dev       {_dev_line(event)}")
-        elif isinstance(event, TrialUpdate):
-            self._trial(event)
-        elif isinstance(event, LogMessage):
-            self._print(event.text, event.warning)
-
-    def _in_group(self, group: str, event: Event) -> None:
-        """Show a bar per group: its phase, steps and dev score, or the groups that it waits for."""
+            group, event = event.group, event.event
         state = self._state(group)
         if isinstance(event, GroupActivity):
             state.phase, state.note, state.scores = event.phase, _activity_line(event), []
             self._begun.pop(group, None)
             if event.activity in ("finished", "dropped"):
                 self._end(group)
-                self._print(f"{group:<9} {_activity_line(event)}")
+                self._print(f"{group:<9} {state.note}")
             else:
                 self._advance(group, 0, None, state.note)
-        elif isinstance(event, StepReport):
+        elif isinstance(event, StageProgress) and group:
+            self._advance(group, event.done, event.total, state.note, self._time_left(group, event))
+        elif isinstance(event, StageProgress):
+            self._stage(event)
+        elif isinstance(event, StepReport) and group:
             note = f"{state.note}{state.dev}  {_pace(event)}  {_losses(event)}"
             self._advance(group, event.step, event.total, note, _left(event))
-        elif isinstance(event, StageProgress):
-            self._advance(group, event.done, event.total, state.note, self._time_left(group, event))
+        elif isinstance(event, StepReport):
+            note = f"{_pace(event)}{state.dev}  {_losses(event)}{_waited(event)}"
+            self._advance("train", event.step, event.total, note, _left(event))
+            if event.step == event.total:
+                self._end("train")
         elif isinstance(event, DevScore):
             state.scores.append(event.score)
-            self._print(f"{group:<9} {state.phase}  {_dev_line(event)}")
+            self._print(f"{group:<9} {state.phase}  {_dev_line(event)}" if group else f"dev       {_dev_line(event)}")
+        elif isinstance(event, TrialUpdate):
+            self._trial(event)
         elif isinstance(event, LogMessage):
-            self._print(f"{group:<9} {event.text}", event.warning)
+            self._print(f"{group:<9} {event.text}" if group else event.text, event.warning)
 
     def _state(self, group: str) -> _State:
         return self._states.setdefault(group, _State())

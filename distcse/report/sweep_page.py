@@ -1,4 +1,4 @@
-"""Writes a sweep's report: a self-contained HTML page, and the same as Markdown."""
+"""Writes a sweep's report: a self-contained HTML page with charts, and the same as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluates the models of a sweep's final runs on the test sets, which the search does not read."""
+"""Evaluates the models of a sweep's final runs on the test sets, which the search does not read, and summarizes their scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Agreement between student and teachers, a score that needs no labels: do they rank sentences alike?"""
+"""Agreement, a score that needs no labels.
+
+A student and its teachers: do they rank held-out sentences alike? Models on a user's texts: do they score pairs alike, and find
+the same neighbors?
+"""
 
 from __future__ import annotations
 

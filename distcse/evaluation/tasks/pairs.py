@@ -1,4 +1,4 @@
-"""Binary classification of pairs by similarity: paraphrases (QQP, MRPC) and answers (QNLI), as in Trans-Encoder §4.1."""
+"""Classification of pairs by similarity: paraphrases (QQP, MRPC) and answers (QNLI), as in Trans-Encoder §4.1; and triplets."""
 
 from __future__ import annotations
 
