@@ -130,6 +130,8 @@ def summary_tiles(result: SweepResult, rows: list[SummaryRow]) -> list[dict[str,
 
 
 _TAU2, _TAU3 = "objective.rank.tau2", "objective.rank.tau3"
+_ENDS = {"finished": COLOURS[0], "stopped": MUTED, "diverged": COLOURS[1], "failed": COLOURS[5]}
+"""Colors of trials, by how they ended."""
 _CELLS = 8
 """Most values of a temperature that are drawn as a grid of cells; more are drawn as points."""
 
@@ -176,20 +178,10 @@ def _parallel(trials: Sequence[Trial], parameters: Mapping[str, ParameterSection
         for position, path in enumerate(paths):
             axes.axvline(position, color=GRID, linewidth=0.8)
             for height, text in scales[path].ticks():
-                axes.annotate(
-                    text, (position, height), (3, 0), textcoords="offset points", fontsize=6.5, va="center", color=MUTED
-                )
+                _label(axes, text, position, height, MUTED)
         axes.axvline(len(paths), color=GRID, linewidth=0.8)
         for height, score in ((0, low), (1, high)):
-            axes.annotate(
-                f"{score:.2f}",
-                (len(paths), height),
-                (3, 0),
-                textcoords="offset points",
-                fontsize=6.5,
-                va="center",
-                color=INK,
-            )
+            _label(axes, f"{score:.2f}", len(paths), height, INK)
         axes.set_xticks([*positions], [*map(shorten_path, paths), "dev"], rotation=40, ha="right")
         axes.set_yticks([])
         axes.set_xlim(-0.1, len(paths) + 0.35)
@@ -198,6 +190,11 @@ def _parallel(trials: Sequence[Trial], parameters: Mapping[str, ParameterSection
 
     note = "A line per trial, from its values to its best dev score. The best trial has the other colour."
     return Picture("Values and dev score", note, svg("parallel", draw, HEIGHT + 0.6, WIDE), wide=True)
+
+
+def _label(axes: Axes, text: str, x: float, y: float, colour: str) -> None:
+    """Write next to a point of an axis."""
+    axes.annotate(text, (x, y), (3, 0), textcoords="offset points", fontsize=6.5, va="center", color=colour)
 
 
 class _Scale:
@@ -285,12 +282,7 @@ def _curves(trials: Sequence[Trial]) -> Picture:
     best = find_best_trial(trials)
 
     def draw(axes: Axes) -> None:
-        for status, colour in (
-            ("finished", COLOURS[0]),
-            ("stopped", MUTED),
-            ("diverged", COLOURS[1]),
-            ("failed", COLOURS[5]),
-        ):
+        for status, colour in _ENDS.items():
             with_status = [trial for trial in trials if trial.status == status]
             for index, trial in enumerate(with_status):
                 steps = [entry.progress for entry in trial.metrics]
@@ -309,7 +301,7 @@ def _curves(trials: Sequence[Trial]) -> Picture:
 
 
 def _costs(trials: Sequence[Trial]) -> Picture:
-    shades = {"finished": COLOURS[0], "stopped": MUTED, "diverged": COLOURS[1], "failed": COLOURS[5], "running": GRID}
+    shades = {**_ENDS, "running": GRID}
 
     def draw(axes: Axes) -> None:
         for place, trial in enumerate(trials, start=1):

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -36,26 +37,35 @@ STEPS = StepReport(step=4, total=22, losses={"loss": 3.5}, lr=1e-3, seconds=0.5,
 DEV = DevScore(step=6, total=22, name="agreement", score=51.0, best=52.0, best_step=0)
 
 
-def test_a_resumed_run_continues_the_same_tracker_run(
-    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def mlruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any]:
+    """The address of a folder of MLflow, and a client that reads it."""
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "mlruns").as_uri()
+    return uri, mlflow.tracking.MlflowClient(tracking_uri=uri)
+
+
+def runs_of(client: Any, experiment: str) -> list[Any]:
+    return list(client.search_runs([client.get_experiment_by_name(experiment).experiment_id]))
+
+
+def test_a_resumed_run_continues_the_same_tracker_run(
+    mlruns: tuple[str, Any], recipe_with: Callable[..., Recipe]
+) -> None:
+    uri, client = mlruns
     recipe = recipe_with(f"loggers={{tensorboard: true, mlflow: {{uri: '{uri}', experiment: mine}}}}")
     events: list[Event] = []
     first = run(
         recipe, listen=events.append, stop_requested=lambda: any(isinstance(e, DevScore) and e.step for e in events)
     )
     assert first.interrupted
-    client = mlflow.tracking.MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("mine").experiment_id
-    (tracked,) = client.search_runs([experiment])
+    (tracked,) = runs_of(client, "mine")
     assert (tracked.info.run_name, tracked.info.status) == (first.directory.name, "KILLED")
     assert tracked.data.params["objective.rank.tau2"] == "0.1"
 
     resumed = resume(first.directory, listen=events.append)
-    (tracked,) = client.search_runs([experiment])
+    (tracked,) = runs_of(client, "mine")
     assert tracked.info.status == "FINISHED"
     reported = {(event.step, event.losses["loss"]) for event in events if isinstance(event, StepReport)}
     history = client.get_metric_history(tracked.info.run_id, "train/loss")
@@ -70,16 +80,13 @@ def test_a_resumed_run_continues_the_same_tracker_run(
 
 
 def test_characters_that_mlflow_forbids_are_replaced(
-    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    mlruns: tuple[str, Any], tmp_path: Path, recipe_with: Callable[..., Recipe]
 ) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = (tmp_path / "mlruns").as_uri()
+    uri, client = mlruns
     with track_run(recipe_with(f"loggers.mlflow={{uri: '{uri}'}}"), tmp_path, pytest.fail) as trackers:
         trackers.on_event(replace(STEPS, losses={"recall@10": 0.5}))
         trackers.on_event(GroupEvent("one", DEV))
-    client = mlflow.tracking.MlflowClient(tracking_uri=uri)
-    (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])
+    (tracked,) = runs_of(client, "distcse")
     assert tracked.data.metrics["train/recall_10"] == 0.5 and tracked.data.metrics["one/dev"] == 51.0
     assert tracked.info.status == "FAILED", "`end` was not called"
 
@@ -93,10 +100,15 @@ def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: 
             trackers.end(interrupted=False, evaluation=None)
     files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert events == [] and len({file.name for file in files}) == 1 and len(files) == 2
-    until = time.monotonic() + 60  # a separate process of wandb writes them with a delay
-    while not all(b"train/loss" in file.read_bytes() for file in files) and time.monotonic() < until:
+    wait_for(files, b"train/loss", 1)
+
+
+def wait_for(files: Sequence[Path], text: bytes, count: int) -> None:
+    """Wait until each file has a text: a separate process of wandb writes them with a delay."""
+    until = time.monotonic() + 60
+    while not all(file.read_bytes().count(text) >= count for file in files):
+        assert time.monotonic() < until, f"{text!r} is missing"
         time.sleep(0.2)
-    assert all(b"train/loss" in file.read_bytes() for file in files)
 
 
 def test_metrics_of_groups_have_group_and_phase_as_prefix(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:
@@ -193,11 +205,10 @@ def record(context: TrialContext, reporter: Reporter, trial: Trial) -> None:
 
 
 def test_each_trial_of_a_sweep_has_its_own_tracker_run(
-    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    mlruns: tuple[str, Any], tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := (tmp_path / "mlruns").as_uri())
+    uri, client = mlruns
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     context, sweep = (
         TrialContext(recipe_with(), open_store(tmp_path / "lr-search" / "trials")),
         make_sweep("tensorboard", "mlflow"),
@@ -213,8 +224,7 @@ def test_each_trial_of_a_sweep_has_its_own_tracker_run(
         record(context, reporter, Trial("three", {LR: 1e-2}, status="diverged"))
     assert [type(event) for event in events] == [TrialUpdate] * 5, "a tracker failed"
 
-    client = mlflow.tracking.MlflowClient(tracking_uri=uri)
-    runs = client.search_runs([client.get_experiment_by_name("small").experiment_id])
+    runs = runs_of(client, "small")
     assert {(run.info.run_name, run.data.params[LR], run.info.status, run.data.tags["sweep"]) for run in runs} == {
         ("one", "0.001", "FINISHED", "lr-search"),
         ("two", "1e-05", "FAILED", "lr-search"),
@@ -251,10 +261,7 @@ def test_wandb_logs_several_trials_at_once(
         file for trial in trials for file in (context.trials.path / trial.name).glob("wandb/offline-run-*/*.wandb")
     ]
     assert len(files) == 2
-    until = time.monotonic() + 60  # a separate process of wandb writes them with a delay
-    while not all(b"best_dev" in file.read_bytes() for file in files) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert all(file.read_bytes().count(b"best_dev") >= 2 for file in files)
+    wait_for(files, b"best_dev", 2)
 
 
 def test_loggers_of_a_sweep_are_checked_before_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +319,5 @@ def test_a_real_server(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> No
         with track_run(recipe_with(f"loggers.mlflow={{uri: '{uri}'}}"), tmp_path, events.append) as trackers:
             trackers.on_event(STEPS)
             trackers.end(interrupted=False, evaluation=None)
-        client = mlflow.tracking.MlflowClient(tracking_uri=uri)
-        (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])
+        (tracked,) = runs_of(mlflow.tracking.MlflowClient(tracking_uri=uri), "distcse")
     assert events == [] and tracked.data.metrics["train/loss"] == 3.5 and tracked.info.status == "FINISHED"
