@@ -307,13 +307,13 @@ def _check_sweep(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) 
         from distcse.experiments.experiment import experiment_of
         from distcse.ray_backend.backend import choose_backend
         from distcse.tuning.sweep import check
-        from distcse.tuning.trial_resources import plans_of_trials, trial_resources
+        from distcse.tuning.trial_resources import trial_resources
 
         check(recipe, sweep)
         experiment_of(recipe).check(
             choose_backend(recipe),
             Reporter(listen),
-            lambda nodes: plans_of_trials(recipe, sweep, trial_resources(recipe, sweep, nodes), nodes),
+            lambda nodes: [*trial_resources(recipe, sweep, nodes).gpu_plans],
         )
     line = "the dry run passed; leave out --dry-run to start the sweep"
     return passed(options, line, recipe=options.recipe, space=options.space)

@@ -43,7 +43,7 @@ from distcse.tuning.records import Trial, find_best_trial, read_trials, write_ta
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import SweepResult, check, reopen
 from distcse.tuning.trial import TrialContext
-from distcse.tuning.trial_resources import TrialResources, least_requests, plans_of_trials, trial_resources
+from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
 from distcse.tuning.trial_tracking import track_trials
 
 _TRIALS, _FINAL_RUNS = "trials", "final_runs"
@@ -87,7 +87,7 @@ def _run(
         require_trial_loggers(sweep.loggers)  # fail before the teachers embed the corpus
         nodes = cluster.nodes()
         resources = trial_resources(recipe, sweep, nodes)
-        report_plans(plans_of_trials(recipe, sweep, resources, nodes), reporter.emit)
+        report_plans(resources.gpu_plans, reporter.emit)
         decided = experiment.trials.with_precisions(cluster, reporter, resources.trial_gpus)
         if decided != recipe:
             folder.decide(decided)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from distcse.errors import ClusterTooSmallError
 from distcse.experiments.experiment import experiment_of
 from distcse.experiments.trials import TRIALS, TrialGpus
-from distcse.placement.gpu_plan import GpuPlan, Process, plan_gpus
+from distcse.placement.gpu_plan import GpuPlan, plan_gpus
 from distcse.placement.resources import (
     Node,
     ResourceRequest,
@@ -21,7 +21,7 @@ from distcse.placement.resources import (
     nodes_with,
     refuse_impossible,
 )
-from distcse.recipe import BaseRecipe, GpuMode, Sweep
+from distcse.recipe import BaseRecipe, Sweep
 from distcse.teachers.resources import SERVERS, plan_embedding
 
 _TRAINER_CPUS = 0.01
@@ -48,6 +48,8 @@ class TrialResources:
     """Whether a stopped trial's threads may train on for a while."""
     server_gpus: float = 0.0
     """GPUs of one server that computes with a model or ranks, for all trials."""
+    gpu_plans: Sequence[GpuPlan] = field(default=(), compare=False)
+    """GPUs of the embedding pass, then those of the trials and their servers."""
 
     @property
     def in_own_process(self) -> bool:
@@ -93,9 +95,10 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
             the labels of a key.
     """
     trials = experiment_of(recipe).trials
-    worker, *_ = trials.processes
+    worker, *servers_of_all = trials.processes
     can_wait = recipe.resources.wait_s > 0
-    plan = _plan_training(trials.processes, _trials_at_once(recipe, sweep), nodes, recipe.gpu_mode)
+    number = 1 if can_wait else sweep.search.concurrent or 1  # of trials for which the nodes must have room
+    plan = plan_gpus([replace(worker, number=worker.number * number), *servers_of_all], nodes, recipe.gpu_mode)
     gpu, servers = plan.of(TRIALS), plan.requests([1.0])[1:]
     refuse_impossible(servers, nodes)
     nodes_with(nodes, worker.labels, "training.node_labels")
@@ -120,34 +123,21 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
             f"them across nodes, but the resources that servers leave ({format_nodes(left)}) fit {count_fitting(left, one)}; "
             "lower search.concurrent, training.workers, training.cpus_per_worker or training.gpus_per_worker"
         )
-    return TrialResources(concurrent, cpu, gpu, each, worker.labels, can_wait, trials.leaves_threads, plan.of(SERVERS))
-
-
-def plans_of_trials(
-    recipe: BaseRecipe, sweep: Sweep, resources: TrialResources, nodes: Sequence[Node]
-) -> list[GpuPlan]:
-    """Return the plans of a sweep's GPUs: those of the embedding pass, then those of the trials and their servers.
-
-    Raises:
-        ClusterTooSmallError: `resources.gpu` is `required`, and a process gets no GPU.
-    """
-    trials, mode = experiment_of(recipe).trials, recipe.gpu_mode
-    embedding = [] if trials.teachers is None else [plan_embedding(trials.teachers, nodes, mode)]
-    plan = _plan_training(trials.processes, _trials_at_once(recipe, sweep), nodes, mode)
-    if resources.gpus and not (resources.can_wait and sweep.search.concurrent):  # more trials may fit than had to
-        plan = plan.with_number(TRIALS, resources.workers * resources.concurrent)
-    return [*embedding, plan]
-
-
-def _trials_at_once(recipe: BaseRecipe, sweep: Sweep) -> int:
-    """Return the number of trials for which the nodes must have room: one, if the others may wait for nodes."""
-    return 1 if recipe.resources.wait_s else sweep.search.concurrent or 1
-
-
-def _plan_training(processes: Sequence[Process], trials_at_once: int, nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
-    """Decide the GPUs of the trials that run at once, and of the servers that they share."""
-    trial, *servers = processes
-    return plan_gpus([replace(trial, number=trial.number * trials_at_once), *servers], nodes, mode)
+    server_gpus = plan.of(SERVERS)
+    if gpu and not (can_wait and sweep.search.concurrent):  # more trials may fit than had to
+        plan = plan.with_number(TRIALS, total_workers)
+    embedding = [] if trials.teachers is None else [plan_embedding(trials.teachers, nodes, recipe.gpu_mode)]
+    return TrialResources(
+        concurrent,
+        cpu,
+        gpu,
+        each,
+        worker.labels,
+        can_wait,
+        trials.leaves_threads,
+        server_gpus,
+        [*embedding, plan],
+    )
 
 
 def _number_beside(servers: Sequence[ResourceRequest], trial: ResourceRequest, most: int, nodes: Sequence[Node]) -> int:

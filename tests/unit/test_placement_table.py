@@ -15,7 +15,7 @@ from distcse.placement.gpu_plan import GpuPlan, describe_plans, process_group_ba
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe, Sweep
 from distcse.teachers.resources import server_resources
-from distcse.tuning.trial_resources import plans_of_trials, trial_resources
+from distcse.tuning.trial_resources import trial_resources
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -196,7 +196,7 @@ TRIALS = [
 def test_trials(gpus: str, overrides: tuple[str, ...], expected: str, recipe_with: MakeRecipe) -> None:
     sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
     recipe, nodes = recipe_with("training.workers=1", *overrides), nodes_of(gpus)
-    plan = plans_of_trials(recipe, sweep, trial_resources(recipe, sweep, nodes), nodes)[-1]
+    plan = trial_resources(recipe, sweep, nodes).gpu_plans[-1]
     assert plan.describe() == expected
 
 

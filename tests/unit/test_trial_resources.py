@@ -20,7 +20,7 @@ from distcse.placement.resources import Node, Resources
 from distcse.ray_backend.tune import placement
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.teachers.resources import EMBEDDING, plan_embedding
-from distcse.tuning.trial_resources import TrialResources, least_requests, plans_of_trials, trial_resources
+from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 
@@ -116,7 +116,7 @@ def test_trials_wait_for_nodes_that_an_autoscaler_starts(recipe_with: MakeRecipe
     nodes = nodes_of([{"CPU": 8.0, "GPU": 1.0}])
     resources = trial_resources(on_gpus, sweep(concurrent=4), nodes)
     assert resources == TrialResources(4, 8.0, 1.0, 1, can_wait=True)
-    *_, plan = plans_of_trials(on_gpus, sweep(concurrent=4), resources, nodes)
+    *_, plan = resources.gpu_plans
     assert plan.describe() == "trials 1 x 1"
     (trial,) = least_requests(growing)
     assert (trial.number, trial.each) == (1, {"CPU": 2.0})
