@@ -444,6 +444,7 @@ ASKS = {
     "experiments/mutual/final_evaluation:_measure": _EVALUATION,
     "experiments/mutual/group:LocalGroup.score": "test_mutual_stopped.py",
     "experiments/mutual/mining:prepare_mining": "as read_corpus",
+    "experiments/mutual/mining:_Followed.__iter__": "test_mining.py",
     "experiments/mutual/mining:_mine_bands": _MUTUAL,
     "experiments/mutual/mining:_mine_bm25": "as _mine_bands",
     "experiments/mutual/pairs:read_pairs": _MUTUAL,
