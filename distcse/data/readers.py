@@ -6,7 +6,6 @@ A reader yields one value per row: the text, stripped and on one line, or None f
 from __future__ import annotations
 
 import bz2
-import codecs
 import csv
 import difflib
 import glob
@@ -137,18 +136,12 @@ def describe_missing_column(column: str, columns: Sequence[str], separated: str 
 
 
 def _text(file: Path, column: str) -> Iterator[str]:
-    for _, line in numbered_lines(file, text_per_line=True):
+    for _, line in numbered_lines(file):
         yield line
 
 
-def _lines_of_old_macs(file: Path, line: int) -> CorpusFormatError:
-    return CorpusFormatError(
-        f"{file}, line {line}: the lines end with a carriage return alone; convert them (tr '\\r' '\\n')"
-    )
-
-
 def _jsonl(file: Path, column: str) -> Iterator[str | None]:
-    for number, line in numbered_lines(file, text_per_line=True):
+    for number, line in numbered_lines(file):
         if number == 1 and line.lstrip().startswith("["):
             raise CorpusFormatError(f"{file}, line 1: a JSON list, not JSON Lines; rename the file to end with .json")
         yield _json_text(line, column, f"{file}, line {number}") if line.strip() else None
@@ -233,8 +226,6 @@ def csv_rows(file: Path, column: str | None = None) -> Iterator[list[str]]:
     if not first:
         return
     skipped = number - 1
-    if "\r" in first.strip() and '"' not in first:
-        raise _lines_of_old_macs(file, number)
     is_tsv = file_kind(file).startswith(".tsv")
     try:
         separator = named[1] if named else _separator(first, column, is_tsv)
@@ -334,12 +325,8 @@ def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None
             raise CorpusFormatError(f"{file}, row {row}: {_describe_bad_byte(error)}") from None
 
 
-def numbered_lines(file: Path, text_per_line: bool = False) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines without their ends.
-
-    Args:
-        file: A file of text, perhaps compressed.
-        text_per_line: Refuse lines that end with a carriage return alone, which would be one text.
+def numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a file of text, perhaps compressed, without their ends.
 
     Raises:
         CorpusNotFoundError: The file cannot be opened.
@@ -353,14 +340,10 @@ def numbered_lines(file: Path, text_per_line: bool = False) -> Iterator[tuple[in
             _refuse_other_content(file, opened.peek(64)[:64])
             if opened.peek(2)[:2] in _UTF16_MARKS:
                 for number, line in enumerate(TextIOWrapper(opened, "utf-16", newline="\n"), start=1):
-                    if text_per_line and number == 1 and not line.endswith("\n") and "\r" in line.strip():
-                        raise _lines_of_old_macs(file, number)
                     yield number, line.rstrip("\r\n")
                 return
             _refuse_unmarked_utf16(file, opened.peek(64)[:64])
             for number, raw in enumerate(opened, start=1):
-                if text_per_line and number == 1 and not raw.endswith(b"\n") and b"\r" in raw.strip():
-                    raise _lines_of_old_macs(file, number)
                 yield number, _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
     except UnicodeError as error:
         raise CorpusFormatError(f"{file}, line {number + 1}: not UTF-16, as its first bytes say: {error}") from None
@@ -373,21 +356,9 @@ def numbered_lines(file: Path, text_per_line: bool = False) -> Iterator[tuple[in
 
 
 def _damage(file: Path, line: int, error: Exception) -> CorpusFormatError:
-    """Return the error for a compressed file that cannot be read to its end, or that is not compressed at all."""
-    with open(file, "rb") as opened:
-        start = opened.read(64)
-    if line == 0 and _starts_as_text(start) and not re.match(_SIGNATURES[file.suffix.lower()], start):
-        return CorpusFormatError(f"{file} is not compressed; rename it to {file.with_suffix('').name}")
-    return CorpusFormatError(f"{file} is damaged after line {line}: {error}; copy it again")
-
-
-def _starts_as_text(start: bytes) -> bool:
-    """Return whether a file's first bytes are text in UTF-8, whose last character may be cut."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)
-    except UnicodeDecodeError:
-        return False
-    return bool(start) and b"\0" not in start
+    """Return the error for a compressed file that cannot be read to its end."""
+    problem, fix = (f", or is no {file.suffix} data", ", or rename it") if line == 0 else ("", "")
+    return CorpusFormatError(f"{file} is damaged after line {line}{problem}: {error}; copy it again{fix}")
 
 
 def _refuse_other_content(file: Path, start: bytes, extension: str | None = None) -> None:
@@ -426,15 +397,10 @@ def _decode(raw: bytes, file: Path, number: int) -> str:
 
 def _describe_bad_byte(error: UnicodeDecodeError) -> str:
     byte, column = error.object[error.start], error.start + 1
-    letters = re.findall(rb"[A-Za-z\x80-\xff]", error.object)
-    # Most letters of Western European text are ASCII. Other text that is converted as such would be read as nonsense.
-    is_western = sum(letter >= b"\x80" for letter in letters) < len(letters) / 2
-    way_out = (
-        "iconv -f WINDOWS-1252 -t UTF-8"
-        if is_western
-        else "iconv -f ENCODING -t UTF-8, where ENCODING is such as WINDOWS-1251, GB18030 or SHIFT_JIS"
+    return (
+        f"byte 0x{byte:02x} at column {column} is not UTF-8; convert the file (iconv -f ENCODING -t UTF-8, where ENCODING is "
+        "such as WINDOWS-1252 for Western European text, WINDOWS-1251, GB18030 or SHIFT_JIS)"
     )
-    return f"byte 0x{byte:02x} at column {column} is not UTF-8; convert the file to UTF-8 ({way_out})"
 
 
 _FORMATS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {

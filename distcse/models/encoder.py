@@ -272,24 +272,6 @@ class Encoder(nn.Module):
         vectors = self._encode(found, tokenize_part, batch_tokens, normalize, precision, on_progress)
         return np.asarray(vectors[0]) if isinstance(texts, str) else vectors
 
-    def encode_tokens(
-        self, rows: Sequence[Sequence[int]], *, normalize: bool | None = None, precision: str = "fp32"
-    ) -> NDArray[np.float32]:
-        """Encode n texts as `encode` does, whose tokens are known.
-
-        Args:
-            rows: Token ids of each text, from `token_ids`.
-            normalize: See `encode`.
-            precision: See `encode`.
-
-        Returns:
-            The (n, d) float32 vectors, bitwise those of `encode`.
-
-        Raises:
-            DeviceMemoryError: A text does not fit in the GPU's memory.
-        """
-        return self._encode(rows, list, None, normalize, precision)
-
     def _prompt_named(self, name: str) -> str:
         prompt = find_prompt(self.prompts, name) if isinstance(name, str) else None
         if prompt is None:
@@ -572,4 +554,4 @@ class KeptTokens:
                 return encoder.encode(found, normalize=normalize, precision=precision)
             self._rows[key] = [*map(tuple, encoder.token_ids(found))]
             self._room -= characters
-        return encoder.encode_tokens(self._rows[key], normalize=normalize, precision=precision)
+        return encoder._encode(self._rows[key], list, None, normalize, precision)

@@ -80,7 +80,11 @@ def require_weights(folder: Path) -> None:
         ModelFormatError: Weights are missing, a file is a Git LFS pointer, or the index of shards names one outside the folder.
         ModelNotFoundError: The folder is above that of a model.
     """
-    _refuse_adapter(folder)
+    if (folder / _ADAPTER).is_file():  # transformers and sentence-transformers load it on top of another model
+        raise UnsupportedModelError(
+            f"{folder} has an adapter ({_ADAPTER}), which distcse does not load; merge it into its model (peft: "
+            "merge_and_unload), and save that model and its tokenizer"
+        )
     shards = _shards(folder)
     for name in shards:
         if not (folder / name).is_file():
@@ -162,15 +166,6 @@ def _shards(folder: Path) -> list[str]:
             )
         names.add(name)
     return [] if (folder / WEIGHTS).is_file() else sorted(names)
-
-
-def _refuse_adapter(folder: Path) -> None:
-    """Refuse a folder with an adapter, which transformers and sentence-transformers load on top of another model."""
-    if (folder / _ADAPTER).is_file():
-        raise UnsupportedModelError(
-            f"{folder} has an adapter ({_ADAPTER}), which distcse does not load; merge it into its model (peft: "
-            "merge_and_unload), and save that model and its tokenizer"
-        )
 
 
 def _without_weights(folder: Path) -> EncoderError:

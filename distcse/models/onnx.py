@@ -91,7 +91,8 @@ def write_onnx(encoder: Encoder, file: Path) -> None:
             )
     except Exception as error:  # the exporter raises many types, and all mean that it cannot export the model
         reason = " ".join(str(error).split())[:300]
-        raise ExportError(f"torch cannot export this {_family(encoder)} to ONNX: {reason}") from error
+        family = encoder.backbone.config.model_type  # type: ignore[union-attr]
+        raise ExportError(f"torch cannot export this {family} to ONNX: {reason}") from error
     assert program is not None
     metadata = {"pooling": encoder.pooling, "max_length": str(encoder.max_length), "prompt": encoder.prompt}
     program.model.metadata_props.update({f"distcse.{name}": value for name, value in metadata.items()})
@@ -175,10 +176,6 @@ def _quiet(logger: str | None) -> Iterator[None]:
             yield
     finally:
         quieted.setLevel(level)
-
-
-def _family(encoder: Encoder) -> str:
-    return str(encoder.backbone.config.model_type)  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)

@@ -204,12 +204,6 @@ class DenseShape(VectorFile):
         return self.model_dump(exclude=names)
 
 
-def read_transformer_file(folder: Path) -> TransformerFile:
-    """Read the settings next to the backbone, under all names that sentence-transformers has given the file."""
-    files = [folder / name for name in _TRANSFORMER_FILES]
-    return read_settings(next((file for file in files if read_json(file)), files[0]), TransformerFile)
-
-
 def read_model_file(folder: Path) -> ModelFile:
     """Read prompts, truncation and similarity."""
     return read_settings(folder / "config_sentence_transformers.json", ModelFile)
@@ -274,7 +268,8 @@ def read_layout(folder: Path) -> Layout:
     """
     modules = [_module(folder, module) for module in read_json(folder / "modules.json", kind=list)]
     transformer = _transformer_path(folder, modules)
-    settings, text = read_model_file(folder), read_transformer_file(folder / transformer)
+    settings, text_files = read_model_file(folder), [folder / transformer / name for name in _TRANSFORMER_FILES]
+    text = read_settings(next((file for file in text_files if read_json(file)), text_files[0]), TransformerFile)
     config_settings, tokenizer_settings = without_places(text.config_args), without_places(text.tokenizer_args)
     max_length = tokenizer_settings.pop("model_max_length", text.max_seq_length)
     pooling: PoolingFile | None = None
@@ -294,7 +289,9 @@ def read_layout(folder: Path) -> Layout:
         elif kind == "Dense" and pooling is not None:
             head.append((path, read_settings(config, DenseShape)))
         elif kind == "WeightedLayerPooling" and pooling is None:
-            if _outputs_all_layers(folder / transformer, config_settings):
+            # Without all layers as outputs, sentence-transformers skips an average of them.
+            backbone_config = {**read_json(folder / transformer / "config.json"), **config_settings}
+            if backbone_config.get("output_hidden_states", False):
                 averaged = _layer_average(folder / path)
         elif kind != "Transformer" and kind not in _WITHOUT_EFFECT:
             raise _unsupported_module(folder, kind)
@@ -361,12 +358,6 @@ def _module(folder: Path, module: Any) -> tuple[str, str]:
             "run it. Use a model without it"
         )
     return path, kind.rsplit(".", 1)[-1]
-
-
-def _outputs_all_layers(backbone: Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether the backbone outputs all layers; without them, sentence-transformers skips an average of layers."""
-    config = {**read_json(backbone / "config.json"), **settings}
-    return bool(config.get("output_hidden_states", False))
 
 
 def _layer_average(folder: Path) -> Pooling:

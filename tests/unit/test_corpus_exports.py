@@ -158,7 +158,7 @@ def test_bzip2_data_of_every_level_is_named(level: int, tmp_path: Path) -> None:
 def test_plain_text_under_the_name_of_compressed_data_is_named(extension: str, content: str, tmp_path: Path) -> None:
     file = tmp_path / f"my.file.csv{extension}"
     file.write_text(content)
-    with fails_with(CorpusFormatError, str(file), "is not compressed", "rename it to my.file.csv"):
+    with fails_with(CorpusFormatError, str(file), f"is no {extension} data", "rename it"):
         rows(file)
 
 
@@ -236,25 +236,7 @@ def test_a_json_list_under_the_name_of_json_lines_is_named(tmp_path: Path) -> No
         rows(tmp_path / "file.jsonl")
 
 
-def test_lines_that_end_with_a_carriage_return_alone_are_named(tmp_path: Path) -> None:
-    (tmp_path / "file.csv").write_bytes(b"id,text\r0,one\r1,two\r")
-    with fails_with(CorpusFormatError, "file.csv, line 1", "carriage return", "tr "):
-        rows(tmp_path / "file.csv")
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [("file.txt", "one"), ("file.jsonl", '{"text": "one"}'), ("file.txt.gz", "one")]
-)
-def test_lines_of_text_that_end_with_a_carriage_return_alone_are_not_one_text(
-    name: str, row: str, tmp_path: Path
-) -> None:
-    pack: Callable[[bytes], bytes] = gzip.compress if name.endswith(".gz") else bytes
-    (tmp_path / name).write_bytes(pack(f"{row}\r{row}\r".encode()))
-    with fails_with(CorpusFormatError, f"{name}, line 1", "carriage return", "tr '\\r'"):
-        rows(tmp_path / name)
-    (tmp_path / "wide.txt").write_bytes("eins\rzwei".encode("utf-16"))
-    with fails_with(CorpusFormatError, "wide.txt, line 1", "carriage return"):
-        rows(tmp_path / "wide.txt")
+def test_a_carriage_return_inside_a_line_is_a_blank(tmp_path: Path) -> None:
     (tmp_path / "inside.txt").write_bytes(b"a\rb\nc\n")
     assert rows(tmp_path / "inside.txt") == ["a b", "c"]
     (tmp_path / "last.txt").write_bytes(b"a\r")
@@ -332,25 +314,8 @@ def test_an_object_over_several_lines_says_what_to_write(tmp_path: Path) -> None
 
 def test_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_bytes("gut\nGrüße\n".encode("cp1252"))
-    with fails_with(CorpusFormatError, "line 2", "0xfc", "iconv -f WINDOWS-1252"):
+    with fails_with(CorpusFormatError, "line 2", "0xfc", "iconv -f ENCODING", "WINDOWS-1252"):
         rows(tmp_path / "file.txt")
-
-
-@pytest.mark.parametrize(
-    ("text", "encoding"),
-    [
-        ("Привет, как дела?", "cp1251"),
-        ("中文的句子。", "gbk"),
-        ("日本語の文です。", "shift-jis"),
-        ("日本語", "utf-16-le"),
-    ],
-)
-def test_an_encoding_that_is_not_western_is_not_taken_for_western(text: str, encoding: str, tmp_path: Path) -> None:
-    """Its conversion as WINDOWS-1252 succeeds, and its text is nonsense."""
-    (tmp_path / "file.txt").write_bytes(text.encode(encoding))
-    with fails_with(CorpusFormatError, "is not UTF-8", "iconv -f ENCODING") as raised:
-        rows(tmp_path / "file.txt")
-    assert "1252" not in str(raised.value)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])

@@ -492,7 +492,6 @@ _QUESTIONS, _HELPERS = {"advance", "check_stop", "follow"}, {"start_stage", "rep
 _LOOPS = {
     "encode",
     "encode_each",
-    "encode_tokens",
     "score_each",
     "embed_texts",
     "complete_shards",
