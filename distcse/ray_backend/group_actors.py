@@ -57,7 +57,7 @@ class TrainingActor(GroupActor):
 
     def open_group(self) -> tuple[str, int]:
         """As rank 0, open the store that the process group meets at; return its host and port."""
-        self._store = open_store(ray.util.get_node_ip_address(), 0, self._workers)
+        self._store = open_group_store(ray.util.get_node_ip_address(), 0, self._workers)
         return self._store.host, self._store.port
 
     def join(self, host: str, port: int) -> None:
@@ -67,7 +67,7 @@ class TrainingActor(GroupActor):
         use_interface_of(ray.util.get_node_ip_address())
         os.environ.update(RANK=str(self._rank), LOCAL_RANK="0", WORLD_SIZE=str(self._workers))
         backend = process_group_backend(self._workers, self._gpus)
-        store = self._store or open_store(host, port, self._workers)
+        store = self._store or open_group_store(host, port, self._workers)
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._workers)
 
     def prepare(self, phase: Phase) -> None:
@@ -81,7 +81,7 @@ class TrainingActor(GroupActor):
             return self._trainer.train(phase, labels, reporter_of(channel), passes)
 
 
-def open_store(host: str, port: int, workers: int) -> Any:
+def open_group_store(host: str, port: int, workers: int) -> Any:
     """Return the `TCPStore` at which a process group meets.
 
     Args:

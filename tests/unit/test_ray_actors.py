@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from distcse.ray_backend.group_actors import open_store
+from distcse.ray_backend.group_actors import open_group_store
 from distcse.ray_backend.heartbeat import HeartbeatMonitor
 
 
 def test_the_port_of_a_process_group_stays_bound_until_all_have_joined() -> None:
     """Another process could take a port that is only asked for, before the group binds it."""
-    store = open_store("127.0.0.1", 0, workers=2)
+    store = open_group_store("127.0.0.1", 0, workers=2)
     with socket.socket() as taker, pytest.raises(OSError, match="in use"):
         taker.bind(("", store.port))
     store.set("key", "value")
-    assert open_store("127.0.0.1", store.port, workers=2).get("key") == b"value"
+    assert open_group_store("127.0.0.1", store.port, workers=2).get("key") == b"value"
 
 
 def test_an_owner_of_actors_that_answers_too_late_is_asked_again() -> None:
