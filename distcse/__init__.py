@@ -150,8 +150,7 @@ def _with_checked_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    from distcse.errors import ArgumentError
-    from distcse.spelling import PATHS_BY_NAME
+    from distcse.errors import PATHS_BY_NAME, ArgumentError
 
     signature, called = inspect.signature(function), f"distcse.{function.__name__}"
     try:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from distcse import __version__, host
 from distcse.cli import models, training
 from distcse.cli.shared import COMMANDS, GROUPS, USUAL_CALLS, add_command, parse
-from distcse.errors import ArgumentError, MissingDependencyError
+from distcse.errors import ArgumentError, MissingDependencyError, nearest
 from distcse.process import exit_status
 from distcse.ray_backend.cluster import shutdown_ray
-from distcse.spelling import nearest
 
 if TYPE_CHECKING:
     from distcse.cli.shared import Commands

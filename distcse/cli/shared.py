@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from distcse.errors import PATHS_BY_NAME, nearest
 from distcse.process import gc_paused
 from distcse.report.progress import open_view, print_json, print_lines
-from distcse.spelling import PATHS_BY_NAME, nearest
 
 if TYPE_CHECKING:
     from distcse.events import Listener

@@ -23,17 +23,18 @@ from distcse.cli.shared import (
     program,
 )
 from distcse.errors import (
+    PATHS_BY_NAME,
     ArgumentError,
     ClusterTooSmallError,
     MissingDependencyError,
     RecipeNotFoundError,
     UnknownKeyError,
     WorkFailedError,
+    nearest,
 )
 from distcse.process import INTERRUPTED, NO_GAIN, StopOnSignal, refuse_launchers
 from distcse.ray_backend.cluster import start_ray
 from distcse.report.progress import print_json, print_lines
-from distcse.spelling import PATHS_BY_NAME, nearest
 from distcse.storage import open_store, refuse_job_copy, resolve_path, to_uri
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.device import auto_precision, speed_of
-from distcse.errors import EvaluationOptionError
+from distcse.errors import EvaluationOptionError, nearest
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelResults, measure_model
 from distcse.evaluation.models import (
@@ -31,7 +31,6 @@ from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.st_format import default_pooling
 from distcse.rank_space import RankSpaceEncoder, is_rank_space
 from distcse.recipe.names import hub_id
-from distcse.spelling import nearest
 from distcse.storage import find_model, is_uri
 
 _ALL = "all"

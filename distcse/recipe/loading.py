@@ -15,12 +15,11 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
+from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError, nearest
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.sweep import Sweep
 from distcse.recipe.validation_errors import error_class, explain
-from distcse.spelling import nearest
 from distcse.storage import is_uri, open_store, resolve_path
 
 Document = dict[str, Any]

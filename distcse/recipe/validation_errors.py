@@ -8,10 +8,9 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from distcse.errors import InvalidValueError, RecipeError, UnknownKeyError
+from distcse.errors import PATHS_BY_NAME, InvalidValueError, RecipeError, UnknownKeyError, nearest
 from distcse.recipe.section import KeyValueError, is_secret, section_in
 from distcse.recipe.sweep import OVERRIDE_PREFIX
-from distcse.spelling import PATHS_BY_NAME, nearest
 
 _EXPECTED = "Input should be "
 _MAPPINGS = {"model_type", "model_attributes_type", "dict_type"}

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
+from distcse.errors import PATHS_BY_NAME, InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError
 from distcse.preflight.inputs import require_inputs
 from distcse.recipe import MutualRecipe, Recipe, Sweep, load_recipe, packaged_recipes, read_recipe, recipe_yaml
 from distcse.recipe.section import sections_of
-from distcse.spelling import PATHS_BY_NAME
 from tests.failures import fails_with
 
 TABLE_9 = {
