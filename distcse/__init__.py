@@ -52,33 +52,15 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOME = {
-    "Measurement": "distcse.api",
-    "Run": "distcse.api",
-    "check": "distcse.api",
-    "compare": "distcse.api",
-    "embed": "distcse.api",
-    "export": "distcse.api",
-    "measure": "distcse.api",
-    "plan": "distcse.api",
-    "rank": "distcse.api",
-    "rerun": "distcse.api",
-    "resume": "distcse.api",
-    "run": "distcse.api",
     "DistcseError": "distcse.errors",
     "LoadOptions": "distcse.evaluation",
-    "push": "distcse.hub",
-    "CrossEncoder": "distcse.models",
-    "Encoder": "distcse.models",
     "RankSpaceEncoder": "distcse.rank_space",
-    "BaseRecipe": "distcse.recipe",
-    "FamilyRecipe": "distcse.recipe",
-    "MutualRecipe": "distcse.recipe",
-    "Recipe": "distcse.recipe",
-    "packaged_recipes": "distcse.recipe",
-    "read_recipe": "distcse.recipe",
-    "recipe_yaml": "distcse.recipe",
-    "with_values": "distcse.recipe",
+    "push": "distcse.hub",
+    **dict.fromkeys(("CrossEncoder", "Encoder"), "distcse.models"),
+    **dict.fromkeys(("BaseRecipe", "FamilyRecipe", "MutualRecipe", "Recipe", "packaged_recipes"), "distcse.recipe"),
+    **dict.fromkeys(("read_recipe", "recipe_yaml", "with_values"), "distcse.recipe"),
 }
+"""The modules of names that `distcse.api` does not define."""
 
 __all__ = [
     "BaseRecipe",
@@ -115,8 +97,8 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for (PEP 562)."""
     if name == "__version__":
         value: Any = _version()
-    elif name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
+    elif name in __all__:
+        value = getattr(import_module(_HOME.get(name, "distcse.api")), name)
         if isinstance(value, FunctionType):
             value = _with_checked_arguments(value)
     else:
