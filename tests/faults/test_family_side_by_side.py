@@ -1,10 +1,9 @@
-"""Three students of a family on two nodes' GPUs: a killed process, a stop request, and the weights of one process."""
+"""Three students of a family on two nodes' GPUs: a killed process, a lost node, a stop, and the weights of one process."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,19 +37,20 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def drive(folder: Path) -> None:
-    """The driver: one run whose largest student's process is killed, and one that is stopped and resumed."""
+    """The driver: a run whose largest student's process is killed, one that is stopped and resumed, one that loses a node."""
     recipe, found = str(folder / "recipe.yaml"), {}
-    found["killed"] = _trained(lambda listen: distcse.run(recipe, listen=listen), kills=True)
+    found["killed"] = _trained(lambda listen: distcse.run(recipe, listen=listen), "process")
     stopped = _trained(lambda listen: distcse.run(recipe, listen=listen, stop_requested=lambda: listen.has_steps))
     found["stopped"] = stopped
     found["resumed"] = _trained(lambda listen: distcse.resume(Path(stopped["run"]), listen=listen))
+    found["node lost"] = _trained(lambda listen: distcse.run(recipe, listen=listen), "node")
     (folder / "found.json").write_text(json.dumps(found))
 
 
 class _Listener:
-    """Notes what a run reports, and kills the process of a student once that has written checkpoints."""
+    """Notes what a run reports, and kills the process of a student, or its node, once that has written checkpoints."""
 
-    def __init__(self, kills: bool) -> None:
+    def __init__(self, kills: str) -> None:
         self.messages: list[str] = []
         self.continued: list[str] = []
         self.has_steps = False
@@ -66,8 +66,11 @@ class _Listener:
         if isinstance(event.event, StepReport):
             self.has_steps = True
             if self._kills and event.event.step > 25:
-                self._kills = False
-                os.kill(_training_processes()[0], signal.SIGKILL)
+                process = psutil.Process(_training_processes()[0])
+                killed = process if self._kills == "process" else process.parent()
+                assert killed is not None and (self._kills == "process" or killed.name() == "raylet")
+                self._kills = ""
+                killed.kill()
 
 
 def _training_processes() -> list[int]:
@@ -81,7 +84,7 @@ def _training_processes() -> list[int]:
     return found
 
 
-def _trained(start: Callable[[_Listener], Any], kills: bool = False) -> dict[str, Any]:
+def _trained(start: Callable[[_Listener], Any], kills: str = "") -> dict[str, Any]:
     listener = _Listener(kills)
     done = start(listener)
     return {
@@ -118,13 +121,14 @@ def test_students_side_by_side_learn_what_they_learn_in_turn(
     found = json.loads((tmp_path / "found.json").read_text())
     local = distcse.run(str(tmp_path / "recipe.yaml"), "training.workers=0", listen=lambda event: None)
     line = "3 students train side by side, each with a GPU, 2 at the same time"
-    for case in ("killed", "resumed"):
+    for case in ("killed", "resumed", "node lost"):
         run = found[case]
         assert line in run["messages"] and not run["interrupted"] and run["models"] == NAMES
         for name in NAMES:
             assert_equal_weights(*(weights_of(Path(each) / "members" / name) for each in (local.directory, run["run"])))
-    (continued,) = found["killed"]["continued"]
-    assert continued in (f"resuming after step {step} of 120" for step in (20, 40, 60, 80, 100))
+    for case in ("killed", "node lost"):
+        (continued,) = found[case]["continued"]
+        assert continued in (f"resuming after step {step} of 120" for step in (20, 40, 60, 80, 100))
     stopped = found["stopped"]
     assert stopped["interrupted"] and stopped["models"] == NAMES[: len(stopped["models"])]
     assert found["resumed"]["continued"]

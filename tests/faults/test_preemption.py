@@ -145,22 +145,22 @@ def test_a_group_on_a_drained_node_continues_on_others(
         assert steps == sorted(set(steps)) and steps[-1] == steps_of(undisturbed, group)[-1]  # no step was repeated
 
 
-@pytest.mark.parametrize("deadline_s", [20, None])
-def test_a_trial_on_a_drained_node_continues_on_another(
-    deadline_s: int | None, recipe_file: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("notice", ["20 s", "without a deadline", "none"])
+def test_a_trial_on_a_drained_or_lost_node_continues_on_another(notice: str, recipe_file: Path, tmp_path: Path) -> None:
     """A trial in its own process writes a checkpoint and starts again at once, which is not counted as a failure.
 
-    It trains on nodes with its labels alone, before and after, and the teachers run on those with theirs.
+    Without a notice, its node is lost, and it continues from its last checkpoint. It trains on nodes with its labels alone,
+    before and after, and the teachers run on those with theirs.
     """
     space = tmp_path / "space.yaml"
     sweep = {
         "parameters": {"training.lr": {"values": [1e-3]}},
-        "search": {"algorithm": "grid", "concurrent": 1, "max_failures": 0},
+        "search": {"algorithm": "grid", "concurrent": 1, "max_failures": int(notice == "none")},
         "schedule": {"kind": "none"},
     }
     space.write_text(yaml.safe_dump({"name": "small", **sweep, "final_runs": {"seeds": []}, "loggers": []}))
-    long = ("training.workers=1", "training.epochs=12", "training.log_every=2", "evaluation.eval_steps=1000")
+    eval_steps = 10 if notice == "none" else 1000
+    long = ("training.workers=1", "training.epochs=12", "training.log_every=2", f"evaluation.eval_steps={eval_steps}")
     labels = (STUDENTS, "teachers.node_labels={role: teachers}", "teachers.serve=actor")
     command = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, *long, *labels, "--quiet")
     roles = ("students", "students", "teachers")
@@ -168,9 +168,13 @@ def test_a_trial_on_a_drained_node_continues_on_another(
     with machines(tmp_path, nodes) as (head, *others):
         process = head.start(*command, "--run-id=moved", RAY_ADDRESS=f"{head.address}:6379")
         trials = tmp_path / "runs" / "moved" / "trials"
-        address = _drain(head, process, trials, "ImplicitFunc", deadline_s)
-        if deadline_s is not None:
-            time.sleep(deadline_s)
+        if notice == "none":
+            _wait_for('"step": 12', trials, process)
+            address = _node_of(head, "ImplicitFunc")[1]
+        else:
+            address = _drain(head, process, trials, "ImplicitFunc", 20 if notice == "20 s" else None)
+            time.sleep(20 * (notice == "20 s"))
+        if notice != "without a deadline":
             next(machine for machine in others if machine.address == address).cut_power()
         _end(process)
         actors = _actors(head)
@@ -180,7 +184,11 @@ def test_a_trial_on_a_drained_node_continues_on_another(
     assert len({address for name, _, _, address, _ in actors if name == "ImplicitFunc"}) == 2
     assert (trial.status, trial.num_starts) == ("finished", 2)
     steps = steps_of(trials / trial.name)
-    assert steps == sorted(set(steps))
+    if notice == "none":
+        resumed = next(step for step, last in zip(steps[1:], steps, strict=False) if step <= last)
+        assert resumed > 10, "from its checkpoint"
+    else:
+        assert steps == sorted(set(steps)), "no step was repeated"
 
 
 def _train(head: Machine, *arguments: str | Path) -> Path:
@@ -207,7 +215,7 @@ def _drain(head: Machine, process: subprocess.Popen[str], run: Path, actor: str,
     """Drain the node of an actor after the first step below a folder, None without a deadline; return its address."""
     _wait_for("StepReport", run, process)
     address = {"RAY_ADDRESS": f"{head.address}:6379"}
-    node, ip = next(where[:2] for name, state, *where in _actors(head) if (name, state) == (actor, "ALIVE"))
+    node, ip = _node_of(head, actor)
     drain = (
         "drain-node",
         f"--address={head.address}:6379",
@@ -218,6 +226,11 @@ def _drain(head: Machine, process: subprocess.Popen[str], run: Path, actor: str,
     done = head.run(RAY, *drain, "--reason-message=spot", *deadline, **address)
     assert done.returncode == 0, done.stderr
     return ip
+
+
+def _node_of(head: Machine, actor: str) -> tuple[str, str]:
+    """Return id and address of the node of a live actor of a class."""
+    return next((node, ip) for name, state, node, ip, _ in _actors(head) if (name, state) == (actor, "ALIVE"))
 
 
 def _wait_for(text: str, run: Path, process: subprocess.Popen[str]) -> None:
