@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.data.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
+from distcse.data.readers import Row
 from distcse.data.row_keys import DistinctRows, RowKeys
 from distcse.data.sampler import RowSet, split_held_out
-from distcse.data.sources import Row, Source
+from distcse.data.sources import Source
 from distcse.errors import CorpusTooSmallError
 from distcse.events import CHUNK
 from distcse.recipe import CorpusSection
