@@ -112,7 +112,7 @@ class Run:
     @property
     def models(self) -> dict[str, Path]:
         """Folders of its models by name: `student`, or `GROUP bi` and `GROUP cross` of a mutual distillation."""
-        return self.result.models
+        return dict(self.result.models)
 
     @property
     def model(self) -> Path:

@@ -8,8 +8,8 @@ from functools import partial
 
 from distcse.events import Event, Reporter, TrialUpdate
 from distcse.recipe import Sweep, recipe_yaml, with_values
-from distcse.tracking.loggers import Opener, openers_for_trials
-from distcse.tracking.tracking import RunInfo, RunStatus, Tracker, TrackerThread, TrackerThreads
+from distcse.tracking.loggers import Opener, RunInfo, RunStatus, Tracker, openers_for_trials
+from distcse.tracking.tracking import TrackerThread, TrackerThreads
 from distcse.tuning.records import Status, Trial, TrialMetric, read_trial, readable_trials
 from distcse.tuning.trial import TrialContext
 

@@ -184,4 +184,5 @@ def test_it_needs_a_worker_and_requests_resources(recipe_with: MakeRecipe) -> No
     assert request.each == {"CPU": 1.0, "GPU": 0.5}
     assert request.keys_to_lower(["GPU"]).startswith("training.workers or evaluation.async_eval.gpus")
     trial = Distillation(recipe).trials.recipe(cpus=1.0, gpus=0.0)
+    assert isinstance(trial, Recipe)
     assert trial.evaluation.async_eval is None and trial.evaluation.final_suites == []

@@ -25,7 +25,8 @@ from distcse.experiments.distillation.preflight import recipe_questions
 from distcse.recipe import Recipe, Sweep
 from distcse.storage import open_store
 from distcse.tracking import Tracking, require_trial_loggers, track_run
-from distcse.tracking.tracking import RunStatus, TrackerThread
+from distcse.tracking.loggers import RunStatus
+from distcse.tracking.tracking import TrackerThread
 from distcse.tuning.records import Trial, TrialMetric
 from distcse.tuning.trial import TrialContext
 from distcse.tuning.trial_tracking import track_trials

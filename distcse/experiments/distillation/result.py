@@ -95,7 +95,7 @@ def _description(recipe: Recipe, train_result: TrainResult, rows: int) -> str:
     layers = f", layers {student.layers}" if student.layers else ""
     best = state.best
     dev = f" This is the checkpoint with the best dev score, {best[1]:.2f} at step {best[0]}." if best else ""
-    if is_start(train_result) and not train_result.interrupted:
+    if best and is_start(train_result) and not train_result.interrupted:
         dev = (
             f" **Not improved**: no checkpoint has a higher dev score than its start, {best[1]:.2f}; this is the start."
         )
