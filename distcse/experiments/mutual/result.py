@@ -58,6 +58,8 @@ class MutualResult(Result):
     """The best models; empty if the run was interrupted before the last phase ended."""
     dropped: Mapping[str, str]
     """Groups that failed and were dropped, with the reason."""
+    pairs: int
+    """Number of pairs."""
 
     @classmethod
     def of(
@@ -88,6 +90,7 @@ class MutualResult(Result):
             cards=[_card(recipe, model, dropped, pairs) for model in best],
             best=best,
             dropped=dropped,
+            pairs=pairs,
         )
 
 
