@@ -78,7 +78,7 @@ from distcse.rank_space import DeviceRankSpace, pair_similarities
 from distcse.rank_space.space import products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
-from distcse.teachers.kinds.bi_encoder import frozen_weight_dtype
+from distcse.teachers.kinds.base import frozen_weight_dtype
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.compiled_step import CompiledStep
 from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode

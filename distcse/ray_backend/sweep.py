@@ -34,8 +34,8 @@ from distcse.ray_backend.backend import RayBackend, RayCluster
 from distcse.recipe import BaseRecipe, Sweep, TeachersSection, recipe_yaml, with_values
 from distcse.runs.directory import RunDirectory, check_storage
 from distcse.storage import ArtifactStore, to_uri
-from distcse.teachers.serving import worker_tables
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import worker_tables
 from distcse.tracking import require_trial_loggers
 from distcse.trainer.trainer import TrainResult
 from distcse.tuning.final_evaluation import measure

@@ -28,9 +28,8 @@ from distcse.ray_backend.versions import prefer_node
 from distcse.recipe import TeacherSection, TeachersSection
 from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.resources import server_resources
-from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.teacher import Teacher
+from distcse.teachers.teacher import Teacher, open_table_teacher
 
 if TYPE_CHECKING:
     from distcse.data import Corpus
@@ -248,7 +247,7 @@ def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
 def table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
     """Return a function that opens a teacher's table in a server's process."""
     location = table.location
-    return lambda: serving(teacher, location.open())
+    return lambda: open_table_teacher(teacher, location.open())
 
 
 def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int | None) -> Callable[[], Teacher]:

@@ -21,8 +21,8 @@ EMBEDDING, SERVERS = "embedding actors", "teacher servers"
 """Names of the teachers' processes."""
 
 _GPU_KEY = "teachers.gpus_per_actor"
-_NAMES = {"live": "live teacher servers", "rank space": "rank-space servers"}
-_ALTERNATIVES = {"live": "use teachers.mode=table", "rank space": ""}
+_NAMES = {"live": "live teacher servers", "rank": "rank-space servers"}
+_ALTERNATIVES = {"live": "use teachers.mode=table", "rank": ""}
 
 
 def plan_embedding(
@@ -83,10 +83,10 @@ def server_processes(section: TeachersSection, reads_tables: bool = False) -> li
     from distcse.teachers.kinds import kind_of
 
     kinds = map(kind_of, section.encoders)
-    numbers = Counter((kind.serving(section.mode), _computes(kind, section.mode)) for kind in kinds)
+    numbers = Counter((kind.list_source(section.mode), _computes(kind, section.mode)) for kind in kinds)
     processes = []
-    for (serving, computes), teachers in numbers.items():
-        if serving == "live" or (serving == "rank space" and not reads_tables):
+    for (source, computes), teachers in numbers.items():
+        if source == "live" or (source == "rank" and not reads_tables):
             number = section.num_servers * teachers
             processes.append(
                 Process(
@@ -94,11 +94,11 @@ def server_processes(section: TeachersSection, reads_tables: bool = False) -> li
                     number,
                     section.node_labels,
                     section.gpus_per_actor,
-                    1.0 if serving == "live" else 0.0,
-                    f"{number} {_NAMES[serving]}",
+                    1.0 if source == "live" else 0.0,
+                    f"{number} {_NAMES[source]}",
                     "teachers.num_servers",
                     {"GPU": _GPU_KEY},
-                    _ALTERNATIVES[serving],
+                    _ALTERNATIVES[source],
                     computes,
                     is_helper=True,
                 )
@@ -114,8 +114,8 @@ def starts_servers(section: TeachersSection) -> bool:
     """
     from distcse.teachers.kinds import kind_of
 
-    servings = {kind_of(teacher).serving(section.mode) for teacher in section.encoders}
-    return bool(servings - {"table"}) or (bool(servings) and section.serve == "actor")
+    sources = {kind_of(teacher).list_source(section.mode) for teacher in section.encoders}
+    return bool(sources - {"table"}) or (bool(sources) and section.serve == "actor")
 
 
 def server_resources(section: TeachersSection, teacher: TeacherSection, gpus: float) -> dict[str, float]:
@@ -129,11 +129,11 @@ def server_resources(section: TeachersSection, teacher: TeacherSection, gpus: fl
     from distcse.teachers.kinds import kind_of
 
     kind = kind_of(teacher)
-    num_cpus = 1.0 if kind.serving(section.mode) == "live" else 0.0
+    num_cpus = 1.0 if kind.list_source(section.mode) == "live" else 0.0
     return {"num_cpus": num_cpus, "num_gpus": gpus if _computes(kind, section.mode) else 0.0}
 
 
 def _computes(kind: TeacherKind, mode: str) -> bool:
     """Whether a teacher's servers compute on a GPU: its model in live teachers, the ranks of any teacher in a rank space."""
-    serving = kind.serving(mode)
-    return serving == "rank space" or (serving == "live" and kind.uses_gpu)
+    source = kind.list_source(mode)
+    return source == "rank" or (source == "live" and kind.uses_gpu)

@@ -1,4 +1,7 @@
-"""Teachers: they return the similarities of corpus rows, from a table or by running their encoder."""
+"""Teachers: they return the similarities of corpus rows, from a table or by running their encoder.
+
+PyTorch is imported only for rank-space similarities.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import RefusedTextError
+from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 
 if TYPE_CHECKING:
@@ -105,3 +109,60 @@ def cosines(vectors: NDArray[np.float32], rows: slice) -> NDArray[np.float32]:
     products: NDArray[np.float32] = np.matmul(vectors[:, rows], vectors.transpose(0, 2, 1))
     np.clip(products, -1.0, 1.0, out=products)
     return products
+
+
+class RankSpaceTeacher:
+    """Serves rank-space similarities of a table's rows, with rows of the same table as references.
+
+    Args:
+        table: Unit vectors of the corpus.
+        references: Row ids of the reference sentences.
+        ranks: `sort` (default) or `histogram`, see `RankSpace`.
+        device: Device that ranks the sentences. Default: `cpu`.
+        is_fast: Whether oneDNN may compute inner products (`models.fast`). Default: True.
+    """
+
+    def __init__(
+        self,
+        table: EmbeddingTable,
+        references: NDArray[np.int64],
+        ranks: str = "sort",
+        device: str = "cpu",
+        is_fast: bool = True,
+    ) -> None:
+        from distcse.rank_space import rank_space  # imports PyTorch, which servers of cosines do without
+
+        self._table = table
+        self._space = rank_space(table.vectors(references), ranks, device, is_fast)
+
+    def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
+        """Return the (B, R, C) rank-space similarities in [-1, 1] of (B, C) row ids; see `Teacher.similarities`."""
+        return np.stack(self._space.lists((self._table.vectors(batch) for batch in columns), rows))
+
+
+def open_table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Teacher:
+    """Create a teacher that serves cosines or rank-space similarities from its complete table.
+
+    A rank space's references do not depend on the recipe's seed, so that all seeds of a sweep share its server.
+    """
+    if teacher.similarity == "cosine":
+        return TableTeacher(table)
+    from distcse.device import default_device
+    from distcse.rank_space import draw_references
+
+    references = draw_references(table.identity.rows, teacher.num_references)
+    return RankSpaceTeacher(table, references, teacher.rank_method, default_device(), teacher.is_fast)
+
+
+def worker_tables(section: TeachersSection, tables: Sequence[EmbeddingTable | None]) -> dict[int, EmbeddingTable]:
+    """Return the tables whose lists the training workers compute, by teacher index: cosines, without `teachers.serve: actor`.
+
+    Args:
+        section: The teachers.
+        tables: One per teacher; None for a live teacher.
+    """
+    return {
+        number: table
+        for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))
+        if table is not None and teacher.similarity == "cosine" and section.serve == "auto"
+    }

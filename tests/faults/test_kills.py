@@ -28,7 +28,7 @@ from distcse.ray_backend.nodes import ResourceWatchdog
 from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers, served
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
-from distcse.teachers.serving import serving
+from distcse.teachers.teacher import open_table_teacher
 from distcse.trainer.checkpoint_files import ModelState
 from tests.backends import run
 from tests.failures import fails_with
@@ -75,7 +75,7 @@ def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(rec
     (table,) = prepare_tables(with_values(recipe, {"teachers.shard_rows": 30}), corpus, RayBackend(), Reporter(listen))
     assert stopped and table is not None and table.missing_shards() == []
     columns = np.arange(64).reshape(2, 32)
-    expected = serving(teacher, table).similarities(columns, slice(None))
+    expected = open_table_teacher(teacher, table).similarities(columns, slice(None))
     with served(teachers, corpus, [table], 0.0, Reporter(events.append), "run") as servers:
         client = RemoteTeacherClient(
             co_located_servers(servers, teachers, "run", 0, Reporter())[0], lambda answer: None

@@ -30,8 +30,8 @@ from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_vie
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import open_table_teacher
 from distcse.trainer.checkpoint_files import ModelState, load_model_state
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.trainer import train as train_task
@@ -285,7 +285,9 @@ def test_a_dev_score_that_is_not_finite_ends_the_run(recipe_with: MakeRecipe) ->
     spec, tables = make_spec(recipe_with())
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
     task = DistillationTask(
-        spec, BatchLoader(spec, 0, 1), [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
+        spec,
+        BatchLoader(spec, 0, 1),
+        [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers],
     )
     task.dev = DevMetric("broken", lambda encoder: float("nan"))
     with fails_with(DivergedError, "broken", "step 0"):

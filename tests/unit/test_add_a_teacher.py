@@ -16,7 +16,7 @@ from distcse.models import Encoder
 from distcse.ray_backend.health import check_recipe
 from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers import kinds
-from distcse.teachers.kinds import kind_of, registry
+from distcse.teachers.kinds import base, kind_of
 from tests.backends import run
 from tests.commands import command
 from tests.conftest import ROOT
@@ -35,7 +35,7 @@ def hashed_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     folder.mkdir()
     (folder / f"{name}.py").write_text(code)
     monkeypatch.setattr(kinds, "__path__", [*kinds.__path__, str(folder)])
-    monkeypatch.setattr(registry, "KINDS", [*registry.KINDS])
+    monkeypatch.setattr(base, "KINDS", [*base.KINDS])
     importlib.import_module(f"distcse.teachers.kinds.{name}")
     yield
     del sys.modules[f"distcse.teachers.kinds.{name}"]

@@ -27,8 +27,8 @@ from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import open_store
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
+from distcse.teachers.teacher import open_table_teacher
 from distcse.tuning.trial import TrialContext, run_trial
 from tests.counting import (
     CountedSource,
@@ -57,7 +57,9 @@ def test_each_teacher_embeds_each_row_once_for_all_epochs_and_trials(
     assert first.rows == 2 * len(sentences)
     teachers = list(zip(recipe.teachers.encoders, tables, strict=True))
     with passes_of() as training:
-        train_student(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers], Reporter())
+        train_student(
+            spec, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers], Reporter()
+        )
     steps = 2 * (len(sentences) // 64)
     assert (training.calls, training.rows) == (steps, 2 * 64 * steps)  # only the student's two views
     with passes_of() as other_trial:
@@ -84,7 +86,7 @@ def test_a_teacher_is_queried_once_per_block_of_steps(recipe_with: Callable[...,
     recipe = recipe_with(*QUIET, "teachers.prefetch_steps=4", "training.batch_size=64", "training.epochs=3")
     spec, tables = make_spec(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    clients = [CountedSource(LocalTeacherClient(serving(teacher, table))) for teacher, table in teachers]
+    clients = [CountedSource(LocalTeacherClient(open_table_teacher(teacher, table))) for teacher, table in teachers]
     train_student(spec, clients, Reporter())
     steps = 3 * (len(sentences) // 64)
     for client in clients:
@@ -99,7 +101,7 @@ def test_a_step_of_twelve_layers_dispatches_at_most_8000_operations(
     model = (f"student.backbone={tiny('bert', layers=12)}", "student.layers=null", "student.pooling=cls")
     spec, tables = make_spec(recipe_with(*QUIET, *model, "training.gradient_clipping=1.0"))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    step = TrainingStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    step = TrainingStep(spec, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers])
     assert sum(p.requires_grad for p in step.task.model.parameters()) == 199
     step()
     assert 7000 < dispatched(step) <= 8000
@@ -108,7 +110,7 @@ def test_a_step_of_twelve_layers_dispatches_at_most_8000_operations(
 def test_a_step_reads_no_value_from_a_tensor(recipe_with: Callable[..., Recipe]) -> None:
     spec, tables = make_spec(recipe_with(*QUIET))
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    step = TrainingStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    step = TrainingStep(spec, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers])
     step()
     with NumbersRead() as values:
         for _ in range(3):

@@ -27,7 +27,7 @@ from distcse.models.loading import halve_matrices
 from distcse.precision import Role, report_precisions
 from distcse.recipe import Recipe, TrainingSection
 from distcse.runs.directory import RunDirectory
-from distcse.teachers.kinds.bi_encoder import frozen_weight_dtype
+from distcse.teachers.kinds.base import frozen_weight_dtype
 from distcse.trainer import trainer
 from distcse.trainer.engines import TorchEngine
 from distcse.trainer.engines.deepspeed_engine import deepspeed_config

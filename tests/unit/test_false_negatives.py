@@ -15,7 +15,7 @@ from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.losses import info_nce, negative_weights
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
+from distcse.teachers.teacher import open_table_teacher
 from tests.failures import fails_with
 from tests.jobs import make_spec, train
 
@@ -55,7 +55,9 @@ def test_a_run_finds_false_negatives_by_the_teachers_weighted_mean(recipe_with: 
     spec, tables = make_spec(recipe_with("objective.info_nce.false_negatives={threshold: 0.5, form: soften}"))
     loader = BatchLoader(spec, 0, 1)
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    task = DistillationTask(spec, loader, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    task = DistillationTask(
+        spec, loader, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers]
+    )
     task.on_start(0)
     found = task.teacher_outputs(0, torch.device("cpu")).similarities
     first, second = (unit @ unit.T for unit in (table.vectors(loader.sampler.batch(0)) for table in tables))

@@ -26,8 +26,7 @@ from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
-from distcse.teachers.rank_space import RankSpaceTeacher
-from distcse.teachers.teacher import LiveTeacher
+from distcse.teachers.teacher import LiveTeacher, RankSpaceTeacher
 from tests.counting import passes_of
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated

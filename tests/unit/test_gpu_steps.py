@@ -23,8 +23,8 @@ from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import open_table_teacher
 from distcse.trainer import cuda_graphs
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.engines import make_engine
@@ -119,7 +119,9 @@ def recipe_of(
 
 def clients(spec: TrainSpec, tables: Sequence[EmbeddingTable]) -> list[LocalTeacherClient]:
     teachers = spec.recipe.teachers.encoders
-    return [LocalTeacherClient(serving(teacher, table)) for teacher, table in zip(teachers, tables, strict=True)]
+    return [
+        LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in zip(teachers, tables, strict=True)
+    ]
 
 
 @contextmanager
@@ -484,7 +486,7 @@ def test_a_whole_run_has_the_layers_and_scores_of_one_on_a_cpu(
         scores.append([event.score for event in events if isinstance(event, DevScore)])
     assert gpu is not None
     assert {place.partition(" @ ")[2].partition(":")[0].rpartition("/")[2] for place in gpu.waits} == {
-        *("layer_selection.py", "bi_encoder.py", "torch_engine.py", "fused_adamw.py", "final_evaluation.py"),
+        *("layer_selection.py", "base.py", "torch_engine.py", "fused_adamw.py", "final_evaluation.py"),
         *("step_log.py", "device.py"),
     }
     assert results[0].recipe.student.layers == results[1].recipe.student.layers

@@ -13,7 +13,7 @@ from torch import Tensor
 from distcse.errors import InvalidValueError
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
+from distcse.teachers.teacher import open_table_teacher
 from tests.counting import passes_of
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec, train
@@ -36,7 +36,7 @@ def loss_and_gradient(recipe: Recipe) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of the first batch and its gradient by parameter name."""
     spec, tables = make_spec(recipe)
     teachers = zip(recipe.teachers.encoders, tables, strict=True)
-    step = TrainingStep(spec, [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers])
+    step = TrainingStep(spec, [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers])
     step.task.model.train()
     share, _ = step.loss()
     step.engine.backward(share)

@@ -22,7 +22,7 @@ from distcse.models import Encoder, frozen_pass
 from distcse.models.encoder import KeptTokens
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
+from distcse.teachers.teacher import open_table_teacher
 from tests.failures import fails_with
 from tests.gpusim import simulated
 from tests.jobs import make_spec
@@ -70,7 +70,7 @@ def test_dev_scores_of_a_student(
     recipe = recipe_with(f"evaluation.data={labelled}", f"evaluation.dev={dev}", "student.prompt='a '")
     spec, tables = make_spec(recipe)
     clients = [
-        LocalTeacherClient(serving(teacher, table))
+        LocalTeacherClient(open_table_teacher(teacher, table))
         for teacher, table in zip(recipe.teachers.encoders, tables, strict=True)
     ]
     loader = BatchLoader(spec, 0, 1)

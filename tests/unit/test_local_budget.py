@@ -25,8 +25,7 @@ from distcse.recipe.section import settings_without_effect, unread_keys
 from distcse.recipe.storage import parse_bytes
 from distcse.storage import artifact_store
 from distcse.teachers import row_reader
-from distcse.teachers.local_budget import apply_local_budget
-from distcse.teachers.table import OPEN_SHARE, EmbeddingTable, TableIdentity
+from distcse.teachers.table import OPEN_SHARE, EmbeddingTable, TableIdentity, apply_local_budget
 from distcse.teachers.targets import TargetReader, Targets
 from tests.failures import fails_with
 from tests.jobs import make_spec

@@ -17,10 +17,9 @@ from distcse.data import Pairs
 from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError, StoppedEarlyError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.experiments.cluster_fit import model_memory
-from distcse.experiments.mutual.mining import mine_pairs, mining_memory, prepare_mining
+from distcse.experiments.mutual.mining import knn, mine_pairs, mining_memory, prepare_mining
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
-from distcse.teachers.knn import knn
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -110,7 +109,11 @@ def test_other_sources_make_up_for_one_with_too_few_pairs(mine: Mine) -> None:
 def test_a_stop_is_heard_while_an_index_is_built(
     mine: Mine, begun: str, never: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for size in ("distcse.events.CHUNK", "distcse.teachers.knn.QUERIES", "distcse.teachers.knn.FLAT_UP_TO"):
+    for size in (
+        "distcse.events.CHUNK",
+        "distcse.experiments.mutual.mining.QUERIES",
+        "distcse.experiments.mutual.mining.FLAT_UP_TO",
+    ):
         monkeypatch.setattr(size, 100)
     module, *path, name = begun.split(".")
     owner = functools.reduce(getattr, path, sys.modules[module])
@@ -130,10 +133,10 @@ def test_an_inverted_file_has_the_lists_that_faiss_trains(monkeypatch: pytest.Mo
     index.train(vectors)
     index.add(vectors)
     for name, value in {"FLAT_UP_TO": 100, "NUM_PROBES": 4, "QUERIES": 100}.items():
-        monkeypatch.setattr(f"distcse.teachers.knn.{name}", value)
+        monkeypatch.setattr(f"distcse.experiments.mutual.mining.{name}", value)
     index.nprobe = 4
     expected = index.search(vectors, 6)
-    for found, wanted in zip(knn(vectors, 5, "pairs.mine"), expected, strict=True):
+    for found, wanted in zip(knn(vectors, 5), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -143,7 +146,7 @@ def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighb
     centres = random.normal(size=(3000, 16))
     vectors = (centres[random.integers(0, 3000, 200_001)] + 0.5 * random.normal(size=(200_001, 16))).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    cosines, rows = knn(vectors, 10, "pairs.mine")
+    cosines, rows = knn(vectors, 10)
     assert rows.shape == (200_001, 11) and (np.diff(cosines, axis=1) <= 0).all()
     found = 0
     for row in range(0, 200_001, 4000):

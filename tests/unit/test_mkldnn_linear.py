@@ -118,7 +118,7 @@ def test_frozen_matrices_are_fp16_on_a_gpu(
     tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's `meta` device, whose tensors have no values, replaces the GPU; the values are computed on the CPU."""
-    monkeypatch.setattr("distcse.teachers.kinds.bi_encoder.default_device", lambda: "meta")
+    monkeypatch.setattr("distcse.teachers.kinds.base.default_device", lambda: "meta")
     section = TeacherSection(backbone=str(tiny()), pooling="mean", precision="fp16")
     frozen = kind_of(section).open_embedder()
     assert isinstance(frozen, Encoder)

@@ -36,7 +36,7 @@ from distcse.rank_space import (
 from distcse.rank_space.space import histogram_rank_vectors, products, sorted_ranks
 from distcse.recipe import TeachersSection
 from distcse.teachers.resources import server_processes
-from distcse.teachers.serving import serving
+from distcse.teachers.teacher import open_table_teacher
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec
@@ -188,7 +188,7 @@ def test_servers_that_rank_on_a_gpu_are_counted(tiny: Callable[..., Path]) -> No
 def test_a_table_serves_ranks(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("roberta")], sentences, *in_rank_space(100))
     _, (table,) = make_spec(recipe)
-    teacher = serving(recipe.teachers.encoders[0], table)
+    teacher = open_table_teacher(recipe.teachers.encoders[0], table)
     columns = np.arange(24).reshape(2, 12)
     lists = teacher.similarities(columns, slice(4, 8))
     drawn = np.sort(np.random.default_rng(2**32 - 5).permutation(len(sentences))[:100])

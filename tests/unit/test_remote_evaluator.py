@@ -16,8 +16,8 @@ from distcse.experiments.distillation.processes import plan_run
 from distcse.placement.resources import Node
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import open_table_teacher
 from distcse.trainer.checkpoint_files import ModelState, load_trainer_state
 from distcse.trainer.checkpoints import CheckpointStore
 from distcse.trainer.trainer import TrainResult
@@ -68,7 +68,7 @@ class FailingEvaluator(LocalEvaluator):
 
 def clients_of(spec: TrainSpec, tables: list[EmbeddingTable]) -> list[LocalTeacherClient]:
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
-    return [LocalTeacherClient(serving(teacher, table)) for teacher, table in teachers]
+    return [LocalTeacherClient(open_table_teacher(teacher, table)) for teacher, table in teachers]
 
 
 def train_async(

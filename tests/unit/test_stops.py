@@ -73,7 +73,7 @@ SMALL = {
     "distcse.data.corpus.CHUNK": 16,
     "distcse.data.pairs.CHUNK": 4,
     "distcse.events.CHUNK": 16,
-    "distcse.teachers.knn.QUERIES": 16,
+    "distcse.experiments.mutual.mining.QUERIES": 16,
     "distcse.models.static.TOKENS_PER_BATCH": 16,
     "distcse.experiments.distillation.corpus.PART_ROWS": 100,
 }

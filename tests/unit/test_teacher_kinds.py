@@ -97,11 +97,11 @@ def test_keys_of_tables_in_a_cache_stay(
 
 
 def test_how_lists_are_served(teachers: dict[str, TeacherKind]) -> None:
-    servings = {name: [kind.serving(mode) for mode in ("auto", "table", "live")] for name, kind in teachers.items()}
+    sources = {name: [kind.list_source(mode) for mode in ("auto", "table", "live")] for name, kind in teachers.items()}
     with_vectors = ["table", "table", "live"]
-    assert servings == {**dict.fromkeys(servings, with_vectors), "cross-encoder": ["live", "live", "live"]}
+    assert sources == {**dict.fromkeys(sources, with_vectors), "cross-encoder": ["live", "live", "live"]}
     ranking = kind_of(teachers["custom"].section.model_copy(update={"similarity": "rank"}))
-    assert ranking.serving("auto") == "rank space" and ranking.uses_table("auto")
+    assert ranking.list_source("auto") == "rank" and ranking.uses_table("auto")
 
 
 def test_only_models_have_a_precision_and_only_endpoints_need_no_gpu(teachers: dict[str, TeacherKind]) -> None:

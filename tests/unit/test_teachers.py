@@ -84,9 +84,9 @@ import pickle, sys
 import numpy as np
 import distcse.ray_backend.teacher_servers
 from distcse.recipe import TeacherSection
-from distcse.teachers.serving import serving
+from distcse.teachers.teacher import open_table_teacher
 table = pickle.loads(bytes.fromhex(sys.argv[1]))
-lists = serving(TeacherSection(backbone="m"), table).similarities(np.arange(6).reshape(1, 6), slice(2))
+lists = open_table_teacher(TeacherSection(backbone="m"), table).similarities(np.arange(6).reshape(1, 6), slice(2))
 print(lists.tobytes().hex())
 sys.exit("torch" in sys.modules)
 """

@@ -17,7 +17,7 @@ from distcse.models import Encoder
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.serving import serving
+from distcse.teachers.teacher import open_table_teacher
 from distcse.trainer.checkpoint_files import load_weights
 from distcse.trainer.checkpoints import CheckpointStore
 from tests.backends import run
@@ -66,7 +66,7 @@ def test_the_dev_score_is_that_of_the_saved_student(recipe_with: MakeRecipe) -> 
     spec, tables = make_spec(result.recipe, result.directory)
     loader = BatchLoader(spec, rank=0, workers=1)
     (teacher,) = result.recipe.teachers.encoders
-    clients = [LocalTeacherClient(serving(teacher, table)) for table in tables]
+    clients = [LocalTeacherClient(open_table_teacher(teacher, table)) for table in tables]
     dev = DevMetric.of(result.recipe, loader.corpus, loader.held_out, clients)
     best = result.train_result.state.best
     assert dev is not None and best is not None

@@ -18,8 +18,8 @@ from distcse.experiments.distillation.preparation import require_vectors
 from distcse.losses import TeacherOutputs
 from distcse.recipe import Recipe
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient
-from distcse.teachers.serving import serving
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.teacher import open_table_teacher
 from tests.counting import CountedSource
 from tests.failures import fails_with
 from tests.gpusim import Simulation
@@ -41,7 +41,7 @@ def clients_of(spec: TrainSpec, tables: list[EmbeddingTable]) -> list[TeacherCli
     """The clients of a run in one process: a thread serves the teachers that the worker does not compute itself."""
     teachers = enumerate(zip(spec.recipe.teachers.encoders, tables, strict=True))
     served: dict[int, TeacherClient] = {
-        number: LocalTeacherClient(serving(teacher, table))
+        number: LocalTeacherClient(open_table_teacher(teacher, table))
         for number, (teacher, table) in teachers
         if number not in spec.worker_tables
     }

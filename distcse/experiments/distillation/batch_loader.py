@@ -18,9 +18,9 @@ from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, WorkerTable
-from distcse.teachers.serving import serving, worker_tables
 from distcse.teachers.table import EmbeddingTable, TableLocation
 from distcse.teachers.targets import TargetSpec
+from distcse.teachers.teacher import open_table_teacher, worker_tables
 from distcse.trainer.dropout_rng import dropout_seed
 from distcse.trainer.schedule import total_steps
 
@@ -131,7 +131,7 @@ def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None])
 def table_clients(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> dict[int, TeacherClient]:
     """Return the clients of teachers in this process whose tables the workers do not read themselves, by teacher index."""
     return {
-        number: LocalTeacherClient(serving(spec.recipe.teachers.encoders[number], table))
+        number: LocalTeacherClient(open_table_teacher(spec.recipe.teachers.encoders[number], table))
         for number, table in enumerate(tables)
         if table is not None and number not in spec.worker_tables
     }

@@ -27,10 +27,9 @@ from distcse.runs.lease import Lease
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.local_budget import apply_local_budget
 from distcse.teachers.resources import least_embedding, plan_embedding
 from distcse.teachers.reuse import Reuse, find_reuse
-from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.table import EmbeddingTable, apply_local_budget
 from distcse.teachers.vector_statistics import table_statistics
 
 

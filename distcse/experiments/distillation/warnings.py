@@ -95,7 +95,7 @@ def averaged_teachers(recipe: Recipe) -> dict[int, TeacherSection]:
     found = {
         number: section.encoders[number]
         for number in (range(count) if has_lists else objective.vector_teachers(count))
-        if kind_of(section.encoders[number], only_local=True).serving(section.mode) == "table"
+        if kind_of(section.encoders[number], only_local=True).list_source(section.mode) == "table"
     }
     return found if len(found) > 1 else {}
 

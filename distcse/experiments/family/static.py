@@ -23,7 +23,7 @@ from distcse.models.static import LEARNING_RATE, require_model2vec
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, open_store
-from distcse.teachers.local_budget import apply_local_budget
+from distcse.teachers.table import apply_local_budget
 from distcse.teachers.targets import TargetSpec
 
 MAX_ROWS = 1_000_000

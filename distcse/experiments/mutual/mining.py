@@ -6,7 +6,7 @@ Trans-Encoder trains on the pairs of a task, including its test pairs. Mined pai
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,19 @@ from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.recipe import KINDS, MiningSection, MutualRecipe
 from distcse.storage import ArtifactStore, resolve_path
-from distcse.teachers.knn import knn, require_faiss
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
 _QUERIES_PER_PAIR = 1
 """BM25 queries per requested pair, at most: each finds `num_neighbors` pairs, in about 0.1 s of a million sentences."""
 _QUERIES_PER_BATCH = 2000
+FLAT_UP_TO = 200_000
+"""Largest number of vectors for which the search is exact."""
+NUM_PROBES = 32
+"""Lists of the inverted file that each query searches."""
+_CLUSTERING_PASSES = 10
+"""Passes of k-means that find the lists, as faiss makes by default for an inverted file."""
+QUERIES = 8192
+"""Vectors that are searched for together."""
 _TEXT_BYTES, _VECTOR_COPIES = 1000, 3
 """Estimates of a sentence with its entries in dictionaries and BM25's index, and of a vector's copies."""
 _LARGE_WIDTH = 1024
@@ -117,9 +124,17 @@ def require_mining(section: MiningSection) -> None:
         MissingDependencyError: A package is not installed.
     """
     if any(band.share for band in section.bands):
-        require_faiss("pairs.mine")
+        _require_faiss()
     if section.bm25_share:
         _require_bm25s()
+
+
+def _require_faiss() -> Any:
+    try:
+        import faiss
+    except ImportError:
+        raise MissingDependencyError(f"pairs.mine needs faiss; {host.pip_install('mining')}") from None
+    return faiss
 
 
 def _require_bm25s() -> Any:
@@ -150,7 +165,7 @@ def _mine_bands(
         on_progress=partial(reporter.advance, "mining", total=len(texts), unit="sentences encoded"),
     )
     progress = partial(reporter.advance, "mining", total=len(texts), unit="queries")
-    cosines, neighbors = knn(vectors, section.num_neighbors, "pairs.mine", progress)
+    cosines, neighbors = knn(vectors, section.num_neighbors, progress)
     rows = np.repeat(np.arange(len(texts)), neighbors.shape[1])
     pairs, flat = np.stack([rows, neighbors.ravel()], axis=1), cosines.ravel()
     is_valid = (pairs[:, 1] >= 0) & (pairs[:, 0] != pairs[:, 1])
@@ -258,3 +273,47 @@ def sample_pairs(number: int, recipe: MutualRecipe) -> NDArray[np.int64]:
             f"there are {len(rows)} different pairs, but a batch needs {batch_size}; add pairs, or lower batch_size"
         )
     return rows
+
+
+def knn(
+    vectors: NDArray[np.float32],
+    num_neighbors: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Find the k nearest neighbors of each vector, in addition to the vector itself.
+
+    The search is exact for up to 200,000 vectors, and uses faiss's inverted-file index (`IndexIVFFlat`) for more.
+
+    Args:
+        vectors: (n, d) unit vectors.
+        num_neighbors: k.
+        on_progress: Called with the number of vectors searched for so far; with 0 while the index is built.
+
+    Returns:
+        (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
+
+    Raises:
+        MissingDependencyError: faiss is not installed.
+    """
+    faiss, report = _require_faiss(), on_progress or (lambda done: None)
+    report(0)
+    count, width = vectors.shape
+    index: Any = faiss.IndexFlatIP(width)
+    if count > FLAT_UP_TO:
+        lists = int(4 * np.sqrt(count))
+        clusters = faiss.Clustering(width, lists)
+        clusters.niter, clusters.spherical = 1, True
+        for _ in range(_CLUSTERING_PASSES):
+            clusters.train(vectors[:: max(1, count // (64 * lists))], index)  # continues from the previous centroids
+            report(0)
+        index = faiss.IndexIVFFlat(index, width, lists, faiss.METRIC_INNER_PRODUCT)
+        index.is_trained, index.nprobe = True, NUM_PROBES
+    for begin in range(0, count, QUERIES):
+        index.add(vectors[begin : begin + QUERIES])
+        report(0)
+    found = []
+    for begin in range(0, count, QUERIES):
+        report(begin)
+        found.append(index.search(vectors[begin : begin + QUERIES], min(num_neighbors + 1, count)))
+    cosines, rows = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return cosines, rows

@@ -4,12 +4,47 @@ To add a kind, see CONTRIBUTING.md.
 """
 
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 
-from distcse.teachers.kinds.base import Serving, TeacherKind
-from distcse.teachers.kinds.registry import kind_of, open_live, register_kind
+from distcse.data import Corpus
+from distcse.models import is_cross_encoder, resolve_model
+from distcse.models.folder import find_local_model
+from distcse.recipe import TeacherSection
+from distcse.teachers.kinds import base
+from distcse.teachers.kinds.base import BiEncoderKind, ListSource, TeacherKind, register_kind
+from distcse.teachers.kinds.cross_encoder import CrossEncoderKind
+from distcse.teachers.teacher import Teacher
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["Serving", "TeacherKind", "kind_of", "open_live", "register_kind"]
+__all__ = ["ListSource", "TeacherKind", "kind_of", "open_live", "register_kind"]
+
+
+def kind_of(section: TeacherSection, only_local: bool = False) -> TeacherKind:
+    """Create the teacher that a section of the recipe selects: a registered kind, or else a bi-encoder or cross-encoder.
+
+    No model is loaded. The architecture in a model's config.json tells a cross-encoder from a bi-encoder.
+
+    Args:
+        section: The teacher's section.
+        only_local: Take a model for a bi-encoder if its config.json would have to be downloaded. Default: False.
+
+    Raises:
+        ModelNotFoundError: There is no such model; never with `only_local`.
+    """
+    registered = next((kind for kind in base.KINDS if kind.matches(section)), None)
+    if registered is not None:
+        return registered(section)
+    folder = find_local_model(
+        section.backbone, section.trust_remote_code
+    )  # a model in the hub's cache is not requested from the hub again
+    if folder is None and not only_local:
+        folder = resolve_model(section.backbone, section.trust_remote_code)
+    return CrossEncoderKind(section) if folder is not None and is_cross_encoder(folder) else BiEncoderKind(section)
+
+
+def open_live(section: TeacherSection, corpus: Path, tokens_per_batch: int | None) -> Teacher:
+    """Create a live teacher of the prepared corpus in folder `corpus`; see `TeacherKind.open_live`."""
+    return kind_of(section).open_live(Corpus.open(corpus), tokens_per_batch)

@@ -1,22 +1,26 @@
-"""Base class of the kinds of teachers: every question that the rest of distcse asks about one of a recipe's teachers."""
+"""The base of the kinds of teachers, with every question that distcse asks about one; the kinds of models; the registry."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
+
+import torch
 
 from distcse.checks import Check
 from distcse.data import Corpus
+from distcse.device import HALF_PRECISIONS, default_device
 from distcse.model_source import CONFIG_FILE
-from distcse.models import model_fingerprint
+from distcse.models import Encoder, model_fingerprint
+from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.folder import find_local_model, overflows_fp16
 from distcse.recipe import TeacherSection
 from distcse.recipe.section import decided
 from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
 
-Serving = Literal["table", "rank space", "live"]
-"""How a teacher's lists are computed: cosines of its table, rank-space similarities of its table, or its forward passes."""
+ListSource = Literal["table", "rank", "live"]
+"""Where a teacher's lists come from: cosines of its table, rank-space similarities of its table, or its forward passes."""
 
 
 class TeacherKind(ABC):
@@ -77,15 +81,15 @@ class TeacherKind(ABC):
         """Precision of the forward pass; fp32 for a teacher that is no model. Raises `ValueError` while it is `auto`."""
         return decided(self.section.precision) if self.is_model else "fp32"
 
-    def serving(self, mode: str) -> Serving:
-        """Return how its lists are computed under `teachers.mode`. `auto` uses a table: a corpus's vectors never change."""
+    def list_source(self, mode: str) -> ListSource:
+        """Return where its lists come from under `teachers.mode`. `auto` uses a table: a corpus's vectors never change."""
         if mode == "live" or not self.has_vectors:
             return "live"
-        return "rank space" if self.section.similarity == "rank" else "table"
+        return "rank" if self.section.similarity == "rank" else "table"
 
     def uses_table(self, mode: str) -> bool:
         """Return whether its lists are computed from an embedding table under `teachers.mode`."""
-        return self.serving(mode) != "live"
+        return self.list_source(mode) != "live"
 
     @property
     def unread_keys(self) -> Mapping[str, str]:
@@ -142,3 +146,36 @@ class ModelKind(TeacherKind):
         """See `distcse.models.folder.overflows_fp16`. False for a model whose config.json would have to be downloaded."""
         folder = find_local_model(self.section.backbone, wanted=[CONFIG_FILE])
         return folder is not None and overflows_fp16(folder)
+
+
+def frozen_weight_dtype(precision: str, device: str) -> torch.dtype:
+    """Return the data type of a frozen model's matrices, for `halve_matrices`.
+
+    On a GPU it is the precision of the forward passes. On a CPU it is float32, which `use_mkldnn_linear` converts.
+    """
+    return torch.float32 if device == "cpu" else HALF_PRECISIONS.get(precision, torch.float32)
+
+
+class BiEncoderKind(ModelKind):
+    """A bi-encoder's model folder."""
+
+    name = "bi-encoder"
+
+    def open_embedder(self) -> Embedder:
+        """Load the encoder, with weights in the teacher's precision."""
+        device = default_device()
+        encoder = Encoder.from_section(self.section, frozen_weight_dtype(self.precision, device)).to(device).eval()
+        use_mkldnn_linear(encoder, self.precision)
+        return encoder
+
+
+K = TypeVar("K", bound=type[TeacherKind])
+
+KINDS: list[type[TeacherKind]] = []
+"""Registered kinds of teachers, in order of registration."""
+
+
+def register_kind(kind: K) -> K:
+    """Register a kind of teacher, which its `matches` selects; a class decorator."""
+    KINDS.append(kind)
+    return kind

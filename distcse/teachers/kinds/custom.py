@@ -9,8 +9,7 @@ from distcse.errors import CustomClassError, RecipeError
 from distcse.recipe import TeacherSection
 from distcse.recipe.names import load_class
 from distcse.storage import content_key
-from distcse.teachers.kinds.base import TeacherKind
-from distcse.teachers.kinds.registry import register_kind
+from distcse.teachers.kinds.base import TeacherKind, register_kind
 from distcse.teachers.teacher import Embedder
 
 

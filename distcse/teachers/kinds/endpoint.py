@@ -26,8 +26,7 @@ from distcse.errors import EndpointError, RefusedTextError, TeacherError
 from distcse.models.texts import SENTENCE, is_template
 from distcse.recipe import EndpointSection, TeacherSection
 from distcse.storage import text_checksum
-from distcse.teachers.kinds.base import TeacherKind
-from distcse.teachers.kinds.registry import register_kind
+from distcse.teachers.kinds.base import TeacherKind, register_kind
 from distcse.teachers.teacher import Embedder
 
 _LOG = logging.getLogger(__name__)
