@@ -137,7 +137,7 @@ def test_the_command_prints_what_was_measured_and_exits_as_stopped(
 ) -> None:
     recipe_with(*SHORT)
     stop = StopAt("teacher 0")
-    monkeypatch.setattr("distcse.train.StopOnSignal.stop_requested", lambda self: stop.stop_requested())
+    monkeypatch.setattr("distcse.process.StopOnSignal.stop_requested", lambda self: stop.stop_requested())
     monkeypatch.setattr("distcse.report.progress.QuietView.show", lambda self, event: stop.listen(event))
     assert main([str(tmp_path / "recipe.yaml"), "--quiet"]) == INTERRUPTED
     printed = capsys.readouterr().out
