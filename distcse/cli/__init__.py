@@ -9,17 +9,13 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from distcse import __version__, host
 from distcse.cli import models, training
-from distcse.cli.shared import COMMANDS, GROUPS, USUAL_CALLS, add_command, parse
+from distcse.cli.shared import COMMANDS, GROUPS, USUAL_CALLS, Commands, add_command, parse
 from distcse.errors import ArgumentError, MissingDependencyError, nearest
 from distcse.process import exit_status
 from distcse.ray_backend.cluster import shutdown_ray
-
-if TYPE_CHECKING:
-    from distcse.cli.shared import Commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

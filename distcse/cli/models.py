@@ -6,16 +6,12 @@ import argparse
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from distcse.cli.shared import add_command, add_output_options, loading, passed
+from distcse.cli.shared import Commands, add_command, add_output_options, loading, passed
 from distcse.errors import EvaluationResultError
 from distcse.process import INTERRUPTED, StopOnSignal
 from distcse.report.progress import open_view, print_json, print_lines
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
-
-if TYPE_CHECKING:
-    from distcse.cli.shared import Commands
 
 
 def add_commands(commands: Commands) -> None:

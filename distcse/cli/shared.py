@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distcse.errors import PATHS_BY_NAME, nearest
 from distcse.process import gc_paused
@@ -15,8 +15,6 @@ from distcse.report.progress import open_view, print_json, print_lines
 
 if TYPE_CHECKING:
     from distcse.events import Listener
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 GROUPS = {
     "train": {
@@ -65,6 +63,19 @@ def program(command: str) -> str:
     if started in _MODULES and f"distcse.{command}" in _MODULES:
         return f"python -m distcse.{command}"
     return f"python -m distcse {command}" if started in (*_MODULES, "distcse.__main__") else f"distcse {command}"
+
+
+class Commands(Protocol):
+    """The commands of a parser: what `ArgumentParser.add_subparsers` returns, whose class has no public name."""
+
+    choices: Any
+    """The commands' parsers, by name."""
+    help: str | None
+
+    @property
+    def add_parser(self) -> Callable[..., argparse.ArgumentParser]:
+        """Add a command: its name, and what `ArgumentParser` takes."""
+        ...
 
 
 def add_command(

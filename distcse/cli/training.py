@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from distcse import host
 from distcse.cli.shared import (
+    Commands,
     add_command,
     add_output_options,
     add_recipe_words,
@@ -39,7 +40,6 @@ from distcse.storage import open_store, refuse_job_copy, resolve_path, to_uri
 
 if TYPE_CHECKING:
     from distcse.api import Run
-    from distcse.cli.shared import Commands
     from distcse.recipe import BaseRecipe, Recipe, Sweep
     from distcse.tuning.space import Space
     from distcse.tuning.sweep import SweepResult
