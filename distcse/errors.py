@@ -20,8 +20,9 @@ class DistcseError(Exception):
     is_own_failure: ClassVar[bool] = False
     """Whether the computation of a group failed, and not its storage, cluster or run: other groups can continue without it."""
 
-    def __init_subclass__(cls, code: str, is_own_failure: bool = False) -> None:
-        cls.code, cls.is_own_failure = code, is_own_failure
+    def __init_subclass__(cls, code: str | None = None, is_own_failure: bool = False) -> None:
+        if code is not None:  # None: what Ray makes of an actor's error, a subclass of the error and of its own
+            cls.code, cls.is_own_failure = code, is_own_failure
 
     @property
     def coded_message(self) -> str:

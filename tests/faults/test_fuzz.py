@@ -568,7 +568,7 @@ def test_a_hundred_thousand_duplicates_are_rows_like_others(tmp_path: Path) -> N
         ("a.jsonl", b'{"text": "\\ud83d"}', CorpusFormatError, ["line 1, key 'text'", r"'\ud83d'"]),
         ("a.txt", b"ab\xed\xa0\x80", CorpusFormatError, ["line 1", "UTF-8"]),
         ("a.txt.gz", gzip.compress(b"one\n" * 9999, mtime=0)[:-12], CorpusFormatError, ["after line"]),
-        ("a.txt.gz", b"no gzip at all", CorpusFormatError, ["not compressed", "rename it to a.txt"]),
+        ("a.txt.gz", b"no gzip at all", CorpusFormatError, ["no .gz data", "rename it"]),
         ("a.parquet", b"PAR1 and nothing", CorpusFormatError, ["Parquet"]),
     ],
 )
