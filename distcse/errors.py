@@ -21,7 +21,7 @@ class DistcseError(Exception):
     """Whether the computation of a group failed, and not its storage, cluster or run: other groups can continue without it."""
 
     def __init_subclass__(cls, code: str | None = None, is_own_failure: bool = False) -> None:
-        if code is not None:  # None: what Ray makes of an actor's error, a subclass of the error and of its own
+        if code is not None:  # None: the class that Ray makes of an actor's error, below that error and RayTaskError
             cls.code, cls.is_own_failure = code, is_own_failure
 
     @property
