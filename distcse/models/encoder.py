@@ -21,7 +21,7 @@ from distcse.compat.transformers import without_noise
 from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.models.cpu_kernels import fast_dropout
 from distcse.models.fast_layers import can_stop_at_one, prepare_mask, short_cut
-from distcse.models.folder import model_class, open_model
+from distcse.models.folder import open_model
 from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.loading import (
     check_vocabulary,
@@ -494,7 +494,7 @@ class TokenizerSpec:
         if max_length is None:
             encoder = Encoder.from_section(section)
             return cls(encoder.tokenizer, encoder.max_length, encoder.prompt)
-        model_class(folder.load_config())
+        folder.supported_config()
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         return cls(tokenizer, max_length, section.prompt or layout.prompt)
 

@@ -130,23 +130,25 @@ class ModelFolder:
             _lowercase(tokenizer)
         return tokenizer
 
-    def check_config(self) -> None:
-        """Refuse a config that does not load, or a family that is not supported.
+    def supported_config(self) -> Any:
+        """Load the config, and refuse a family that is not supported.
 
         Raises:
             ModelFormatError: transformers cannot read the config.
             UnsupportedModelError: The family is not supported.
         """
-        model_class(self.load_config())
+        config = self.load_config()
+        model_class(config)
+        return config
 
     def check(self) -> None:
         """Refuse a model that would not load, as far as its config and its tokenizer tell.
 
         Raises:
-            EncoderError: As for `check_config` and `load_tokenizer`.
+            EncoderError: As for `supported_config` and `load_tokenizer`.
         """
         self.load_tokenizer()  # first: where config.json is missing too, this error says more
-        self.check_config()
+        self.supported_config()
 
 
 def open_model(name: str, trust_remote_code: bool = False, only_local: bool = False) -> ModelFolder:

@@ -9,7 +9,7 @@ from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import EncoderError, ModelNotFoundError
 from distcse.model_source import CONFIG_FILE, fetch_from_hub, is_hub_id
 from distcse.models import is_static, resolve_model
-from distcse.models.folder import ModelFolder, find_local_model, has_tokenizer, model_class, open_model
+from distcse.models.folder import ModelFolder, find_local_model, has_tokenizer, open_model
 from distcse.models.loading import refuse_unpooled_prompt, require_fit, resolve_pooling
 from distcse.recipe import BaseRecipe, EncoderSection, TeacherSection
 from distcse.recipe.encoders import TrainedSection
@@ -57,11 +57,11 @@ def check_model(section: EncoderSection, fetch: bool = False) -> str:
         return _check_on_hub(section, fetch)
     if not fetch:
         folder.load_tokenizer()  # first: where config.json is missing too, this error says more
-    model_class(folder.load_config())  # refuses a family that is not supported
+    config = folder.supported_config()
     refuse_unpooled_prompt(name, folder.layout, section.prompt)
     if _is_pooled(section):
         resolve_pooling(section, folder.layout)
-        require_fit(section, folder.load_config())
+        require_fit(section, config)
     return f"{name}: {folder.root}"
 
 
