@@ -211,7 +211,7 @@ def _mine_bm25(texts: Sequence[str], section: MiningSection, seed: int, reporter
 
 
 class _Followed(list[list[int]]):
-    """The sentences' token ids; whoever iterates over them ends at a stop request."""
+    """The sentences' token ids; iteration over them ends at a stop request."""
 
     def __init__(self, ids: list[list[int]], reporter: Reporter) -> None:
         super().__init__(ids)
