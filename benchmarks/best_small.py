@@ -28,14 +28,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
+from distcse.devices.host import MALLOC_ENV
 from distcse.evaluation import Tasks, collect, evaluate, labelled_dev, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.events import DevScore, Event, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.host import MALLOC_ENV
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.experiment import Distillation
 from distcse.storage import write_text_atomic
 
 PAGE = Path("benchmarks/students.md")
@@ -346,8 +346,8 @@ def regress(
 
 def teacher_vectors(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
     """The sentences that distcse's rows with this seed learn from, and all-MiniLM-L6-v2's vectors of them, from a table."""
-    from distcse.experiments.distillation.corpus import read_corpus
-    from distcse.experiments.distillation.tables import embed_corpus
+    from distcse.runs.distillation.corpus import read_corpus
+    from distcse.runs.distillation.tables import embed_corpus
 
     overrides = [*corpus(options), f"seed={seed}", f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"

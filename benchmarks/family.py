@@ -33,11 +33,11 @@ from distcse.evaluation import (
 from distcse.evaluation.evaluation import measure_speed
 from distcse.evaluation.tasks.retrieval import RetrievalTask
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.family.experiment import Family
 from distcse.models import Encoder, StaticEncoder, is_static
 from distcse.recipe import FamilyRecipe, read_recipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.family.experiment import Family
 from distcse.storage import write_text_atomic
 
 

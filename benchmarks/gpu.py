@@ -62,11 +62,8 @@ from benchmarks.reference_style import (
 )
 from benchmarks.table import lines_of
 from benchmarks.targets import ROWS
-from distcse.data.collate import Tokens
-from distcse.device import default_device, gpu_module, is_gpu, to_device
+from distcse.devices.device import default_device, gpu_module, is_gpu, to_device
 from distcse.events import Event, Reporter, StepReport
-from distcse.experiments.distillation.model import Batch, StudentModel, StudentOutput
-from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen_shannon, list_net, mix_lists
 from distcse.losses import list_mle as our_list_mle
 from distcse.models import CrossEncoder, Encoder, build_projection
@@ -78,14 +75,17 @@ from distcse.rank_space import DeviceRankSpace, pair_similarities
 from distcse.rank_space.space import products, sorted_ranks
 from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
+from distcse.runs.distillation.model import Batch, StudentModel, StudentOutput
+from distcse.runs.mutual.pair_task import PairTask, PairTokens
 from distcse.teachers.kinds.base import frozen_weight_dtype
-from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.compiled_step import CompiledStep
-from distcse.trainer.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode
-from distcse.trainer.engines import TorchEngine
-from distcse.trainer.engines.fused_adamw import FusedAdamW
-from distcse.trainer.task import StepInputs
-from distcse.trainer.trainer import train, training_step
+from distcse.text.collate import Tokens
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.compiled_step import CompiledStep
+from distcse.training.cuda_graphs import CudaGraphs, CudaGraphStep, GraphMode
+from distcse.training.engines import TorchEngine
+from distcse.training.engines.fused_adamw import FusedAdamW
+from distcse.training.task import StepInputs
+from distcse.training.trainer import train, training_step
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
 
 SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16), "tiny": (2, 64, 4)}

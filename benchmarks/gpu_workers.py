@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu import RANKCSE, Bench, Student, entered, equal_steps, require_device
-from distcse.device import default_device
+from distcse.devices.device import default_device
 
 WORKERS = 2
 ROUNDS, STEPS = 7, 16

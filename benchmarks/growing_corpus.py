@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from distcse import host
+from distcse.devices import host
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.tables import embed_corpus
 from distcse.recipe import load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.tables import embed_corpus
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 

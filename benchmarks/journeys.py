@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from distcse.device import cpu_name
+from distcse.devices.device import cpu_name
 
 _BLOCK = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 _HERE = "<<'END'"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.protocol import machine
-from distcse.ray_backend.cluster import cluster
+from distcse.cluster.cluster import cluster
 from distcse.storage import write_text_atomic
 from tests.load import Load, run_load
 

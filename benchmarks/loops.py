@@ -20,7 +20,7 @@ from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, Rounds, interleave, machine, of_ratio, of_spread, spread_of
 from benchmarks.protocol.pairing import AGAIN
 from benchmarks.stepping import bare, ray_worker
-from distcse.ray_backend.cluster import cluster
+from distcse.cluster.cluster import cluster
 from tests.wikipedia import wiki_file
 
 SIMCSE: dict[str, Any] = {"tau1": 0.05, "consistency": None, "rank": None}

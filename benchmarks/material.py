@@ -10,14 +10,14 @@ import numpy as np
 import torch
 import yaml
 
-from distcse.device import cpu_speed
+from distcse.devices.device import cpu_speed
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.models import resolve_model
 from distcse.recipe import Recipe, load_recipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of

@@ -28,19 +28,19 @@ import torch
 import yaml
 
 from benchmarks.material import MINILM
-from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.evaluation import Contamination
-from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens, PairTask, PairTokens
-from distcse.experiments.mutual.pairs import read_pairs
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import GroupContext, Phase
-from distcse.experiments.mutual.scoring import PairScorer
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report.history import read_cycles
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.label_exchange import LabelExchange
+from distcse.runs.mutual.pair_task import BiTokens, CrossTokens, PairTask, PairTokens
+from distcse.runs.mutual.pairs import read_pairs
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.scoring import PairScorer
 from distcse.storage import open_store
+from distcse.text import Pairs, PairTokenTable, TokenTable
 from tests.wikipedia import wiki_file
 
 GROUPS, MIB = 8, 1024

@@ -26,19 +26,19 @@ from pathlib import Path
 from filelock import FileLock
 
 from benchmarks.best_small import MINILM, STS, Book, folder_name
-from distcse.device import default_device
+from distcse.devices.device import default_device
 from distcse.evaluation import Tasks, collect, evaluate, make_candidate
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.models import VectorModel
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.pairs import load_pairs
-from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import MutualRecipe, decided, read_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.mutual.dev_pairs import DevPairs
+from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.runs.mutual.pairs import load_pairs
+from distcse.runs.mutual.phases import Phase
 from distcse.storage import write_text_atomic
 
 L6, L3, E5 = "all-MiniLM-L6-v2", "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import STORED
-from distcse.host import MALLOC_ENV
+from distcse.devices.host import MALLOC_ENV
 
 _NEEDED = {
     "OMP_NUM_THREADS": "1",

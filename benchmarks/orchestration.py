@@ -18,13 +18,13 @@ import numpy as np
 from benchmarks.material import MINILM, list_recipe, prepared, stand_in, table_sources
 from benchmarks.options import Options, script
 from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spread_of
+from distcse.cluster.backend import choose_backend
+from distcse.cluster.cluster import cluster
+from distcse.cluster.sweep import run_sweep
 from distcse.events import DevScore, Event, Reporter, StepReport
-from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.ray_backend.backend import choose_backend
-from distcse.ray_backend.cluster import cluster
-from distcse.ray_backend.sweep import run_sweep
 from distcse.recipe import Recipe, Sweep
+from distcse.runs.distillation.batch_loader import BatchLoader
+from distcse.runs.distillation.experiment import Distillation
 from distcse.teachers.lists import TeacherEnsemble
 from distcse.tuning.sweep import begin
 from tests.counting import CountedSource

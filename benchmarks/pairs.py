@@ -21,15 +21,15 @@ from benchmarks.protocol import Effort, Figure, Report, counted, interleave, mac
 from benchmarks.reference_style import ContrastiveLoop, PairLoop, ReplacedTokens, contrastive, score_bi, score_cross
 from benchmarks.step import equal_or_stop, load
 from distcse.evaluation import PairScores, VectorModel, read_table
-from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.detection import choose_positions, mask_chosen
 from distcse.models.frozen_pass import by_length
 from distcse.recipe import LoopSection
-from distcse.trainer.dropout_rng import dropout_rng
-from distcse.trainer.engines import make_engine
-from distcse.trainer.trainer import training_step
+from distcse.runs.mutual.pair_task import PairTask, PairTokens
+from distcse.training.dropout_rng import dropout_rng
+from distcse.training.engines import make_engine
+from distcse.training.trainer import training_step
 from tests.counting import with_padding
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep

@@ -36,9 +36,9 @@ from benchmarks.protocol import (
     timed,
 )
 from benchmarks.step import RANKCSE, SIMCSE, TOLERANCE
-from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
-from distcse.trainer.engines.fused_adamw import FusedAdamW
+from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.training.engines.fused_adamw import FusedAdamW
 from tests.counting import LargestTensor, dispatched
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file

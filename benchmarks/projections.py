@@ -15,9 +15,9 @@ import numpy as np
 
 from benchmarks.unlike_teachers import Vectors, options_of_teachers, three_teachers, unit
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.tables import embed_corpus
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.tables import embed_corpus
 from distcse.storage import write_text_atomic
 from distcse.teachers.targets import fit_projection, joined_vectors, kept_share
 from distcse.teachers.vector_statistics import table_statistics

@@ -134,7 +134,7 @@ def reference_of(spec: Any, student: str, references: NDArray[np.float32]) -> Co
     """The reference style's step; compared with ours on one batch before it is returned."""
     from transformers import AutoModel
 
-    from distcse.data import Corpus
+    from distcse.text import Corpus
 
     section = spec.recipe.teachers.encoders[0]
     encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(spec.corpus.path)

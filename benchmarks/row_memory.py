@@ -31,17 +31,17 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks.material import MINILM, fill, list_recipe
-from distcse.data import Corpus
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.models import Encoder, TokenizerSpec
 from distcse.recipe import Recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.storage import open_store, resolve_path
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.lists import WorkerVectors
 from distcse.teachers.table import EmbeddingTable
+from distcse.text import Corpus
 
 BATCH, WIDTH, STEPS, WORDS = 128, 32, 200, 5
 SHARD_WIDTH = 768

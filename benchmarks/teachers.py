@@ -35,10 +35,9 @@ from benchmarks.protocol import (
     timed,
 )
 from benchmarks.row_memory import anonymous_bytes
-from distcse.data import Corpus, TokenTable
-from distcse.device import CPU
+from distcse.devices.device import CPU
+from distcse.devices.host import release_memory
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
-from distcse.host import release_memory
 from distcse.losses import list_mle
 from distcse.models import Encoder, resolve_model
 from distcse.models.cpu_kernels import use_mkldnn_linear
@@ -47,6 +46,7 @@ from distcse.recipe import CorpusSection, TeacherSection
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
+from distcse.text import Corpus, TokenTable
 from tests.counting import counted_calls, passes_of, with_padding
 from tests.training_step import TrainingStep
 from tests.wikipedia import wiki_file, wiki_sentences

@@ -24,22 +24,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from distcse.data.collate import collate
 from distcse.evaluation import collect, labelled_dev
 from distcse.evaluation.bootstrap import spearman
 from distcse.evaluation.tasks.sts import ScoredPairs, StsTask
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.tables import embed_corpus
 from distcse.losses import cosine_errors
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.tables import embed_corpus
 from distcse.storage import write_text_atomic
 from distcse.teachers.targets import fit_projection
 from distcse.teachers.vector_statistics import measure_statistics
-from distcse.trainer.engines.fused_adamw import FusedAdamW
-from distcse.trainer.schedule import warmup_then_linear
+from distcse.text.collate import collate
+from distcse.training.engines.fused_adamw import FusedAdamW
+from distcse.training.schedule import warmup_then_linear
 
 Vectors = NDArray[np.float32]
 SETS = ("STS12", "STS13", "STS14", "STS-B", "SICK-R")

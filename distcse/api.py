@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from distcse.checks import require
-from distcse.data import source_rows
-from distcse.data.token_table import SampledTokens
-from distcse.device import default_device, speed_of, use_available_cpus
+from distcse.cluster.backend import choose_backend
+from distcse.devices.device import default_device, speed_of, use_available_cpus
+from distcse.devices.process import refuse_launchers
 from distcse.errors import (
     ArgumentError,
     CorpusTooSmallError,
@@ -46,13 +46,6 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.tasks.sts import AGGREGATES, Aggregate
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
-from distcse.experiments.cluster_fit import gpu_policy
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.dev_ensemble import EnsembleScores, require_labelled_dev, score_ensemble
-from distcse.experiments.distillation.preflight import check_comparison, check_embedding
-from distcse.experiments.distillation.processes import with_teacher_precisions
-from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.experiment import Result, experiment_of
 from distcse.models import Encoder, is_cross_encoder, resolve_model
 from distcse.models.files import CHECKSUMS
 from distcse.models.onnx import ExportResult, export_encoder, require_onnx
@@ -61,7 +54,7 @@ from distcse.planning.machines import parse_cluster
 from distcse.planning.planner import Estimate, Question, open_cluster, with_precisions
 from distcse.planning.planner import measure as measure_steps
 from distcse.planning.planner import plan as plan_recipe
-from distcse.precision import Role, report_precisions
+from distcse.preflight.precision import Role, report_precisions
 from distcse.preflight.warnings import (
     SettingsWarning,
     report_warnings,
@@ -69,19 +62,26 @@ from distcse.preflight.warnings import (
     warn_of_unknown_tokens,
     warn_of_unused_prompts,
 )
-from distcse.process import refuse_launchers
 from distcse.rank_space import RankSpaceEncoder, draw_references, is_rank_space
-from distcse.ray_backend.backend import choose_backend
 from distcse.recipe import BaseRecipe, CorpusSection, EncoderSection, Recipe, read_recipe
 from distcse.report.card import write_cards
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.history import read_run
 from distcse.report.progress import open_listener
+from distcse.runs.cluster_fit import gpu_policy
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.dev_ensemble import EnsembleScores, require_labelled_dev, score_ensemble
+from distcse.runs.distillation.preflight import check_comparison, check_embedding
+from distcse.runs.distillation.processes import with_teacher_precisions
+from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.experiment import Result, experiment_of
 from distcse.runs.reference_run import Compared, ReferenceRun
 from distcse.storage import find_model, resolve_path, to_uri
 from distcse.teachers.comparison import TeacherComparison
 from distcse.teachers.comparison import compare as compare_teachers
+from distcse.text import source_rows
+from distcse.text.token_table import SampledTokens
 
 
 @dataclass(frozen=True, repr=False)

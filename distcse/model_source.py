@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from distcse.compat.hub_client import fix_of_hub_error
+from distcse.devices.host import PACKAGE, package_folder
 from distcse.errors import ModelNotFoundError, first_line
-from distcse.host import PACKAGE, package_folder
 from distcse.recipe.names import hub_id
 from distcse.storage import ArtifactStore, Digest, checksum, open_store
 

@@ -5,8 +5,8 @@
 FOLDER/sentences.txt has the sentences, in hash order, so that its first lines sample all packages: train with
 `corpus.path=FOLDER/sentences.txt`. One documented object in ten is held out, by a hash of its name. FOLDER/search has up to 1,000
 of them as a retrieval set, summaries as queries and descriptions as documents: measure it with
-`python -m distcse evaluate MODEL --add retrieval:docstrings=FOLDER/search`. The quickstart's text (`distcse/texts`) was made by
-`numpy scipy pandas huggingface_hub`.
+`python -m distcse evaluate MODEL --add retrieval:docstrings=FOLDER/search`. The quickstart's text (`distcse/text/samples`) was
+made by `numpy scipy pandas huggingface_hub`.
 """
 
 from __future__ import annotations

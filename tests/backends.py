@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from distcse.cluster.backend import choose_backend
 from distcse.events import Reporter
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.result import StudentResult
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.result import MutualResult
-from distcse.ray_backend.backend import choose_backend
 from distcse.recipe import MutualRecipe, Recipe
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.result import StudentResult
+from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.runs.mutual.result import MutualResult
 
 
 def run(recipe: Recipe, reporter: Reporter, directory: RunDirectory | None = None) -> StudentResult:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from distcse.devices.cluster import ClusterSpeeds, Labels, Paths
+from distcse.devices.resources import Node, ResourceRequest
 from distcse.events import Reporter
-from distcse.placement.cluster import ClusterSpeeds, Labels, Paths
-from distcse.placement.resources import Node, ResourceRequest
 
 
 @dataclass

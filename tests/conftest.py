@@ -68,7 +68,7 @@ def older_objects_frozen() -> None:
 def checkpoints_are_waited_for() -> Iterator[None]:
     """Let evaluations on a simulated GPU wait for checkpoints: which of them exist must not depend on this machine's disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distcse.trainer.checkpoint_manager.PATIENCE_S", 60.0)
+        patch.setattr("distcse.training.checkpoint_manager.PATIENCE_S", 60.0)
         yield
 
 
@@ -190,7 +190,7 @@ def simulated_gpu() -> Iterator[Simulation]:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One local Ray cluster for all cluster tests, started as by `distcse train`; tests can start object storage for it."""
-    from distcse.ray_backend.cluster import cluster as start
+    from distcse.cluster.cluster import cluster as start
     from tests.ports import free_port
     from tests.s3 import environment
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import yaml
 
-from distcse.data import Corpus, TokenTable
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import EmbeddingRequest, LocalBackend
-from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.distillation_task import train_student
-from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
+from distcse.runs.backend import EmbeddingRequest, LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import train_student
+from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.teachers.embedding import table_of
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher
-from distcse.trainer.trainer import TrainResult
+from distcse.text import Corpus, TokenTable
+from distcse.training.trainer import TrainResult
 
 
 def make_recipe(folder: Path, student: Path, teachers: list[Path], lines: list[str], *overrides: str) -> Recipe:

@@ -20,7 +20,6 @@ import psutil
 import torch
 from numpy.typing import NDArray
 
-from distcse.data import BatchSampler, Corpus
 from distcse.events import Reporter
 from distcse.losses import mix_lists
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
@@ -28,6 +27,7 @@ from distcse.storage import write_text_atomic
 from distcse.teachers.embedding import table_of
 from distcse.teachers.lists import TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable
+from distcse.text import BatchSampler, Corpus
 from tests.memory import MIB, MemorySeries, MemoryWatch
 
 TOLERANCE = 1e-6
@@ -106,8 +106,8 @@ class Trial:
     """
 
     def __init__(self, load: Load, corpus: Path, tables: list[EmbeddingTable], servers: Any, number: int) -> None:
-        from distcse.ray_backend.assigned_resources import use_assigned_threads
-        from distcse.ray_backend.teacher_servers import co_located_servers
+        from distcse.cluster.assigned_resources import use_assigned_threads
+        from distcse.cluster.teacher_servers import co_located_servers
 
         use_assigned_threads()
         self._load, self._tables, self._number = load, tables, number
@@ -120,8 +120,8 @@ class Trial:
 
     def run(self) -> TrialLoad:
         """Request the lists of all steps."""
-        from distcse.ray_backend.metrics import QueueMetrics
-        from distcse.ray_backend.teacher_servers import RemoteTeacherClient
+        from distcse.cluster.metrics import QueueMetrics
+        from distcse.cluster.teacher_servers import RemoteTeacherClient
 
         load = self._load
         times = [RequestTimes() for _ in self._mine]
@@ -175,7 +175,7 @@ def run_load(load: Load, cache: Path) -> LoadResult:
     """Run a load test on the Ray cluster of this process."""
     import ray
 
-    from distcse.ray_backend.teacher_servers import served
+    from distcse.cluster.teacher_servers import served
 
     corpus, tables = prepare(load, cache)
     trials: list[Any] = []

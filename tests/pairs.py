@@ -12,12 +12,12 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from distcse.data import Pairs, PairTokenTable, TokenTable
-from distcse.experiments.mutual.pair_task import BiTokens, CrossTokens
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import Phase
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe, read_recipe
+from distcse.runs.mutual.pair_task import BiTokens, CrossTokens
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import Phase
+from distcse.text import Pairs, PairTokenTable, TokenTable
 
 
 def make_mutual_recipe(

@@ -25,8 +25,8 @@ import psutil
 from torch import Tensor
 
 from distcse.recipe import recipe_yaml
-from distcse.trainer.checkpoint_files import load_trainer_state
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.training.checkpoint_files import load_trainer_state
+from distcse.training.checkpoints import CheckpointStore
 from tests.jobs import make_recipe
 from tests.kills import Node, Nodes
 from tests.models import make_encoder

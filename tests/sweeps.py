@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from distcse.cluster.sweep import run_sweep
 from distcse.events import Reporter
-from distcse.ray_backend.sweep import run_sweep
 from distcse.recipe import MutualRecipe, Recipe, Sweep, read_sweep
 from distcse.tuning.sweep import SweepResult, begin
 

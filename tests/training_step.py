@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from distcse.data import TokenTable
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.distillation_task import DistillationTask
+from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.runs.distillation.distillation_task import DistillationTask
 from distcse.teachers.lists import TeacherClient
-from distcse.trainer.engines import make_engine
-from distcse.trainer.schedule import warmup_then_linear
-from distcse.trainer.trainer import training_step
+from distcse.text import TokenTable
+from distcse.training.engines import make_engine
+from distcse.training.schedule import warmup_then_linear
+from distcse.training.trainer import training_step
 
 
 class TrainingStep:

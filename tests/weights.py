@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distcse.trainer.checkpoint_files import load_weights
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.training.checkpoint_files import load_weights
+from distcse.training.checkpoints import CheckpointStore
 
 Weights = Mapping[str, Tensor]
 

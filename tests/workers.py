@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 # Workers are forked from a server that has imported the libraries, which saves seconds per worker.
-multiprocessing.set_forkserver_preload(["deepspeed", "transformers", "distcse.experiments.distillation.experiment"])
+multiprocessing.set_forkserver_preload(["deepspeed", "transformers", "distcse.runs.distillation.experiment"])
 
 _TIMEOUT = timedelta(minutes=3)
 """Timeout of collectives, so that a worker which skips one fails the test soon instead of after half an hour."""

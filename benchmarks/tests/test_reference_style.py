@@ -28,13 +28,13 @@ from benchmarks.reference_style import (
     score_cross,
 )
 from benchmarks.step import RANKCSE, equal_or_stop, load
-from distcse.data import Corpus
 from distcse.evaluation import PairScores, VectorModel
 from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.losses import list_mle as ours_list_mle
 from distcse.models import CrossEncoder, Encoder
 from distcse.rank_space import RankSpace
 from distcse.recipe import LoopSection, ObjectiveSection
+from distcse.text import Corpus
 from tests.models import make_masked_lm
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep

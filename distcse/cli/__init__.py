@@ -10,12 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from distcse import __version__, host
+from distcse import __version__
 from distcse.cli import models, training
 from distcse.cli.shared import COMMANDS, GROUPS, USUAL_CALLS, Commands, add_command, parse
+from distcse.cluster.cluster import shutdown_ray
+from distcse.devices import host
+from distcse.devices.process import exit_status
 from distcse.errors import ArgumentError, MissingDependencyError, nearest
-from distcse.process import exit_status
-from distcse.ray_backend.cluster import shutdown_ray
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distcse.cli.shared import Commands, add_command, add_output_options, loading, passed
+from distcse.devices.process import INTERRUPTED, StopOnSignal
 from distcse.errors import EvaluationResultError
-from distcse.process import INTERRUPTED, StopOnSignal
 from distcse.report.progress import open_view, print_json, print_lines
 from distcse.storage import refuse_job_copy, resolve_path, to_uri
 
@@ -129,7 +129,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     stop = StopOnSignal("stopping after the current batch; the models measured so far are kept")
     with loading(options) as listen, stop:
         from distcse.api import measure
-        from distcse.device import default_device
+        from distcse.devices.device import default_device
         from distcse.evaluation import Limits, LoadOptions, parse_models, parse_prompts
         from distcse.report.terminal import choice_as_json, print_evaluation, print_remarks, results_as_json
 

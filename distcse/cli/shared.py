@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from distcse.devices.process import gc_paused
 from distcse.errors import PATHS_BY_NAME, nearest
-from distcse.process import gc_paused
 from distcse.report.progress import open_view, print_json, print_lines
 
 if TYPE_CHECKING:

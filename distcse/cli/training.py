@@ -12,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distcse import host
 from distcse.cli.shared import (
     Commands,
     add_command,
@@ -23,6 +22,9 @@ from distcse.cli.shared import (
     passed,
     program,
 )
+from distcse.cluster.cluster import start_ray
+from distcse.devices import host
+from distcse.devices.process import INTERRUPTED, NO_GAIN, StopOnSignal, refuse_launchers
 from distcse.errors import (
     PATHS_BY_NAME,
     ArgumentError,
@@ -33,8 +35,6 @@ from distcse.errors import (
     WorkFailedError,
     nearest,
 )
-from distcse.process import INTERRUPTED, NO_GAIN, StopOnSignal, refuse_launchers
-from distcse.ray_backend.cluster import start_ray
 from distcse.report.progress import print_json, print_lines
 from distcse.storage import open_store, refuse_job_copy, resolve_path, to_uri
 
@@ -304,9 +304,9 @@ def _describe_space(sweep: Sweep, space: Space) -> list[str]:
 
 def _check_sweep(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) -> int:
     with loading(options) as listen:
+        from distcse.cluster.backend import choose_backend
         from distcse.events import Reporter
-        from distcse.experiments.experiment import experiment_of
-        from distcse.ray_backend.backend import choose_backend
+        from distcse.runs.experiment import experiment_of
         from distcse.tuning.sweep import check
         from distcse.tuning.trial_resources import trial_resources
 
@@ -323,8 +323,8 @@ def _check_sweep(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) 
 def _sweep(options: argparse.Namespace, new: tuple[BaseRecipe, Sweep] | None) -> int:
     """Begin a new sweep, or resume that of `--resume`."""
     with loading(options, lambda: start_ray(fast_allocator=True)) as listen:
+        from distcse.cluster.sweep import run_sweep
         from distcse.events import Reporter
-        from distcse.ray_backend.sweep import run_sweep
         from distcse.report.sweep_page import write_sweep_pages
         from distcse.tuning.sweep import begin, check, reopen
 
@@ -690,7 +690,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
     with loading(options):
-        from distcse.ray_backend.health import diagnose
+        from distcse.cluster.health import diagnose
     found = []
     for check in diagnose(recipe):
         found.append(check)
@@ -727,8 +727,8 @@ def _env(options: argparse.Namespace) -> int:
         sys.stdout.write(files("distcse").joinpath("constraints.txt").read_text())
         return 0
     with loading(options):
+        from distcse.cluster.health import check_cluster
         from distcse.preflight.machine import describe_environment
-        from distcse.ray_backend.health import check_cluster
 
         found = describe_environment()
         found["ray cluster"] = "; ".join(check.found for check in check_cluster())

@@ -2,5 +2,5 @@
 
 Each function says why the public API is not enough. `tests/unit/test_compat.py` fails if a new version of a library moves a
 name. `compat.torch` imports PyTorch; the others import nothing until a function is called. Ray's names are in
-`distcse.ray_backend.versions`.
+`distcse.cluster.versions`.
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.device import auto_precision, speed_of
+from distcse.devices.device import auto_precision, speed_of
 from distcse.errors import EvaluationOptionError, nearest
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.evaluation import Candidate, ModelResults, measure_model

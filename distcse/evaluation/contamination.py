@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from distcse.data import Excluded, normalized_key
 from distcse.errors import EvaluationDataError, EvaluationResultError, InvalidValueError
 from distcse.evaluation.suites import STSB_DEV, DatasetFolder, Tasks, published
 from distcse.evaluation.tasks.pairs import PairClassificationTask
@@ -20,6 +19,7 @@ from distcse.evaluation.tasks.sts import ScoredPairs, StsTask
 from distcse.model_source import resolve_model
 from distcse.recipe import CorpusSection
 from distcse.storage import ArtifactStore, open_store, sha256, to_uri
+from distcse.text import Excluded, normalized_key
 
 _FILE = Path("distcse") / "contamination.json"
 TRANSDUCTIVE_FROM = 0.5

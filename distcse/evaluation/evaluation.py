@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.device import default_device
+from distcse.devices.device import default_device
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation.bootstrap import AverageOf, Estimate, difference
 from distcse.evaluation.contamination import Contamination

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distcse.devices.host import pip_install
 from distcse.errors import EvaluationDataError, MissingDependencyError
 from distcse.evaluation.candidates import LoadOptions
 from distcse.evaluation.contamination import NOTICED_FROM, Contamination
@@ -28,7 +29,6 @@ from distcse.evaluation.models import VectorModel
 from distcse.evaluation.suites import STS, KnownSet
 from distcse.evaluation.tables import find_table, read_table
 from distcse.evaluation.tasks.sts import ScoredPairs
-from distcse.host import pip_install
 from distcse.models import Encoder, model_fingerprint
 from distcse.models.texts import is_template
 from distcse.storage import content_key

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.readers import csv_rows, numbered_lines
 from distcse.errors import CorpusError, EvaluationDataError, EvaluationFormatError
+from distcse.text.readers import csv_rows, numbered_lines
 
 T = TypeVar("T")
 

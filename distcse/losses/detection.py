@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from distcse.device import is_gpu
+from distcse.devices.device import is_gpu
 from distcse.losses.views import Detection, TeacherOutputs, Views
 
 

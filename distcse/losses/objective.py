@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from distcse.distributed import all_reduce_sum
+from distcse.devices.distributed import all_reduce_sum
 from distcse.errors import CustomClassError
 from distcse.losses.views import TeacherOutputs, Views
 from distcse.recipe import ObjectiveSection

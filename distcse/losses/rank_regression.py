@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from distcse.distributed import all_reduce_sum
+from distcse.devices.distributed import all_reduce_sum
 from distcse.losses.views import TeacherOutputs, Views
 
 _EPS = 1e-8

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from distcse.compat.torch import assert_async
-from distcse.device import to_device
-from distcse.distributed import all_gather_parts, all_reduce_max, all_reduce_sum, rank, world_size
+from distcse.devices.device import to_device
+from distcse.devices.distributed import all_gather_parts, all_reduce_max, all_reduce_sum, rank, world_size
 
 _MIN_NORM = 1e-12
 """Norm below which a vector is zero."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from distcse.compat.torch import has_onednn_linear, onednn_linear, onednn_reorder, onednn_supports
-from distcse.device import LARGE, speedup
+from distcse.devices.device import LARGE, speedup
 
 _LEVELS = 2**16
 

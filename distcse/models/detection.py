@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from distcse.compat.transformers import without_noise
-from distcse.data.collate import Tokens
-from distcse.device import default_device, is_gpu
+from distcse.devices.device import default_device, is_gpu
 from distcse.errors import ModelFormatError, TokenizerError, UnsupportedModelError
 from distcse.losses.detection import detection
 from distcse.losses.views import Detection
@@ -29,6 +28,7 @@ from distcse.models.fast_layers import prepare_mask, short_cut
 from distcse.models.folder import open_model
 from distcse.models.loading import load_pretrained
 from distcse.recipe import DetectionSection
+from distcse.text.collate import Tokens
 
 Fill = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(B, L) ids, mask and wanted positions -> (B, L) the generator's token at those, what was there elsewhere."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.compat.transformers import without_noise
+from distcse.devices.process import gc_paused
 from distcse.errors import (
     EncoderError,
     ModelFormatError,
@@ -25,7 +26,6 @@ from distcse.models.files import (
     require_weights,
 )
 from distcse.models.st_format import Layout, backbone_folder, read_layout
-from distcse.process import gc_paused
 
 _ENCODER_DECODERS = ("t5", "mt5", "umt5")
 """Families of which the encoder alone is used."""

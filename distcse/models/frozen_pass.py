@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.device import CPU, HostCopies, arithmetic, defaults_of, gpu_module, is_gpu, to_device
+from distcse.devices.device import CPU, HostCopies, arithmetic, defaults_of, gpu_module, is_gpu, to_device
 from distcse.errors import DeviceMemoryError
 
 

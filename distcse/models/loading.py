@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from distcse.compat.transformers import without_noise
-from distcse.device import has_gpu
+from distcse.devices.device import has_gpu
+from distcse.devices.process import gc_paused
 from distcse.errors import (
     EncoderSettingError,
     ModelFormatError,
@@ -26,7 +27,6 @@ from distcse.models.folder import ModelFolder, model_class
 from distcse.models.st_format import Layout
 from distcse.models.student import require_layers
 from distcse.models.texts import SENTENCE
-from distcse.process import gc_paused
 from distcse.recipe import EncoderSection, Pooling
 from distcse.recipe.encoders import TrainedSection
 

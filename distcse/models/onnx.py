@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
-from distcse.data.readers import find_files, read_sentences
+from distcse.devices.host import pip_install
 from distcse.errors import ExportError, MissingDependencyError
 from distcse.events import Listener, StageProgress
-from distcse.host import pip_install
 from distcse.models.encoder import Encoder
 from distcse.models.frozen_pass import by_length, padded
 from distcse.models.pooling import NEEDS_ALL_LAYERS
 from distcse.storage import atomic_write, open_store, write_text_atomic
+from distcse.text.readers import find_files, read_sentences
 
 OPSET = 18
 _MAX_WEIGHTS = 500_000_000
@@ -41,7 +41,7 @@ FULL, INT8 = Path("onnx") / "model.onnx", Path("onnx") / "model_quantized.onnx"
 _MAX_DIFFERENCE = 1e-4
 _MIN_COSINE = 0.95
 _MIN_SPEARMAN_CHANGE = -1.0
-_TEXTS = "package:distcse/texts/export.txt.gz"
+_TEXTS = "package:distcse/text/samples/export.txt.gz"
 _WEIGHT_FILES = ("*.safetensors*", "*.bin", "*.h5", "*.onnx", "*.msgpack", "onnx", "openvino", "checksums.json")
 _HEADING = "## ONNX"
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from distcse.compat.model2vec import following_steps
+from distcse.devices.host import pip_install
 from distcse.errors import MissingDependencyError, ModelFormatError
-from distcse.host import pip_install
 from distcse.models.encoder import Encoder
 from distcse.models.files import read_json, refuse_pointer
 from distcse.models.loading import embedding_shape

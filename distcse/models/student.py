@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from distcse.compat.transformers import attention_implementation
-from distcse.distributed import all_reduce_sum, world_size
+from distcse.devices.distributed import all_reduce_sum, world_size
 from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.recipe import Projection
 

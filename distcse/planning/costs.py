@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-from distcse.data.sampler import MAX_ARRAY_ROWS
-from distcse.data.token_table import PART_ROWS
-from distcse.device import BY_KIND
+from distcse.devices.device import BY_KIND
 from distcse.events import Reporter
-from distcse.experiments.distillation.extent import fit_to_corpus, planned_steps
 from distcse.models.student import build_projection
 from distcse.planning.machines import NETWORK, Cluster, Machine
 from distcse.planning.sizes import Lengths, Shape, read_shape
 from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe, TeacherSection
+from distcse.runs.distillation.extent import fit_to_corpus, planned_steps
 from distcse.teachers.kinds import ListSource, TeacherKind, kind_of
 from distcse.teachers.table import rows_per_shard
+from distcse.text.sampler import MAX_ARRAY_ROWS
+from distcse.text.token_table import PART_ROWS
 
 STAGES = (0, 1, 2, 3)
 """ZeRO stages."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from distcse import host
+from distcse.devices import host
 from distcse.errors import ArgumentError
 
 GIB = 2**30
@@ -90,7 +90,7 @@ def _cpu_rate() -> float:
 
 def this_machine(threads: int) -> Machine:
     """Return this machine's device for a worker of `threads` threads: its GPU, or its CPU with a timed rate."""
-    from distcse.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed
+    from distcse.devices.device import cpu_name, cpu_speed, default_device, gpu_module, has_gpu, local_speed
 
     memory = host.memory()
     if not has_gpu():

@@ -8,14 +8,14 @@ from typing import Any
 
 from distcse.errors import CorpusTooSmallError, DistcseError
 from distcse.events import Reporter
-from distcse.experiments.mutual.pairs import fit_to_pairs, temporary_pairs
-from distcse.experiments.mutual.phases import Kind, Phase, last_phase
-from distcse.experiments.mutual.processes import with_max_workers
 from distcse.planning.costs import PROCESS, Pass, WorkerMemory, with_update
 from distcse.planning.machines import Cluster
 from distcse.planning.sizes import Lengths, Shape, assumed_lengths, read_lengths, read_shape
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
-from distcse.trainer.schedule import total_steps
+from distcse.runs.mutual.pairs import fit_to_pairs, temporary_pairs
+from distcse.runs.mutual.phases import Kind, Phase, last_phase
+from distcse.runs.mutual.processes import with_max_workers
+from distcse.training.schedule import total_steps
 
 _FILLED = 1.1
 """Tokens with padding over real ones: a batch is split into parts of similar length."""

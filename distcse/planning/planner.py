@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distcse import host
-from distcse.device import DeviceSpeed, local_speed
+from distcse.devices import host
+from distcse.devices.device import DeviceSpeed, local_speed
 from distcse.errors import ArgumentError
 from distcse.events import DevScore, Event, Listener, StageProgress, StepReport
-from distcse.experiments.experiment import experiment_of
 from distcse.planning.costs import Measured, StudentPlan
 from distcse.planning.machines import GPUS, Cluster, Form, this_machine
 from distcse.planning.mutual import MutualPlan
@@ -29,9 +28,10 @@ from distcse.planning.text import (
     student_lines,
     student_problems,
 )
-from distcse.precision import decide_precisions
+from distcse.preflight.precision import decide_precisions
 from distcse.preflight.warnings import SettingsWarning
 from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe, StudentSection, with_values
+from distcse.runs.experiment import experiment_of
 
 _WARM_UP, _STEPS = 10, 20
 _ROWS = 512

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from distcse.data import source_rows
 from distcse.errors import DistcseError, EncoderError, ModelFormatError
 from distcse.model_source import is_hub_id
 from distcse.models import Encoder, resolve_model
@@ -29,6 +28,7 @@ from distcse.models.st_format import Layout, backbone_folder, read_layout
 from distcse.models.student import factorize_embeddings, keep_layers, layers_of
 from distcse.models.texts import SENTENCE, is_template
 from distcse.recipe import CorpusSection, EncoderSection, StudentSection, TrainedSection
+from distcse.text import source_rows
 
 _FILES = ["config.json"]
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}

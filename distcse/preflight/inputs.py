@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 from distcse.checks import Question, require
-from distcse.data import check_source
 from distcse.errors import EvaluationDataError, InvalidValueError
 from distcse.model_source import is_hub_id, resolve_model
 from distcse.recipe import BaseRecipe, CorpusSection, RecipeInputs
 from distcse.storage import is_uri
+from distcse.text import check_source
 
 
 def require_inputs(recipe: BaseRecipe) -> None:

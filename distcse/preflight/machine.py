@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from distcse import host
 from distcse.checks import Check, fail, gib, ok, warn
-from distcse.device import auto_precision, default_device, gpu_count, gpu_module, has_gpu, local_speed
+from distcse.devices import host
+from distcse.devices.device import auto_precision, default_device, gpu_count, gpu_module, has_gpu, local_speed
+from distcse.devices.host import installed_version
 from distcse.errors import StorageError
-from distcse.host import installed_version
-from distcse.precision import Role, describe_roles
+from distcse.preflight.precision import Role, describe_roles
 from distcse.recipe import BaseRecipe
 from distcse.recipe.section import is_secret
-from distcse.runs.directory import RunDirectory
 from distcse.storage import FolderStore, is_in_job_copy, open_store
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -212,15 +211,15 @@ def check_folder(key: str, path: Path, good_free: float = _DISK[1]) -> Check:
 
 def describe_environment() -> dict[str, str]:
     """Return versions, devices, memory and variables as lines by name. Values of secrets are left out."""
-    source = RunDirectory.circumstances()
+    source = host.source()
     commit = source["commit"]
     changed = ", with changes" if source["changed"] else ""
     return {
         **{name: installed_version(name) for name in _PACKAGES},
         "commit": f"{commit}{changed}" if commit else "installed, no checkout",
         **{name: installed_version(name) for name in _PACKAGES_OF_EXTRAS},
-        "python": source["python"],
-        "platform": source["platform"],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
         "cpus": f"{host.cpus()} of {os.cpu_count()} usable, {local_speed().describe()}",
         "memory": gib(host.memory()),
         "gpus": _describe_gpus() if gpu_count() else "none",

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.device import HostCopies, is_gpu, to_device
+from distcse.devices.device import HostCopies, is_gpu, to_device
 from distcse.models.cpu_kernels import build_inner_products
 
 BLOCK_BYTES = 256 * 2**20

@@ -12,11 +12,12 @@ from distcse.recipe.encoders import ModelsSection, pass_to_encoders
 from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
+    from distcse.devices.gpu_plan import GpuMode
     from distcse.recipe.encoders import EncoderSection
     from distcse.recipe.storage import LoggersSection, StorageSection
     from distcse.recipe.teachers import TeacherSection
     from distcse.recipe.text import CorpusSection
-    from distcse.recipe.training import GpuMode, LoopSection, ResourcesSection
+    from distcse.recipe.training import LoopSection, ResourcesSection
 
 
 FITTED_KEYS = (

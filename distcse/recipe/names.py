@@ -10,8 +10,8 @@ from typing import Annotated, overload
 
 from pydantic import AfterValidator
 
+from distcse.devices.host import PACKAGE
 from distcse.errors import CustomClassError
-from distcse.host import PACKAGE
 from distcse.storage import is_uri
 
 

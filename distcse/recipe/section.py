@@ -67,7 +67,7 @@ def refuse_secrets(url: str, key: str, place: str) -> None:
 def decided(precision: str) -> str:
     """Return a resolved precision. Raises `ValueError` for `auto`, which each worker would resolve for itself."""
     if precision == "auto":
-        raise ValueError("precision is still auto; decide it first (distcse.precision.decide_precisions)")
+        raise ValueError("precision is still auto; decide it first (distcse.preflight.precision.decide_precisions)")
     return precision
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
+from distcse.devices.gpu_plan import GpuMode
 from distcse.recipe.section import Gpus, Labels, Precision, Section, switch_text
 
 _DECIDED = {
@@ -247,10 +248,6 @@ class TrainingSection(LoopSection):
         return self.batch_size // self.grad_cache_chunk if self.grad_cache_chunk else self.dropout_rng_streams
 
 
-GpuMode = Literal["auto", "required", "none"]
-"""Whether a run uses GPUs."""
-
-
 class ResourcesSection(Section):
     """Resources that a run may use."""
 
@@ -281,16 +278,6 @@ def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:
             raise ValueError(
                 f"resources.gpu is none, and {key} is {number:g}; write {key}: null, or resources.gpu: auto"
             )
-
-
-def least_gpus(mode: GpuMode, gpus: float | None) -> float:
-    """Return the GPUs that one process needs on any cluster: those that the recipe sets, or one if GPUs are required.
-
-    Args:
-        mode: `resources.gpu`.
-        gpus: GPUs that the recipe sets; None leaves the number to the run.
-    """
-    return float(mode == "required") if gpus is None else gpus
 
 
 def can_share_gpu(workers: int, gpus: float | None) -> bool:

@@ -9,10 +9,10 @@ import yaml
 
 from distcse.evaluation import Evaluation, Score
 from distcse.evaluation.contamination import NOTICED_FROM
-from distcse.experiments.experiment import Result
-from distcse.experiments.model_card import ModelCard
 from distcse.recipe import recipe_yaml
 from distcse.report.grids import MEASURES, TITLES, grids, legend, markdown_table
+from distcse.runs.experiment import Result
+from distcse.runs.model_card import ModelCard
 from distcse.storage import open_store
 
 _NO_MEASUREMENTS = ("dev", "texts")

@@ -15,9 +15,9 @@ import yaml
 from numpy.typing import NDArray
 
 from distcse.errors import RunDirectoryError, RunError
-from distcse.experiments.mutual.phase_store import PhaseStore, Scores
-from distcse.experiments.mutual.phases import Phase
 from distcse.runs.directory import recorded
+from distcse.runs.mutual.phase_store import PhaseStore, Scores
+from distcse.runs.mutual.phases import Phase
 
 COMPARED_PAIRS = 1_000_000
 """Pairs whose scores are compared, at most; evenly spaced. The correlation's standard error is then at most 0.1."""

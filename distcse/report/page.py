@@ -10,9 +10,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from distcse import __version__
+from distcse.devices.host import installed_version
 from distcse.evaluation import Evaluation
 from distcse.evaluation.bootstrap import RESAMPLES
-from distcse.host import installed_version
 from distcse.report.exports import write_exports
 from distcse.report.grids import (
     NOTICED,

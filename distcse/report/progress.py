@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
 
-from distcse import host
+from distcse.devices import host
 from distcse.events import (
     DevScore,
     Event,

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from distcse.evaluation import Choice, Evaluation
-from distcse.experiments.distillation.dev_ensemble import EnsembleScores
 from distcse.report.grids import SPEED_COLUMNS, Grid, grids, legend, row_title, size_and_speed, spread_text
+from distcse.runs.distillation.dev_ensemble import EnsembleScores
 from distcse.teachers.comparison import NEAREST, TeacherComparison
 from distcse.tuning.final_evaluation import SummaryRow
 

@@ -1,1 +1,1 @@
-"""Run directories: a run's recipe and records, the lease that gives one process exclusive access, and reruns."""
+"""Runs: distillation from teachers, families of students, mutual distillation; their directories, leases and reruns."""

@@ -21,7 +21,6 @@ import os
 import platform
 import re
 import secrets
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,6 +31,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from distcse.devices import host
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import CheckpointSaved, Event, GroupEvent, Reporter, to_json_line
 from distcse.recipe import BaseRecipe, StorageSection, Sweep, read_recipe, recipe_yaml, with_values
@@ -226,7 +226,7 @@ class RunDirectory:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "hardware": _hardware(),
-            **_source(),
+            **host.source(),
             "versions": {name: packages.get(name, "not installed") for name in _RECORDED},
             "packages": {name: packages[name] for name in sorted(packages, key=str)},
         }
@@ -342,31 +342,10 @@ def _packages() -> dict[str, str]:
 def _hardware() -> dict[str, Any]:
     import torch
 
-    from distcse.device import gpu_count, gpu_speed
+    from distcse.devices.device import gpu_count, gpu_speed
 
     gpus = [gpu_speed(number).name for number in range(gpu_count())]
     return {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "gpus": gpus}
-
-
-def _source() -> dict[str, Any]:
-    """Return the commit of the running code and whether files differ from it; both None outside its own git checkout."""
-    here = Path(__file__)
-    # Installed inside another repository, the commit would be that one's.
-    if _git(here, "ls-files", "--error-unmatch", here.name) is None:
-        return {"commit": None, "changed": None}
-    changes = _git(here, "status", "--porcelain", "--untracked-files=no", "--", str(here.parent.parent))
-    return {"commit": _git(here, "rev-parse", "HEAD"), "changed": bool(changes)}
-
-
-def _git(file: Path, *arguments: str) -> str | None:
-    """Return the output of git in a file's folder; None if it fails or is not installed."""
-    try:
-        completed = subprocess.run(
-            ["git", "-C", str(file.parent), *arguments], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return completed.stdout.strip() if completed.returncode == 0 else None
 
 
 _LIST_INDEX = re.compile(r"\.\d+\.")

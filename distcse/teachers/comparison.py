@@ -11,12 +11,12 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data import Corpus
 from distcse.errors import ComparisonError
 from distcse.events import Reporter, StageProgress
 from distcse.recipe import Recipe
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.vector_statistics import VectorStatistics, effective_weights, measure_statistics
+from distcse.text import Corpus
 
 NEAREST = 10
 _SHOWN = 5

@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data import Corpus
 from distcse.models import Encoder
 from distcse.recipe import TeacherSection
 from distcse.storage import content_key
@@ -19,6 +18,7 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import ReusedVectors
 from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import Embedder, naming_rows
+from distcse.text import Corpus
 
 PART_ROWS = 16_384
 """Most rows of a shard that are tokenized and embedded together: only their tokens and float32 vectors are in memory."""

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distcse.device import is_gpu, to_device
-from distcse.distributed import all_gather_parts
+from distcse.devices.device import is_gpu, to_device
+from distcse.devices.distributed import all_gather_parts
 from distcse.losses import mix_lists
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import TableTeacher, Teacher, cosines

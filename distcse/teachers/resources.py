@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from distcse.placement.gpu_plan import GpuPlan, Process
-from distcse.placement.resources import Node, ResourceRequest, count_fitting
-from distcse.recipe import GpuMode, TeacherSection, TeachersSection
+from distcse.devices.gpu_plan import GpuMode, GpuPlan, Process
+from distcse.devices.resources import Node, ResourceRequest, count_fitting
+from distcse.recipe import TeacherSection, TeachersSection
 
 if TYPE_CHECKING:
     from distcse.teachers.kinds import TeacherKind

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
-from distcse.data import Corpus
-from distcse.data.row_keys import DistinctRows, RowKeys
 from distcse.errors import CorpusCacheError, EmbeddingTableError, ReusedTableError
 from distcse.storage import ArtifactStore
 from distcse.teachers.table import EmbeddingTable, StoredVectors, TableIdentity
+from distcse.text import Corpus
+from distcse.text.row_keys import DistinctRows, RowKeys
 
 _FOLDER, _FILE = "reuse", "rows.npy"
 _BLOCK = 2**20

@@ -10,7 +10,7 @@ two files, complete once it has its record. A machine downloads only the shards 
 they are stored (`storage.local_budget`).
 
 Row i's vector is the i-th. In a corpus with duplicates, each distinct sentence has one vector, in the order of first rows
-(see `distcse.data.row_keys`).
+(see `distcse.text.row_keys`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.row_keys import DistinctRows
 from distcse.errors import EmbeddingTableError, TeacherOutputError
 from distcse.events import LogMessage, Reporter
 from distcse.storage import (
@@ -43,6 +42,7 @@ from distcse.storage import (
     write_text_atomic,
 )
 from distcse.teachers.row_reader import RowReader
+from distcse.text.row_keys import DistinctRows
 
 FORMAT = 1
 _FOLDER = "tables"

@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
-from distcse.runs.directory import RunDirectory
 from distcse.storage import ArtifactStore, bytes_checksum, content_key, open_store, to_uri
 from distcse.teachers.table import EmbeddingTable, TableLocation
 
@@ -203,15 +202,15 @@ def copy_projection(run: str, key: str, dimension: int, file: ArtifactStore) -> 
         InvalidValueError: The other run has no projection, or one of other tables, weights or width.
         EmbeddingTableError: It is damaged.
     """
-    other = find_projection(run, key, dimension)
+    other = find_projection(run, file.name, key, dimension)
     with file.parent.write(file.name) as temporary:
         shutil.copyfile(other, temporary)
 
 
-def find_projection(run: str, key: str, dimension: int | None = None) -> Path:
+def find_projection(run: str, file_name: str, key: str, dimension: int | None = None) -> Path:
     """Return another run's projection as a local file; see `copy_projection`."""
     name = f"objective.regression.projection: {run}"
-    file = RunDirectory(open_store(run).path).projection
+    file = open_store(run).path / file_name
     if not open_store(file.parent).fetch(file.name):
         raise InvalidValueError(
             f"{name} has no {file.name}; name the folder of a run whose targets are projected. "

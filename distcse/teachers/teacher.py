@@ -17,7 +17,7 @@ from distcse.recipe import TeacherSection, TeachersSection
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 
 if TYPE_CHECKING:
-    from distcse.data import Corpus
+    from distcse.text import Corpus
 
 
 class Teacher(Protocol):
@@ -147,7 +147,7 @@ def open_table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Teache
     """
     if teacher.similarity == "cosine":
         return TableTeacher(table)
-    from distcse.device import default_device
+    from distcse.devices.device import default_device
     from distcse.rank_space import draw_references
 
     references = draw_references(table.identity.rows, teacher.num_references)

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from distcse.devices.host import pip_install
 from distcse.errors import LoggerSetupError
-from distcse.host import pip_install
 from distcse.recipe import LoggersSection, MLflowSection, WandbSection
 from distcse.storage import refuse_job_copy
 

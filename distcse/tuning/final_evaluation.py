@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from distcse.device import default_device
+from distcse.devices.device import default_device
+from distcse.devices.device_plan import DeviceOptions
+from distcse.devices.gpu_plan import GpuMode
 from distcse.evaluation import (
     Evaluation,
     LoadOptions,
@@ -20,13 +22,11 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.results import Spread, compute_spread, compute_spreads
 from distcse.events import Reporter
-from distcse.experiments.backend import Backend, DeviceCall
-from distcse.experiments.cluster_fit import model_memory
-from distcse.experiments.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
-from distcse.experiments.trials import Trials
-from distcse.placement.devices import DeviceOptions
 from distcse.recipe import TrainedSection
-from distcse.recipe.training import GpuMode
+from distcse.runs.backend import Backend, DeviceCall
+from distcse.runs.cluster_fit import model_memory
+from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
+from distcse.runs.trials import Trials
 from distcse.storage import ArtifactStore, open_store
 from distcse.tuning.records import Trial
 

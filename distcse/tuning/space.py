@@ -11,9 +11,9 @@ from typing import Any
 from simpleeval import InvalidExpression, NameNotDefined, simple_eval
 
 from distcse.errors import SearchSpaceError
-from distcse.experiments.experiment import experiment_of
 from distcse.recipe import BaseRecipe, ParameterSection, Sweep, with_values
 from distcse.recipe.section import is_inside
+from distcse.runs.experiment import experiment_of
 
 Sample = dict[str, Any]
 """Values that a searcher chose, by recipe path."""

@@ -1,6 +1,6 @@
 """A sweep's folder: how it begins, what a resumed sweep reads, and the checks before either.
 
-`distcse.ray_backend.sweep` runs it: embeds the corpus once, searches, trains the best values and the original recipe with
+`distcse.cluster.sweep` runs it: embeds the corpus once, searches, trains the best values and the original recipe with
 several seeds.
 
 <runs>/<name>-<time>/recipe.yaml, space.yaml   the recipe and the search space
@@ -24,7 +24,6 @@ from distcse.checks import require
 from distcse.errors import FrozenKeyError, RunDirectoryError, SearchSpaceError
 from distcse.evaluation import Evaluation
 from distcse.events import Reporter
-from distcse.experiments.experiment import experiment_of
 from distcse.preflight.models import model_questions
 from distcse.recipe import BaseRecipe, Sweep, read_recipe, read_sweep, with_values
 from distcse.runs.directory import (
@@ -36,6 +35,7 @@ from distcse.runs.directory import (
     without_run_id,
     write_recipe,
 )
+from distcse.runs.experiment import experiment_of
 from distcse.storage import ArtifactStore, open_store
 from distcse.tuning.records import Trial
 from distcse.tuning.space import Space

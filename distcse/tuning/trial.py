@@ -10,13 +10,13 @@ from typing import Any
 
 from distcse.errors import CheckpointError, DivergedError, StoppedEarlyError
 from distcse.events import CheckpointSaved, Event, Reporter
-from distcse.experiments.backend import Backend, LocalBackend
-from distcse.experiments.experiment import experiment_of
 from distcse.recipe import BaseRecipe, with_values
+from distcse.runs.backend import Backend, LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.experiment import experiment_of
 from distcse.storage import ArtifactStore
-from distcse.trainer.checkpoint_files import load_trainer_state
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.training.checkpoint_files import load_trainer_state
+from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trial, readable_trials
 
 Report = Callable[[dict[str, Any]], None]

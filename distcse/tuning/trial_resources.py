@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distcse.errors import ClusterTooSmallError
-from distcse.experiments.experiment import experiment_of
-from distcse.experiments.trials import TRIALS, TrialGpus
-from distcse.placement.gpu_plan import GpuPlan, plan_gpus
-from distcse.placement.resources import (
+from distcse.devices.gpu_plan import GpuPlan, plan_gpus
+from distcse.devices.resources import (
     Node,
     ResourceRequest,
     Resources,
@@ -21,7 +18,10 @@ from distcse.placement.resources import (
     nodes_with,
     refuse_impossible,
 )
+from distcse.errors import ClusterTooSmallError
 from distcse.recipe import BaseRecipe, Sweep
+from distcse.runs.experiment import experiment_of
+from distcse.runs.trials import TRIALS, TrialGpus
 from distcse.teachers.resources import SERVERS, plan_embedding
 
 _TRAINER_CPUS = 0.01

@@ -118,7 +118,7 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
 def test_a_local_cluster_is_reached_from_this_machine_only() -> None:
     script = """
 import psutil
-from distcse.ray_backend.cluster import cluster
+from distcse.cluster.cluster import cluster
 with cluster(cpus=1):
     here = psutil.Process()
     for process in (here, *here.children(recursive=True)):

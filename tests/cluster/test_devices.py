@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.data import Corpus
+from distcse.cluster.backend import RayBackend
+from distcse.cluster.cluster import cluster
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
-from distcse.experiments.distillation.layer_selection import with_chosen_layers
-from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.mutual.pairs import load_pairs
-from distcse.experiments.stoppable_evaluation import delete_results
 from distcse.models import Encoder, EncoderHandle
-from distcse.ray_backend.backend import RayBackend
-from distcse.ray_backend.cluster import cluster
 from distcse.recipe import MutualRecipe, load_recipe, read_recipe, with_values
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, write_recipe
+from distcse.runs.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
+from distcse.runs.distillation.layer_selection import with_chosen_layers
+from distcse.runs.distillation.preparation import PreparedCorpus
+from distcse.runs.mutual.pairs import load_pairs
+from distcse.runs.stoppable_evaluation import delete_results
 from distcse.storage import open_store
+from distcse.text import Corpus
 from tests.commands import run_command
 from tests.devices import comparable, recorded_loads
 from tests.jobs import make_recipe

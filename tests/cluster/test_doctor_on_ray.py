@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distcse.ray_backend import health
+from distcse.cluster import health
 
 pytestmark = pytest.mark.cluster
 

@@ -63,7 +63,7 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
     import ray
     from ray.util.state import list_actors, list_tasks
 
-    from distcse.ray_backend.metrics import COUNTERS, GAUGES, HISTOGRAMS, RunMetrics
+    from distcse.cluster.metrics import COUNTERS, GAUGES, HISTOGRAMS, RunMetrics
 
     endings = ("_bucket", "_sum", "_count")
     metrics = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *(f"{n}{end}" for n in HISTOGRAMS for end in endings)}

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 import distcse
-from distcse import host
+from distcse.cluster.assigned_resources import use_assigned_gpus
+from distcse.cluster.backend import RayBackend
+from distcse.cluster.cluster import was_started_here
+from distcse.cluster.nodes import alive
+from distcse.devices import host
+from distcse.devices.resources import ResourceRequest
 from distcse.errors import ClusterTooSmallError, ModelNotFoundError
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress, StepReport
-from distcse.experiments.distillation.processes import plan_run
-from distcse.experiments.distillation.tables import embed_corpus
 from distcse.models import Encoder
-from distcse.placement.resources import ResourceRequest
-from distcse.ray_backend.assigned_resources import use_assigned_gpus
-from distcse.ray_backend.backend import RayBackend
-from distcse.ray_backend.cluster import was_started_here
-from distcse.ray_backend.nodes import alive
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.processes import plan_run
+from distcse.runs.distillation.tables import embed_corpus
 from tests.backends import run
 from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
@@ -219,7 +219,7 @@ def test_processes_of_a_local_cluster_have_the_drivers_priority(cluster: None) -
 def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
     import ray
 
-    from distcse.ray_backend.event_channel import EventChannel, announce_end
+    from distcse.cluster.event_channel import EventChannel, announce_end
 
     channel, worker = EventChannel("run"), ray.remote(CpuHolder).options(num_cpus=0).remote()
     ray.get(worker.is_ready.remote())

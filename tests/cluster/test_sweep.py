@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from distcse.cluster.nodes import alive
+from distcse.cluster.tune import search
 from distcse.errors import ClusterTooSmallError, RunDirectoryError, SearchSpaceError
 from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpdate
 from distcse.models import Encoder
-from distcse.ray_backend.nodes import alive
-from distcse.ray_backend.tune import search
 from distcse.recipe import Recipe, load_recipe, read_recipe
 from distcse.report.sweep_page import write_sweep_pages
 from distcse.storage import open_store
@@ -176,7 +176,7 @@ def test_a_trial_without_a_gpu_sees_none(
         (context.trials.path / name).mkdir(parents=True)
         (context.trials.path / name / "seen").write_text(repr(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
-    monkeypatch.setattr("distcse.ray_backend.tune.run_trial", look)
+    monkeypatch.setattr("distcse.cluster.tune.run_trial", look)
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.gpus_per_worker=0")
     sweep = make_sweep(tmp_path, {LR: {"values": [1e-3]}}, search={"algorithm": "grid", "concurrent": 1})
     context, resources = (

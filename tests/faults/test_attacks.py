@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import yaml
 
-from distcse.data import Corpus
 from distcse.errors import (
     CheckpointError,
     CorpusNotFoundError,
@@ -37,8 +36,9 @@ from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
 from distcse.storage import checksum, dump_checked_json
-from distcse.trainer.checkpoint_files import load_model_state, load_weights
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.text import Corpus
+from distcse.training.checkpoint_files import load_model_state, load_weights
+from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_spec, train

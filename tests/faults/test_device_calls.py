@@ -15,15 +15,15 @@ from typing import Any
 import psutil
 import pytest
 
+from distcse.cluster.backend import RayBackend
+from distcse.devices.device_plan import DeviceOptions
 from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, WorkFailedError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.backend import DeviceCall, LocalBackend
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.tables import embed_corpus
-from distcse.placement.devices import DeviceOptions
-from distcse.ray_backend.backend import RayBackend
 from distcse.recipe import load_recipe, recipe_yaml, with_values
+from distcse.runs.backend import DeviceCall, LocalBackend
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.tables import embed_corpus
 from distcse.storage import checksum
 from tests.backends import run
 from tests.devices import (
@@ -171,8 +171,8 @@ def tokenize_in_parts(folder: Path) -> None:
     """A driver that cannot tokenize: let the nodes do so, stop in between, and compare with a single pass."""
     from unittest.mock import patch
 
-    from distcse.data import token_table
-    from distcse.experiments.distillation import corpus as preparing
+    from distcse.runs.distillation import corpus as preparing
+    from distcse.text import token_table
 
     recipe, backend, events = load_recipe(str(folder / "recipe.yaml"), []), RayBackend(), list[Event]()
     corpus = read_corpus(recipe, Reporter())

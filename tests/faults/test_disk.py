@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from distcse import cli
-from distcse.data import Corpus, Pairs, TokenTable
 from distcse.errors import (
     CheckpointError,
     CorpusCacheError,
@@ -27,18 +26,19 @@ from distcse.errors import (
     StorageWriteError,
 )
 from distcse.events import Event, LogMessage, Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.layer_selection import with_chosen_layers
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import Phase
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, Recipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.layer_selection import with_chosen_layers
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import Phase
 from distcse.storage import dump_checked_json, load_checked_json, open_store, sha256, write_text_atomic
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import read_projection, write_projection
-from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_model_state, load_trainer_state
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.text import Corpus, Pairs, TokenTable
+from distcse.training.checkpoint_files import ModelState, TrainerState, load_model_state, load_trainer_state
+from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trial
 from tests.backends import run
 from tests.disks import KINDS, Disk, disk

@@ -13,12 +13,12 @@ import psutil
 import pytest
 from torch.distributed.constants import default_pg_timeout
 
-from distcse.distributed import rank
+from distcse.cluster import train_workers
+from distcse.cluster.versions import trainer_without_datasets
+from distcse.devices.distributed import rank
 from distcse.errors import CUDAGraphError
 from distcse.events import Event, LogMessage, Reporter
-from distcse.ray_backend import train_workers
-from distcse.ray_backend.versions import trainer_without_datasets
-from distcse.trainer.cuda_graphs import RecordedParts
+from distcse.training.cuda_graphs import RecordedParts
 from tests.backends import run
 from tests.failures import fails_with
 from tests.gpusim import simulated
@@ -39,7 +39,7 @@ def train_on_simulated_gpu(train_on_worker: Callable[[dict[str, Any]], Any], con
 
     with pytest.MonkeyPatch.context() as patch, simulated():
         # Ray assigned no GPU.
-        patch.setattr("distcse.ray_backend.assigned_resources.use_assigned_gpus", lambda: None)
+        patch.setattr("distcse.cluster.assigned_resources.use_assigned_gpus", lambda: None)
         patch.setattr(RecordedParts, "add_collective", refuse_third)
         return train_on_worker(config)
 

@@ -22,17 +22,17 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distcse.data import Corpus
-from distcse.data.readers import read_sentences
 from distcse.errors import CorpusFormatError, CorpusTooSmallError, DistcseError, EvaluationResultError
 from distcse.evaluation import Contamination, PairClassificationTask, RetrievalDataset, ScoredPairs, read_table
-from distcse.experiments.mutual.phase_store import PhaseStore
 from distcse.models.files import check_weights
 from distcse.models.st_format import read_layout
 from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.text import Corpus
+from distcse.text.readers import read_sentences
+from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.records import read_trial
 from tests.commands import command
 from tests.failures import fails_with

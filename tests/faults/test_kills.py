@@ -15,21 +15,21 @@ import psutil
 import pytest
 import yaml
 
+from distcse.cluster import embedding_actors, nodes
+from distcse.cluster.backend import RayBackend
+from distcse.cluster.evaluator_actor import RemoteEvaluator
+from distcse.cluster.event_channel import EventChannel
+from distcse.cluster.nodes import ResourceWatchdog
+from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers, served
+from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
 from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.tables import prepare_tables
-from distcse.placement.resources import Node, ResourceRequest
-from distcse.ray_backend import embedding_actors, nodes
-from distcse.ray_backend.backend import RayBackend
-from distcse.ray_backend.evaluator_actor import RemoteEvaluator
-from distcse.ray_backend.event_channel import EventChannel
-from distcse.ray_backend.nodes import ResourceWatchdog
-from distcse.ray_backend.teacher_servers import RemoteTeacherClient, co_located_servers, served
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.tables import prepare_tables
 from distcse.teachers.teacher import open_table_teacher
-from distcse.trainer.checkpoint_files import ModelState
+from distcse.training.checkpoint_files import ModelState
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe, make_spec, make_two_worker_recipe

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse.cluster.heartbeat import CONCURRENCY
+from distcse.cluster.teacher_servers import RemoteTeacherClient, TeacherServer, server_of
 from distcse.errors import TeacherOutputError
-from distcse.ray_backend.heartbeat import CONCURRENCY
-from distcse.ray_backend.teacher_servers import RemoteTeacherClient, TeacherServer, server_of
 from tests.load import TOLERANCE, Load, RequestTimes, deepest, run_load
 from tests.memory import MIB
 

@@ -11,11 +11,11 @@ import pytest
 
 from distcse.errors import OutOfMemoryError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.mutual.phases import GroupContext, Kind
-from distcse.experiments.mutual.result import MutualResult
 from distcse.recipe import LoopSection, MutualRecipe
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
+from distcse.runs.mutual.phases import GroupContext, Kind
+from distcse.runs.mutual.result import MutualResult
 from tests.backends import run_mutual
 from tests.drivers import Driver
 from tests.failures import fails_with
@@ -241,7 +241,7 @@ def test_two_workers_of_a_group_equal_one_even_if_one_is_killed(
     no_dropout = [*SHORT, *(f"groups.{number}.dropout=0.0" for number in (0, 1))]
     one = run_mutual(recipe_with(*no_dropout), Reporter())
     deepspeed = ("groups.0.workers=2", "bi.engine=deepspeed", "bi.zero_stage=1")
-    monkeypatch.setattr("distcse.experiments.mutual.experiment.GroupContext", OutOfMemoryOnce)
+    monkeypatch.setattr("distcse.runs.mutual.experiment.GroupContext", OutOfMemoryOnce)
     two = run_mutual(recipe_with(*no_dropout, *ON_RAY, *deepspeed), Reporter(kill))
     assert killed == ["trainer", "scorer"] and len(lost) == 2
     assert "lost a worker in cycle-1-cross" in lost[0] and "lost a scorer in cycle-1-cross" in lost[1]

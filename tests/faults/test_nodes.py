@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.device import cpu_speed
+from distcse.devices.device import cpu_speed
 from distcse.events import Reporter
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import load_recipe, recipe_yaml
-from distcse.trainer.checkpoint_files import load_trainer_state
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import Phase
+from distcse.training.checkpoint_files import load_trainer_state
+from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run, run_mutual
 from tests.jobs import make_recipe
 from tests.machines import RAY, Machine, machines, reason_to_skip

@@ -23,18 +23,18 @@ from distcse.errors import (
     TeacherOutputError,
 )
 from distcse.events import DevScore, Event, Reporter
-from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.dev_metric import DevMetric
-from distcse.experiments.distillation.distillation_task import DistillationTask
 from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
+from distcse.runs.distillation.batch_loader import BatchLoader
+from distcse.runs.distillation.dev_metric import DevMetric
+from distcse.runs.distillation.distillation_task import DistillationTask
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher
-from distcse.trainer.checkpoint_files import ModelState, load_model_state
-from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.trainer import train as train_task
+from distcse.training.checkpoint_files import ModelState, load_model_state
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.trainer import train as train_task
 from tests.backends import run
 from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
-from distcse.distributed import rank
+from distcse.cluster import train_workers
+from distcse.devices.distributed import rank
 from distcse.errors import OutOfMemoryError
 from distcse.events import Event, Listener, LogMessage, Reporter, StepReport
 from distcse.losses import TeacherOutputs, Views
-from distcse.ray_backend import train_workers
 from distcse.runs.directory import RunDirectory
-from distcse.trainer import checkpoint_manager
-from distcse.trainer.checkpoint_files import ModelState, TrainerState
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.training import checkpoint_manager
+from distcse.training.checkpoint_files import ModelState, TrainerState
+from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_two_worker_recipe

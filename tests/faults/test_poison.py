@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from distcse.cluster import embedding_actors
 from distcse.errors import DivergedError, TeacherOutputError, TeacherServerError
 from distcse.events import LogMessage, Reporter
-from distcse.ray_backend import embedding_actors
 from distcse.recipe import Recipe, with_values
 from tests.backends import run
 from tests.endpoints import open_endpoint, reply_with

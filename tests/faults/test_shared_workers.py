@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.mutual.phases import GroupContext, Kind
-from distcse.experiments.mutual.scheduling import RemainingWork
-from distcse.experiments.mutual.worker_pool import PhaseCosts
 from distcse.recipe import LoopSection, with_values
+from distcse.runs.mutual.phases import GroupContext, Kind
+from distcse.runs.mutual.scheduling import RemainingWork
+from distcse.runs.mutual.worker_pool import PhaseCosts
 from tests.backends import run_mutual
 from tests.drivers import Driver
 from tests.kills import Nodes, actor_names, kill_actor
@@ -76,7 +76,7 @@ def test_a_group_grows_loses_a_worker_and_makes_the_labels_of_one_process(
             assert kill_actor("TrainingActor", named=r"^trainer-.*-bert-.*-1$")
             killed.append("trainer 1")
 
-    monkeypatch.setattr("distcse.experiments.mutual.experiment.GroupContext", LateGroup)
+    monkeypatch.setattr("distcse.runs.mutual.experiment.GroupContext", LateGroup)
     # By its size bert is the longest, under any load.
     monkeypatch.setattr(PhaseCosts, "measure_scores", lambda *measured: None)
     monkeypatch.setattr(RemainingWork, "pays", lambda self, count: True)  # these phases take less time than a restart

@@ -18,9 +18,9 @@ import pytest
 import tests.workers  # noqa: F401  (preloads the imports of the fork server)
 from distcse import cli
 from distcse.api import measure
+from distcse.devices.process import NO_GAIN
 from distcse.errors import ModelNotFoundError, RunInUseError
 from distcse.events import Event, Reporter, StepReport, ignore
-from distcse.process import NO_GAIN
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from tests.backends import run

@@ -14,7 +14,7 @@ def test_a_cluster_started_in_the_background_has_the_requested_cpus_and_leaves_s
     script = """
 import os, signal, sys, threading, time
 import psutil
-from distcse.ray_backend.cluster import start_ray, cluster
+from distcse.cluster.cluster import start_ray, cluster
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 signal.signal(signal.SIGTERM, lambda number, frame: print("heard"))
 start_ray(cpus=1)

@@ -16,7 +16,7 @@ from ray import cloudpickle
 from safetensors.torch import save_file
 
 from distcse import cli
-from distcse.data.row_keys import RowKeys
+from distcse.cluster.teacher_servers import live_teacher, table_teacher
 from distcse.errors import (
     CheckpointError,
     EmbeddingTableError,
@@ -30,24 +30,24 @@ from distcse.errors import (
     StorageWriteError,
 )
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.preparation import PreparedCorpus
-from distcse.experiments.distillation.tables import prepare_tables
-from distcse.experiments.family.experiment import Family
-from distcse.experiments.mutual.phases import GroupContext
 from distcse.models import Encoder, StaticEncoder, resolve_model
 from distcse.preflight.machine import check_location
-from distcse.ray_backend.teacher_servers import live_teacher, table_teacher
 from distcse.recipe import FamilyRecipe, MutualRecipe, Recipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.preparation import PreparedCorpus
+from distcse.runs.distillation.tables import prepare_tables
+from distcse.runs.family.experiment import Family
 from distcse.runs.lease import Lease, has_local_changes
+from distcse.runs.mutual.phases import GroupContext
 from distcse.runs.reference_run import ReferenceRun
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_model_state
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.text.row_keys import RowKeys
+from distcse.training.checkpoint_files import ModelState, TrainerState, load_model_state
+from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.trial import TrialContext
 from tests.backends import run
 from tests.failures import fails_with

@@ -14,10 +14,10 @@ import pytest
 
 from distcse import cli
 from distcse.cli.training import status_of
+from distcse.cluster.sweep import run_sweep
+from distcse.devices.process import INTERRUPTED
 from distcse.errors import DivergedError, ResumeMismatchError
 from distcse.events import Event, LogMessage, Reporter, StageProgress, TrialUpdate
-from distcse.process import INTERRUPTED
-from distcse.ray_backend.sweep import run_sweep
 from distcse.recipe import Recipe
 from distcse.report.sweep_page import rows_of, write_sweep_pages
 from distcse.tuning.records import read_trials

@@ -1,6 +1,6 @@
 """A simulated GPU for tests: its numbers are computed on the CPU, its rules are those of a GPU.
 
-Inside `with simulated() as gpu`, PyTorch has an accelerator of type `gpu`, and `distcse.device` finds it as it finds `cuda`:
+Inside `with simulated() as gpu`, PyTorch has an accelerator of type `gpu`, and `distcse.devices.device` finds it as `cuda`:
 
 - An operation on tensors of different devices raises, as on a GPU.
 - Everything for which the host would wait for the device is counted in `gpu.waits` by kind, file and line.

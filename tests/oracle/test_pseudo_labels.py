@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.experiments.mutual.label_exchange import combine
 from distcse.losses import bce_soft, mse_cosine
+from distcse.runs.mutual.label_exchange import combine
 
 
 def tensor(values: Any) -> torch.Tensor:

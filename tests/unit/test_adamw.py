@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distcse.recipe import LoopSection
-from distcse.trainer.engines.fused_adamw import MOMENTS, FusedAdamW
+from distcse.training.engines.fused_adamw import MOMENTS, FusedAdamW
 
 
 def parameters() -> dict[str, nn.Parameter]:

@@ -36,8 +36,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distcse.data import BatchSampler
-from distcse.data.sampler import split_held_out
+from distcse.text import BatchSampler
+from distcse.text.sampler import split_held_out
 from distcse.events import Reporter, StepReport
 from tests.backends import run
 from distcse.models import Encoder

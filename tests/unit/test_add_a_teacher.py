@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse.cluster.health import check_recipe
 from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.models import Encoder
-from distcse.ray_backend.health import check_recipe
 from distcse.recipe import Recipe, TeacherSection
 from distcse.teachers import kinds
 from distcse.teachers.kinds import base, kind_of

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from distcse import host
+from distcse.devices import host
 from tests.conftest import ROOT
 
 _PROGRAM = """
 from pathlib import Path
-from distcse.host import release_memory
+from distcse.devices.host import release_memory
 
 def megabytes():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))

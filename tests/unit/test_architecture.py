@@ -52,11 +52,11 @@ def test_the_rule_would_see_it(tmp_path: Path) -> None:
 
 
 def test_the_rule_would_see_an_import_of_ray(tmp_path: Path) -> None:
-    """`ray_backend` may import Ray, and other packages may import `ray_backend`'s users; none may import Ray itself."""
+    """`cluster` may import Ray, and other packages may import `cluster`'s users; none may import Ray itself."""
     layers = write_package(tmp_path)
-    assert "ray_backend" in layers and "tuning" in layers
-    (tmp_path / "package" / "ray_backend" / "tune.py").write_text("import ray\n")
-    (tmp_path / "package" / "api" / "__init__.py").write_text("import package.ray_backend.tune\n")
+    assert "cluster" in layers and "tuning" in layers
+    (tmp_path / "package" / "cluster" / "tune.py").write_text("import ray\n")
+    (tmp_path / "package" / "api" / "__init__.py").write_text("import package.cluster.tune\n")
     assert not broken(tmp_path / "rule")
     (tmp_path / "package" / "tuning" / "__init__.py").write_text("from ray import tune\n")
     assert "package.tuning -> ray" in broken(tmp_path / "rule")
@@ -81,7 +81,7 @@ def test_the_page_has_the_layers_of_the_rule() -> None:
 
 STORAGE_CALLS = {"os.replace", "os.rename", "os.renames", "os.fsync", "os.fdatasync", "shutil.move"}
 """Calls that only `distcse.storage` makes, so that its order of flush and rename holds for every file."""
-HASHES = {"trainer/dropout_rng.py"}
+HASHES = {"training/dropout_rng.py"}
 """Modules that use hashlib outside `distcse.storage`: seeds of random streams, which are not stored."""
 
 

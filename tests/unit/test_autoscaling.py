@@ -12,16 +12,16 @@ import pytest
 from ray.autoscaler import sdk
 from ray.exceptions import RayError
 
+from distcse.cluster import backend, nodes
+from distcse.cluster.backend import RayCluster
+from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import StoppedEarlyError
 from distcse.events import Event, LogMessage, Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.preflight import check_embedding
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.placement.resources import Node, ResourceRequest
-from distcse.ray_backend import backend, nodes
-from distcse.ray_backend.backend import RayCluster
 from distcse.recipe import Recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.preflight import check_embedding
+from distcse.runs.mutual.experiment import MutualDistillation
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from distcse.experiments.backend import LocalBackend
-from distcse.ray_backend.backend import RayBackend, choose_backend
+from distcse.cluster.backend import RayBackend, choose_backend
 from distcse.recipe import Recipe
+from distcse.runs.backend import LocalBackend
 from tests.pairs import make_mutual_recipe
 
 
@@ -28,7 +28,7 @@ def test_the_recipe_selects_the_backend(
 
 def test_choosing_a_backend_does_not_import_ray() -> None:
     """Ray reads its variables when it is imported, after `start_ray` has set them; a run without Ray needs none of it."""
-    script = "import distcse.api, distcse.ray_backend.sweep, sys; sys.exit('ray' in sys.modules)"
+    script = "import distcse.api, distcse.cluster.sweep, sys; sys.exit('ray' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -37,7 +37,7 @@ def test_what_the_trainers_controller_imports_is_light() -> None:
     """Ray Train's controller imports this module before it requests workers. Ray itself imports PyTorch there."""
     script = """
 import sys
-import distcse.ray_backend.train_workers
+import distcse.cluster.train_workers
 heavy = [name for name in ("transformers", "distcse.models", "distcse.teachers.kinds") if name in sys.modules]
 sys.exit(", ".join(heavy) or 0)
 """

@@ -13,11 +13,6 @@ import torch
 from distcse.errors import InvalidValueError
 from distcse.evaluation import Contamination, RecordedScores, VectorModel
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
-from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import Phase, PhaseResult
-from distcse.experiments.mutual.trials import CycleScores
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.report.card import write_cards
@@ -25,6 +20,11 @@ from distcse.report.history import read_run
 from distcse.report.page import html, markdown
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.dev_pairs import DevPairs
+from distcse.runs.mutual.label_exchange import LabelExchange
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import Phase, PhaseResult
+from distcse.runs.mutual.trials import CycleScores
 from distcse.storage import dump_checked_json, load_checked_json
 from tests.backends import run_mutual
 from tests.failures import fails_with

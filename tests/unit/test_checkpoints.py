@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from distcse.device import to_device
-from distcse.distributed import rank
+from distcse.devices.device import to_device
+from distcse.devices.distributed import rank
 from distcse.errors import (
     CheckpointError,
     DistcseError,
@@ -33,8 +33,8 @@ from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporte
 from distcse.recipe import Recipe, TrainingSection
 from distcse.storage import checksum, open_store, storage_errors
 from distcse.storage.artifact_store import FolderStore
-from distcse.trainer import checkpoint_manager
-from distcse.trainer.checkpoint_files import (
+from distcse.training import checkpoint_manager
+from distcse.training.checkpoint_files import (
     WEIGHTS,
     ModelState,
     TrainerState,
@@ -42,14 +42,14 @@ from distcse.trainer.checkpoint_files import (
     load_weights,
     write_tensors,
 )
-from distcse.trainer.checkpoint_manager import CheckpointManager, is_writing
-from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.engines import TorchEngine
-from distcse.trainer.engines.deepspeed_engine import DeepSpeedEngine
-from distcse.trainer.snapshot import Entry, SnapshotTaker
-from distcse.trainer.step_log import INTERVAL_S
-from distcse.trainer.task import StepInputs
-from distcse.trainer.trainer import TrainResult, finished_state, train
+from distcse.training.checkpoint_manager import CheckpointManager, is_writing
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.engines import TorchEngine
+from distcse.training.engines.deepspeed_engine import DeepSpeedEngine
+from distcse.training.snapshot import Entry, SnapshotTaker
+from distcse.training.step_log import INTERVAL_S
+from distcse.training.task import StepInputs
+from distcse.training.trainer import TrainResult, finished_state, train
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.weights import assert_equal_weights

@@ -177,7 +177,7 @@ def test_the_container_copies_what_is_there() -> None:
 
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
-    from distcse.ray_backend.metrics import COUNTERS, GAUGES, HISTOGRAMS
+    from distcse.cluster.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
     dashboard = json.loads((FOLDER / "grafana" / "distcse.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from scipy.stats import kendalltau, spearmanr
 
-from distcse.data import Corpus
 from distcse.errors import ComparisonError
 from distcse.evaluation import LabelledDev
 from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.events import Reporter
-from distcse.experiments.distillation.dev_ensemble import DevEnsemble
 from distcse.recipe import Recipe, load_recipe
 from distcse.report.terminal import print_comparison
+from distcse.runs.distillation.dev_ensemble import DevEnsemble
 from distcse.teachers.comparison import compare, kendall, overlap
+from distcse.text import Corpus
 from tests.commands import command
 
 main = command("embed")

@@ -14,11 +14,11 @@ from distcse.compat.torch import compile_layer
 from distcse.events import Event, Listener, LogMessage
 from distcse.models import Encoder
 from distcse.recipe import Recipe
-from distcse.trainer import trainer
-from distcse.trainer.compiled_step import MIN_STEPS, CompiledStep, CompileMode, open_compiled_step, trained_layers
-from distcse.trainer.cuda_graphs import GraphRNG
-from distcse.trainer.dropout_rng import recorded_rng
-from distcse.trainer.task import TakeStep
+from distcse.training import trainer
+from distcse.training.compiled_step import MIN_STEPS, CompiledStep, CompileMode, open_compiled_step, trained_layers
+from distcse.training.cuda_graphs import GraphRNG
+from distcse.training.dropout_rng import recorded_rng
+from distcse.training.task import TakeStep
 from tests.jobs import make_spec, train
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 

@@ -15,22 +15,22 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from distcse.data import Corpus, Pairs, PairTokenTable
-from distcse.data.token_table import Tokenization
 from distcse.errors import ResumeMismatchError, RunRecordError
 from distcse.evaluation import collect
 from distcse.evaluation.suites import CustomSet
 from distcse.events import Reporter
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.phase_store import PhaseStore, StoredScores
-from distcse.experiments.mutual.phases import Phase
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.runs.mutual.phase_store import PhaseStore, StoredScores
+from distcse.runs.mutual.phases import Phase
 from distcse.storage import content_key, open_store
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import TargetSpec
+from distcse.text import Corpus, Pairs, PairTokenTable
+from distcse.text.token_table import Tokenization
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_custom_code

@@ -14,11 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.data import BatchSampler, Corpus, TokenTable
-from distcse.data import token_table as tokens_module
-from distcse.data.collate import collate
-from distcse.data.sampler import split_held_out
-from distcse.data.sources import read_dataset
 from distcse.errors import (
     CorpusCacheError,
     CorpusError,
@@ -29,6 +24,11 @@ from distcse.errors import (
 )
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection
+from distcse.text import BatchSampler, Corpus, TokenTable
+from distcse.text import token_table as tokens_module
+from distcse.text.collate import collate
+from distcse.text.sampler import split_held_out
+from distcse.text.sources import read_dataset
 from tests.failures import fails_with
 
 LINES = ["One sentence here.", "", "  Zwei Sätze – «mit» Umlauten.  ", "   ", "Three 🙂 emoji."]

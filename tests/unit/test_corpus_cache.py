@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.data import Corpus, sources
-from distcse.data.ragged import OFFSETS, VALUES, RaggedWriter, write_cache_folder
-from distcse.data.readers import Row
 from distcse.errors import CorpusCacheError, CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.recipe import CorpusSection
+from distcse.text import Corpus, sources
+from distcse.text.ragged import OFFSETS, VALUES, RaggedWriter, write_cache_folder
+from distcse.text.readers import Row
 from tests.failures import fails_with
 
 LINES = [f"sentence {number} of the corpus" for number in range(40)]

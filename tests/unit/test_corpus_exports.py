@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.data import Corpus, check_source, source_rows
-from distcse.data.readers import find_files, read_sentences
 from distcse.errors import CorpusFormatError, CorpusNotFoundError, MissingColumnError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.corpus import read_corpus
 from distcse.recipe import CorpusSection, load_recipe
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.text import Corpus, check_source, source_rows
+from distcse.text.readers import find_files, read_sentences
 from tests.failures import fails_with
 
 TEXTS = ["Grüße; aus, Köln", 'She said "no".', "a\ttab | pipe"]

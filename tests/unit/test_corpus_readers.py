@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distcse.data.readers import file_kind, find_files, read_sentences
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, MissingColumnError
+from distcse.text.readers import file_kind, find_files, read_sentences
 from tests.failures import fails_with
 
 

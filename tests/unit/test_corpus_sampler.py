@@ -7,9 +7,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from distcse.data import BatchSampler, sampler
-from distcse.data.sampler import Permutation, RowSet, split_held_out
 from distcse.errors import CorpusTooSmallError
+from distcse.text import BatchSampler, sampler
+from distcse.text.sampler import Permutation, RowSet, split_held_out
 from tests.failures import fails_with
 
 

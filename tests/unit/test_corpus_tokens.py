@@ -15,12 +15,12 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from distcse.data import Corpus, Tokenization, TokenTable, tokenizer_fingerprint
-from distcse.data import token_table as tokens_module
-from distcse.data.collate import collate
-from distcse.data.ragged import VALUES
 from distcse.errors import CorpusCacheError, TokenizerError
 from distcse.recipe import CorpusSection
+from distcse.text import Corpus, Tokenization, TokenTable, tokenizer_fingerprint
+from distcse.text import token_table as tokens_module
+from distcse.text.collate import collate
+from distcse.text.ragged import VALUES
 from tests.failures import fails_with
 
 

@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-import distcse.data.token_table
-from distcse.data import Corpus, TokenTable
-from distcse.device import CPU
+import distcse.text.token_table
+from distcse.cluster.sweep import TrialBackend
+from distcse.devices.device import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.distillation_task import train_student
-from distcse.experiments.experiment import experiment_of
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.frozen_pass import by_length
 from distcse.rank_space import RankSpace, pair_similarities
-from distcse.ray_backend.sweep import TrialBackend
 from distcse.recipe import CorpusSection, Recipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.distillation_task import train_student
+from distcse.runs.experiment import experiment_of
 from distcse.storage import open_store
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import open_table_teacher
+from distcse.text import Corpus, TokenTable
 from distcse.tuning.trial import TrialContext, run_trial
 from tests.counting import (
     CountedSource,
@@ -148,8 +148,8 @@ def test_a_corpus_is_tokenized_once(
     file.write_text("\n".join(sentences) + "\n", encoding="utf-8")
     corpus = Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
     tokenizer = Encoder.load(tiny("bert"), pooling="cls").tokenizer
-    counting_ids, calls = counted_calls(distcse.data.token_table.encode_batch)
-    monkeypatch.setattr(distcse.data.token_table, "encode_batch", counting_ids)
+    counting_ids, calls = counted_calls(distcse.text.token_table.encode_batch)
+    monkeypatch.setattr(distcse.text.token_table, "encode_batch", counting_ids)
     assert not TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
     assert len(calls) == 1  # chunks of 8,192 rows
     assert TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused

@@ -10,8 +10,8 @@ import pytest
 
 from distcse.errors import UnsupportedModelError
 from distcse.evaluation import PairScores
-from distcse.experiments.mutual.pair_task import pair_model
 from distcse.models import CrossEncoder, is_cross_encoder
+from distcse.runs.mutual.pair_task import pair_model
 from tests.failures import fails_with
 from tests.models import make_cross_encoder
 

@@ -14,11 +14,11 @@ import yaml
 from distcse import cli
 from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.tables import embed_corpus
 from distcse.losses import build_objective, gather_views
 from distcse.losses.views import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.tables import embed_corpus
 from tests.backends import run
 from tests.conftest import ROOT
 from tests.failures import fails_with

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM
 
-from distcse.data.collate import Tokens, collate
 from distcse.errors import (
     InvalidValueError,
     ModelFormatError,
@@ -21,7 +20,6 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.events import Reporter, StepReport
-from distcse.experiments.distillation.model import build_encoder
 from distcse.models import Encoder
 from distcse.models.detection import (
     EditDetector,
@@ -32,7 +30,9 @@ from distcse.models.detection import (
     sample_tokens,
 )
 from distcse.recipe import DetectionSection
-from distcse.trainer.dropout_rng import dropout_rng, dropout_seed
+from distcse.runs.distillation.model import build_encoder
+from distcse.text.collate import Tokens, collate
+from distcse.training.dropout_rng import dropout_rng, dropout_seed
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec, train

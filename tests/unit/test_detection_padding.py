@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distcse.experiments.distillation.model import StudentModel
 from distcse.models import detection as edits
 from distcse.models.detection import Vocabulary
 from distcse.recipe import Recipe
+from distcse.runs.distillation.model import StudentModel
 from tests.gpusim import simulated
 from tests.jobs import make_recipe, make_spec
 from tests.models import make_masked_lm

@@ -26,13 +26,13 @@ from distcse.evaluation import (
     read_table,
 )
 from distcse.events import DevScore, Event, Reporter
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.dev_metric import read_labelled_dev
-from distcse.experiments.distillation.preflight import recipe_questions
-from distcse.experiments.mutual.dev_pairs import DevPairs
 from distcse.models import Encoder
 from distcse.planning.costs import DEV_SENTENCES
 from distcse.recipe import Recipe
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.dev_metric import read_labelled_dev
+from distcse.runs.distillation.preflight import recipe_questions
+from distcse.runs.mutual.dev_pairs import DevPairs
 from tests.backends import run
 from tests.failures import fails_with
 from tests.labelled import scored

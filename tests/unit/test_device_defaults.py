@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 import distcse
-from distcse.device import CPU, GPU, DeviceSpeed, auto_precision, defaults_of
-from distcse.distributed import rank
+from distcse.devices.device import CPU, GPU, DeviceSpeed, auto_precision, defaults_of
+from distcse.devices.distributed import rank
 from distcse.errors import CUDAGraphError, EvaluationOptionError, OutOfMemoryError
 from distcse.events import Event, LogMessage, StageProgress
-from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.dev_metric import encode_shares
 from distcse.losses import list_mle, list_net
 from distcse.models import Encoder
 from distcse.models.folder import overflows_fp16
 from distcse.models.loading import halve_matrices
-from distcse.precision import Role, report_precisions
+from distcse.preflight.precision import Role, report_precisions
 from distcse.recipe import Recipe, TrainingSection
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.batch_loader import BatchLoader
+from distcse.runs.distillation.dev_metric import encode_shares
 from distcse.teachers.kinds.base import frozen_weight_dtype
-from distcse.trainer import trainer
-from distcse.trainer.engines import TorchEngine
-from distcse.trainer.engines.deepspeed_engine import deepspeed_config
-from distcse.trainer.engines.torch_engine import GradientBuckets, all_reduce_gradients
-from distcse.trainer.out_of_memory import OutOfMemoryAdvice
+from distcse.training import trainer
+from distcse.training.engines import TorchEngine
+from distcse.training.engines.deepspeed_engine import deepspeed_config
+from distcse.training.engines.torch_engine import GradientBuckets, all_reduce_gradients
+from distcse.training.out_of_memory import OutOfMemoryAdvice
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_spec, train
@@ -288,7 +288,7 @@ def test_a_step_without_memory_says_how_to_continue(recipe_with: MakeRecipe) -> 
     spec, tables = make_spec(recipe_with("training.max_steps=8", "evaluation.eval_steps=2"))
     with simulated() as gpu:
         with (
-            gpu.out_of_memory(at="distcse/trainer/engines", after=300, times=1000),
+            gpu.out_of_memory(at="distcse/training/engines", after=300, times=1000),
             fails_with(
                 OutOfMemoryError, "Simulated GPU (80.0 GiB", "16 of 16 rows", "training.batch_size=8"
             ) as failure,
@@ -305,7 +305,7 @@ def test_a_group_without_memory_is_named(tmp_path: Path, tiny: Callable[..., Pat
     recipe = make_mutual_recipe(tmp_path, {"only": tiny("bert")}, sentences, "cross.batch_size=8")
     with (
         simulated() as gpu,
-        gpu.out_of_memory(at="distcse/trainer/engines", after=100, times=10_000),
+        gpu.out_of_memory(at="distcse/training/engines", after=100, times=10_000),
         fails_with(OutOfMemoryError, "group only", "cross.batch_size=4", "cross.precision=bf16", "80.0 GiB"),
     ):
         distcse.run(recipe, listen=lambda event: None)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from distcse.devices.device_plan import DeviceOptions, DevicePlan, OwnNode, plan_devices
+from distcse.devices.resources import Node
 from distcse.errors import ClusterTooSmallError
 from distcse.events import Reporter
-from distcse.experiments.mutual.processes import group_needs, with_precisions
-from distcse.placement.devices import DeviceOptions, DevicePlan, OwnNode, plan_devices
-from distcse.placement.resources import Node
+from distcse.runs.mutual.processes import group_needs, with_precisions
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse import host
 from distcse.checks import Check, answers, ok
+from distcse.cluster import health
+from distcse.devices import host
 from distcse.errors import RecipeNotFoundError
 from distcse.preflight import machine
 from distcse.preflight.inputs import input_questions
 from distcse.preflight.models import check_model, model_questions
-from distcse.ray_backend import health
 from distcse.recipe import EncoderSection, EndpointSection, Recipe, TeacherSection, read_recipe
 from distcse.teachers.kinds import kind_of
 from tests.commands import command

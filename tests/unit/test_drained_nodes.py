@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from distcse.placement.resources import Node, ResourceRequest
-from distcse.ray_backend import nodes, shared_storage
-from distcse.ray_backend.nodes import DrainNotices, ResourceWatchdog
+from distcse.cluster import nodes, shared_storage
+from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
+from distcse.devices.resources import Node, ResourceRequest
 
 IDS = ("own", "drained", "other", "lost")
 

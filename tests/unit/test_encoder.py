@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.data.collate import Tokens
 from distcse.errors import (
     EncoderSettingError,
     ModelFormatError,
@@ -22,11 +21,12 @@ from distcse.errors import (
     PickledWeightsError,
     UnsupportedModelError,
 )
-from distcse.experiments.distillation.model import Batch, StudentModel, build_encoder
 from distcse.models import Encoder, build_projection, model_fingerprint, pool, resolve_model
 from distcse.models.folder import model_class
 from distcse.models.student import GlobalBatchNorm
 from distcse.recipe import EncoderSection, StudentSection
+from distcse.runs.distillation.model import Batch, StudentModel, build_encoder
+from distcse.text.collate import Tokens
 from tests.failures import fails_with
 from tests.models import KINDS, their_vectors
 from tests.workers import run_workers

@@ -12,10 +12,10 @@ from distcse import cli
 from distcse.api import Run
 from distcse.cli.training import commands_for
 from distcse.events import Reporter
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.result import Best, MutualResult
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
+from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.result import Best, MutualResult
 from tests.backends import run
 from tests.pairs import make_mutual_recipe
 

@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from distcse.data import Corpus
 from distcse.errors import EndpointError, RefusedTextError
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.tables import embed_corpus
 from distcse.recipe import EndpointSection, TeacherSection, load_recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.tables import embed_corpus
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.endpoint import Endpoint
+from distcse.text import Corpus
 from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
 

@@ -16,6 +16,7 @@ import pytest
 from ray import cloudpickle
 
 from distcse import errors
+from distcse.devices.process import exit_status
 from distcse.errors import (
     CorpusError,
     CorpusNotFoundError,
@@ -33,7 +34,6 @@ from distcse.errors import (
     last_line,
 )
 from distcse.preflight import warnings as settings_warnings
-from distcse.process import exit_status
 from distcse.recipe import read_recipe
 from tests.conftest import ROOT
 from tests.failures import fails_with

@@ -16,7 +16,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from distcse import api
-from distcse.device import DeviceSpeed
+from distcse.devices.device import DeviceSpeed
+from distcse.devices.process import INTERRUPTED
 from distcse.errors import (
     DistcseError,
     EncoderSettingError,
@@ -43,7 +44,6 @@ from distcse.evaluation import (
 )
 from distcse.events import Event, StageProgress
 from distcse.models import Encoder
-from distcse.process import INTERRUPTED
 from distcse.report.progress import JsonView
 from tests.commands import command
 from tests.failures import fails_with

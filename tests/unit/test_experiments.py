@@ -16,19 +16,14 @@ from safetensors.torch import load_file, save_file
 
 import distcse
 from distcse import cli
-from distcse.device import DeviceSpeed
+from distcse.cluster.health import check_recipe
+from distcse.devices.device import DeviceSpeed
+from distcse.devices.gpu_plan import PlansOfTrials
 from distcse.errors import ArgumentError, FrozenKeyError, ResumeMismatchError, SearchSpaceError
 from distcse.events import LogMessage, Reporter, StageProgress
-from distcse.experiments import experiment
-from distcse.experiments.backend import Backend
-from distcse.experiments.experiment import Experiment, Result, experiment_of, register_experiment
-from distcse.experiments.model_card import ModelCard, hub_metadata, limits
-from distcse.experiments.run_scope import open_run
 from distcse.losses import ListNet
 from distcse.models import Encoder, model_fingerprint
-from distcse.placement.gpu_plan import PlansOfTrials
-from distcse.precision import Role
-from distcse.ray_backend.health import check_recipe
+from distcse.preflight.precision import Role
 from distcse.recipe import (
     BaseRecipe,
     EncoderSection,
@@ -39,7 +34,12 @@ from distcse.recipe import (
     register_recipe,
 )
 from distcse.recipe.names import absolute_folder
+from distcse.runs import experiment
+from distcse.runs.backend import Backend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.experiment import Experiment, Result, experiment_of, register_experiment
+from distcse.runs.model_card import ModelCard, hub_metadata, limits
+from distcse.runs.run_scope import open_run
 from distcse.storage import to_uri
 
 

@@ -13,6 +13,8 @@ import pytest
 
 import distcse
 from distcse import cli
+from distcse.devices.device_plan import DeviceOptions
+from distcse.devices.resources import Node
 from distcse.errors import (
     DivergedError,
     EncoderSettingError,
@@ -24,17 +26,15 @@ from distcse.errors import (
 )
 from distcse.evaluation import LoadOptions, VectorModel, open_candidate
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.backend import DeviceCall, LocalBackend
-from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.family import experiment, students
-from distcse.experiments.family.experiment import Family, evenly_spaced
-from distcse.experiments.family.students import plan_side_by_side
 from distcse.models import Encoder, StaticEncoder, static
-from distcse.placement.devices import DeviceOptions
-from distcse.placement.resources import Node
 from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
+from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.trainer.trainer import TrainResult
+from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.family import experiment, students
+from distcse.runs.family.experiment import Family, evenly_spaced
+from distcse.runs.family.students import plan_side_by_side
+from distcse.training.trainer import TrainResult
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.models import make_custom_code
@@ -135,7 +135,7 @@ def test_a_stopped_family_resumes_to_the_same_weights(
     file: Path, stop_in: str, stop_at: type, side_by_side: bool, models: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A student that took no step counts as not begun."""
-    monkeypatch.setattr("distcse.experiments.family.experiment.plan_side_by_side", lambda *arguments: side_by_side)
+    monkeypatch.setattr("distcse.runs.family.experiment.plan_side_by_side", lambda *arguments: side_by_side)
     whole = distcse.run(str(file), FAMILY, listen=lambda event: None)
     seen: list[tuple[str, type]] = []
 

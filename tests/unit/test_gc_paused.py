@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from distcse.process import gc_paused
+from distcse.devices.process import gc_paused
 
 
 def test_the_collectors_state_is_restored() -> None:

@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.data import Corpus
-from distcse.device import defaults_of
+from distcse.cluster.embedding_actors import embedding_tasks
+from distcse.devices.device import defaults_of
 from distcse.errors import DeviceMemoryError
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
-from distcse.experiments.backend import EmbeddingRequest, LocalBackend
-from distcse.experiments.mutual.pair_task import pair_model
 from distcse.models import CrossEncoder, Encoder, frozen_pass
 from distcse.models.frozen_pass import by_length
 from distcse.rank_space import DeviceRankSpace, RankSpace, pair_similarities
-from distcse.ray_backend.embedding_actors import embedding_tasks
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.runs.backend import EmbeddingRequest, LocalBackend
+from distcse.runs.mutual.pair_task import pair_model
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
 from distcse.teachers.teacher import LiveTeacher, RankSpaceTeacher
+from distcse.text import Corpus
 from tests.counting import passes_of
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated

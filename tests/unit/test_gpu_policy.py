@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from distcse import host
-from distcse.device import default_device, gpu_count, has_gpu, limit_memory, usable_memory
+from distcse.devices import host
+from distcse.devices.device import default_device, gpu_count, has_gpu, limit_memory, usable_memory
 from distcse.errors import ClusterTooSmallError, RayConnectionError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.cluster_fit import gpu_policy
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.recipe import Recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.cluster_fit import gpu_policy
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.mutual.experiment import MutualDistillation
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.gpusim import Simulation
@@ -72,8 +72,8 @@ def test_gpus_compute_after_a_run_that_hid_them() -> None:
     """In a new process, in which nothing has counted the GPUs before."""
     code = """
 import torch
-from distcse import host
-from distcse.device import default_device, gpu_count
+from distcse.devices import host
+from distcse.devices.device import default_device, gpu_count
 with host.gpus_hidden():
     torch.ones(2, requires_grad=True).sum().backward()
     assert not torch.cuda.is_available() and default_device() == "cpu"

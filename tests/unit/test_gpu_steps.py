@@ -12,24 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.data import Corpus
-from distcse.data.collate import Tokens
-from distcse.device import gpu_module
-from distcse.distributed import rank as distributed_rank
+from distcse.devices.device import gpu_module
+from distcse.devices.distributed import rank as distributed_rank
 from distcse.events import DevScore, Event, LogMessage, Reporter
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
+from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.runs.mutual.pair_task import PairTask
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher
-from distcse.trainer import cuda_graphs
-from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.engines import make_engine
-from distcse.trainer.trainer import train as train_task
-from distcse.trainer.trainer import training_step
+from distcse.text import Corpus
+from distcse.text.collate import Tokens
+from distcse.training import cuda_graphs
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.engines import make_engine
+from distcse.training.trainer import train as train_task
+from distcse.training.trainer import training_step
 from tests.backends import run
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_recipe, make_spec, train
@@ -288,7 +288,7 @@ def test_recorded_steps_of_pairs_give_the_same_weights_as_eager_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bitwise, with several batch shapes, dropout, checkpoints in between, and the sections' own weight decay."""
-    monkeypatch.setattr("distcse.trainer.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    monkeypatch.setattr("distcse.training.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
     pairs, labels = make_pairs(tmp_path, sentences[:40], sentences[40:80]), np.linspace(0, 1, 40, dtype=np.float32)
     settings = {"batch_size": 8, "epochs": 3, "lr": 2**-10, "precision": precision, "engine": "torch"}
     kind: type[LoopSection] = BiSection if formulation == "bi" else CrossSection
@@ -321,7 +321,7 @@ def test_recorded_steps_give_the_same_weights_as_eager_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bitwise, with several batch shapes, dropout, dev scores and checkpoints in between."""
-    monkeypatch.setattr("distcse.trainer.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    monkeypatch.setattr("distcse.training.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
     overrides = list(RECORDED[family])
     if family.lower() in KINDS:
         overrides = [f"student.backbone={tiny(family.lower())}"]
@@ -398,7 +398,7 @@ def train_in_a_group(
         replay(recorded, seeds)
 
     with pytest.MonkeyPatch.context() as patch, simulated() as gpu:
-        patch.setattr("distcse.trainer.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+        patch.setattr("distcse.training.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
         patch.setattr(cuda_graphs.RecordedParts, "replay", counting)
         if distributed_rank() >= recording:
             patch.setattr(cuda_graphs, "MAX_GRAPHS", 0)
@@ -453,12 +453,12 @@ def test_a_run_waits_only_at_its_start_and_for_reports_scores_and_checkpoints(re
     for place, count in gpu.waits.items():
         waits[place.partition(" @ ")[2].partition(":")[0]] += count
     # Copies of the weights, of two buffers that are not saved, and of the number of updates, before the first step.
-    assert waits.pop("distcse/trainer/engines/torch_engine.py") == len(weights_of(spec.run.path)) + 2
-    assert waits.pop("distcse/trainer/engines/fused_adamw.py") == 1
+    assert waits.pop("distcse/training/engines/torch_engine.py") == len(weights_of(spec.run.path)) + 2
+    assert waits.pop("distcse/training/engines/fused_adamw.py") == 1
     assert (
-        waits.pop("distcse/trainer/step_log.py") == 5
+        waits.pop("distcse/training/step_log.py") == 5
     )  # reports after 4, 8, 12 and 13 steps, and a check before a score
-    assert set(waits) == {"distcse/device.py"}  # vectors of the dev set, and snapshots for checkpoints
+    assert set(waits) == {"distcse/devices/device.py"}  # vectors of the dev set, and snapshots for checkpoints
 
 
 def test_a_whole_run_has_the_layers_and_scores_of_one_on_a_cpu(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, log_softmax, scaled_dot_product_attention
 
-from distcse.device import default_device, gpu_count, gpu_module, has_gpu, is_gpu, speed_of, to_device
+from distcse.devices.device import default_device, gpu_count, gpu_module, has_gpu, is_gpu, speed_of, to_device
 from tests.gpusim import Simulation, simulated
 from tests.workers import run_workers
 
@@ -151,7 +151,7 @@ def test_a_wait_is_attributed_to_the_product(simulated_gpu: Simulation) -> None:
     with simulated_gpu.counting():
         to_device(numbers(2), torch.device("cpu"))
     (place,) = simulated_gpu.waits
-    assert place.startswith("blocking copy to the host @ distcse/device.py:")
+    assert place.startswith("blocking copy to the host @ distcse/devices/device.py:")
 
 
 def test_a_wait_of_another_thread_names_it(simulated_gpu: Simulation) -> None:
@@ -357,7 +357,7 @@ def test_a_backward_pass_can_run_out_of_memory(simulated_gpu: Simulation) -> Non
 
 def test_out_of_memory_can_be_caused_at_a_place(simulated_gpu: Simulation) -> None:
     host = torch.ones(4).pin_memory()
-    with simulated_gpu.out_of_memory(at="distcse/device.py", after=1, times=2):
+    with simulated_gpu.out_of_memory(at="distcse/devices/device.py", after=1, times=2):
         numbers(4)
         to_device(host, GPU)
         for _ in range(2):

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from distcse.errors import CUDAGraphError, InvalidValueError
 from distcse.events import Event, Listener, LogMessage, StepReport
-from distcse.experiments.distillation.batch_loader import BatchLoader
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.trainer import cuda_graphs as graphs
-from distcse.trainer import trainer
-from distcse.trainer.cuda_graphs import CudaGraphStep
-from distcse.trainer.dropout_rng import recorded_rng
-from distcse.trainer.task import StepInputs, TakeStep
+from distcse.runs.distillation.batch_loader import BatchLoader
+from distcse.training import cuda_graphs as graphs
+from distcse.training import trainer
+from distcse.training.cuda_graphs import CudaGraphStep
+from distcse.training.dropout_rng import recorded_rng
+from distcse.training.task import StepInputs, TakeStep
 from tests.failures import fails_with
 from tests.jobs import make_spec, train, train_with_and_without_interruption
 from tests.weights import assert_equal_weights, weights_of

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from distcse.data import Pairs
-from distcse.device import DeviceSpeed
+from distcse.devices.device import DeviceSpeed
 from distcse.errors import CorpusTooSmallError, FrozenKeyError, InvalidValueError, RecipeError, UnknownKeyError
 from distcse.events import Reporter
-from distcse.experiments.mutual.pairs import read_pairs
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.processes import roles_on
 from distcse.models import CrossEncoder
-from distcse.precision import decide_precisions
+from distcse.preflight.precision import decide_precisions
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.runs.directory import RunDirectory, recorded
+from distcse.runs.mutual.pairs import read_pairs
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.processes import roles_on
+from distcse.text import Pairs
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.pairs import assert_same_labels, make_mutual_recipe

@@ -16,9 +16,9 @@ import pytest
 
 import distcse
 from distcse import cli
+from distcse.devices.process import StopOnSignal
 from distcse.errors import InvalidValueError
 from distcse.preflight.warnings import warn_of_places
-from distcse.process import StopOnSignal
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import is_in_job_copy, open_store, resolve_path

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 from ray.exceptions import AuthenticationError
 
+from distcse.cluster.cluster import ClusterConfig, StartingCluster, cluster, fix_of_joining, start_ray, starting_ray
+from distcse.cluster.health import check_cluster
 from distcse.errors import RayConnectionError
-from distcse.ray_backend.cluster import ClusterConfig, StartingCluster, cluster, fix_of_joining, start_ray, starting_ray
-from distcse.ray_backend.health import check_cluster
 from tests.failures import fails_with
 from tests.ports import free_port
 

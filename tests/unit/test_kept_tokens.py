@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.device import default_device
+from distcse.devices.device import default_device
 from distcse.errors import ArgumentError
 from distcse.evaluation import VectorModel, agreement
-from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.dev_metric import DevMetric, read_labelled_dev, teacher_similarities
-from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.pair_task import PairTask
 from distcse.models import Encoder, frozen_pass
 from distcse.models.encoder import KeptTokens
 from distcse.recipe import Recipe
+from distcse.runs.distillation.batch_loader import BatchLoader
+from distcse.runs.distillation.dev_metric import DevMetric, read_labelled_dev, teacher_similarities
+from distcse.runs.mutual.dev_pairs import DevPairs
+from distcse.runs.mutual.pair_task import PairTask
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.teacher import open_table_teacher
 from tests.failures import fails_with

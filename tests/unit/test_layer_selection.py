@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 from distcse.errors import EncoderSettingError, InvalidValueError, UnsupportedModelError
 from distcse.evaluation import agreement
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.layer_selection import best_layers
 from distcse.models import Encoder, only_layers
 from distcse.models.student import keep_layers
 from distcse.recipe import EncoderSection, Recipe, StudentSection
+from distcse.runs.distillation.layer_selection import best_layers
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import distcse
-from distcse.data import Corpus, Excluded
 from distcse.errors import CorpusTooSmallError, EvaluationDataError, EvaluationResultError, InvalidValueError
 from distcse.evaluation import (
     Contamination,
@@ -23,11 +22,12 @@ from distcse.evaluation import (
 )
 from distcse.evaluation.contamination import OverlapCounts
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.dev_metric import read_labelled_dev
-from distcse.experiments.distillation.final_evaluation import contamination_of, labelled_tasks
-from distcse.experiments.mutual.final_evaluation import checked_tasks
 from distcse.recipe import CorpusSection, Recipe, recipe_yaml
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.dev_metric import read_labelled_dev
+from distcse.runs.distillation.final_evaluation import contamination_of, labelled_tasks
+from distcse.runs.mutual.final_evaluation import checked_tasks
+from distcse.text import Corpus, Excluded
 from tests.backends import run, run_mutual
 from tests.failures import fails_with
 from tests.labelled import scored

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.batch_loader import BatchLoader, with_worker_tables
-from distcse.experiments.distillation.distillation_task import train_student
-from distcse.experiments.distillation.tables import prepare_tables
 from distcse.recipe import Recipe, read_recipe
 from distcse.recipe.section import settings_without_effect, unread_keys
 from distcse.recipe.storage import parse_bytes
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.batch_loader import BatchLoader, with_worker_tables
+from distcse.runs.distillation.distillation_task import train_student
+from distcse.runs.distillation.tables import prepare_tables
 from distcse.storage import artifact_store
 from distcse.teachers import row_reader
 from distcse.teachers.table import OPEN_SHARE, EmbeddingTable, TableIdentity, apply_local_budget

@@ -13,13 +13,13 @@ import faiss
 import numpy as np
 import pytest
 
-from distcse.data import Pairs
 from distcse.errors import CorpusTooSmallError, InvalidValueError, MissingDependencyError, StoppedEarlyError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.cluster_fit import model_memory
-from distcse.experiments.mutual.mining import knn, mine_pairs, mining_memory, prepare_mining
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
+from distcse.runs.cluster_fit import model_memory
+from distcse.runs.mutual.mining import knn, mine_pairs, mining_memory, prepare_mining
+from distcse.text import Pairs
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
@@ -111,8 +111,8 @@ def test_a_stop_is_heard_while_an_index_is_built(
 ) -> None:
     for size in (
         "distcse.events.CHUNK",
-        "distcse.experiments.mutual.mining.QUERIES",
-        "distcse.experiments.mutual.mining.FLAT_UP_TO",
+        "distcse.runs.mutual.mining.QUERIES",
+        "distcse.runs.mutual.mining.FLAT_UP_TO",
     ):
         monkeypatch.setattr(size, 100)
     module, *path, name = begun.split(".")
@@ -133,7 +133,7 @@ def test_an_inverted_file_has_the_lists_that_faiss_trains(monkeypatch: pytest.Mo
     index.train(vectors)
     index.add(vectors)
     for name, value in {"FLAT_UP_TO": 100, "NUM_PROBES": 4, "QUERIES": 100}.items():
-        monkeypatch.setattr(f"distcse.experiments.mutual.mining.{name}", value)
+        monkeypatch.setattr(f"distcse.runs.mutual.mining.{name}", value)
     index.nprobe = 4
     expected = index.search(vectors, 6)
     for found, wanted in zip(knn(vectors, 5), expected, strict=True):

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from distcse import cli, run
 from distcse.checks import require
+from distcse.devices.process import refuse_launchers
 from distcse.errors import ArgumentError, CorpusNotFoundError, EncoderSettingError
 from distcse.models import Encoder
 from distcse.preflight.models import model_questions
-from distcse.process import refuse_launchers
 from distcse.recipe import BaseRecipe, Recipe, read_recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import open_store

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from distcse.api import run
-from distcse.data.collate import collate
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.cpu_kernels import Dropout, use_mkldnn_linear
 from distcse.rank_space import rank_space
 from distcse.recipe import Recipe, read_recipe, recipe_yaml, with_values
+from distcse.text.collate import collate
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -29,7 +29,7 @@ from tests.pairs import make_mutual_recipe
 
 SHORTCUTS = {
     "packing": "distcse.models.fast_layers.packed",
-    "choice of packing": "distcse.experiments.distillation.batch_loader.worth_packing",
+    "choice of packing": "distcse.runs.distillation.batch_loader.worth_packing",
     "last layer": "distcse.models.fast_layers.last_layer_at",
     "dropout": "distcse.models.cpu_kernels.dropout",
     "oneDNN layout": "distcse.models.cpu_kernels.onednn_reorder",

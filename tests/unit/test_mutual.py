@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity
 
-from distcse.data import BatchSampler, Pairs
 from distcse.errors import (
     CorpusNotFoundError,
     DivergedError,
@@ -34,14 +33,6 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, PairScores, VectorModel, open_candidate, read_table, sts_score
 from distcse.evaluation.tasks.sts import ScoredPairs
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
-from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.group import SerializedGroup
-from distcse.experiments.mutual.label_exchange import LabelExchange, combine
-from distcse.experiments.mutual.pair_task import BiPairs, CrossPairs
-from distcse.experiments.mutual.pairs import read_pairs
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import GroupContext, Phase
-from distcse.experiments.mutual.result import MutualResult
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.pooling import Dense
 from distcse.models.st_format import DenseShape
@@ -51,9 +42,18 @@ from distcse.report.history import read_run
 from distcse.report.page import html, markdown
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.dev_pairs import DevPairs
+from distcse.runs.mutual.group import SerializedGroup
+from distcse.runs.mutual.label_exchange import LabelExchange, combine
+from distcse.runs.mutual.pair_task import BiPairs, CrossPairs
+from distcse.runs.mutual.pairs import read_pairs
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.result import MutualResult
 from distcse.storage import dump_checked_json, load_checked_json, open_store
-from distcse.trainer.dropout_rng import dropout_seed
-from distcse.trainer.schedule import warmup_then_linear
+from distcse.text import BatchSampler, Pairs
+from distcse.training.dropout_rng import dropout_seed
+from distcse.training.schedule import warmup_then_linear
 from tests.backends import run, run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe

@@ -11,12 +11,12 @@ import pytest
 
 from distcse.checks import require
 from distcse.errors import InvalidValueError, StoppedEarlyError
-from distcse.experiments.mutual.label_exchange import LabelExchange, dev_weight, to_band
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import Phase, PhaseResult
-from distcse.experiments.mutual.preflight import recipe_questions
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.label_exchange import LabelExchange, dev_weight, to_band
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import Phase, PhaseResult
+from distcse.runs.mutual.preflight import recipe_questions
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 

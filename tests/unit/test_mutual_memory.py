@@ -12,10 +12,10 @@ import torch
 
 from distcse.errors import OutOfMemoryError
 from distcse.events import CheckpointSaved, Event, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.experiments.mutual.pair_task import PairTask, PairTokens
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
+from distcse.runs.mutual.pair_task import PairTask, PairTokens
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
@@ -75,7 +75,7 @@ def test_a_group_without_memory_continues_from_its_checkpoint_to_the_same_labels
         def on_event(event: Event) -> None:
             inner = event.event if isinstance(event, GroupEvent) else event
             if isinstance(inner, CheckpointSaved) and not any(isinstance(old, CheckpointSaved) for old in events):
-                failing.enter_context(gpu.out_of_memory(at="distcse/trainer/engines", after=50))
+                failing.enter_context(gpu.out_of_memory(at="distcse/training/engines", after=50))
             events.append(inner)
 
         disturbed = run_mutual(recipe, Reporter(on_event))
@@ -101,7 +101,7 @@ def test_a_group_in_which_no_pair_fits_ends_with_advice(
     events: list[Event] = []
     with (
         simulated() as gpu,
-        gpu.out_of_memory(at="distcse/trainer/engines", times=10_000),
+        gpu.out_of_memory(at="distcse/training/engines", times=10_000),
         fails_with(OutOfMemoryError, "group only", "cycle-1-cross", "1 pair per forward pass", "batch_size=8"),
     ):
         run_mutual(recipe, Reporter(events.append))
@@ -122,7 +122,7 @@ def test_a_resumed_run_begins_with_the_smaller_passes(
     def is_out_of_memory(event: Event) -> bool:
         return isinstance(event, GroupEvent) and isinstance(event.event, LogMessage) and event.event.warning
 
-    with simulated() as gpu, gpu.out_of_memory(at="distcse/trainer/engines", after=100):
+    with simulated() as gpu, gpu.out_of_memory(at="distcse/training/engines", after=100):
         first = run_mutual(recipe, Reporter(events.append, lambda: any(map(is_out_of_memory, events))))
     assert first.interrupted
     directory, resumed = RunDirectory.reopen(first.directory.path, [])

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from distcse.errors import ClusterTooSmallError
-from distcse.experiments.mutual.scheduling import (
+from distcse.runs.mutual.scheduling import (
     START_SLACK,
     RemainingWork,
     StepTimes,

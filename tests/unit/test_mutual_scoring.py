@@ -11,15 +11,15 @@ import pytest
 
 from distcse.errors import RunTakenOverError
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.mutual import scoring
-from distcse.experiments.mutual.pairs import load_pairs
-from distcse.experiments.mutual.phase_store import ScoreShards
-from distcse.experiments.mutual.phases import GroupContext, Phase
-from distcse.experiments.mutual.scoring import PairScorer
 from distcse.recipe import MutualRecipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.runs.mutual import scoring
+from distcse.runs.mutual.pairs import load_pairs
+from distcse.runs.mutual.phase_store import ScoreShards
+from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.scoring import PairScorer
 from distcse.storage import open_store
 from tests.backends import run_mutual
 from tests.failures import fails_with

@@ -14,17 +14,17 @@ import pytest
 
 from distcse.errors import StoppedEarlyError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.mutual.experiment import run_groups
-from distcse.experiments.mutual.group import LocalGroup, SerializedGroup
-from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.phase_store import PhaseStore
-from distcse.experiments.mutual.phases import GroupContext, Phase
-from distcse.experiments.mutual.result import MutualResult
-from distcse.experiments.mutual.scoring import PairScorer
 from distcse.recipe import MutualRecipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.experiment import run_groups
+from distcse.runs.mutual.group import LocalGroup, SerializedGroup
+from distcse.runs.mutual.label_exchange import LabelExchange
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.result import MutualResult
+from distcse.runs.mutual.scoring import PairScorer
 from distcse.storage import open_store
 from tests.backends import run_mutual
 from tests.pairs import labels_of, make_mutual_recipe
@@ -243,7 +243,7 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
     recipe = both()
     directory = RunDirectory.create(recipe)
     with directory.leased(Reporter()) as lease:
-        from distcse.experiments.mutual.pairs import load_pairs
+        from distcse.runs.mutual.pairs import load_pairs
 
         load_pairs(recipe, directory.path, LocalBackend(), Reporter())
         context = GroupContext(recipe, 0, open_store(directory.path, lease), {})
@@ -275,7 +275,7 @@ def test_a_run_that_stops_while_it_waits_for_nodes_decides_what_an_undisturbed_o
         recipe, directory = both("mutual.shared_workers=2", f"storage.runs={tmp_path / stops_at[0]}"), None
         for name in stops_at:
             with monkeypatch.context() as patch, pytest.raises(StoppedEarlyError):
-                patch.setattr(f"distcse.experiments.mutual.experiment.{name}", stop)
+                patch.setattr(f"distcse.runs.mutual.experiment.{name}", stop)
                 run_mutual(recipe, Reporter(), directory)
             (folder,) = (tmp_path / stops_at[0]).iterdir()
             directory, reopened = RunDirectory.reopen(folder, [])

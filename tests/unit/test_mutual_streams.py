@@ -11,16 +11,16 @@ import torch
 
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.mutual import scoring
-from distcse.experiments.mutual.pair_task import PairTask, PairTokens
-from distcse.experiments.mutual.pairs import load_pairs
-from distcse.experiments.mutual.phases import GroupContext, Phase
-from distcse.experiments.mutual.scoring import PairScorer
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.runs.mutual import scoring
+from distcse.runs.mutual.pair_task import PairTask, PairTokens
+from distcse.runs.mutual.pairs import load_pairs
+from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.scoring import PairScorer
 from distcse.storage import open_store
 from tests.failures import fails_with
 from tests.pairs import bi_tokens, cross_tokens, make_mutual_recipe, make_pairs

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from distcse import host
 from distcse.cli import main
+from distcse.devices import host
 from distcse.recipe import packaged_spaces, read_sweep
 from tests.conftest import ROOT
 

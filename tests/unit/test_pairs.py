@@ -12,22 +12,22 @@ import pytest
 from scipy.stats import spearmanr
 from torch.nn import Linear
 
-from distcse.data import Pairs, PairTokenTable, TokenTable
 from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecordError
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.mutual import label_exchange, mining
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.pairs import fit_to_pairs, read_pairs, report_extent
-from distcse.experiments.mutual.phase_store import PhaseStore, StoredScores
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.mutual.trials import MutualTrials
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report import history
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.mutual import label_exchange, mining
+from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.runs.mutual.pairs import fit_to_pairs, read_pairs, report_extent
+from distcse.runs.mutual.phase_store import PhaseStore, StoredScores
+from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.trials import MutualTrials
 from distcse.storage import open_store, sha256
+from distcse.text import Pairs, PairTokenTable, TokenTable
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.models import KINDS
@@ -47,7 +47,7 @@ def drawn_pairs(sentences: list[str], number: int) -> list[tuple[str, str]]:
 def test_stored_pairs_are_the_different_pairs_of_the_stream_in_its_order(
     tmp_path: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("distcse.data.pairs.CHUNK", chunk)
+    monkeypatch.setattr("distcse.text.pairs.CHUNK", chunk)
     stream = drawn_pairs(sentences, 700)
     expected = list(dict.fromkeys(stream))
     assert 400 < len(expected) < 700

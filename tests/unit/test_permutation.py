@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from distcse.data.sampler import Permutation
+from distcse.text.sampler import Permutation
 
 BILLION = 10**9
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from distcse.errors import ClusterTooSmallError, InvalidValueError
-from distcse.placement.resources import (
+from distcse.cluster.assigned_resources import interface_of
+from distcse.cluster.nodes import ResourceWatchdog
+from distcse.cluster.teacher_servers import placement_options
+from distcse.devices.resources import (
     Node,
     ResourceRequest,
     count_fitting,
@@ -16,9 +18,7 @@ from distcse.placement.resources import (
     find_shortfall,
     refuse_impossible,
 )
-from distcse.ray_backend.assigned_resources import interface_of
-from distcse.ray_backend.nodes import ResourceWatchdog
-from distcse.ray_backend.teacher_servers import placement_options
+from distcse.errors import ClusterTooSmallError, InvalidValueError
 from distcse.recipe import load_recipe
 from tests.failures import fails_with
 
@@ -145,8 +145,8 @@ def test_a_server_that_spills_to_another_node_keeps_its_labels(monkeypatch: pyte
 def test_a_lost_node_warns_once_of_what_the_start_order_may_leave_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remaining nodes suffice, but the restarted worker may take the GPU that the labelled server needs."""
     left, warnings = [node(8, 1, role="teachers"), node(8, 1)], list[str]()
-    monkeypatch.setattr("distcse.ray_backend.nodes.live_nodes", lambda: left)
-    monkeypatch.setattr("distcse.ray_backend.nodes.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr("distcse.cluster.nodes.live_nodes", lambda: left)
+    monkeypatch.setattr("distcse.cluster.nodes.CHECK_INTERVAL_S", 0.0)
     requests = [workers(1, 1, 1), workers(1, 1, 1, {"role": "teachers"})]
     for before, expected in ((left, 0), ([*left, Node("gone", {"CPU": 8.0, "GPU": 1.0}, {})], 1)):
         watchdog = ResourceWatchdog(requests, warnings.append, before)

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import pytest
 
+from distcse.devices.gpu_plan import GpuPlan, describe_plans, process_group_backend
+from distcse.devices.resources import Node
 from distcse.errors import ClusterTooSmallError, InvalidValueError
-from distcse.experiments.distillation.processes import plan_run, plans_of_run
-from distcse.experiments.mutual.processes import plan_groups
-from distcse.placement.gpu_plan import GpuPlan, describe_plans, process_group_backend
-from distcse.placement.resources import Node
 from distcse.recipe import Recipe, Sweep
+from distcse.runs.distillation.processes import plan_run, plans_of_run
+from distcse.runs.mutual.processes import plan_groups
 from distcse.teachers.resources import server_resources
 from distcse.tuning.trial_resources import trial_resources
 from tests.failures import fails_with

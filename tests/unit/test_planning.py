@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
-from distcse.data import Corpus
-from distcse.device import DeviceSpeed
+from distcse.devices.device import DeviceSpeed
 from distcse.errors import ArgumentError, ModelNotFoundError
-from distcse.experiments.distillation.processes import roles_on
 from distcse.models import Encoder, resolve_model
 from distcse.models.folder import model_class
 from distcse.planning.costs import Pass, StudentPlan, Terms, WorkerMemory, gradient_bytes, transfer_seconds
 from distcse.planning.machines import GPUS, Cluster, Machine, parse_cluster
 from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
 from distcse.planning.text import student_advice, student_problems
-from distcse.precision import decide_precisions
+from distcse.preflight.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
+from distcse.runs.distillation.processes import roles_on
+from distcse.text import Corpus
 from tests.commands import command
 from tests.conftest import ROOT
 from tests.failures import fails_with

@@ -15,16 +15,16 @@ import torch
 
 import distcse
 from distcse.compat.torch import onednn_supports
-from distcse.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, speedup
+from distcse.devices.cluster import ClusterSpeeds
+from distcse.devices.device import MIN_SPEEDUP, DeviceSpeed, cpu_speed, speedup
+from distcse.devices.resources import Node
 from distcse.errors import SearchSpaceError
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.distillation.processes import with_precisions, with_teacher_precisions
-from distcse.experiments.experiment import experiment_of
-from distcse.experiments.mutual.processes import with_precisions as with_precisions_of_groups
-from distcse.placement.cluster import ClusterSpeeds
-from distcse.placement.resources import Node
-from distcse.precision import Role, report_precisions
+from distcse.preflight.precision import Role, report_precisions
 from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
+from distcse.runs.distillation.processes import with_precisions, with_teacher_precisions
+from distcse.runs.experiment import experiment_of
+from distcse.runs.mutual.processes import with_precisions as with_precisions_of_groups
 from tests.clusters import FixedCluster
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -103,8 +103,8 @@ def with_environment(environment: dict[str, str]) -> dict[str, str]:
 
 def speeds_under(environment: dict[str, str]) -> dict[str, Any]:
     code = (
-        "import json; from distcse.device import cpu_speed; s = cpu_speed();"
-        "from distcse.device import auto_precision;"
+        "import json; from distcse.devices.device import cpu_speed; s = cpu_speed();"
+        "from distcse.devices.device import auto_precision;"
         "print(json.dumps({'precision': auto_precision([s]), 'speedups': dict(s.speedups), 'native': sorted(s.native)}))"
     )
     result = subprocess.run(
@@ -158,7 +158,7 @@ def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytes
     """Another machine might select other ones; a resumed or repeated run uses the stored ones."""
     auto = {"training.precision": "auto", "teachers.encoders.0.precision": "auto", "evaluation.precision": "auto"}
     recipe = with_values(recipe_with("training.max_steps=2"), auto)
-    monkeypatch.setattr("distcse.experiments.cluster_fit.local_speed", lambda: SLOW)
+    monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda: SLOW)
     events: list[Event] = []
     first = distcse.run(recipe, listen=events.append)
     (note,) = (event.note for event in events if isinstance(event, StageProgress) and event.name == "precision")
@@ -166,7 +166,7 @@ def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytes
     stored = read_recipe(str(first.directory / "recipe.yaml"))
     assert isinstance(stored, Recipe)
     assert [stored.training.precision, stored.evaluation.precision] == ["fp32", "fp32"]
-    monkeypatch.setattr("distcse.experiments.cluster_fit.local_speed", lambda: FAST)
+    monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda: FAST)
     repeated = distcse.rerun(first.directory, listen=events.append)
     assert repeated.compared is not None and "equal" in repeated.compared.description
     stored = read_recipe(str(repeated.directory / "recipe.yaml"))
@@ -174,16 +174,16 @@ def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytes
 
 
 def test_bf16_is_selected_on_a_fast_device(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distcse.experiments.cluster_fit.local_speed", lambda: FAST)
+    monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda: FAST)
     recipe = with_precisions(with_values(recipe_with(), {"training.precision": "auto"}), None, Reporter())
     assert recipe.training.precision == "bf16" and recipe.evaluation.precision == "fp32"  # the recipe's value
 
 
 FIRST_AND_LATER = """
 import sys
-import distcse.experiments.cluster_fit as cluster_fit
-import distcse.experiments.distillation.processes as roles
-from distcse.device import DeviceSpeed
+import distcse.runs.cluster_fit as cluster_fit
+import distcse.runs.distillation.processes as roles
+from distcse.devices.device import DeviceSpeed
 from distcse.events import Reporter
 from distcse.models import resolve_model
 from distcse.recipe import load_recipe
@@ -243,13 +243,13 @@ def test_all_groups_get_the_same_precision(monkeypatch: pytest.MonkeyPatch, tmp_
     recipe = with_values(recipe, {f"{key}.precision": "auto" for key in keys})
     assert isinstance(recipe, MutualRecipe)
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        monkeypatch.setattr("distcse.experiments.cluster_fit.local_speed", lambda device=device: device)
+        monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda device=device: device)
         found = with_precisions_of_groups(recipe, None, Reporter())
         assert {getattr(found, key).precision for key in keys} == {chosen}
 
 
 def test_an_engine_refuses_auto(recipe_with: MakeRecipe) -> None:
-    from distcse.trainer.engines import TorchEngine
+    from distcse.training.engines import TorchEngine
 
     training = recipe_with("training.precision=auto").training
     engine = TorchEngine(torch.nn.Linear(2, 2), training, None)
@@ -276,7 +276,7 @@ def test_plan_and_doctor_select_the_same_precision_as_a_run(
 
     recipe = with_values(recipe_with(), {"training.precision": "auto"})
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        for module in ("distcse.planning.planner", "distcse.experiments.cluster_fit"):
+        for module in ("distcse.planning.planner", "distcse.runs.cluster_fit"):
             monkeypatch.setattr(f"{module}.local_speed", lambda device=device: device)
         planned = planner.with_precisions(recipe, parse_cluster("local"))
         assert isinstance(planned, Recipe) and planned.training.precision == chosen
@@ -296,7 +296,7 @@ import json, sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import distcse
-from distcse.device import cpu_speed
+from distcse.devices.device import cpu_speed
 
 class Products(TorchDispatchMode):
     counts = {}

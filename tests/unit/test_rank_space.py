@@ -12,6 +12,8 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
+from distcse.devices.gpu_plan import GpuPlan
+from distcse.devices.resources import Node
 from distcse.errors import (
     EncoderSettingError,
     EvaluationOptionError,
@@ -22,8 +24,6 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, StsTask, collect, evaluate, open_candidate, parse_suites
 from distcse.events import Reporter, StepReport
 from distcse.models import Encoder
-from distcse.placement.gpu_plan import GpuPlan
-from distcse.placement.resources import Node
 from distcse.rank_space import (
     DeviceRankSpace,
     RankSpace,

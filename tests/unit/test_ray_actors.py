@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from distcse.ray_backend.group_actors import open_group_store
-from distcse.ray_backend.heartbeat import HeartbeatMonitor
+from distcse.cluster.group_actors import open_group_store
+from distcse.cluster.heartbeat import HeartbeatMonitor
 
 
 def test_the_port_of_a_process_group_stays_bound_until_all_have_joined() -> None:

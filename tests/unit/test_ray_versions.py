@@ -1,4 +1,4 @@
-"""Every name of Ray on which `distcse.ray_backend.versions` depends still exists in the installed Ray, and works as expected."""
+"""Every name of Ray on which `distcse.cluster.versions` depends still exists in the installed Ray, and works as expected."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from packaging.version import Version
 from ray import tune
 from ray.exceptions import ActorDiedError
 
-from distcse.ray_backend import versions
-from distcse.ray_backend.event_channel import EventActor
+from distcse.cluster import versions
+from distcse.cluster.event_channel import EventActor
 
 _WITHOUT_WATCHER = tuple(f"2.{minor}." for minor in range(53, 57))
 

@@ -14,16 +14,16 @@ from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.preparation import require_shared_projection
-from distcse.experiments.distillation.trials import DistillationTrials
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
 from distcse.report.card import write_cards
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.preparation import require_shared_projection
+from distcse.runs.distillation.trials import DistillationTrials
 from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import (

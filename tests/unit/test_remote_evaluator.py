@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 
+from distcse.devices.resources import Node
 from distcse.errors import InvalidValueError, StoppedEarlyError, WorkFailedError
 from distcse.events import DevScore, Event, LogMessage, Reporter, StepReport
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.processes import plan_run
-from distcse.placement.resources import Node
 from distcse.recipe import Recipe
+from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.runs.distillation.distillation_task import DistillationTask, train_student
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.processes import plan_run
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher
-from distcse.trainer.checkpoint_files import ModelState, load_trainer_state
-from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.trainer import TrainResult
+from distcse.training.checkpoint_files import ModelState, load_trainer_state
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.trainer import TrainResult
 from tests.failures import fails_with
 from tests.jobs import make_spec, train
 from tests.weights import assert_equal_weights, weights_of

@@ -19,8 +19,6 @@ from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation
 from distcse.evaluation.results import NeighborChange, NeighborChanges, Spread, compute_spread
 from distcse.events import Reporter
-from distcse.experiments.distillation.result import StudentResult
-from distcse.experiments.model_card import base_model, inherited_metadata
 from distcse.report.card import model_index, write_cards
 from distcse.report.exports import scores_csv, scores_tex, summary_csv, summary_tex
 from distcse.report.grids import MEASURES, grids
@@ -29,6 +27,8 @@ from distcse.report.page import html, markdown, write_pages
 from distcse.report.plots import pictures
 from distcse.report.sweep_page import summary_tiles
 from distcse.report.terminal import print_evaluation, print_remarks, results_as_json
+from distcse.runs.distillation.result import StudentResult
+from distcse.runs.model_card import base_model, inherited_metadata
 from distcse.tuning.final_evaluation import SummaryRow
 from tests.backends import run
 from tests.failures import fails_with

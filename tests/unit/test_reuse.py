@@ -11,11 +11,11 @@ import pytest
 
 from distcse.errors import EmbeddingTableError
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import EmbeddingRequest, LocalBackend
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.preflight import check_embedding
-from distcse.experiments.distillation.tables import prepare_tables
 from distcse.recipe import Recipe, with_values
+from distcse.runs.backend import EmbeddingRequest, LocalBackend
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.preflight import check_embedding
+from distcse.runs.distillation.tables import prepare_tables
 from distcse.teachers import table as table_module
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.data import Corpus, row_keys
-from distcse.data.row_keys import DistinctRows, RowKeys
 from distcse.recipe import CorpusSection
+from distcse.text import Corpus, row_keys
+from distcse.text.row_keys import DistinctRows, RowKeys
 
 
 @pytest.fixture(params=[2**20, 64], ids=["one range", "many ranges"])

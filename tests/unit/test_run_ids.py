@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from distcse import api, cli
-from distcse.data import Pairs
 from distcse.errors import FrozenKeyError, ResumeMismatchError, RunDirectoryError, RunInUseError, RunRecordError
 from distcse.events import DevScore, Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.experiment import experiment_of
 from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, read_sweep, with_values
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, refuse_changes
+from distcse.runs.experiment import experiment_of
 from distcse.runs.lease import Lease
 from distcse.storage import atomic_write
+from distcse.text import Pairs
 from distcse.tuning import sweep as sweeps
 from tests.backends import run_mutual
 from tests.failures import fails_with

@@ -14,10 +14,10 @@ import pytest
 import ray
 from ray.exceptions import RayTaskError
 
+from distcse.cluster import tune
+from distcse.cluster.tune import TrialListener, tpe, trial_scheduler
 from distcse.errors import DistcseError, ModelOutputError, StorageWriteError
 from distcse.events import Event, LogMessage, Reporter, WaitWarning
-from distcse.ray_backend import tune
-from distcse.ray_backend.tune import TrialListener, tpe, trial_scheduler
 from distcse.recipe import Recipe, load_recipe
 from distcse.storage import open_store
 from distcse.tuning.records import Trial, TrialMetric, read_trials

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from distcse.cluster.cluster import worker_environment
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
-from distcse.ray_backend.cluster import worker_environment
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe

@@ -13,11 +13,11 @@ import pytest
 
 from distcse.errors import EndpointError
 from distcse.events import Event, LogMessage, Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.corpus import find_corpus
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.warnings import band_warnings
 from distcse.recipe import EndpointSection, TeacherSection
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import find_corpus
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.warnings import band_warnings
 from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
 from tests.jobs import make_recipe

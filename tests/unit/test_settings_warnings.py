@@ -12,18 +12,9 @@ import pytest
 from transformers import AutoConfig
 
 from distcse.api import measure
-from distcse.data import Corpus
 from distcse.errors import CorpusTooSmallError, StoppedEarlyError
 from distcse.evaluation import LoadOptions
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.extent import Extent, fit_to_corpus
-from distcse.experiments.distillation.preflight import check_embedding
-from distcse.experiments.distillation.tables import embed_corpus
-from distcse.experiments.distillation.trials import DistillationTrials
-from distcse.experiments.distillation.warnings import averaged_teachers, band_warnings, model_warnings
-from distcse.experiments.mutual.experiment import MutualDistillation
 from distcse.models import Encoder, TokenizerSpec
 from distcse.preflight.warnings import (
     SettingsWarning,
@@ -43,10 +34,19 @@ from distcse.recipe import (
     with_values,
 )
 from distcse.recipe.training import TrainingSection
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.extent import Extent, fit_to_corpus
+from distcse.runs.distillation.preflight import check_embedding
+from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.distillation.trials import DistillationTrials
+from distcse.runs.distillation.warnings import averaged_teachers, band_warnings, model_warnings
+from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.storage import resolve_path
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.vector_statistics import SAMPLE, VectorStatistics, table_statistics
+from distcse.text import Corpus
 from distcse.tuning.sweep import begin, reopen
 from tests.commands import command
 from tests.failures import fails_with

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-from distcse.experiments.distillation.processes import joined_for_embedding, joined_for_run
-from distcse.placement.resources import Node
-from distcse.ray_backend.shared_storage import check_paths
+from distcse.cluster.shared_storage import check_paths
+from distcse.devices.resources import Node
 from distcse.runs.directory import check_storage
+from distcse.runs.distillation.processes import joined_for_embedding, joined_for_run
 from tests.clusters import FixedCluster
 from tests.jobs import make_recipe
 

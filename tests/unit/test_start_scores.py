@@ -10,12 +10,12 @@ import pytest
 
 from distcse.evaluation import RecordedScores, VectorModel
 from distcse.events import Event, Reporter, StageProgress
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.mutual.dev_pairs import DevPairs
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.experiments.mutual.start_scores import score_starts
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.mutual.dev_pairs import DevPairs
+from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.runs.mutual.start_scores import score_starts
 from tests.pairs import make_mutual_recipe
 
 

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import distcse
+from distcse.devices.device_plan import DeviceOptions
+from distcse.devices.process import INTERRUPTED
 from distcse.evaluation import Evaluation, ModelInfo, ModelResults, RecordedScores
 from distcse.evaluation.bootstrap import AucOf, AverageOf, Fixed, MeanOf, SpearmanOf
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.evaluation.tasks import TaskResult
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.experiments.backend import DeviceCall, LocalBackend
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.placement.devices import DeviceOptions
-from distcse.process import INTERRUPTED
 from distcse.recipe import MutualRecipe, Recipe
+from distcse.runs.backend import DeviceCall, LocalBackend
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.mutual.experiment import MutualDistillation
 from tests.backends import run_mutual
 from tests.commands import command
 from tests.pairs import make_mutual_recipe
@@ -137,7 +137,7 @@ def test_the_command_prints_what_was_measured_and_exits_as_stopped(
 ) -> None:
     recipe_with(*SHORT)
     stop = StopAt("teacher 0")
-    monkeypatch.setattr("distcse.process.StopOnSignal.stop_requested", lambda self: stop.stop_requested())
+    monkeypatch.setattr("distcse.devices.process.StopOnSignal.stop_requested", lambda self: stop.stop_requested())
     monkeypatch.setattr("distcse.report.progress.QuietView.show", lambda self, event: stop.listen(event))
     assert main([str(tmp_path / "recipe.yaml"), "--quiet"]) == INTERRUPTED
     printed = capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 
 from distcse.errors import StoppedEarlyError
 from distcse.storage import open_store
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, read_trial
 from distcse.tuning.trial import TrialContext, run_trial
 from tests.jobs import embed_tables, make_recipe

@@ -22,32 +22,32 @@ from typing import Any
 import pytest
 
 import distcse
-from distcse.data import Corpus
+from distcse.devices.process import INTERRUPTED, StopOnSignal, exit_status
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation import Contamination, RetrievalDataset, RetrievalTask, Tasks
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.corpus import prepare_tokens
-from distcse.experiments.distillation.dev_ensemble import score_ensemble
-from distcse.experiments.distillation.experiment import Distillation
-from distcse.experiments.distillation.final_evaluation import (
+from distcse.models import Encoder, EncoderHandle
+from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
+from distcse.runs import lease as leases
+from distcse.runs.backend import LocalBackend
+from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.corpus import prepare_tokens
+from distcse.runs.distillation.dev_ensemble import score_ensemble
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.final_evaluation import (
     ScoredStudent,
     contamination_of,
     final_scores,
     labelled_tasks,
     rank_inference_call,
 )
-from distcse.experiments.distillation.tables import embed_corpus, prepare_tables
-from distcse.experiments.experiment import experiment_of
-from distcse.experiments.mutual.experiment import MutualDistillation
-from distcse.models import Encoder, EncoderHandle
-from distcse.process import INTERRUPTED, StopOnSignal, exit_status
-from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
-from distcse.runs import lease as leases
-from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.tables import embed_corpus, prepare_tables
+from distcse.runs.experiment import experiment_of
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.storage import open_store
 from distcse.teachers.comparison import compare
+from distcse.text import Corpus
 from tests.commands import TRAIN, user_environment
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -58,9 +58,9 @@ MakeRecipe = Callable[..., Recipe]
 
 UNITS = {
     "distcse.models.frozen_pass.padded": 1,
-    "distcse.data.token_table.encode_batch": 1,
-    "distcse.data.ragged.RaggedWriter.append": 1,
-    "distcse.data.ragged.RaggedWriter.append_rows": 1,
+    "distcse.text.token_table.encode_batch": 1,
+    "distcse.text.ragged.RaggedWriter.append": 1,
+    "distcse.text.ragged.RaggedWriter.append_rows": 1,
     "distcse.evaluation.contamination.normalized_key": 16,
     "distcse.evaluation.tasks.transfer._regression": 1,
     "distcse.teachers.table.EmbeddingTable.is_intact": 8,
@@ -69,13 +69,13 @@ UNITS = {
 }
 """Functions that compute one batch or shard, or one of its parts, and how many calls are at most between two questions."""
 SMALL = {
-    "distcse.data.token_table.CHUNK": 16,
-    "distcse.data.corpus.CHUNK": 16,
-    "distcse.data.pairs.CHUNK": 4,
+    "distcse.text.token_table.CHUNK": 16,
+    "distcse.text.corpus.CHUNK": 16,
+    "distcse.text.pairs.CHUNK": 4,
     "distcse.events.CHUNK": 16,
-    "distcse.experiments.mutual.mining.QUERIES": 16,
+    "distcse.runs.mutual.mining.QUERIES": 16,
     "distcse.models.static.TOKENS_PER_BATCH": 16,
-    "distcse.experiments.distillation.corpus.PART_ROWS": 100,
+    "distcse.runs.distillation.corpus.PART_ROWS": 100,
 }
 
 

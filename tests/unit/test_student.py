@@ -28,27 +28,27 @@ from distcse.errors import (
     RunTakenOverError,
 )
 from distcse.events import DevScore, Event, Reporter, StepReport
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.batch_loader import TrainSpec
-from distcse.experiments.distillation.final_evaluation import labelled_tasks, selected_suites
-from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.models import Encoder
 from distcse.recipe import Recipe
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, recorded
+from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.final_evaluation import labelled_tasks, selected_suites
+from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.lease import Lease
 from distcse.teachers.table import EmbeddingTable
-from distcse.trainer.checkpoint_files import (
+from distcse.training.checkpoint_files import (
     ModelState,
     TrainerState,
     load_model_state,
     load_trainer_state,
     load_weights,
 )
-from distcse.trainer.checkpoints import CheckpointStore
-from distcse.trainer.dropout_rng import dropout_seed
-from distcse.trainer.engines.deepspeed_engine import deepspeed_config
-from distcse.trainer.schedule import total_steps, warmup_then_linear
-from distcse.trainer.trainer import TrainResult
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.dropout_rng import dropout_seed
+from distcse.training.engines.deepspeed_engine import deepspeed_config
+from distcse.training.schedule import total_steps, warmup_then_linear
+from distcse.training.trainer import TrainResult
 from tests.backends import run
 from tests.conftest import ROOT
 from tests.failures import fails_with

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distcse.trainer.engines import torch_engine
-from distcse.trainer.engines.torch_engine import all_reduce_gradients, large_embeddings
+from distcse.training.engines import torch_engine
+from distcse.training.engines.torch_engine import all_reduce_gradients, large_embeddings
 from tests.workers import run_workers
 
 ROWS, WIDTH = 5000, 4

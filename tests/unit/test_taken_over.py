@@ -20,22 +20,22 @@ import numpy as np
 import pytest
 import torch
 
+from distcse.devices.device_plan import DeviceOptions
 from distcse.errors import DistcseError
 from distcse.evaluation import Contamination, Evaluation, Tasks
 from distcse.events import LogMessage, Reporter
-from distcse.experiments.backend import DeviceCall, LocalBackend
-from distcse.experiments.mutual.phase_store import PhaseStore, ScoreShards
-from distcse.experiments.mutual.phases import Phase
-from distcse.experiments.stoppable_evaluation import FinalScores, measure_models
-from distcse.placement.devices import DeviceOptions
 from distcse.recipe import Recipe, read_sweep
 from distcse.report.page import write_page_files
+from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory, check_stored, recorded
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.phase_store import PhaseStore, ScoreShards
+from distcse.runs.mutual.phases import Phase
+from distcse.runs.stoppable_evaluation import FinalScores, measure_models
 from distcse.storage import open_store
 from distcse.teachers.targets import has_projection, write_projection
-from distcse.trainer.checkpoint_files import ModelState, TrainerState, load_trainer_state, load_weights
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.training.checkpoint_files import ModelState, TrainerState, load_trainer_state, load_weights
+from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trials, write_tables
 from distcse.tuning.sweep import begin, reopen
 from distcse.tuning.trial import clear

@@ -13,8 +13,8 @@ from distcse.cli import training
 from distcse.errors import EvaluationDataError, EvaluationFormatError, EvaluationOptionError
 from distcse.evaluation import collect, read_table
 from distcse.evaluation.task_pairs import PAIR_TASKS, write_task_pairs
-from distcse.experiments.mutual.pairs import read_pairs
 from distcse.recipe import MutualRecipe, read_recipe
+from distcse.runs.mutual.pairs import read_pairs
 from tests.commands import command
 from tests.failures import fails_with
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distcse.data import Corpus
 from distcse.errors import ModelNotFoundError, UnsuitableTeacherError
 from distcse.events import Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.preparation import PreparedCorpus
 from distcse.recipe import EndpointSection, Recipe, TeacherSection
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.table import TableIdentity
 from distcse.teachers.teacher import LiveTeacher
+from distcse.text import Corpus
 from tests.commands import command
 from tests.failures import fails_with
 from tests.models import make_cross_encoder

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.data import Corpus
 from distcse.errors import EmbeddingTableError, TeacherOutputError
 from distcse.events import Reporter
-from distcse.experiments.backend import EmbeddingRequest, LocalBackend
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
+from distcse.runs.backend import EmbeddingRequest, LocalBackend
 from distcse.teachers import embedding
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.lists import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import MOST_SHARDS, SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
+from distcse.text import Corpus
 from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with
 
@@ -82,7 +82,7 @@ def test_a_server_of_a_table_does_not_import_pytorch(tmp_path: Path) -> None:
     script = """
 import pickle, sys
 import numpy as np
-import distcse.ray_backend.teacher_servers
+import distcse.cluster.teacher_servers
 from distcse.recipe import TeacherSection
 from distcse.teachers.teacher import open_table_teacher
 table = pickle.loads(bytes.fromhex(sys.argv[1]))

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.data import Corpus
 from distcse.errors import EndpointError, InvalidValueError, UnsuitableTeacherError
 from distcse.events import Reporter, StepReport
-from distcse.experiments.distillation.result import StudentResult
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import EndpointSection, TeacherSection
+from distcse.runs.distillation.result import StudentResult
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
 from distcse.teachers.kinds.endpoint import Endpoint
+from distcse.text import Corpus
 from tests.backends import run
 from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with

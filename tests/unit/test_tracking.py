@@ -21,8 +21,8 @@ from distcse.api import resume, run
 from distcse.checks import require
 from distcse.errors import InvalidValueError, LoggerSetupError
 from distcse.events import DevScore, Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport, TrialUpdate
-from distcse.experiments.distillation.preflight import recipe_questions
 from distcse.recipe import Recipe, Sweep
+from distcse.runs.distillation.preflight import recipe_questions
 from distcse.storage import open_store
 from distcse.tracking import Tracking, require_trial_loggers, track_run
 from distcse.tracking.loggers import RunStatus

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from ray.tune import PlacementGroupFactory
 
+from distcse.cluster.tune import placement
+from distcse.devices.resources import Node, Resources
 from distcse.errors import ClusterTooSmallError
 from distcse.events import Event, Reporter
-from distcse.experiments.backend import LocalBackend
-from distcse.experiments.distillation.corpus import read_corpus
-from distcse.experiments.distillation.processes import least_requests as run_requests
-from distcse.experiments.distillation.processes import report_gpus
-from distcse.experiments.distillation.tables import prepare_tables, require_embedding_gpus
-from distcse.placement.resources import Node, Resources
-from distcse.ray_backend.tune import placement
 from distcse.recipe import Recipe, Sweep, TeachersSection
+from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.processes import least_requests as run_requests
+from distcse.runs.distillation.processes import report_gpus
+from distcse.runs.distillation.tables import prepare_tables, require_embedding_gpus
 from distcse.teachers.resources import EMBEDDING, plan_embedding
 from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
 from tests.clusters import FixedCluster

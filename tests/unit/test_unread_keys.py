@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import SearchSpaceError
-from distcse.experiments.experiment import experiment_of
 from distcse.recipe import Recipe, Sweep, packaged_recipes, read_recipe
 from distcse.recipe.section import settings_without_effect, unread_keys
+from distcse.runs.experiment import experiment_of
 from distcse.tuning.space import Space
 from tests.commands import command
 from tests.jobs import make_recipe

@@ -11,15 +11,15 @@ import torch
 
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
-from distcse.experiments.distillation.batch_loader import BatchLoader
-from distcse.experiments.distillation.dev_metric import DevMetric
 from distcse.models import Encoder
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import Recipe
+from distcse.runs.distillation.batch_loader import BatchLoader
+from distcse.runs.distillation.dev_metric import DevMetric
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.teacher import open_table_teacher
-from distcse.trainer.checkpoint_files import load_weights
-from distcse.trainer.checkpoints import CheckpointStore
+from distcse.training.checkpoint_files import load_weights
+from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec

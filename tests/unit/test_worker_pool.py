@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from distcse.devices.resources import Node
 from distcse.errors import (
     ClusterTooSmallError,
     DistcseError,
@@ -26,19 +27,18 @@ from distcse.errors import (
     WorkFailedError,
 )
 from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned, ignore
-from distcse.experiments.mutual.experiment import run_groups
-from distcse.experiments.mutual.group import Group
-from distcse.experiments.mutual.label_exchange import LabelExchange
-from distcse.experiments.mutual.phase_store import PhaseStore, Scores, StoredScores
-from distcse.experiments.mutual.phases import Phase, PhaseResult
-from distcse.experiments.mutual.pooled_group import PooledGroup, SlotsLost
-from distcse.experiments.mutual.processes import Parameters, count_parameters, plan_groups, with_max_workers
-from distcse.experiments.mutual.scheduling import StepTimes
-from distcse.experiments.mutual.worker_pool import FIRST_PAUSE_S, PhaseCosts, PoolMember, WorkerPool
 from distcse.models import Encoder
-from distcse.placement.resources import Node
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
+from distcse.runs.mutual.experiment import run_groups
+from distcse.runs.mutual.group import Group
+from distcse.runs.mutual.label_exchange import LabelExchange
+from distcse.runs.mutual.phase_store import PhaseStore, Scores, StoredScores
+from distcse.runs.mutual.phases import Phase, PhaseResult
+from distcse.runs.mutual.pooled_group import PooledGroup, SlotsLost
+from distcse.runs.mutual.processes import Parameters, count_parameters, plan_groups, with_max_workers
+from distcse.runs.mutual.scheduling import StepTimes
+from distcse.runs.mutual.worker_pool import FIRST_PAUSE_S, PhaseCosts, PoolMember, WorkerPool
 from tests.failures import fails_with
 from tests.models import make_encoder
 from tests.pairs import labels_of, make_mutual_recipe
@@ -291,7 +291,7 @@ class FakeWorkers:
 def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     three: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distcse.experiments.mutual.worker_pool.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("distcse.runs.mutual.worker_pool.FIRST_PAUSE_S", 0.001)
     in_use: dict[int, str] = {}
     steps = {"a": 0.012, "b": 0.001, "c": 0.001}
     pool = WorkerPool({name: make_member(seconds, (1, 2)) for name, seconds in steps.items()}, lambda: range(2))

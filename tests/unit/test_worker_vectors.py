@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.distributed import rank, world_size
+from distcse.devices.distributed import rank, world_size
 from distcse.errors import EmbeddingTableError, UnsuitableTeacherError
 from distcse.events import Reporter
-from distcse.experiments.distillation.batch_loader import BatchLoader, TrainSpec, teacher_clients, with_worker_tables
-from distcse.experiments.distillation.distillation_task import DistillationTask, train_student
-from distcse.experiments.distillation.preparation import require_vectors
 from distcse.losses import TeacherOutputs
 from distcse.recipe import Recipe
+from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec, teacher_clients, with_worker_tables
+from distcse.runs.distillation.distillation_task import DistillationTask, train_student
+from distcse.runs.distillation.preparation import require_vectors
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import open_table_teacher

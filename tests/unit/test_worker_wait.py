@@ -6,11 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 
+from distcse.cluster.train_workers import WorkerWait, result_unless_paused
 from distcse.errors import DivergedError, StoppedEarlyError
 from distcse.events import Event, LogMessage, Reporter
-from distcse.ray_backend.train_workers import WorkerWait, result_unless_paused
-from distcse.trainer.checkpoint_files import TrainerState
-from distcse.trainer.trainer import TrainResult
+from distcse.training.checkpoint_files import TrainerState
+from distcse.training.trainer import TrainResult
 from tests.failures import fails_with
 
 

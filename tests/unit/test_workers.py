@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distcse.distributed import on_all_ranks, rank
+from distcse.devices.distributed import on_all_ranks, rank
 from distcse.errors import CorpusError, TeacherError
 from tests.failures import fails_with
 from tests.workers import run_workers

@@ -14,11 +14,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.data.readers import read_sentences
 from distcse.errors import EvaluationDataError, EvaluationFormatError, MissingColumnError
 from distcse.evaluation.bootstrap import Estimate, MeanOf, PearsonOf, SpearmanOf
 from distcse.evaluation.models import PairModel, VectorModel
 from distcse.evaluation.tasks import EvalTask, TaskResult
+from distcse.text.readers import read_sentences
 
 
 def agreement(student: NDArray[np.floating], similarities: NDArray[np.floating]) -> float:

@@ -7,7 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from distcse.data import Corpus
 from distcse.models import is_cross_encoder, resolve_model
 from distcse.models.folder import find_local_model
 from distcse.recipe import TeacherSection
@@ -15,6 +14,7 @@ from distcse.teachers.kinds import base
 from distcse.teachers.kinds.base import BiEncoderKind, ListSource, TeacherKind, register_kind
 from distcse.teachers.kinds.cross_encoder import CrossEncoderKind
 from distcse.teachers.teacher import Teacher
+from distcse.text import Corpus
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

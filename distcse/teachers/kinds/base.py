@@ -9,8 +9,7 @@ from typing import ClassVar, Literal, TypeVar
 import torch
 
 from distcse.checks import Check
-from distcse.data import Corpus
-from distcse.device import HALF_PRECISIONS, default_device
+from distcse.devices.device import HALF_PRECISIONS, default_device
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder, model_fingerprint
 from distcse.models.cpu_kernels import use_mkldnn_linear
@@ -18,6 +17,7 @@ from distcse.models.folder import find_local_model, overflows_fp16
 from distcse.recipe import TeacherSection
 from distcse.recipe.section import decided
 from distcse.teachers.teacher import Embedder, LiveTeacher, Teacher
+from distcse.text import Corpus
 
 ListSource = Literal["table", "rank", "live"]
 """Where a teacher's lists come from: cosines of its table, rank-space similarities of its table, or its forward passes."""

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.checks import Check, fail
-from distcse.data import Corpus
-from distcse.device import default_device
+from distcse.devices.device import default_device
 from distcse.errors import EncoderError, TeacherOutputError, UnsuitableTeacherError
 from distcse.models import CrossEncoder
 from distcse.models.cpu_kernels import use_mkldnn_linear
@@ -18,6 +17,7 @@ from distcse.models.cross import check_scorer
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.teachers.kinds.base import ModelKind
 from distcse.teachers.teacher import Embedder, Teacher
+from distcse.text import Corpus
 
 
 class CrossEncoderKind(ModelKind):

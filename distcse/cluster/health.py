@@ -1,0 +1,258 @@
+"""`distcse doctor`: checks of this machine, of Ray and the cluster at RAY_ADDRESS, and of all that a recipe wants."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distcse.checks import Check, answers, fail, ok, warn
+from distcse.cluster.cluster import fix_of_joining
+from distcse.cluster.nodes import alive
+from distcse.cluster.versions import FIRST_UNSUPPORTED, OLDEST, current_cluster_file, find_long_socket_path
+from distcse.devices import host
+from distcse.devices.device import gpu_count, local_speed
+from distcse.devices.host import installed_version
+from distcse.devices.resources import Node, format_nodes
+from distcse.errors import ClusterTooSmallError, DistcseError, EncoderError, StorageError
+from distcse.preflight import machine
+from distcse.preflight.models import model_questions
+from distcse.recipe import BaseRecipe, StorageSection
+from distcse.runs.experiment import experiment_of
+from distcse.storage import ArtifactStore, open_store, resolve_path
+from distcse.teachers.kinds import kind_of
+
+_DASHBOARD = 8265
+_CLIENT = 10001
+_LOOPBACK = ("127.", "::1")
+
+
+def diagnose(recipe: BaseRecipe | None = None) -> Iterator[Check]:
+    """Yield the checks of this machine, of the cluster, and of a recipe if there is one, each as soon as it is known."""
+    storage = StorageSection() if recipe is None else recipe.storage
+    cache = storage.cache if recipe is not None else os.environ.get("DISTCSE_CACHE") or storage.cache
+    folders = {
+        f"storage.{key}": resolve_path(folder).expanduser().absolute()
+        for key, folder in (("runs", storage.runs), ("cache", cache))
+    }
+    yield machine.check_python()
+    yield machine.check_package("torch>=2.8", (2, 8))
+    yield machine.check_package("transformers>=5,<6", (5, 0), (6, 0))
+    supported = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, FIRST_UNSUPPORTED))}"
+    yield machine.check_package(f"ray[default,train,tune]{supported}", OLDEST, FIRST_UNSUPPORTED)
+    yield machine.check_cpus()
+    yield machine.check_gpus(recipe)
+    yield machine.check_precision(None if recipe is None else experiment_of(recipe).precision_roles([local_speed()]))
+    yield machine.check_memory()
+    yield machine.check_shared_memory()
+    yield machine.check_open_files()
+    yield machine.check_deepspeed(recipe)
+    yield from check_cluster(folders, recipe)
+    yield from check_token()
+    yield check_ports()
+    for key, folder in folders.items():
+        yield from machine.check_location(key, folder)
+    if recipe is not None:
+        yield from check_recipe(recipe)
+
+
+def check_recipe(recipe: BaseRecipe) -> Iterator[Check]:
+    """Ask what a run of the recipe asks before it starts, and yield the warnings that it would report."""
+    experiment = experiment_of(recipe)
+    yield from answers(model_questions(recipe))
+    for teacher in recipe.inputs.teachers:
+        yield from kind_of(teacher, only_local=True).check_source()
+    yield from answers(experiment.questions())
+    try:
+        warnings = experiment.warnings()
+    except DistcseError as error:
+        yield fail("settings", error.coded_message, "or correct the recipe")
+        return
+    for warning in warnings:
+        yield warn("settings", f"[{warning.code}] {warning.problem}", warning.fix)
+    if not warnings:
+        yield ok("settings", "nothing to warn of")
+
+
+def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe | None = None) -> list[Check]:
+    """Check the nodes of the cluster at RAY_ADDRESS: versions of Ray, Python and packages, and access to the run's folders.
+
+    Args:
+        shared: Folders that all nodes must see, by recipe key; folders that do not exist yet are skipped.
+        recipe: A recipe whose processes the nodes, or this machine, must have room for. Default: none.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        running = _find_running()
+        here = Node("", {"CPU": host.cpus(), **({"GPU": gpus} if (gpus := gpu_count()) else {})}, {})
+        found = (
+            "none; each run starts one on this machine"
+            if running is None
+            else f"one is running at {running}, not used; export RAY_ADDRESS={running} to use it"
+        )
+        sockets = find_long_socket_path()
+        too_long = [] if sockets is None else [fail("ray folder", *sockets)]
+        return [ok("cluster", found), *too_long, *_resources(recipe, [here])]
+    import ray
+
+    was_up = ray.is_initialized()
+    try:
+        if not was_up:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        return [*_nodes(address, shared or {}), *_resources(recipe, alive())]
+    except Exception as error:  # Ray raises errors of many types if a cluster cannot be joined
+        summary = f"cannot join {address}: {' '.join(str(error).split())[:200]}"
+        return [fail("cluster", summary, fix_of_joining(error))]
+    finally:
+        if not was_up:
+            ray.shutdown()
+
+
+def _resources(recipe: BaseRecipe | None, nodes: Sequence[Node]) -> list[Check]:
+    """Check that the nodes can run a recipe's processes at the same time."""
+    if recipe is None or not recipe.uses_ray:
+        return []
+    try:
+        experiment_of(recipe).check_resources(nodes)
+    except ClusterTooSmallError as error:
+        found, _, fix = error.coded_message.partition("; ")
+        if recipe.resources.wait_s and os.environ.get("RAY_ADDRESS"):
+            return [warn("resources", found, f"a run waits {recipe.resources.wait_s:g} s for nodes; otherwise {fix}")]
+        return [fail("resources", found, fix)]
+    except EncoderError:  # the check of the models reports it
+        return []
+    return [ok("resources", f"enough for the recipe: {format_nodes([node.resources for node in nodes])}")]
+
+
+def _nodes(address: str, shared: Mapping[str, Path]) -> list[Check]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
+
+    from distcse.cluster.shared_storage import find_unshared
+
+    nodes = alive()
+    task = ray.remote(num_cpus=0)(_describe_node)
+    stores = {key: open_store(folder) for key, folder in shared.items()}
+    buckets = [store for store in stores.values() if store.is_remote]
+    results = {
+        node.address: task.options(scheduling_strategy=OnNode(node.id, soft=False)).remote(buckets) for node in nodes
+    }
+    found, local = [], _describe_node([])
+    resources = ray.cluster_resources()
+    summary = f"{address}: {len(nodes)} nodes, {resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
+    for node, answer in results.items():
+        remote = ray.get(answer, timeout=60)
+        for kind in ("ray", "python", "torch", "distcse"):
+            if remote[kind] != local[kind]:
+                difference = f"node {node} has {kind} {remote[kind]}, this machine {local[kind]}"
+                found.append(fail("cluster", difference, f"install {kind} {local[kind]} on the node"))
+        missing = [store.uri for store in buckets if store.uri not in remote["usable_buckets"]]
+        if missing:
+            found.append(
+                fail("cluster", f"node {node} cannot use {missing[0]}", "set the storage's credentials on the node")
+            )
+    folders = {key: store.path for key, store in stores.items() if not store.is_remote and store.path.is_dir()}
+    for node, problem in find_unshared(folders, {}, [None]).items():
+        description, _, fix = problem.partition("; ")
+        found.append(fail("cluster", f"node {node} {description}", fix))
+    return found or [ok("cluster", f"{summary}; all with ray {local['ray']} and python {local['python']}")]
+
+
+def _describe_node(buckets: Sequence[ArtifactStore]) -> dict[str, Any]:
+    """Return a node's versions, and the addresses in object storage that it can use."""
+    import platform
+
+    versions = {package: installed_version(package, "none") for package in ("ray", "torch", "distcse")}
+    return {
+        **versions,
+        "python": platform.python_version(),
+        "usable_buckets": [store.uri for store in buckets if _can_use(store)],
+    }
+
+
+def _can_use(bucket: ArtifactStore) -> bool:
+    try:
+        bucket.probe()
+    except StorageError:  # the check of the storage reports the reason
+        return False
+    return True
+
+
+def check_token(environment: Mapping[str, str] | None = None, home: Path | None = None) -> list[Check]:
+    """Check that Ray requires a token, and that other users cannot read it."""
+    variables = os.environ if environment is None else environment
+    mode, address = variables.get("RAY_AUTH_MODE", ""), variables.get("RAY_ADDRESS", "")
+    file = (Path.home() if home is None else home) / ".ray" / "auth_token"
+    has_token = variables.get("RAY_AUTH_TOKEN") or variables.get("RAY_AUTH_TOKEN_PATH") or file.exists()
+    if mode == "disabled":
+        fix = "export RAY_AUTH_MODE=token in every shell: anyone who reaches the ports can run code"
+        found = [warn("ray token", "RAY_AUTH_MODE is disabled", fix)]
+    elif mode == "token" and address and not has_token:
+        fix = "export RAY_AUTH_TOKEN, or copy ~/.ray/auth_token"
+        found = [fail("ray token", "RAY_AUTH_MODE is token, but there is no token", fix)]
+    elif not mode and address:
+        fix = "export RAY_AUTH_MODE=token if the cluster requires a token"
+        found = [warn("ray token", "RAY_AUTH_MODE is not set", fix)]
+    else:
+        found = [ok("ray token", "required" if mode else "required by the clusters that runs start")]
+    if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+        found.append(warn("ray token file", f"{file} can be read by others", f"chmod 600 {file}"))
+    return found
+
+
+def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence[Path] | None = None) -> Check:
+    """Check that Ray's job and client ports are not reachable from other machines: without a token anyone could run code.
+
+    Args:
+        ports: Ports to check, besides that of RAY_API_SERVER_ADDRESS.
+        tables: The kernel's lists of sockets. Default: those in /proc/net.
+    """
+    api_port = os.environ.get("RAY_API_SERVER_ADDRESS", "").rpartition(":")[2]
+    ports_to_check = {*ports, *([int(api_port)] if api_port.isdigit() else [])}
+    listening = _listening((Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if tables is None else tables)
+    found = sorted({(port, address.startswith(_LOOPBACK)) for address, port in listening if port in ports_to_check})
+    if not found:
+        return ok("ray ports", "no dashboard or client port is open")
+    if not (reachable := [str(port) for port, on_loopback in found if not on_loopback]):
+        return ok("ray ports", f"{', '.join(str(port) for port, _ in found)} on loopback only")
+    summary = f"port {', '.join(reachable)} is reachable from other machines"
+    fix = "start the head with --dashboard-host=127.0.0.1 and without a client port, and use an ssh tunnel"
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        return warn("ray ports", f"{summary}, protected by a token", fix)
+    return fail("ray ports", summary, fix)
+
+
+def _listening(tables: Sequence[Path]) -> list[tuple[str, int]]:
+    """Return (address, port) of the listening sockets of all users."""
+    found = []
+    for table in tables:
+        for line in table.read_text().splitlines()[1:] if table.exists() else []:
+            fields = line.split()
+            if fields[3] != "0A":  # LISTEN
+                continue
+            address, _, port = fields[1].partition(":")
+            found.append((_decode_address(address), int(port, 16)))
+    return found
+
+
+def _decode_address(address: str) -> str:
+    """Decode an address of /proc/net: hexadecimal words in the machine's byte order."""
+    words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+    raw = b"".join(words)
+    readable = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+    return readable.removeprefix("::ffff:")
+
+
+def _find_running() -> str | None:
+    """Return the address of a cluster that was started on this machine and still answers."""
+    try:
+        address = current_cluster_file().read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=1):
+            return address
+    except (OSError, ValueError):  # there is no file, or its cluster has ended
+        return None

@@ -1,0 +1,284 @@
+"""The nodes of a Ray cluster: which are alive and how fast, requests for more, and how long a run waits for lost ones.
+
+Ray is imported in functions: `cluster` sets its variables first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from distcse.cluster.cluster import wait_for_ray
+from distcse.cluster.versions import SEES_ALL_GPUS, draining_nodes
+from distcse.devices.cluster import ClusterSpeeds
+from distcse.devices.resources import Node, ResourceRequest, Resources, find_shortfall, format_resources
+from distcse.errors import ClusterTooSmallError, StoppedEarlyError, last_line
+from distcse.events import LogMessage, Reporter
+
+if TYPE_CHECKING:  # PyTorch, which servers of cached tables do not import
+    from distcse.devices.device import DeviceSpeed
+
+_START_TIMEOUT_S = 60.0
+"""Seconds in which a live node starts a process."""
+MAX_WAIT_S = 600.0
+"""Seconds that a run waits for a replacement of a lost node: an autoscaler starts one in minutes."""
+STOPPED_WAIT_S = 15.0
+"""Seconds that a run waits for resources after a stop request. Workers that have resources start in this time and save a
+checkpoint."""
+CHECK_INTERVAL_S = 2.0
+"""Seconds between two looks at the nodes."""
+START_CHECK_INTERVAL_S = 1.0
+"""Seconds between two looks at the nodes while an autoscaler starts some."""
+RENEW_INTERVAL_S = 10.0
+"""Seconds between two requests to the autoscaler: Ray Train's coordinator, which outlives runs, replaces them every 20 s."""
+_STATE_TIMEOUT_S = 10
+_MAX_ACTORS = 1000
+_MAX_HOLDERS = 3
+
+
+def live_nodes() -> list[Node]:
+    """Return the live nodes of the cluster, with those that Ray drains."""
+    import ray
+
+    return [
+        Node(node["NodeID"], node["Resources"], node["Labels"], node["NodeManagerAddress"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def alive() -> list[Node]:
+    """Return the live nodes of the cluster, without those that Ray drains, which take no new work."""
+    leaving = draining_nodes()
+    return [node for node in live_nodes() if node.id not in leaving]
+
+
+def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
+    """Return the resources of each node with these labels that runs a test task. Ray notices a lost node only after seconds."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    test_task = ray.remote(num_cpus=0, max_retries=0)(_do_nothing)
+    nodes = [node for node in alive() if node.has(labels)]
+    answers = [test_task.options(scheduling_strategy=On(node.id, soft=False)).remote() for node in nodes]
+    if answers:  # Ray may drain all nodes with the labels
+        ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)
+    return [node.resources for node, answer in zip(nodes, answers, strict=True) if _has_succeeded(answer)]
+
+
+def cluster_speeds() -> ClusterSpeeds:
+    """Query the device speeds of all nodes, waiting for the cluster if it is starting. Nodes that do not answer are omitted.
+
+    Raises:
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    wait_for_ray()
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    from distcse.devices.device import has_gpu
+
+    own_id, nodes = ray.get_runtime_context().get_node_id(), alive()
+    # `max_calls` frees the process's CUDA context.
+    query = ray.remote(num_cpus=0, max_calls=1, runtime_env={"env_vars": SEES_ALL_GPUS})(_local_speeds)
+    pending = {
+        node.id: query.options(scheduling_strategy=On(node.id, soft=False)).remote()
+        for node in nodes
+        if node.id != own_id or (node.resources.get("GPU") and not has_gpu())
+    }
+    answers = list(pending.values())
+    answered = ray.wait(answers, num_returns=len(answers), timeout=_START_TIMEOUT_S)[0] if answers else []
+    return ClusterSpeeds(
+        [
+            (node, ray.get(pending[node.id]) if node.id in pending else _local_speeds())
+            for node in nodes
+            if node.id not in pending or pending[node.id] in answered
+        ]
+    )
+
+
+def _local_speeds() -> list[DeviceSpeed]:
+    """Return the speeds of this machine's CPU and GPUs."""
+    from distcse.devices.device import cpu_speed, gpu_count, gpu_speed
+
+    return [cpu_speed(), *(gpu_speed(number) for number in range(gpu_count()))]
+
+
+def describe_holders() -> str:
+    """Return which actors hold the cluster's CPUs and GPUs, for the message of a wait.
+
+    Such as `held by 4 x RayTrainWorker of job 02000000 (1 CPU each)`. Actors in placement groups are named without resources.
+    """
+    from ray.util.state import list_actors
+    from ray.util.state.exception import RayStateApiException
+
+    try:
+        actors = list_actors(
+            filters=[("state", "=", "ALIVE")], detail=True, limit=_MAX_ACTORS, timeout=_STATE_TIMEOUT_S
+        )
+    except RayStateApiException:  # the cluster has no dashboard, or it does not answer
+        return "`ray status` shows who holds the resources"
+    holders: Counter[str] = Counter()
+    for actor in actors:
+        each = {kind: amount for kind, amount in (actor.required_resources or {}).items() if kind in ("CPU", "GPU")}
+        if any(each.values()) or actor.placement_group_id:
+            held = f" ({format_resources(each)} each)" if any(each.values()) else ""
+            holders[f"{actor.class_name} of job {actor.job_id}{held}"] += 1
+    if not holders:
+        return "no actor holds them; `ray status` shows who does"
+    listed = [f"{number} x {holder}" for holder, number in holders.most_common(_MAX_HOLDERS)]
+    more = len(holders) - len(listed)
+    return f"held by {', '.join(listed)}" + (f" and {more} other kinds" if more else "")
+
+
+@contextmanager
+def scaled_up(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> Iterator[None]:
+    """Ask for nodes during the block, also for those that are there, which could leave as idle; see `Cluster.scaled_up`.
+
+    Ray has one such request for the entire cluster: a later one, of this run or of another, replaces it.
+    """
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_INTERVAL_S):
+            _request_nodes(requests, reporter)
+
+    _request_nodes(requests, reporter)
+    thread = threading.Thread(target=renew, name="autoscaling", daemon=True)
+    thread.start()
+    try:
+        _wait_for_nodes(requests, wait_s, reporter)
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _request_nodes([], reporter)
+
+
+def _request_nodes(requests: Sequence[ResourceRequest], reporter: Reporter) -> None:
+    """Replace the cluster's request. A failure is a warning: the next one may succeed, and the block has its own errors."""
+    from ray.autoscaler.sdk import request_resources
+    from ray.exceptions import RayError
+
+    each = [request for request in requests for _ in range(request.number)]
+    try:
+        request_resources(
+            # At least one CPU: an autoscaler starts no node for a request of nothing but labels.
+            bundles=[
+                {kind: amount for kind, amount in request.each.items() if amount} or {"CPU": 1.0} for request in each
+            ],
+            bundle_label_selectors=[dict(request.labels or {}) for request in each],
+        )
+    except RayError as error:
+        problem = f"Ray does not take the request for nodes: {last_line(error)}"
+        reporter.warn(problem)
+
+
+def _wait_for_nodes(requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter) -> None:
+    began, shown = time.monotonic(), ""
+    while (shortfall := find_shortfall(requests, alive())) is not None:
+        if reporter.stop_requested():
+            raise StoppedEarlyError("stopped while the run waited for nodes; what is stored is kept")
+        if time.monotonic() - began >= wait_s:
+            text = f"no nodes for {shortfall} after {wait_s:g} s (resources.wait_s); continuing with the nodes that are there"
+            reporter.warn(text)
+            return
+        if shortfall != shown:
+            reporter.emit(LogMessage(f"waiting up to {wait_s:g} s (resources.wait_s) for nodes for {shortfall}"))
+            shown = shortfall
+        time.sleep(START_CHECK_INTERVAL_S)
+
+
+class ResourceWatchdog:
+    """Limits the time that a run waits for lost nodes, because Ray waits forever.
+
+    Args:
+        requests: Resources that the run needs.
+        warn: Called with a message once resources are missing.
+        nodes: The cluster's nodes at the run's start. Default: the current ones.
+    """
+
+    def __init__(
+        self, requests: Sequence[ResourceRequest], warn: Callable[[str], None], nodes: Sequence[Node] | None = None
+    ) -> None:
+        self._requests = requests
+        self._warn = warn
+        self._initial_ids = {node.id for node in (alive() if nodes is None else nodes)}
+        self._checked_at = 0.0
+        self._missing_since: float | None = None
+        self._has_warned_of_order = False
+
+    def check(self) -> None:
+        """Check for lost nodes. Call it often: it does nothing for 2 s after a check.
+
+        Raises:
+            ClusterTooSmallError: A node was lost, and resources have been missing for `MAX_WAIT_S` seconds.
+        """
+        now = time.monotonic()
+        if now - self._checked_at < CHECK_INTERVAL_S:
+            return
+        self._checked_at = now
+        nodes = live_nodes()  # a drained node is lost when it is gone: until then, its processes work
+        has_lost = bool(self._initial_ids - {node.id for node in nodes})
+        shortfall = find_shortfall(self._requests, nodes) if has_lost else None
+        if shortfall is None:
+            self._missing_since = None
+            self._warn_of_order(nodes if has_lost else [])
+        elif self._missing_since is None:
+            self._missing_since = now
+            self._warn(
+                f"the cluster lost a node and lacks resources for {shortfall}; waiting up to {MAX_WAIT_S:g} s for a new node"
+            )
+        elif now - self._missing_since >= MAX_WAIT_S:
+            raise ClusterTooSmallError(
+                f"the cluster lost a node and lacked resources for {shortfall} for {MAX_WAIT_S:g} s; add a node or lower the "
+                "request, then continue with --resume"
+            )
+
+    def _warn_of_order(self, nodes: Sequence[Node]) -> None:
+        """Warn once if the nodes suffice, but not for all orders in which the actors may start again."""
+        if self._has_warned_of_order or not nodes:
+            return
+        if shortfall := find_shortfall(self._requests, nodes, in_start_order=True):
+            self._has_warned_of_order = True
+            self._warn(
+                f"the cluster lost a node; {shortfall} may wait forever, because others may start first on the nodes that it "
+                "needs. If the run stands still, add a node, or stop it and continue with --resume"
+            )
+
+
+class DrainNotices:
+    """Finds out that Ray drains nodes on which a run's workers are."""
+
+    def __init__(self) -> None:
+        self._checked_at = 0.0
+
+    def count(self, hosts: Callable[[], set[str]]) -> int:
+        """Return the number of drained nodes with workers. Call it often: it returns 0 for 2 s after a check.
+
+        Args:
+            hosts: Returns the ids of the nodes with workers; called while Ray drains nodes.
+        """
+        if (now := time.monotonic()) - self._checked_at < CHECK_INTERVAL_S:
+            return 0
+        self._checked_at = now
+        leaving = draining_nodes()
+        return len(leaving & hosts()) if leaving else 0
+
+
+def _do_nothing() -> None:
+    """Task that tests whether a node runs tasks."""
+
+
+def _has_succeeded(answer: Any) -> bool:
+    import ray
+
+    try:
+        ray.get(answer, timeout=0)
+        return True
+    except (ray.exceptions.RayError, TimeoutError):
+        return False

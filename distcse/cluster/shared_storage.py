@@ -1,0 +1,115 @@
+"""Checks that all nodes see the same folders, by writing files on this node and reading them on the others."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from distcse.cluster.nodes import alive
+from distcse.devices.cluster import Labels, Paths
+from distcse.errors import SharedStorageError, last_line
+from distcse.storage import open_store, write_text_atomic
+
+_ANSWER_TIMEOUT_S = 120
+"""Seconds for a node to answer: it starts a process, and a network file system can be slow at first."""
+
+
+def require_shared(written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
+    """Check that every node which can get work sees the same files as this node; see `Cluster.require_shared`."""
+    for address, problem in find_unshared(written, read, labels).items():
+        raise SharedStorageError(f"node {address} {problem}")
+
+
+def find_unshared(written: Paths, read: Paths, labels: Sequence[Labels]) -> dict[str, str]:
+    """Return a problem for each node that does not see the same files, by the node's address; see `require_shared`.
+
+    A problem continues a sentence that begins with the node's address.
+    """
+    nodes = other_nodes(labels)
+    if not nodes:
+        return {}
+    token = secrets.token_hex(6)
+    markers = {
+        key: folder / f".distcse-seen-{token}" for key, folder in written.items() if not open_store(folder).is_remote
+    }
+    existing = {key: path for key, path in read.items() if path.exists()}
+    try:
+        for marker in markers.values():
+            write_text_atomic(marker, token)
+        answers = _query_nodes(nodes, markers, existing, token)
+        return {address: problem for address, problem in answers.items() if problem is not None}
+    finally:
+        for marker in markers.values():
+            marker.unlink(missing_ok=True)
+
+
+def other_nodes(labels: Sequence[Labels]) -> dict[str, str]:
+    """Return the addresses of the nodes that can get work, except this one, by node id."""
+    own_id = ray.get_runtime_context().get_node_id()
+    return {
+        node.id: node.address
+        for node in alive()
+        if node.id != own_id and any(node.has(required) for required in labels)
+    }
+
+
+def _query_nodes(nodes: Mapping[str, str], markers: Paths, read: Paths, token: str) -> dict[str, str | None]:
+    """Run `check_paths` on each node; return its answers by the node's address."""
+    task = ray.remote(num_cpus=0, max_retries=0)(check_paths)
+    answers = {
+        address: task.options(
+            name="check shared storage", scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote(markers, read, token, node)
+        for node, address in nodes.items()
+    }
+    problems: dict[str, str | None] = {}
+    for address, answer in answers.items():
+        try:
+            problems[address] = ray.get(answer, timeout=_ANSWER_TIMEOUT_S)
+        except GetTimeoutError:
+            problems[address] = (
+                f"did not check storage.runs within {_ANSWER_TIMEOUT_S} s; repair it, or remove it from the cluster"
+            )
+        except RayError as error:
+            problems[address] = (
+                f"cannot work for this run: {last_line(error)}; install the same distcse there (distcse doctor compares "
+                "versions)"
+            )
+    return problems
+
+
+def check_paths(markers: Paths, read: Paths, token: str, node: str) -> str | None:
+    """On another node: check that it sees the marker files and the paths that are read.
+
+    Args:
+        markers: Files with `token` that the driver has written, by recipe key.
+        read: Paths that must exist, by recipe key.
+        token: Expected content of the markers.
+        node: Id of this node.
+
+    Returns:
+        The problem, to follow the node's name in a sentence; None if there is none.
+    """
+    for key, marker in markers.items():
+        own_marker = marker.with_name(f"{marker.name}-{node}")  # nodes run this concurrently
+        try:
+            if marker.read_text() != token:
+                return f"reads another file than was written at {marker.parent}, {key}; fix that file system"
+        except OSError:
+            return (
+                f"does not see what is written to {marker.parent}, {key}; set {key} to a folder on storage that all nodes share, "
+                "or keep the work on nodes that see it: training.node_labels and teachers.node_labels, or groups.N.node_labels"
+            )
+        try:
+            own_marker.write_text(token)
+            own_marker.unlink()
+        except OSError as error:
+            return f"cannot write in {marker.parent}, {key}: {error.strerror}; let all nodes write there"
+    for key, path in read.items():
+        if not path.exists():
+            return f"has no {path}, {key}; put it on storage that all nodes share, or at the same path on each node"
+    return None

@@ -1,1 +1,0 @@
-"""Kinds of runs: distillation from teachers, and mutual distillation (Trans-Encoder)."""

@@ -1,0 +1,368 @@
+"""Final evaluation of a run: initial student, trained student and teachers, on sentences the student was not trained on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from distcse.devices.device import default_device
+from distcse.devices.device_plan import GIB
+from distcse.evaluation import (
+    SUITES,
+    Candidate,
+    Contamination,
+    HeldOutVectors,
+    LoadOptions,
+    Model,
+    ModelInfo,
+    ModelResults,
+    Tasks,
+    VectorModel,
+    agreement_result,
+    collect,
+    make_candidate,
+    measure_model,
+    open_candidate,
+    refuse_test_as_dev,
+    reporting,
+)
+from distcse.evaluation.models import Progress
+from distcse.events import Reporter, StageProgress
+from distcse.losses import mix_lists
+from distcse.models import Encoder, EncoderHandle, StaticEncoder, resolve_model
+from distcse.rank_space import RankSpaceEncoder, draw_references
+from distcse.recipe import RankInferenceSection, Recipe, TeacherSection, decided
+from distcse.runs.backend import Backend, DeviceCall
+from distcse.runs.cluster_fit import model_memory
+from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.dev_metric import read_labelled_dev
+from distcse.runs.distillation.processes import student_needs
+from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
+from distcse.storage import ArtifactStore, open_store
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.teacher import Embedder
+from distcse.text import Corpus
+
+_CHUNK_ROWS = 1 << 16
+_LABELLED_SUITES = ("sts", "ranking", "geometry", "retrieval")
+
+
+def selected_suites(recipe: Recipe) -> Sequence[str]:
+    """Return the suites of the final evaluation.
+
+    By default all suites but transfer, which takes longer than the others together; without labelled data, agreement only.
+    """
+    final = recipe.evaluation.final_suites
+    if isinstance(final, list):
+        return final
+    if recipe.evaluation.data:
+        return (*_LABELLED_SUITES, "transfer") if final == "with_transfer" else _LABELLED_SUITES
+    return ("agreement",) if recipe.teachers.encoders else ()
+
+
+def labelled_tasks(recipe: Recipe) -> Tasks:
+    """Read the labelled sets of the final evaluation. Runs call it first, so that a malformed file fails before training.
+
+    Raises:
+        EvaluationFormatError: A set is malformed.
+        EvaluationResultError: A model's record of contamination cannot be read.
+        EvaluationError: The dev set is missing, or is also a test set without evaluation.dev_is_test.
+    """
+    if Path(recipe.student.backbone).is_dir():
+        Contamination.of_model(recipe.student.backbone)  # the student inherits it
+    selected = selected_suites(recipe)
+    suites = [suite for suite in SUITES if suite in selected]
+    if not suites:
+        return Tasks()
+    teachers = [teacher.backbone for teacher in recipe.teachers.encoders if kind_of(teacher, only_local=True).is_model]
+    for model in teachers:
+        if Path(model).is_dir():
+            Contamination.of_model(model)
+    data = Path(str(recipe.evaluation.data))
+    tasks = collect(data, suites, [])
+    if (dev := read_labelled_dev(recipe)) is not None:
+        refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
+    return tasks
+
+
+@dataclass(frozen=True)
+class ScoredStudent:
+    """A student to evaluate."""
+
+    name: str
+    """Name in tables."""
+    source: str
+    """The model's folder or name, as tables show it."""
+    encoder: EncoderHandle | None
+    """None for a static student, which its trained folder holds."""
+    trained: Path | None = None
+    """Folder of the trained student; None before training."""
+
+
+@stoppable
+def final_scores(
+    recipe: Recipe,
+    corpus: Corpus,
+    labelled: Tasks,
+    students: Sequence[ScoredStudent],
+    run: RunDirectory,
+    backend: Backend,
+    reporter: Reporter,
+) -> FinalScores:
+    """Evaluate students and teachers, each on one of the backend's devices.
+
+    Records in the trained students' folders which test sentences they were trained on. A stop request leaves models out, and a
+    resumed run measures them. The agreement with the teachers needs all teachers.
+
+    Args:
+        recipe: The run's recipe.
+        corpus: The students' training corpus.
+        labelled: The labelled sets to evaluate on.
+        students: The students, in the tables' order; the last one is that of `evaluation.rank_inference`.
+        run: The run's folder.
+        backend: Where the models are evaluated.
+        reporter: Receives progress.
+
+    Returns:
+        The scores of the models that were measured; none if the recipe selects no suite.
+    """
+    selected = selected_suites(recipe)
+    if not selected:
+        return FinalScores(None)
+    started_at = time.perf_counter()
+    contamination = contamination_of(recipe, corpus, labelled, reporter)
+    guard = run.store.guard
+    trained = {each.name: open_store(each.trained, guard) for each in students if each.trained is not None}
+    seen = {name: contamination.write(model) for name, model in trained.items()}
+    tasks = Tasks([*labelled.tasks], labelled.missing, labelled.warnings)
+    held_out = _held_out_rows(recipe, corpus) if "agreement" in selected else None
+    texts = [] if held_out is None else corpus.texts(held_out)
+    if texts:
+        tasks.tasks.append(HeldOutVectors(texts))
+    tasks.timed_texts = texts or tasks.first_sentences()
+    precision = decided(recipe.evaluation.precision)
+    shared = backend.share((tasks, texts))
+    memory = model_memory(recipe.student.backbone)
+    calls: list[DeviceCall[Any]] = [
+        DeviceCall(
+            f"evaluation of the {student.name}",
+            partial(_measure_student, student, seen.get(student.name), precision, shared),
+            memory,
+        )
+        for student in students
+    ]
+    if (ranks := recipe.evaluation.rank_inference) is not None:
+        ranked, ranker = students[-1].encoder, run.store / "ranker"
+        assert ranked is not None  # families, which may have static students, refuse rank inference
+        untimed = replace(tasks, timed_texts=[])  # its vectors are the student's
+        calls.append(
+            rank_inference_call(
+                recipe, ranks, corpus, ranked, ranker, seen[students[-1].name], precision, untimed, backend
+            )
+        )
+    teachers, first_teacher = recipe.teachers.encoders, len(calls)
+    for number, section in enumerate(teachers):
+        name = "teacher" if len(teachers) == 1 else f"teacher {number}"
+        call = partial(_measure_teacher, name, section, precision, shared)
+        memory = model_memory(section.backbone if section.loads_model else None)
+        calls.append(DeviceCall(f"evaluation of {name}", call, memory))
+    options, protocol = student_needs(recipe).options(run.path), [precision, repr(ranks)]
+    returned = measure_models(calls, tasks, protocol, run.store, backend, options, reporter)
+    measured = [_Measured(*model) for model in returned if model is not None]
+    results = [model.results for model in measured]
+    if held_out is not None and None in returned[first_teacher:]:
+        results = [scored for model in results if (scored := _without_vectors(model)).results]
+    elif held_out is not None:
+        similarities = np.stack([model.similarities for model in measured if model.similarities is not None])
+        mixed = mix_lists(torch.from_numpy(similarities), [teacher.alpha for teacher in teachers]).numpy()
+        # The only teacher agrees with itself.
+        itself = "teacher" if len(teachers) == 1 else None
+        results = [
+            _without_vectors(model) if model.info.name == itself else _with_agreement(model, mixed) for model in results
+        ]
+    return compare_measured(results, tasks, calls, returned, precision, started_at)
+
+
+class _Measured(NamedTuple):
+    """What the evaluation of one model returns."""
+
+    results: ModelResults
+    similarities: NDArray[np.float32] | None = None
+    """(n, n) a teacher's similarities of the n held-out sentences, if agreement is measured."""
+
+
+def _measure_student(
+    student: ScoredStudent,
+    contamination: Contamination | None,
+    precision: str,
+    shared: Callable[[], tuple[Tasks, list[str]]],
+    reporter: Reporter,
+) -> _Measured:
+    tasks, _ = shared()
+    if contamination is None:  # not trained: as large and as fast as the trained student
+        tasks, contamination = replace(tasks, timed_texts=[]), Contamination.of_model(student.source)
+    model: Encoder | StaticEncoder
+    if student.encoder is None:
+        model = StaticEncoder.load(resolve_model(student.source))
+    else:
+        model = student.encoder.take().to(default_device())
+    progress = reporting(reporter, student.name)
+    candidate = make_candidate(student.name, student.source, model, contamination, precision, progress)
+    return _Measured(measure_model(candidate, tasks, reporter))
+
+
+def _measure_teacher(
+    name: str,
+    section: TeacherSection,
+    precision: str,
+    shared: Callable[[], tuple[Tasks, list[str]]],
+    reporter: Reporter,
+) -> _Measured:
+    tasks, texts = shared()
+    if not kind_of(section).is_model:  # an endpoint may charge for each text
+        tasks = replace(tasks, timed_texts=[])
+    candidate = _teacher_candidate(name, section, precision, reporting(reporter, name))
+    similarities = _similarity_matrix(candidate.model, texts) if texts else None
+    return _Measured(measure_model(candidate, tasks, reporter), similarities)
+
+
+def _held_out_rows(recipe: Recipe, corpus: Corpus) -> NDArray[np.int64]:
+    return corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[1]
+
+
+def _with_agreement(model: ModelResults, similarities: NDArray[np.floating]) -> ModelResults:
+    """Replace a model's vectors of the held-out sentences by their agreement with the teachers' (n, n) mixed similarities."""
+    results = {
+        key: agreement_result(result.details["vectors"], similarities) if "vectors" in result.details else result
+        for key, result in model.results.items()
+    }
+    return replace(model, results=results)
+
+
+def _without_vectors(model: ModelResults) -> ModelResults:
+    """Leave out a model's vectors of the held-out sentences, which have no score without all teachers."""
+    return replace(model, results={key: r for key, r in model.results.items() if "vectors" not in r.details})
+
+
+def _similarity_matrix(teacher: Model, texts: list[str]) -> NDArray[np.float32]:
+    """Return the (n, n) similarities of n texts."""
+    if isinstance(teacher, VectorModel):
+        vectors = teacher.unit_vectors(texts)
+        return vectors @ vectors.T
+    pairs = [(one, other) for one in texts for other in texts]
+    scores = teacher.similarities([one for one, _ in pairs], [other for _, other in pairs])
+    return scores.reshape(len(texts), -1).astype(np.float32)
+
+
+def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_progress: Progress) -> Candidate:
+    kind = kind_of(section)
+    if not kind.is_model:
+        info = ModelInfo(name, kind.source, kind.name, "unknown", section.max_length or 0, 0)
+        return Candidate(info, VectorModel(partial(_encode, kind.open_embedder(), on_progress)))
+    if not kind.has_vectors:
+        options = LoadOptions(
+            max_length=section.max_length,
+            device=default_device(),
+            precision=precision,
+            trust_remote_code=section.trust_remote_code,
+            is_fast=section.is_fast,
+        )
+        return open_candidate(name, section.backbone, options, on_progress)
+    encoder = Encoder.from_section(section).to(default_device())
+    contamination = Contamination.of_model(section.backbone)
+    return make_candidate(name, section.backbone, encoder, contamination, precision, on_progress)
+
+
+def _encode(embedder: Embedder, on_progress: Progress, texts: Sequence[str]) -> NDArray[np.float32]:
+    return embedder.encode(texts, on_progress=lambda done: on_progress(done, len(texts)))
+
+
+def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: Reporter) -> Contamination:
+    """Find the sentences of test and dev sets on which a student of this corpus was trained."""
+    dev = read_labelled_dev(recipe)
+    sets = [*(task.sentences() for task in labelled.tasks), *([] if dev is None else [[*dev.first, *dev.second]])]
+    if not sets:
+        return Contamination({})
+    rows, _ = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
+    chunks = map(corpus.texts, rows.blocks(_CHUNK_ROWS))
+    texts = reporter.follow((text for chunk in chunks for text in chunk), "contamination")
+    contamination = Contamination.measure(texts, sets)
+    note = f"compared with {len(contamination.overlap)} labelled sets: {contamination.describe('corpus.exclude_evaluation')}"
+    reporter.emit(StageProgress("contamination", len(rows), len(rows), "sentences", finished=True, note=note))
+    return contamination
+
+
+_RANKS_NAME = "student + ranks"
+_RANKS_BYTES = 2 * GIB
+"""Rank vectors that are kept and computed at once (see `pair_similarities`)."""
+_MAX_DIMENSION = 1024
+
+
+def rank_inference_call(
+    recipe: Recipe,
+    section: RankInferenceSection,
+    corpus: Corpus,
+    student: EncoderHandle,
+    folder: ArtifactStore,
+    contamination: Contamination,
+    precision: str,
+    tasks: Tasks,
+    backend: Backend,
+) -> DeviceCall[tuple[ModelResults]]:
+    """Return the call that stores the student with its references, and measures it on the suites of pairs.
+
+    Args:
+        recipe: The run's recipe.
+        section: Its `evaluation.rank_inference`.
+        corpus: The student's training corpus, of which the references are drawn.
+        student: The trained student.
+        folder: Where the student and its references are stored.
+        contamination: The test sentences on which the student was trained.
+        precision: Precision of the forward passes.
+        tasks: The tasks of the final evaluation.
+        backend: Where the call will run.
+    """
+    references = draw_references(len(corpus), section.num_references)
+    of_pairs = Tasks([task for task in tasks.tasks if task.pairs_only])
+    shared = backend.share((of_pairs, corpus.texts(references)))
+    vectors = 2 * 4 * _MAX_DIMENSION * len(references)
+    return DeviceCall(
+        f"evaluation of the {_RANKS_NAME}",
+        partial(_measure_ranks, section, student, folder, contamination, precision, shared),
+        model_memory(recipe.student.backbone) + _RANKS_BYTES + vectors,
+    )
+
+
+def _measure_ranks(
+    section: RankInferenceSection,
+    student: EncoderHandle,
+    folder: ArtifactStore,
+    contamination: Contamination,
+    precision: str,
+    shared: Callable[[], tuple[Tasks, list[str]]],
+    reporter: Reporter,
+) -> tuple[ModelResults]:
+    tasks, texts = shared()
+    ranker = RankSpaceEncoder.from_sentences(
+        student.take().to(default_device()),
+        texts,
+        section.weight,
+        section.normalize,
+        rank_method=section.rank_method,
+        on_progress=partial(reporter.advance, _RANKS_NAME, total=len(texts), unit="references encoded"),
+    )
+    ranker.save(folder)
+    contamination.write(folder)
+    candidate = make_candidate(
+        _RANKS_NAME, str(folder), ranker, contamination, precision, reporting(reporter, _RANKS_NAME)
+    )
+    results = measure_model(candidate, tasks, reporter)
+    return (replace(results, vectors=None),)  # its vectors are the student's

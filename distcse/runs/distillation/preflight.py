@@ -1,0 +1,196 @@
+"""What a student's run asks before it starts, and what `--dry-run` tries in addition."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distcse.checks import Question
+from distcse.devices.cluster import Cluster
+from distcse.devices.gpu_plan import PlansOfTrials, report_plans
+from distcse.errors import InvalidValueError, TeacherOutputError
+from distcse.events import LogMessage, Reporter
+from distcse.losses import build_objective, try_custom_terms
+from distcse.models import Encoder
+from distcse.preflight.warnings import report_warnings
+from distcse.recipe import Recipe
+from distcse.runs.backend import Backend
+from distcse.runs.cluster_fit import gpu_policy
+from distcse.runs.directory import check_storage
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.dev_metric import read_labelled_dev
+from distcse.runs.distillation.extent import Extent, fit_to_corpus
+from distcse.runs.distillation.final_evaluation import labelled_tasks
+from distcse.runs.distillation.model import build_student
+from distcse.runs.distillation.preparation import require_shared_projection, require_vectors
+from distcse.runs.distillation.processes import (
+    describe_resources,
+    joined_for_embedding,
+    joined_for_run,
+    plans_of_run,
+    report_embedding_gpus,
+    with_precisions,
+    with_teacher_precisions,
+)
+from distcse.runs.distillation.tables import require_embedding_gpus
+from distcse.runs.distillation.warnings import band_warnings, teacher_token_warnings
+from distcse.runs.experiment import questions_of
+from distcse.runs.trials import TrialGpus
+from distcse.storage import resolve_path
+from distcse.teachers.comparison import comparable
+from distcse.teachers.embedding import table_of
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.resources import SERVERS
+from distcse.teachers.reuse import count_new_rows
+from distcse.text import Corpus
+
+
+def recipe_questions(recipe: Recipe) -> list[Question]:
+    """Ask what takes under a second: text and columns, packages, loss terms, the labelled dev set.
+
+    Without it, these errors would end the run only after its teachers have embedded the corpus.
+    """
+
+    def ask_objective() -> None:
+        objective = build_objective(recipe.objective)
+        if objective.needs_lists and not recipe.teachers.encoders:
+            raise InvalidValueError(
+                "a term of objective.custom needs the teachers' lists, but teachers.encoders is empty; add a teacher or remove "
+                "the term"
+            )
+        try_custom_terms(objective, recipe.objective, recipe.training.batch_size)
+
+    def ask_dev() -> str | None:
+        dev = read_labelled_dev(recipe)
+        return None if dev is None else dev.name
+
+    return [*questions_of(recipe), ("objective", ask_objective), ("dev score", ask_dev)]
+
+
+def rehearse_run(
+    recipe: Recipe, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None
+) -> None:
+    """Read the corpus and the labelled sets, load the student, query each teacher once and join the cluster.
+
+    The corpus stays in the cache for the run. Arguments and errors are those of `Experiment.check`.
+    """
+    recipe = with_precisions(recipe, backend.cluster, reporter, _gpus_of_trials(backend.cluster, plans_of_trials))
+    tasks = labelled_tasks(recipe)
+    if tasks.tasks:
+        reporter.found("labelled", f"{len(tasks.tasks)} sets to evaluate on")
+    for line in tasks.missing:
+        reporter.emit(LogMessage(f"missing: {line}", warning=True))
+    corpus = read_corpus(recipe, reporter)
+    recipe = fit_to_corpus(recipe, corpus, reporter)
+    require_vectors(recipe)
+    extent = Extent.of(recipe, corpus)
+    extent.report(reporter)
+    encoder = build_student(_with_all_layers(recipe)).encoder
+    require_shared_projection(recipe, corpus, dimension=encoder.dimension)
+    reporter.found("student", _describe_encoder(encoder))
+    tokens = teacher_token_warnings(recipe, corpus)
+    report_warnings([*extent.warnings, *tokens, *band_warnings(recipe, corpus)], reporter)
+    for number in range(len(recipe.teachers.encoders)):
+        reporter.found(f"teacher {number}", _query_teacher(recipe, corpus, number))
+    runs = resolve_path(recipe.storage.runs)
+    if (cluster := backend.cluster) is None:
+        reporter.found("cluster", "none: the run stays in this process (training.workers is 0)")
+        return
+    with joined_for_run(recipe, cluster, runs, in_sweep=plans_of_trials is not None) as resources:
+        nodes = cluster.nodes()
+        if plans_of_trials is not None:
+            report_plans(plans_of_trials(nodes), reporter.emit)
+        elif resources is not None:
+            report_plans(plans_of_run(recipe, resources, nodes), reporter.emit)
+            if resources.warning:
+                reporter.emit(LogMessage(resources.warning, warning=True))
+        require_embedding_gpus(recipe, corpus, cluster, reporter)
+        reporter.found("cluster", describe_resources(recipe, resources, nodes))
+
+
+def _gpus_of_trials(cluster: Cluster | None, plans_of_trials: PlansOfTrials | None) -> TrialGpus | None:
+    """Return the GPUs of a sweep's trials and their servers; None for a single run, or without a GPU."""
+    if cluster is None or plans_of_trials is None or cluster.is_one_cpu():
+        return None
+    *_, plan = plans_of_trials(cluster.nodes())
+    return TrialGpus(plan.gpus[0], plan.of(SERVERS))
+
+
+def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> None:
+    """Check everything an embedding pass needs without embedding (`--dry-run`).
+
+    Reads the corpus, queries each teacher once, counts the rows missing from its table and joins the cluster. The corpus
+    stays in the cache.
+
+    Args:
+        recipe: The recipe to check.
+        backend: The backend that would embed.
+        reporter: Receives one line per check.
+
+    Raises:
+        DistcseError: A check failed.
+    """
+    with gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None):
+        check_storage(recipe.storage, ["cache"])
+        recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
+        report_embedding_gpus(recipe, backend.cluster, reporter)
+        corpus = read_corpus(recipe, reporter)
+        report_warnings(teacher_token_warnings(recipe, corpus), reporter)
+        for number, teacher in enumerate(recipe.teachers.encoders):
+            note = _query_teacher(recipe, corpus, number)
+            if kind_of(teacher).uses_table(recipe.teachers.mode):
+                cache = resolve_path(recipe.storage.cache)
+                table = table_of(teacher, corpus, cache, recipe.teachers.shard_rows)
+                note += f", {count_new_rows(table, corpus, cache):,} of {len(corpus):,} rows to embed"
+            reporter.found(f"teacher {number}", note)
+        with joined_for_embedding(recipe, backend.cluster):  # checks that the nodes see the cache
+            require_embedding_gpus(recipe, corpus, backend.cluster, reporter)
+
+
+def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
+    """Check everything a comparison of teachers needs without embedding (`--dry-run`).
+
+    Reads the corpus and queries each teacher that can be compared once. The corpus stays in the cache.
+
+    Args:
+        recipe: The recipe to check.
+        reporter: Receives one line per check.
+
+    Raises:
+        DistcseError: A check failed.
+    """
+    numbers = comparable(recipe)
+    check_storage(recipe.storage, ["cache"])
+    with gpu_policy(recipe.gpu_mode, computes_here=True):
+        recipe = with_teacher_precisions(recipe, None, reporter)
+        corpus = read_corpus(recipe, reporter)
+        for number in numbers:
+            reporter.found(f"teacher {number}", _query_teacher(recipe, corpus, number))
+
+
+def _query_teacher(recipe: Recipe, corpus: Corpus, number: int) -> str:
+    """Compute one similarity with a teacher, and return a note that it works.
+
+    Raises:
+        TeacherOutputError: The similarity is NaN or infinite.
+    """
+    teacher = recipe.teachers.encoders[number]
+    opened = kind_of(teacher).open_live(corpus, recipe.teachers.tokens_per_batch)
+    answer = opened.similarities(np.array([[0, 1]]), slice(0, 1))
+    if not np.isfinite(answer).all():
+        raise TeacherOutputError(
+            f"teacher {number}, {teacher.backbone}, returned a similarity that is not finite; try precision: fp32"
+        )
+    return f"{teacher.backbone} answers"
+
+
+def _with_all_layers(recipe: Recipe) -> Recipe:
+    """Replace `layers: auto` by all layers, because only the run itself searches for the best ones."""
+    if recipe.student.layers != "auto":
+        return recipe
+    return recipe.model_copy(update={"student": recipe.student.model_copy(update={"layers": None, "num_layers": None})})
+
+
+def _describe_encoder(encoder: Encoder) -> str:
+    weights = sum(parameter.numel() for parameter in encoder.parameters())
+    shortcuts = "" if encoder.is_fast else ", no shortcuts (models.fast: off)"
+    return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens{shortcuts}"

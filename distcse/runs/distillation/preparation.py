@@ -1,0 +1,290 @@
+"""Preparation of a run's inputs, with a cache: tokens, regression targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+
+from distcse.devices.device import default_device
+from distcse.errors import UnsuitableTeacherError
+from distcse.evaluation import Tasks
+from distcse.events import Reporter
+from distcse.models import Encoder, EncoderHandle, model_fingerprint
+from distcse.recipe import DetectionSection, Recipe
+from distcse.runs.backend import Backend, DeviceCall
+from distcse.runs.cluster_fit import model_memory
+from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.runs.distillation.corpus import prepare_tokens, read_corpus
+from distcse.runs.distillation.dev_metric import read_labelled_dev
+from distcse.runs.distillation.extent import fit_to_corpus
+from distcse.runs.distillation.final_evaluation import labelled_tasks
+from distcse.runs.distillation.layer_selection import with_chosen_layers
+from distcse.runs.distillation.processes import student_needs
+from distcse.runs.distillation.tables import prepare_tables
+from distcse.runs.lease import Lease
+from distcse.storage import ArtifactStore, open_store, resolve_path
+from distcse.teachers.embedding import table_of
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.resources import starts_servers
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.targets import (
+    TargetSpec,
+    copy_projection,
+    find_projection,
+    fit_projection,
+    has_projection,
+    kept_share,
+    write_projection,
+)
+from distcse.text import Corpus, TokenTable
+
+_FIT_ROWS = 20_000
+"""Rows on which a projection's principal components are fitted."""
+_ALIGN_ROWS = 4000
+"""The first of these rows, which the student encodes to rotate the components towards its own vectors."""
+_KEPT_ROWS = 2000
+"""Other rows, on whose inner products it is measured what the projection keeps; of a small corpus a tenth, or `_MIN_KEPT`."""
+_MIN_KEPT = 10
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    """A recipe's corpus, tokenized for its student."""
+
+    corpus: Corpus
+    tokens: TokenTable
+    recipe: Recipe
+    """The recipe, with the settings that it left to the run decided."""
+
+    @cached_property
+    def initial_encoder(self) -> EncoderHandle:
+        """The student before training."""
+        return EncoderHandle(partial(Encoder.from_section, self.recipe.student))
+
+    @classmethod
+    def prepare(cls, recipe: Recipe, backend: Backend, reporter: Reporter) -> PreparedCorpus:
+        """Read and tokenize the corpus, or take both from the cache.
+
+        Args:
+            recipe: The recipe, with its precisions decided.
+            backend: Where a large corpus is tokenized, and where the student's layers are selected if the run selects them.
+            reporter: Receives progress.
+
+        Raises:
+            CorpusTooSmallError: The corpus has too few rows for a batch and the held-out rows.
+            UnsuitableTeacherError: The recipe needs vectors of a teacher that gives none.
+            TokenizerError: The corpus cannot be tokenized.
+        """
+        corpus = read_corpus(recipe, reporter)
+        recipe = fit_to_corpus(recipe, corpus, reporter)
+        require_vectors(recipe)
+        recipe = with_chosen_layers(recipe, corpus, backend, reporter)
+        tokens = prepare_tokens(recipe, corpus, backend, reporter)
+        # Raises if the corpus has too few rows.
+        BatchLoader(
+            TrainSpec(recipe, open_store("."), open_store(corpus.directory), open_store(tokens.directory)),
+            rank=0,
+            workers=max(1, recipe.training.workers),
+        )
+        return cls(corpus, tokens, recipe)
+
+    def tables(self, backend: Backend, reporter: Reporter, verifies: bool = True) -> list[EmbeddingTable | None]:
+        """Return the teachers' complete tables (see `prepare_tables`). Checks the student before rows are embedded."""
+
+        def check_student() -> None:
+            self.check_student(backend, reporter)
+
+        return prepare_tables(self.recipe, self.corpus, backend, reporter, check_student, verifies)
+
+    def check_student(self, backend: Backend, reporter: Reporter) -> None:
+        """Load the student once.
+
+        Raises:
+            EncoderError: It cannot be loaded.
+        """
+        memory = model_memory(self.recipe.student.backbone)
+        call = DeviceCall("check of the student", partial(_load, self.initial_encoder), memory)
+        backend.run_on_devices([call], student_needs(self.recipe).options(uses_gpu=False), reporter)
+
+    def spec(
+        self,
+        run: Path,
+        tables: Sequence[EmbeddingTable | None],
+        backend: Backend,
+        reporter: Reporter,
+        lease: Lease | None = None,
+    ) -> TrainSpec:
+        """Create the spec of the training workers, with regression targets if the recipe uses them.
+
+        Args:
+            run: The run's folder.
+            tables: One per teacher; None for a live teacher.
+            backend: Where targets are computed.
+            reporter: Receives progress.
+            lease: Lease on `run`.
+        """
+        recipe, targets = self.recipe, None
+        alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
+        if chosen := recipe.objective.vector_teachers(len(tables)):
+            selected = [table for number in chosen if (table := tables[number]) is not None]
+            targets = self._target_spec(selected, [alphas[number] for number in chosen], run, lease, backend, reporter)
+        return TrainSpec(
+            recipe,
+            open_store(run),
+            open_store(self.corpus.directory),
+            open_store(self.tokens.directory),
+            lease,
+            targets,
+        )
+
+    def _target_spec(
+        self,
+        tables: Sequence[EmbeddingTable],
+        alphas: Sequence[float],
+        run: Path,
+        lease: Lease | None,
+        backend: Backend,
+        reporter: Reporter,
+    ) -> TargetSpec:
+        """Locate the tables, and fit a projection of their joined vectors if those don't have the student's dimension.
+
+        Where the recipe names another run, its projection is copied.
+        """
+        objective = self.recipe.objective
+        spec = TargetSpec([table.location for table in tables], alphas)
+        directory = RunDirectory(run, lease)
+        file = directory.store / directory.projection.name
+        if has_projection(file, spec.key):
+            return replace(spec, projection=file)
+        call = DeviceCall(
+            "fit of the regression targets",
+            partial(
+                _fit_projection,
+                spec,
+                self.initial_encoder,
+                open_store(self.corpus.directory),
+                file,
+                objective.projection_of,
+            ),
+            model_memory(self.recipe.student.backbone),
+        )
+        (is_fitted,) = backend.run_on_devices([call], student_needs(self.recipe).options(run), reporter)
+        if is_fitted:  # on another machine, perhaps
+            directory.store.fetch(directory.projection.name)
+        return replace(spec, projection=file) if is_fitted else spec
+
+
+def _load(encoder: EncoderHandle, reporter: Reporter) -> None:
+    encoder.get()
+
+
+def _fit_projection(
+    spec: TargetSpec,
+    initial: EncoderHandle,
+    prepared: ArtifactStore,
+    file: ArtifactStore,
+    other_run: str | None,
+    reporter: Reporter,
+) -> bool:
+    """Fit and store a projection, unless one teacher's vectors have the student's dimension. `prepared` is the corpus's folder.
+
+    Returns:
+        Whether the targets need the projection.
+    """
+    if other_run is not None:
+        copy_projection(other_run, spec.key, initial.get().dimension, file)
+        return True
+    encoder, corpus, targets = initial.get(), Corpus.open(prepared.path), spec.open()
+    if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
+        return False
+    rows = np.random.default_rng(0).permutation(len(corpus))[: _FIT_ROWS + _KEPT_ROWS]
+    fitted = len(rows) - min(_KEPT_ROWS, max(_MIN_KEPT, len(rows) // 10), len(rows) // 2)
+    joined, align_rows = targets.vectors(rows), rows[: min(_ALIGN_ROWS, fitted)]
+    vectors = encoder.to(default_device()).encode(
+        corpus.texts(align_rows),
+        normalize=True,
+        on_progress=partial(reporter.advance, "targets", total=len(align_rows), unit="sentences encoded"),
+    )
+    projection = fit_projection(joined[:fitted], joined[: len(align_rows)], vectors)
+    write_projection(projection, spec.key, file, kept_share(joined[fitted:], projection))
+    return True
+
+
+def locate_targets(recipe: Recipe, corpus: Corpus) -> TargetSpec:
+    """Return where the tables of a recipe's regression targets are, whether they exist or not; without the projection."""
+    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
+    chosen = [section.encoders[number] for number in recipe.objective.vector_teachers(len(section.encoders))]
+    tables = [table_of(teacher, corpus, cache, section.shard_rows).location for teacher in chosen]
+    return TargetSpec(tables, [teacher.alpha for teacher in chosen])
+
+
+def require_shared_projection(
+    recipe: Recipe, corpus: Corpus, run: Path | None = None, dimension: int | None = None
+) -> None:
+    """Check that the run of `objective.regression.projection` has the projection that is needed, before anything is embedded.
+
+    Args:
+        recipe: The recipe, with its precisions decided.
+        corpus: Its corpus.
+        run: The run's folder. If it has its copy already, as when it resumes, the other run may be gone. Default: none.
+        dimension: The student's. Default: not checked.
+
+    Raises:
+        InvalidValueError: The other run has no projection, or one of other text, teachers, weights or width.
+    """
+    if (other_run := recipe.objective.projection_of) is None:
+        return
+    spec = locate_targets(recipe, corpus)
+    file = RunDirectory(run or Path()).projection
+    if run is None or not has_projection(open_store(file), spec.key):
+        find_projection(other_run, file.name, spec.key, dimension)
+
+
+def require_vectors(recipe: Recipe) -> None:
+    """Check that all that needs teachers' vectors has them, before the corpus is embedded.
+
+    Raises:
+        UnsuitableTeacherError: A required teacher computes its similarities live, or `teachers.num_servers` has no effect.
+    """
+    kinds = [kind_of(teacher) for teacher in recipe.teachers.encoders]
+    for kind in kinds:
+        kind.check_settings()
+    if recipe.uses_ray and kinds and recipe.teachers.num_servers > 1 and not starts_servers(recipe.teachers):
+        raise UnsuitableTeacherError(
+            f"teachers.num_servers is {recipe.teachers.num_servers}, but no teacher has a server, because the workers read "
+            "the tables of all teachers; write teachers.num_servers: 1, or teachers.serve: actor"
+        )
+    tabled = [kind.uses_table(recipe.teachers.mode) for kind in kinds]
+    missing = [number for number in recipe.objective.vector_teachers(len(tabled)) if not tabled[number]]
+    if missing:
+        (key, *_) = recipe.objective.keys_that_need("vectors", active=True)
+        raise UnsuitableTeacherError(
+            f"{key} needs the vectors of teacher {missing[0]}, which has no table; write teachers.mode: table. "
+            "A cross-encoder has no vectors: use another teacher"
+        )
+
+
+def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[str, str]:
+    """Fingerprint the corpus, the models, the dev set and the test sets, by name."""
+    student = recipe.student
+    fingerprints = {
+        "corpus": corpus.fingerprint,
+        "student": model_fingerprint(student.backbone, student.trust_remote_code),
+    }
+    for number, teacher in enumerate(recipe.teachers.encoders):
+        fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
+    if (detection := recipe.objective.active(DetectionSection)) is not None:
+        fingerprints["generator"] = model_fingerprint(detection.generator)
+    if (dev := read_labelled_dev(recipe)) is not None:
+        fingerprints["dev set"] = dev.fingerprint
+    return {**fingerprints, **labelled.fingerprints()}
+
+
+def read_fingerprints(recipe: Recipe, reporter: Reporter) -> dict[str, str]:
+    """Read the corpus (or take it from the cache) and the labelled sets, and fingerprint them and the models."""
+    return data_fingerprints(recipe, read_corpus(recipe, reporter), labelled_tasks(recipe))

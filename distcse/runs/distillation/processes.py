@@ -1,0 +1,385 @@
+"""The processes of a student's run, the paths that they need, and their CPUs, GPUs and precisions on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from distcse.devices.cluster import Cluster, ClusterSpeeds, Labels
+from distcse.devices.device import DeviceSpeed
+from distcse.devices.device_plan import DeviceOptions
+from distcse.devices.gpu_plan import GpuPlan, Process, plan_gpus, report_plans
+from distcse.devices.resources import (
+    Node,
+    ResourceRequest,
+    Resources,
+    count_fitting,
+    even_share,
+    find_shortfall,
+    nodes_with,
+    refuse_impossible,
+)
+from distcse.events import LogMessage, Reporter
+from distcse.model_source import CONFIG_FILE
+from distcse.models import resolve_model
+from distcse.models.folder import find_local_model
+from distcse.preflight.precision import Role
+from distcse.recipe import Recipe, TeacherSection
+from distcse.recipe.names import is_path
+from distcse.runs.cluster_fit import NodeNeeds, decide_for, plans_gpus, usable_devices
+from distcse.runs.trials import TrialGpus
+from distcse.storage import is_uri
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.resources import (
+    EMBEDDING,
+    SERVERS,
+    least_embedding,
+    plan_embedding,
+    server_processes,
+    starts_servers,
+)
+
+R = TypeVar("R", bound=Recipe)
+
+WORKERS, EVALUATOR = "training workers", "dev-score evaluator"
+"""Names of the processes of a run, besides its teachers' servers."""
+EVALUATOR_ALTERNATIVE = "evaluation.async_eval=null scores in the workers"
+"""Fix of problems with the dev-score evaluator."""
+
+
+def student_processes(recipe: Recipe) -> list[Process]:
+    """Return the processes of a student's training: workers, teachers' servers, and the evaluator of dev scores, if any."""
+    training = recipe.training
+    key = "training.workers" if training.min_workers is None else "training.min_workers"
+    workers = Process(
+        WORKERS,
+        training.workers,
+        training.node_labels,
+        training.gpus_per_worker,
+        training.cpus_per_worker,
+        f"{key}={training.workers}",
+        key,
+        {"CPU": "training.cpus_per_worker", "GPU": "training.gpus_per_worker"},
+        is_elastic=training.min_workers is not None,
+    )
+    processes = [workers, *server_processes(recipe.teachers)]
+    if (section := recipe.evaluation.async_eval) is not None:
+        evaluator = Process(
+            EVALUATOR,
+            1,
+            training.node_labels,
+            section.gpus,
+            section.cpus,
+            "evaluation.async_eval",
+            "training.workers",
+            {"CPU": "evaluation.async_eval.cpus", "GPU": "evaluation.async_eval.gpus"},
+            EVALUATOR_ALTERNATIVE,
+            is_helper=True,
+        )
+        processes.append(evaluator)
+    return processes
+
+
+def student_needs(recipe: Recipe) -> NodeNeeds:
+    """Return which nodes can work for a student's run, and what they must see."""
+    read = {"student.backbone": Path(recipe.student.backbone), **_teacher_paths(recipe)}
+    if recipe.evaluation.data is not None:
+        read["evaluation.data"] = Path(recipe.evaluation.data)
+    if is_path(recipe.evaluation.dev):
+        read["evaluation.dev"] = Path(recipe.evaluation.dev)
+    if (other_run := recipe.objective.projection_of) is not None and not is_uri(other_run):
+        read["objective.regression.projection"] = Path(other_run)
+    labels = {"training.node_labels": recipe.training.node_labels, "teachers.node_labels": recipe.teachers.node_labels}
+    return NodeNeeds(recipe, labels, read, recipe.teachers.heartbeat_timeout_s)
+
+
+def _teacher_paths(recipe: Recipe) -> dict[str, Path]:
+    return {f"teachers.encoders.{number}.backbone": Path(t.backbone) for number, t in _models(recipe).items()}
+
+
+def joined_for_run(
+    recipe: Recipe, cluster: Cluster | None, run: Path, in_sweep: bool = False
+) -> AbstractContextManager[RunResources | None]:
+    """Join a run's cluster, and check its room for the processes and that its nodes see the run's folders.
+
+    Args:
+        recipe: The recipe to run.
+        cluster: The cluster to join; None does nothing.
+        run: An existing folder: the run's, or the parent of all runs.
+        in_sweep: Whether a sweep runs the recipe, which decides the room of its trials itself. Default: False.
+
+    Returns:
+        The context manager of what the run's processes reserve; of None without a cluster or in a sweep.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
+            the labels of a key.
+    """
+    return student_needs(recipe).joined(cluster, lambda nodes: None if in_sweep else plan_run(recipe, nodes), run)
+
+
+def joined_for_embedding(recipe: Recipe, cluster: Cluster | None) -> AbstractContextManager[None]:
+    """Join the cluster of an embedding pass, and check that the teachers' nodes see the cache.
+
+    Embedding needs no run folder and no training workers.
+    """
+    labels = {"teachers.node_labels": recipe.teachers.node_labels}
+    return NodeNeeds(recipe, labels, _teacher_paths(recipe)).joined(cluster, lambda nodes: None)
+
+
+@dataclass(frozen=True)
+class RunResources:
+    """What the processes of a run's training reserve, decided once for the run."""
+
+    gpus: GpuPlan
+    per_worker: Resources
+    """CPUs and GPUs of one training worker."""
+    warning: str = ""
+    """A warning that servers or evaluator may wait forever for resources of nodes that the workers fill."""
+
+    @property
+    def server_gpus(self) -> float:
+        """GPUs of one server that computes with a model or ranks."""
+        return self.gpus.of(SERVERS)
+
+    @property
+    def evaluator(self) -> ResourceRequest | None:
+        """The dev-score evaluator; None if the workers compute the dev scores."""
+        found = [process for process in self.gpus.processes if process.name == EVALUATOR]
+        return GpuPlan(found, self.gpus.nodes, self.gpus.mode).requests()[0] if found else None
+
+    def requests(self, workers: int) -> list[ResourceRequest]:
+        """List what must run at the same time, with the given number of workers."""
+        training, *others = self.gpus.requests([self.per_worker["CPU"]])
+        return [replace(training, number=workers, description=f"{training.number_key}={workers}"), *others]
+
+
+def least_requests(recipe: Recipe) -> list[ResourceRequest]:
+    """List what a run needs on any cluster, to wait for its nodes before anything is planned on them."""
+    training, teachers, mode = recipe.training, recipe.teachers, recipe.gpu_mode
+    requests = [process.least_request(mode) for process in student_processes(recipe)]
+    requests = [request for request in requests if any(request.each.values())]
+    if teachers.node_labels and teachers.node_labels != training.node_labels:
+        requests.append(least_embedding(teachers, mode))
+    return requests
+
+
+def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
+    """Decide the CPUs and GPUs of everything that runs during training.
+
+    Values that the recipe does not set are an even share of the CPUs, a GPU for a worker and a quarter for a helper.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
+            the labels of a key.
+    """
+    training = recipe.training
+    usable = nodes_with(nodes, training.node_labels, "training.node_labels")
+    if starts_servers(recipe.teachers):
+        nodes_with(nodes, recipe.teachers.node_labels, "teachers.node_labels")
+    plan = plan_gpus(student_processes(recipe), nodes, recipe.gpu_mode)
+    gpus = {"GPU": plan.of(WORKERS)} if plan.of(WORKERS) else {}
+    cpus = _remaining_cpus(nodes, training.node_labels, plan.requests([1.0])[1:])
+    most = [count_fitting([node], gpus) for node in usable]
+    cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, min(training.workers, sum(most)), most))))
+    resources = RunResources(plan, {"CPU": cpu, **gpus})
+    stranded = _find_stranded(resources, training.workers)
+    while stranded is not None and training.cpus_per_worker is None and cpu > 1:
+        cpu -= 1.0
+        resources = RunResources(plan, {"CPU": cpu, **gpus})
+        stranded = _find_stranded(resources, training.workers)
+    refuse_impossible(resources.requests(min(training.worker_counts)), nodes)
+    if stranded is None:
+        return resources
+    warning = (
+        f"{stranded} may wait forever: processes that start before may fill the nodes that it needs; lower "
+        "training.cpus_per_worker, or keep the workers off them with training.node_labels"
+    )
+    return replace(resources, warning=warning)
+
+
+def _remaining_cpus(nodes: Sequence[Node], labels: Labels, requests: Sequence[ResourceRequest]) -> list[float]:
+    """Return the CPUs of each node with the labels after the requests, each placed where most are free.
+
+    Requests without labels count on these nodes: servers start where their workers run.
+    """
+    free = [node.resources.get("CPU", 0.0) for node in nodes]
+    for request in requests:
+        usable = [index for index, node in enumerate(nodes) if node.has(request.labels or labels)]
+        for _ in range(request.number):
+            free[max(usable, key=free.__getitem__)] -= request.each.get("CPU", 0.0)
+    return [cpus for node, cpus in zip(nodes, free, strict=True) if node.has(labels)]
+
+
+def _find_stranded(resources: RunResources, workers: int) -> str | None:
+    """Describe processes that may never start, because workers without their labels may fill the nodes that they need."""
+    requests = resources.requests(workers)
+    if all(request.labels == requests[0].labels for request in requests):
+        return None
+    return find_shortfall(requests, resources.gpus.nodes, in_start_order=True)
+
+
+def describe_resources(recipe: Recipe, resources: RunResources | None, nodes: Sequence[Node]) -> str:
+    """Describe the nodes of a run's cluster and the resources of its workers, unless they are a sweep's, in one line."""
+    cpus, gpus = (sum(node.resources.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU"))
+    cluster = f"nodes {len(nodes)}, CPUs {cpus:g}, GPUs {gpus:g}"
+    if resources is None:
+        return cluster
+    per_worker = resources.per_worker
+    each = f"CPUs {per_worker['CPU']:g}, GPUs {per_worker.get('GPU', 0):g}"
+    return f"{cluster}; workers {recipe.training.workers}, each with {each}"
+
+
+def plans_of_run(recipe: Recipe, resources: RunResources, nodes: Sequence[Node]) -> list[GpuPlan]:
+    """Return the plans of a run's GPUs: those of the embedding pass, then those of the training."""
+    return [plan_embedding(recipe.teachers, nodes, recipe.gpu_mode), resources.gpus]
+
+
+def report_embedding_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Report the GPUs of an embedding pass without a run; see `report_gpus`."""
+    if cluster is not None and plans_gpus(cluster, recipe.gpu_mode):
+        report_plans([plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode)], reporter.emit)
+
+
+def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Report the GPUs of a run on a cluster, waiting for the cluster unless it is this machine without a GPU.
+
+    Raises:
+        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
+            the labels of a key.
+        RayConnectionError: The cluster cannot be joined or started.
+    """
+    if cluster is None or not plans_gpus(cluster, recipe.gpu_mode):
+        return
+    nodes = cluster.nodes()
+    resources = plan_run(recipe, nodes)
+    report_plans(plans_of_run(recipe, resources, nodes), reporter.emit)
+    if resources.warning:
+        reporter.emit(LogMessage(resources.warning, warning=True))
+
+
+def with_precisions(recipe: R, cluster: Cluster | None, reporter: Reporter, trial: TrialGpus | None = None) -> R:
+    """Return the recipe with every `precision: auto` decided, and report the choice.
+
+    A recipe that is fp32 throughout measures no device.
+
+    Args:
+        recipe: The recipe to run.
+        cluster: Its cluster; None if everything runs in this process.
+        reporter: Receives the choice, and warnings of half precisions that are slow on a device.
+        trial: GPUs of a sweep's trials, which may run on any node, and of their servers; None for a single run.
+    """
+    precisions = {recipe.training.precision, recipe.evaluation.precision}
+    if precisions | {teacher.precision for teacher in _models(recipe).values()} == {"fp32"}:
+        return recipe
+    _fetch_families(recipe)
+    on_cluster = partial(_roles_on_cluster, recipe, trial)
+    return decide_for(recipe, cluster, reporter, lambda one: roles_on(recipe, [one]), on_cluster, trial is not None)
+
+
+def with_teacher_precisions(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> Recipe:
+    """Decide `precision: auto` for the teachers alone, for an embedding pass, which needs no training workers.
+
+    Args:
+        recipe: The recipe with the teachers.
+        cluster: The teachers' cluster; None if they run in this process.
+        reporter: As for `with_precisions`.
+    """
+    models, gpus = _models(recipe), recipe.teachers.gpus_per_actor or 0.0
+    if all(teacher.precision == "fp32" for teacher in models.values()):
+        return recipe
+    _fetch_families(recipe)
+    return decide_for(
+        recipe,
+        cluster,
+        reporter,
+        lambda one: _teacher_roles(recipe, {number: [one] for number in models}),
+        lambda speeds, nodes: _teacher_roles(recipe, _teacher_devices(recipe, speeds, nodes, gpus)),
+    )
+
+
+def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
+    """List student, teachers and evaluation, each on the given devices."""
+    return _roles(recipe, devices, dict.fromkeys(_models(recipe), devices), devices)
+
+
+def _roles_on_cluster(
+    recipe: Recipe, trial: TrialGpus | None, speeds: ClusterSpeeds, nodes: Sequence[Node]
+) -> list[Role]:
+    labels, evaluators = recipe.training.node_labels, list[DeviceSpeed]()
+    options = DeviceOptions(uses_gpu=recipe.gpu_mode != "none")
+    if trial is None:
+        options = student_needs(recipe).options()
+        gpus = plan_run(recipe, nodes).gpus
+        trial = TrialGpus(gpus.of(WORKERS), gpus.of(SERVERS))
+        if recipe.evaluation.async_eval is not None:
+            evaluators = speeds.of(labels, gpus.of(EVALUATOR))
+    student = speeds.of(labels, trial.worker)
+    teachers = _teacher_devices(recipe, speeds, nodes, trial.server)
+    return _roles(recipe, student, teachers, [*(evaluators or student), *usable_devices(options, speeds, nodes)])
+
+
+def _teacher_devices(
+    recipe: Recipe, speeds: ClusterSpeeds, nodes: Sequence[Node], server_gpus: float
+) -> dict[int, list[DeviceSpeed]]:
+    """Return the devices of each teacher's embedding actors, or of its servers for a live teacher."""
+    section = recipe.teachers
+    if any(teacher.precision == "auto" for teacher in _models(recipe).values()):  # others need no device
+        nodes_with(nodes, section.node_labels, "teachers.node_labels")
+    embedding_gpus = plan_embedding(section, nodes, recipe.gpu_mode).of(EMBEDDING)
+    return {
+        number: speeds.of(
+            section.node_labels, embedding_gpus if kind_of(teacher).uses_table(section.mode) else server_gpus
+        )
+        for number, teacher in _models(recipe).items()
+    }
+
+
+def _roles(
+    recipe: Recipe, student: list[DeviceSpeed], teachers: dict[int, list[DeviceSpeed]], evaluation: list[DeviceSpeed]
+) -> list[Role]:
+    return [
+        Role("student", "training.precision", recipe.training.precision, student),
+        *_teacher_roles(recipe, teachers),
+        Role("evaluation", "evaluation.precision", recipe.evaluation.precision, evaluation),
+    ]
+
+
+def _teacher_roles(recipe: Recipe, devices: dict[int, list[DeviceSpeed]]) -> list[Role]:
+    return [
+        Role(
+            f"teacher {number}",
+            f"teachers.encoders.{number}.precision",
+            teacher.precision,
+            devices[number],
+            is_teacher=True,
+            overflows_fp16=kind_of(teacher, only_local=True).overflows_fp16,
+        )
+        for number, teacher in _models(recipe).items()
+    ]
+
+
+def _fetch_families(recipe: Recipe) -> None:
+    """Download the config.json of hub teachers that are not in the hub's cache, since T5 and Gemma overflow in fp16.
+
+    Without it, the first run would choose another precision, and therefore another table, than later ones.
+
+    Raises:
+        ModelNotFoundError: There is no such model, or the hub cannot be reached.
+    """
+    for teacher in _models(recipe).values():
+        if teacher.precision == "auto" and find_local_model(teacher.backbone, wanted=[CONFIG_FILE]) is None:
+            resolve_model(teacher.backbone, wanted=[CONFIG_FILE])
+
+
+def _models(recipe: Recipe) -> dict[int, TeacherSection]:
+    """Return the teachers that have a precision, by number: endpoints and custom classes have none."""
+    return {
+        number: teacher
+        for number, teacher in enumerate(recipe.teachers.encoders)
+        if kind_of(teacher, only_local=True).is_model
+    }

@@ -1,0 +1,205 @@
+"""Trains a family's students on the same targets: side by side on a cluster's GPUs, or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from distcse.devices.cluster import Cluster
+from distcse.devices.device_plan import GIB, DeviceOptions, OwnNode, plan_devices
+from distcse.errors import DistcseError, StoppedEarlyError
+from distcse.events import Event, GroupEvent, LogMessage, Reporter
+from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
+from distcse.runs.backend import Backend, DeviceCall, LocalBackend
+from distcse.runs.cluster_fit import model_memory
+from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.experiment import Distillation, OpenDistillation
+from distcse.runs.distillation.preparation import PreparedCorpus, require_shared_projection
+from distcse.runs.distillation.processes import joined_for_run, student_needs
+from distcse.runs.distillation.result import StudentResult
+from distcse.runs.lease import Lease
+from distcse.storage import to_uri
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.table import EmbeddingTable
+from distcse.text import Corpus
+from distcse.training.checkpoints import CheckpointStore
+from distcse.training.trainer import TrainResult, finished_state
+
+_TRAINING_MEMORY = 2 * GIB
+"""Memory of a process that trains a student, in addition to that of one that encodes with it."""
+
+
+def prepare_targets(
+    prepared: PreparedCorpus, directory: RunDirectory, lease: Lease, backend: Backend, reporter: Reporter
+) -> bool:
+    """Complete the teachers' tables, and fit in the family's folder the projection that puts all students into one space.
+
+    It is rotated towards the vectors of the largest student before training, or copied from the run that the recipe names.
+
+    Args:
+        prepared: The corpus of the largest student's recipe.
+        directory: The family's run.
+        lease: Lease on it.
+        backend: Where the teachers embed.
+        reporter: Receives progress.
+
+    Returns:
+        Whether there is a projection. There is none if the targets are the vectors of one teacher of the students' width.
+    """
+    require_shared_projection(prepared.recipe, prepared.corpus, directory.path)
+    with joined_for_run(prepared.recipe, backend.cluster, directory.path):
+        reporter = backend.metered(reporter, directory.path.name)
+        tables = prepared.tables(backend, reporter)
+        targets = prepared.spec(directory.path, tables, backend, reporter, lease).targets
+    return targets is not None and targets.projection is not None
+
+
+def member_recipe(recipe: FamilyRecipe, member: MemberSection, directory: RunDirectory, is_projected: bool) -> Recipe:
+    """Return the recipe of a student's run, which is in the folder `members` of the family's.
+
+    Args:
+        recipe: The family's recipe, with precisions and layers decided.
+        member: The student.
+        directory: The family's run.
+        is_projected: Whether the student takes the projection in the family's folder.
+    """
+    changes = {
+        "storage.runs": to_uri(directory.path / "members"),
+        "storage.run_id": member.label,
+        "evaluation.final_suites": [],
+    }
+    if is_projected:
+        changes["objective.regression.projection"] = to_uri(directory.path)
+    return with_values(recipe.student_recipe(member), changes)
+
+
+def train_in_turn(recipes: Sequence[Recipe], backend: Backend, reporter: Reporter) -> list[StudentResult]:
+    """Train students one after the other, each with all workers of its recipe, or continue what a stop has interrupted.
+
+    Returns:
+        Their results, in their order. After a stop request, the last one may be interrupted, and later students have none.
+    """
+    results: list[StudentResult] = []
+    for recipe in recipes:
+        reports = reporter.of_group(recipe.name)
+        begun, student = _reopened(recipe)
+        try:
+            results.append(student.run(backend, reports, begun))
+        except StoppedEarlyError:  # before its first step: it has no model
+            break
+        if results[-1].interrupted:
+            break
+    return results
+
+
+def plan_side_by_side(recipe: FamilyRecipe, cluster: Cluster | None, reporter: Reporter) -> bool:
+    """Return whether students train side by side on the GPUs of a joined cluster, and say so."""
+    students, teachers = len(recipe.largest_first), recipe.teachers
+    has_tables = all(kind_of(teacher).uses_table(teachers.mode) for teacher in teachers.encoders)
+    if cluster is None or students == 1 or not (recipe.is_for_one_process and has_tables) or cluster.is_one_cpu():
+        return False
+    plan = plan_devices(_options(recipe, cluster), cluster.nodes(), OwnNode("", 0.0), students, _memory(recipe))
+    gpus = 0.0 if plan is None else plan.each.get("GPU", 0.0)
+    if plan is None or not gpus or plan.number == 1:
+        return False
+    at_once = "" if plan.number == students else f", {plan.number} at the same time"
+    if plan.waiting:
+        waits = "1 waits" if plan.waiting == 1 else f"{plan.waiting} wait"
+        at_once = f"; {waits} for nodes, or for another's end"
+    share = "a GPU" if gpus == 1 else f"{gpus:g} of a GPU"
+    reporter.emit(LogMessage(f"{students} students train side by side, each with {share}{at_once}"))
+    return True
+
+
+def train_side_by_side(
+    recipe: FamilyRecipe, recipes: Sequence[Recipe], directory: RunDirectory, backend: Backend, reporter: Reporter
+) -> list[StudentResult]:
+    """Train students at the same time, each on a GPU or its part of one, or continue what a stop or a loss has interrupted.
+
+    Their runs are open in this process, which holds their leases, logs their events and exports them. Only the steps are taken
+    by other processes, one for each student.
+
+    Args:
+        recipe: The family's recipe.
+        recipes: The students' recipes, the one that takes longest first.
+        directory: The family's run.
+        backend: Starts the processes.
+        reporter: Receives each student's events, as those of a group.
+
+    Returns:
+        Results of the students that took a step, in their order. After a stop request, they may be interrupted.
+
+    Raises:
+        DistcseError: A student failed. Those that have finished are exported, unless storage or the cluster failed.
+    """
+    with ExitStack() as scope:
+        runs: dict[str, OpenDistillation] = {}
+        for each in recipes:
+            begun, student = _reopened(each)
+            runs[each.name] = scope.enter_context(student.opened(backend, reporter.of_group(each.name), begun))
+
+        def report(event: Event) -> None:
+            if isinstance(event, GroupEvent):
+                runs[event.group].reporter.emit(event.event)
+            else:
+                reporter.emit(event)
+
+        calls: list[DeviceCall[TrainResult | None]] = [
+            DeviceCall(
+                "training of a student",
+                partial(_train, name, run.spec, run.tables),
+                _memory(recipe),
+                returns_on_stop=True,
+            )
+            for name, run in runs.items()
+        ]
+        options = _options(recipe, backend.cluster, directory.path)
+        try:
+            trained = backend.run_on_devices(calls, options, Reporter(report, reporter.stop_requested))
+        except DistcseError as error:
+            if error.is_own_failure:  # of a student, which a resumed family repeats: others must not wait for it
+                _end_finished(list(runs.values()))
+            raise
+        results = []
+        for run, trained_student in zip(runs.values(), trained, strict=True):
+            if trained_student is not None:
+                with suppress(StoppedEarlyError):  # before its first step: it has no model
+                    results.append(run.end(trained_student))
+    return results
+
+
+def _end_finished(runs: Sequence[OpenDistillation]) -> None:
+    """Export the students whose training has finished."""
+    for run in runs:
+        state = finished_state(CheckpointStore(run.directory.path, run.spec.lease))
+        if state is not None:
+            run.end(TrainResult(state, state.step, 0.0, 0.0))
+
+
+def _train(name: str, spec: TrainSpec, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> TrainResult:
+    """Train a student in this process, from its latest checkpoint if there is one."""
+    return LocalBackend().train(spec, Corpus.open(spec.corpus.path), tables, reporter.of_group(name))
+
+
+def _memory(recipe: FamilyRecipe) -> float:
+    """Estimate the bytes of a process that trains a student."""
+    return model_memory(recipe.student.backbone) + _TRAINING_MEMORY
+
+
+def _options(recipe: FamilyRecipe, cluster: Cluster | None, run: Path | None = None) -> DeviceOptions:
+    """Return the options of the processes that train: unlike evaluation, they do not run on nodes for teachers alone."""
+    labels = {"training.node_labels": recipe.training.node_labels}
+    can_wait = recipe.resources.wait_s > 0 and cluster is not None and cluster.can_grow()
+    options = student_needs(recipe).options(run)
+    return replace(options, labels=labels, gpus=recipe.gpus_of_a_student, can_wait=can_wait, trains=True)
+
+
+def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:
+    """Return a student's run and its experiment; no run if it has not begun."""
+    begun, student = RunDirectory.reopen_by_id(recipe)
+    assert isinstance(student, Recipe)
+    return begun, Distillation(student)

@@ -1,0 +1,315 @@
+"""Mutual distillation: bi- and cross-encoders of several language models label sentence pairs for each other."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from distcse.checks import Question, require
+from distcse.devices.device import DeviceSpeed
+from distcse.devices.gpu_plan import PlansOfTrials
+from distcse.devices.resources import Node
+from distcse.errors import DistcseError, StoppedEarlyError
+from distcse.evaluation import Tasks
+from distcse.events import GroupActivity, LogMessage, Reporter
+from distcse.models import Encoder
+from distcse.preflight.precision import Role
+from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
+from distcse.recipe import KINDS, GroupSection, MutualRecipe
+from distcse.runs.backend import Backend, DeviceCall
+from distcse.runs.cluster_fit import gpu_policy, joined_for_devices, model_memory, waited_for_nodes
+from distcse.runs.directory import RunDirectory, check_storage
+from distcse.runs.experiment import Experiment, register_experiment
+from distcse.runs.mutual.final_evaluation import checked_tasks, final_scores
+from distcse.runs.mutual.group import Group, open_groups
+from distcse.runs.mutual.label_exchange import LabelExchange
+from distcse.runs.mutual.pairs import (
+    data_fingerprints,
+    fit_to_pairs,
+    load_pairs,
+    prepare_tokens,
+    read_fingerprints,
+)
+from distcse.runs.mutual.phase_store import PhaseStore, best_phase, dev_scores
+from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult, last_phase
+from distcse.runs.mutual.preflight import load_cross, recipe_questions, rehearse_groups
+from distcse.runs.mutual.processes import (
+    group_needs,
+    joined_for_groups,
+    least_requests,
+    plan_groups,
+    report_gpus,
+    roles_on,
+    with_max_workers,
+    with_precisions,
+)
+from distcse.runs.mutual.result import Best, MutualResult
+from distcse.runs.mutual.start_scores import score_starts
+from distcse.runs.run_scope import open_run
+from distcse.runs.stoppable_evaluation import FinalScores
+from distcse.runs.trials import Trials
+from distcse.storage import open_store
+from distcse.text import Pairs
+from distcse.tracking import track_run
+from distcse.training.checkpoints import CheckpointStore
+
+
+@register_experiment(MutualRecipe)
+class MutualDistillation(Experiment[MutualRecipe]):
+    """Self-distillation of one group, or mutual distillation of several (see `Experiment`)."""
+
+    name = "mutual distillation"
+
+    def rehearse(self, backend: Backend, reporter: Reporter, plans_of_trials: PlansOfTrials | None = None) -> None:
+        rehearse_groups(self.recipe, backend, reporter, plans_of_trials)
+
+    def questions(self, begun: RunDirectory | None = None) -> list[Question]:
+        return recipe_questions(self.recipe, has_pairs=begun is not None and (begun.store / "pairs").has_folder())
+
+    def settings_warnings(self, only_local: bool = False) -> list[SettingsWarning]:
+        groups = {f"groups.{number}": group for number, group in enumerate(self.recipe.groups)}
+        return [*super().settings_warnings(), *warn_of_unused_prompts(groups, only_local)]
+
+    def check_resources(self, nodes: Sequence[Node]) -> None:
+        plan_groups(self.recipe, self.recipe.groups, nodes)
+
+    def fingerprints(self, reporter: Reporter) -> dict[str, str]:
+        return read_fingerprints(self.recipe, reporter)
+
+    def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> MutualResult:
+        """Run the recipe; see `Experiment.run`.
+
+        A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
+        """
+        with self._prepared(backend, reporter, directory) as run:
+            recipe, store, directory = run.recipe, run.store, run.directory
+            with track_run(recipe, directory.path, run.reporter.emit) as tracked:
+                interrupted = _train(run, backend, tracked.relay(run.reporter))
+                best = [] if interrupted else save_best(recipe, run.contexts, store)
+                final = FinalScores(None, stopped=interrupted)
+                if not interrupted:
+                    final = final_scores(recipe, run.tasks, run.pairs, best, directory, backend, run.caller)
+                tracked.end(final.stopped, final.evaluation)
+            final.write(directory.store)
+            directory.store_events()
+            dropped, pairs = dict(store.dropped), len(run.pairs)
+            return MutualResult.of(recipe, directory, best, dropped, pairs, final.stopped, final.evaluation)
+
+    @contextmanager
+    def _prepared(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None) -> Iterator[_Prepared]:
+        """Context manager: open a run, and prepare all that its groups are trained on."""
+        require(self.questions(directory))
+        check_storage(self.recipe.storage)
+        tasks = checked_tasks(self.recipe)
+        dropped = PhaseStore(directory.path).dropped if directory else {}
+        active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
+        with ExitStack() as joined:
+            # Before joining, because a local cluster counts its GPUs as it starts.
+            joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None))
+            joined.enter_context(joined_for_devices(backend.cluster))
+            groups = [self.recipe.groups[number] for number in active]
+            _check_models(self.recipe, groups, backend, reporter)
+            directory, lease, caller = joined.enter_context(open_run(self, backend, reporter, directory))
+            requests = least_requests(self.recipe, groups)
+            joined.enter_context(waited_for_nodes(backend.cluster, self.recipe, requests, caller))
+            ending = threading.Event()
+            reporter = replace(caller, stop_requested=lambda: ending.is_set() or caller.stop_requested())
+            if lease.has_local_changes:
+                for phase in (directory.path / "groups").glob("*/*"):
+                    CheckpointStore(phase, lease).rescue(reporter.emit)
+            store, is_recorded = PhaseStore(directory.path, lease), directory.is_recorded()
+            recipe = self.recipe if is_recorded else with_max_workers(self.recipe, reporter)
+            groups = [recipe.groups[number] for number in active]
+            recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
+            groups = [recipe.groups[number] for number in active]
+            report_gpus(recipe, groups, backend.cluster, reporter)
+            if recipe != self.recipe:
+                directory.decide(recipe)
+            if not is_recorded or _lacks_starts(recipe, groups, store):
+                starts = score_starts(recipe, groups, backend, reporter)
+                store.record_starts(starts.dev)
+                report_warnings(starts.warnings, reporter)
+            if not is_recorded:
+                (directory.store / "pairs").delete_folder()
+            pairs = load_pairs(recipe, directory.path, backend, reporter)
+            if (fitted := fit_to_pairs(recipe, len(pairs), reporter)) != recipe:
+                recipe = fitted
+                groups = [recipe.groups[number] for number in active]
+                directory.decide(recipe)
+            directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
+            store.record_pairs(pairs.fingerprint)
+            tokens = prepare_tokens(recipe, groups, pairs, backend, reporter)
+            contexts = [
+                GroupContext(recipe, number, directory.store, tables)
+                for number, tables in zip(active, tokens, strict=True)
+            ]
+            yield _Prepared(recipe, directory, tasks, pairs, contexts, store, ending, caller, reporter)
+
+    def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
+        return roles_on(self.recipe, {group.name: devices for group in self.recipe.groups}, devices)
+
+    @property
+    def trials(self) -> Trials:
+        from distcse.runs.mutual.trials import MutualTrials
+
+        return MutualTrials(self.recipe)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A run whose groups can be trained."""
+
+    recipe: MutualRecipe
+    directory: RunDirectory
+    tasks: Tasks
+    """The labelled sets of the final evaluation."""
+    pairs: Pairs
+    contexts: list[GroupContext]
+    """Each active group's part of the run."""
+    store: PhaseStore
+    ending: threading.Event
+    """Set when the groups end for any reason."""
+    caller: Reporter
+    """Asks for a stop if the run's caller does."""
+    reporter: Reporter
+    """Asks for a stop also when the groups end."""
+
+
+def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: PhaseStore) -> bool:
+    """Return whether the selection of the best models, or the labels, need dev scores of starts that are not recorded."""
+    needed = recipe.mutual.best_of == "start_and_cycles" or recipe.mutual.weigh_by == "group_and_dev"
+    return needed and any(group.name not in store.starts for group in groups)
+
+
+def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter) -> None:
+    """Load each group's models once, before the pairs are mined: without one, the run ends.
+
+    Raises:
+        EncoderError: A model cannot be loaded.
+    """
+    memory = max(model_memory(group.backbone) for group in groups)
+    call = DeviceCall("check of the groups' models", partial(_load_models, recipe, groups), memory)
+    backend.run_on_devices([call], group_needs(recipe, groups).options(uses_gpu=False), reporter)
+
+
+def _load_models(recipe: MutualRecipe, groups: Sequence[GroupSection], reporter: Reporter) -> None:
+    for group in groups:
+        Encoder.from_section(group)
+        if recipe.cross_start(group) != group.backbone:
+            load_cross(recipe, group)
+
+
+def _train(run: _Prepared, backend: Backend, reporter: Reporter) -> bool:
+    """Run the groups on the backend. Return whether they were asked to stop before their end."""
+    active, name = [context.group for context in run.contexts], run.directory.path.name
+    with joined_for_groups(run.recipe, active, backend.cluster, run.directory.path) as resources:
+        reporter = backend.metered(reporter, name)
+        reporters = [reporter.of_group(group.name) for group in active]
+        with open_groups(backend, run.contexts, reporters, resources) as groups:
+            exchange = LabelExchange(run.recipe, run.store, run.ending, run.caller.stop_requested)
+            return run_groups(run.recipe, groups, run.store, exchange, reporter)
+
+
+def run_groups(
+    recipe: MutualRecipe, groups: list[Group], store: PhaseStore, exchange: LabelExchange, reporter: Reporter
+) -> bool:
+    """Run each group in a thread until all have finished. Return whether they were asked to stop before their end."""
+    stopped = [False] * len(groups)
+
+    def run_group(number: int) -> None:
+        group = groups[number]
+        group_reporter = reporter.of_group(group.name)
+        try:
+            stopped[number] = not _run_phases(recipe, group, store, exchange, group_reporter)
+            if stopped[number]:
+                exchange.end()  # wake the groups that wait for this one's scores
+        except StoppedEarlyError:
+            stopped[number] = True
+            exchange.end()  # wake the groups that wait for this one's scores
+        except DistcseError as failed:
+            can_drop = failed.is_own_failure and recipe.mutual.on_failure == "drop"
+            if not (can_drop and exchange.drop(group.name, failed.coded_message)):
+                raise
+            group_reporter.emit(LogMessage(f"dropped: {failed.coded_message}", warning=True))
+            group_reporter.emit(GroupActivity("", "dropped"))
+
+    def run_group_or_end(number: int) -> None:
+        try:
+            run_group(number)
+        except BaseException:
+            exchange.end()
+            raise
+        finally:
+            groups[number].close()
+
+    threads = ThreadPoolExecutor(max_workers=len(groups), thread_name_prefix="group")
+    is_interrupted = False
+    try:
+        for future in [threads.submit(run_group_or_end, number) for number in range(len(groups))]:
+            future.result()
+    except KeyboardInterrupt:  # a second Ctrl-C closes the groups without waiting for their threads
+        is_interrupted = True
+        raise
+    finally:
+        exchange.end()
+        threads.shutdown(wait=not is_interrupted)
+    return any(stopped)
+
+
+def _run_phases(
+    recipe: MutualRecipe, group: Group, store: PhaseStore, exchange: LabelExchange, reporter: Reporter
+) -> bool:
+    """Run a group's unfinished phases. Return False if the run was asked to stop."""
+    last = last_phase(recipe.mutual.cycles)
+    for number in range(last.number + 1):
+        phase = Phase(number)
+        if group.name in store.posted(phase):
+            continue
+        trained: PhaseResult | None = None
+        if number:
+            reporter.emit(GroupActivity(phase.name, "preparing", phase_index=number))
+            group.prepare(phase)
+            if not exchange.has_labels(phase):
+                reporter.emit(GroupActivity(phase.name, "waiting", exchange.missing(Phase(number - 1)), number))
+        group.acquire(phase, partial(exchange.has_labels, phase))
+        if number:
+            labels = exchange.labels(group.name, phase)
+            if labels is None:
+                break
+            reporter.emit(GroupActivity(phase.name, "training", phase_index=number))
+            trained = group.train(phase, labels)
+            if trained is None:
+                return False
+        reporter.emit(GroupActivity(phase.name, "scoring", phase_index=number))
+        exchange.post(group.name, phase, group.score(phase), trained)
+        group.release()
+    reporter.emit(GroupActivity("", "finished"))
+    return True
+
+
+def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseStore) -> list[Best]:
+    """Save the best model of each group and formulation in `models/`, by dev score; without dev pairs the last model."""
+    results: list[Best] = []
+    for context in contexts:
+        group = context.group
+        if group.name in store.dropped:
+            continue
+        for kind in KINDS:
+            scores = dev_scores(recipe, store, group.name, kind)
+            best = best_phase(scores)
+            copy = context.run / "models" / group.name / kind
+            with copy.write_folder() as temporary:
+                if best.number:
+                    source = open_store(context.folder(best) / "model")
+                    source.fetch_folder()
+                    shutil.copytree(source.path, temporary, dirs_exist_ok=True)
+                else:
+                    Encoder.from_section(group).eval().save(temporary)
+            copy.publish()
+            results.append(Best(group.name, kind, best, scores[best], copy.path))
+    return results

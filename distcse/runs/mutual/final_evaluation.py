@@ -1,0 +1,282 @@
+"""Final evaluation of a mutual distillation: initial models, bi-encoders, cross-encoders and their ensembles.
+
+The test sets may overlap with the training pairs; such scores are marked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from distcse.devices.device import default_device
+from distcse.evaluation import (
+    MIN_TEXTS,
+    SUITES,
+    Contamination,
+    ModelResults,
+    RecordedScores,
+    Tasks,
+    TextsTask,
+    collect,
+    make_candidate,
+    measure_ensemble,
+    measure_model,
+    refuse_test_as_dev,
+    reporting,
+)
+from distcse.events import Reporter, StageProgress
+from distcse.models import CrossEncoder, Encoder
+from distcse.recipe import KINDS, GroupSection, MutualRecipe, decided
+from distcse.runs.backend import Backend, DeviceCall
+from distcse.runs.cluster_fit import model_memory
+from distcse.runs.directory import RunDirectory
+from distcse.runs.mutual.dev_pairs import DevPairs
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phase_trainer import load_trained
+from distcse.runs.mutual.phases import Kind, Phase, last_phase
+from distcse.runs.mutual.processes import group_needs
+from distcse.runs.mutual.result import Best
+from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
+from distcse.storage import ArtifactStore, open_store
+from distcse.text import Pairs
+
+_COMPARED_TEXTS = 1000
+_Seen = Mapping[tuple[str, Kind], Contamination]
+"""By group and kind: which sentences of the labelled sets its trained models have seen."""
+
+
+def wanted_tasks(recipe: MutualRecipe) -> Tasks:
+    """Read the labelled sets of the final evaluation; empty without labelled data.
+
+    Raises:
+        EvaluationFormatError: A set is malformed.
+    """
+    selected = recipe.evaluation.final_suites
+    if selected is None:
+        selected = ["sts"] if recipe.evaluation.data else []
+    suites = [suite for suite in SUITES if suite in selected]
+    return collect(Path(str(recipe.evaluation.data)), suites, []) if suites else Tasks()
+
+
+def checked_tasks(recipe: MutualRecipe) -> Tasks:
+    """Read the labelled sets and the dev set, and check that they don't overlap unless evaluation.dev_is_test allows it.
+
+    Raises:
+        EvaluationError: A set is missing or malformed, or a model's record of contamination cannot be read.
+        DistcseError: The dev set is also a test set.
+    """
+    tasks, dev = wanted_tasks(recipe), DevPairs.of(recipe)
+    if dev is not None:
+        refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
+    for start in {start for group in recipe.groups for starts in _starts(recipe, group).values() for start in starts}:
+        if Path(start).is_dir():
+            Contamination.of_model(start)
+    return tasks
+
+
+def contamination_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks, reporter: Reporter) -> Contamination:
+    """Find the sentences of test and dev sets that are among the training pairs."""
+    dev = DevPairs.of(recipe)
+    sets = [task.sentences() for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
+    sentences = reporter.follow(pairs.distinct(), "contamination")
+    return Contamination.measure(sentences, [*sets, *([] if dev is None else [[*dev.first, *dev.second]])])
+
+
+def _starts(recipe: MutualRecipe, group: GroupSection) -> dict[Kind, set[str]]:
+    """Return the models whose training text a group's trained models have seen, by kind."""
+    bi, cross = group.backbone, recipe.cross_start(group)
+    if recipe.mutual.initialization == "sequential":
+        return {"bi": {bi, cross}, "cross": {bi, cross}}
+    return {"bi": {bi}, "cross": {cross}}
+
+
+def unlabelled_tasks(recipe: MutualRecipe, pairs: Pairs, reference: str) -> Tasks:
+    """Return what is measured without labelled sets: the dev pairs, and how far the bi-encoders have moved on the run's texts.
+
+    Args:
+        recipe: The run's recipe.
+        pairs: The training pairs. Up to 1,000 of their sentences are compared, evenly spaced.
+        reference: Name of the model that the others are compared with on these sentences.
+    """
+    found, dev = Tasks(), DevPairs.of(recipe)
+    if dev is not None:
+        found.tasks += dev.tasks
+        found.warnings.append(
+            f"checkpoints and cycles were chosen by {dev.name}, so its scores favor the trained models; set evaluation.data to "
+            "measure on other sets"
+        )
+    step = -(-len(pairs.sentences) // _COMPARED_TEXTS)
+    texts = list(dict.fromkeys(pairs.sentences.texts(range(0, len(pairs.sentences), step))))
+    if len(texts) >= MIN_TEXTS:
+        # Bi-encoders only: the thousands of pairs would take cross-encoders minutes.
+        name = f"{len(texts):,} of the pairs' sentences, with {reference}"
+        found.tasks.append(TextsTask(name, texts, reference, pairs_only=False))
+    return found
+
+
+@stoppable
+def final_scores(
+    recipe: MutualRecipe,
+    tasks: Tasks,
+    pairs: Pairs,
+    best: Sequence[Best],
+    run: RunDirectory,
+    backend: Backend,
+    reporter: Reporter,
+) -> FinalScores:
+    """Evaluate each group's initial and best models, with evaluation.final_cycles also those of each cycle, and their ensembles.
+
+    Each model is evaluated on one of the backend's devices. Test sentences that were among the training pairs are recorded in
+    the models' folders. Scores on such sets are transductive, and marked so in tables and model cards. A stop request leaves
+    models out, with the ensembles that need them, and a resumed run measures them.
+
+    Args:
+        recipe: The run's recipe.
+        tasks: The labelled sets to evaluate on.
+        pairs: The pairs that the models were trained on.
+        best: The best models.
+        run: The run's folder.
+        backend: Where the models are evaluated.
+        reporter: Receives progress.
+
+    Returns:
+        The scores of the models that were measured; none if the recipe selects no suite.
+    """
+    started_at = time.perf_counter()
+    finished = {model.group for model in best}
+    groups = {group.name: group for group in recipe.groups if group.name in finished}
+    if recipe.evaluation.final_suites is None and not tasks.tasks and groups:
+        tasks = unlabelled_tasks(recipe, pairs, _start_name(next(iter(groups))))
+    contamination = contamination_of(recipe, pairs, tasks, reporter)
+    seen = {
+        (name, kind): Contamination.of_several([contamination, *map(Contamination.of_model, starts)])
+        for name, group in groups.items()
+        for kind, starts in _starts(recipe, group).items()
+    }
+    for model in best:
+        start = groups[model.group].backbone
+        found = Contamination.of_model(start) if model.is_start else seen[model.group, model.kind]
+        found.write(open_store(model.model, run.store.guard))
+    if not tasks.tasks:
+        return FinalScores(None)
+    if number := len(contamination.overlap):
+        key = "pairs.mine.corpus.exclude_evaluation" if recipe.pairs.mine else None
+        note = f"compared with {number} labelled set{'s' * (number > 1)}: {contamination.describe(key)}"
+        reporter.emit(StageProgress("contamination", len(pairs), len(pairs), "pairs", finished=True, note=note))
+    precision = decided(recipe.evaluation.precision)
+    tasks = replace(tasks, timed_texts=tasks.first_sentences())
+    shared = backend.share((tasks, seen))
+    rows = [_Row("start ensemble", [_Scored(_start_name(name), group, "bi") for name, group in groups.items()])]
+    for kind in KINDS:
+        models = [
+            _Scored(model.name, groups[model.group], kind, open_store(model.model), is_start=model.is_start)
+            for model in best
+            if model.kind == kind
+        ]
+        rows.append(_Row(f"{kind} ensemble", models))
+    if recipe.evaluation.final_cycles == "all":
+        for phase, folders in _models_by_phase(recipe, run, list(groups)).items():
+            kind, suffix = phase.kind, f", cycle {phase.cycle}"
+            models = [
+                _Scored(f"{name} {kind}{suffix}", groups[name], kind, open_store(folder), is_timed=False)
+                for name, folder in folders.items()
+            ]
+            rows.append(_Row(f"{kind} ensemble{suffix}", models))
+    calls: list[DeviceCall[_Measured]] = [
+        DeviceCall(
+            f"evaluation of {model.name}", partial(_measure, model, precision, shared), model_memory(model.source)
+        )
+        for row in rows
+        for model in row.models
+    ]
+    options = group_needs(recipe, list(groups.values())).options(run.path)
+    returned = measure_models(calls, tasks, [precision], run.store, backend, options, reporter)
+    measured = iter([None if model is None else _Measured(*model) for model in returned])
+    results: list[ModelResults] = []
+    for row in rows:
+        members = [model for model in islice(measured, len(row.models)) if model is not None]
+        results += [member.results for member in members]
+        if len(members) == len(row.models) > 1:
+            scores = [member.scores for member in members]
+            measurements = [member.results for member in members]
+            results.append(measure_ensemble(row.ensemble, measurements, scores, tasks, reporter.emit))
+    return compare_measured(results, tasks, calls, returned, precision, started_at)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A model to evaluate."""
+
+    name: str
+    """Name in tables."""
+    group: GroupSection
+    kind: Kind
+    model: ArtifactStore | None = None
+    """Folder of a trained model; None for the group's initial bi-encoder."""
+    is_start: bool = False
+    """Whether the folder has the group's start, which has not seen the pairs."""
+    is_timed: bool = True
+
+    @property
+    def source(self) -> str:
+        """The model's folder or name, as tables show it."""
+        return self.group.backbone if self.model is None else str(self.model.path)
+
+
+class _Row(NamedTuple):
+    """Models of one kind, one per group, whose rows stand next to that of their ensemble."""
+
+    ensemble: str
+    """Name of the ensemble in tables."""
+    models: list[_Scored]
+
+
+class _Measured(NamedTuple):
+    """What the evaluation of one model returns."""
+
+    results: ModelResults
+    scores: RecordedScores
+    """Similarities of the tasks' pairs, for the ensemble."""
+
+
+def _models_by_phase(recipe: MutualRecipe, run: RunDirectory, groups: Sequence[str]) -> dict[Phase, dict[str, Path]]:
+    """Return the folders of the models that each phase of a run trained, by group."""
+    store, last = PhaseStore(run.path), last_phase(recipe.mutual.cycles)
+    phases = [phase for number in range(1, last.number + 1) if store.posted(phase := Phase(number))]
+    return {
+        phase: {
+            name: run.path / "groups" / name / phase.name / "model" for name in groups if name in store.posted(phase)
+        }
+        for phase in phases
+    }
+
+
+def _start_name(group: str) -> str:
+    return f"{group} start"
+
+
+def _measure(
+    scored: _Scored, precision: str, shared: Callable[[], tuple[Tasks, _Seen]], reporter: Reporter
+) -> _Measured:
+    (tasks, seen), group, recorded = shared(), scored.group, RecordedScores()
+    encoder: Encoder | CrossEncoder
+    if scored.model is None:
+        encoder, contamination = Encoder.from_section(group), Contamination.of_model(group.backbone)
+    else:
+        scored.model.fetch_folder()
+        encoder = load_trained(group, scored.kind, scored.model.path)
+        contamination = Contamination.read(scored.model.path) if scored.is_start else seen[group.name, scored.kind]
+    if scored.model is None or not scored.is_timed:  # as large and as fast as the best trained model
+        tasks = replace(tasks, timed_texts=[])
+    on_device, progress = encoder.to(default_device()), reporting(reporter, scored.name)
+    candidate = make_candidate(scored.name, scored.source, on_device, contamination, precision, progress)
+    results = measure_model(candidate, tasks, reporter)
+    for task in tasks.tasks:
+        if task.pairs_only:
+            task.measure(recorded.recording(candidate.model))
+    return _Measured(results, recorded)

@@ -1,0 +1,285 @@
+"""Crash-safe store of a mutual distillation's state: the finished phases of each group, their scores, and the labels.
+
+<run>/phases.json                 the state, replaced atomically
+      labels/start-bert.0f3a9c1b7e24.npy  scores of one group in a phase, with the first digits of their checksum
+      labels/start.….npy                  labels from a phase, on which the next phase trains
+      labels/cycle-1-bi.for.bert.….npy   labels on which one group trains a phase, in the band of its start
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.errors import ResumeMismatchError, RunRecordError
+from distcse.evaluation.encoding import decode_result, encode_result
+from distcse.recipe import MutualRecipe
+from distcse.runs.lease import Lease
+from distcse.runs.mutual.phases import Kind, Phase, PhaseResult, last_phase
+from distcse.storage import ArtifactStore, open_store, sha256, storage_errors
+
+Scores = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StoredScores:
+    """The (n,) scores or labels of a phase. Picklable: what is sent to a worker is the file's address and checksum."""
+
+    folder: ArtifactStore
+    name: str
+    sha256: str
+
+    @classmethod
+    def write(cls, folder: ArtifactStore, name: str, scores: Scores) -> StoredScores:
+        """Store scores atomically, as `<name>.<first digits of their checksum>.npy`.
+
+        Raises:
+            StorageError: The storage refuses the file.
+        """
+        digest = sha256([scores.data])
+        file = f"{name}.{digest[:12]}.npy"
+        with folder.write(file) as temporary, open(temporary, "wb") as out:
+            np.save(out, scores)
+        return cls(folder, file, digest)
+
+    def read(self) -> Scores:
+        """Memory-map the scores, and verify their checksum.
+
+        Raises:
+            RunRecordError: The file is missing or damaged.
+        """
+        self.folder.fetch(self.name)
+        file = f"{self.folder}/{self.name}"
+        try:
+            scores: Scores = np.asarray(np.load(self.folder.path / self.name, mmap_mode="r", allow_pickle=False))
+        except (OSError, EOFError, ValueError) as broken:
+            raise RunRecordError(f"{file} cannot be read: {broken}; start a new run") from None
+        if sha256([scores.data]) != self.sha256:
+            raise RunRecordError(f"{file} has changed since it was stored (checksum mismatch); start a new run")
+        return scores
+
+
+_LOG = logging.getLogger(__name__)
+
+
+class ScoreShards:
+    """The stored shards of one group in one phase.
+
+    Args:
+        run: The run's directory, whose guard is checked before each write and each deletion.
+        group: The group's name.
+        phase: The phase.
+    """
+
+    def __init__(self, run: ArtifactStore, group: str, phase: Phase) -> None:
+        self._run = run
+        self._folder = f"groups/{group}/{phase.name}/scores"
+
+    def read(self, begin: int, end: int) -> NDArray[np.float32] | None:
+        """Read the scores of the pairs from `begin` to before `end`; None if they are not stored, or damaged."""
+        file = self._file(begin, end)
+        try:
+            content = self._run.read_json(file)
+        except (OSError, ValueError) as broken:
+            _LOG.warning("%s/%s cannot be read (%s): its pairs are scored again", self._run, file, broken)
+            return None
+        return None if content is None else decode_result(content["scores"])
+
+    def write(self, begin: int, scores: NDArray[np.float32]) -> None:
+        """Store the (n,) scores of the pairs from `begin` on, unless a later start has taken over the run.
+
+        Raises:
+            RunTakenOverError: A later start has taken over the run.
+            StorageError: The file cannot be written.
+        """
+        self._run.write_json(self._file(begin, begin + len(scores)), {"scores": encode_result(scores)})
+
+    def delete(self) -> None:
+        """Delete all shards of the phase."""
+        (self._run / self._folder).delete_all()
+
+    def _file(self, begin: int, end: int) -> str:
+        return f"{self._folder}/{begin}-{end}.json"
+
+
+_STATE = "phases.json"
+
+
+class PhaseStore:
+    """The state of one run. Several threads may write.
+
+    Args:
+        run: The run's directory.
+        lease: Lease on the directory, checked before each write. Default: no check.
+
+    Raises:
+        RunRecordError: `phases.json` is damaged; when loading, a file of scores is damaged.
+        RunTakenOverError: When writing, a later start has taken over the directory.
+    """
+
+    def __init__(self, run: Path, lease: Lease | None = None) -> None:
+        self._store = open_store(run, lease)
+        self._labels = self._store / "labels"
+        with storage_errors(self._labels.path):
+            self._labels.path.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "own_labels": {}}
+        self._state |= {"starts": {}, "dropped": {}, "stopped_after": None}
+        try:
+            self._state |= self._store.read_json(_STATE) or {}
+        except (OSError, ValueError) as broken:
+            raise RunRecordError(f"{self._store}/{_STATE} cannot be read: {broken}; start a new run") from None
+
+    @property
+    def dropped(self) -> Mapping[str, str]:
+        """Groups without which the run continues, with the reason."""
+        return dict(self._state["dropped"])
+
+    @property
+    def stopped_after(self) -> Phase | None:
+        """The phase after which the cycles stop early, because no group had improved; None if they don't."""
+        number = self._state["stopped_after"]
+        return None if number is None else Phase(number)
+
+    @property
+    def starts(self) -> Mapping[str, float]:
+        """Dev scores of the groups' starts; empty before `record_starts`."""
+        return dict(self._state["starts"])
+
+    def record_starts(self, dev: Mapping[str, float]) -> None:
+        """Record the dev scores of the groups' starts."""
+        with self._lock:
+            self._state["starts"] |= dev
+            self._write()
+
+    def record_pairs(self, fingerprint: str) -> None:
+        """Record the fingerprint of the pairs, or compare it with the recorded one.
+
+        Raises:
+            ResumeMismatchError: The run began with different pairs.
+        """
+        with self._lock:
+            if self._state["pairs"] not in (None, fingerprint):
+                raise ResumeMismatchError(
+                    f"the pairs have changed since {self._store} began; restore the folder pairs, or start a new run"
+                )
+            self._state["pairs"] = fingerprint
+            self._write()
+
+    def post(self, group: str, phase: Phase, scores: Scores, trained: PhaseResult | None) -> None:
+        """Record that a group has finished a phase, with its scores, and delete their shards.
+
+        Args:
+            group: The group's name.
+            phase: The phase.
+            scores: (n,) scores of the pairs.
+            trained: The result of the training; None for phase 0.
+        """
+        with self._lock:
+            training = {} if trained is None else {"dev": trained.dev, "step": trained.step, "steps": trained.steps}
+            entry = {**self._write_scores(f"{phase.name}-{group}", scores), **training}
+            self._state["posted"].setdefault(str(phase.number), {})[group] = entry
+            self._write()
+        ScoreShards(self._store, group, phase).delete()
+
+    def posted(self, phase: Phase) -> Mapping[str, Mapping[str, Any]]:
+        """Return the groups that have finished a phase, with `dev`, `step` and `steps` of their training."""
+        return dict(self._state["posted"].get(str(phase.number), {}))
+
+    def scores(self, group: str, phase: Phase) -> Scores:
+        """Map the (n,) scores that a group posted for a phase."""
+        return self._stored(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]).read()
+
+    def store_labels(self, phase: Phase, labels: Scores) -> None:
+        """Store the final labels of a phase."""
+        with self._lock:
+            self._state["labels"][str(phase.number)] = self._write_scores(phase.name, labels)
+            self._write()
+
+    def labels(self, phase: Phase) -> Scores | None:
+        """Map the (n,) labels of a phase; None if not all groups have posted."""
+        stored = self.stored_labels(phase)
+        return None if stored is None else stored.read()
+
+    def stored_labels(self, phase: Phase) -> StoredScores | None:
+        """Return the file with the labels of a phase; None if not all groups have posted."""
+        entry = self._state["labels"].get(str(phase.number))
+        return None if entry is None else self._stored(phase.name, entry)
+
+    def store_own_labels(self, group: str, phase: Phase, labels: Scores) -> StoredScores:
+        """Store the (n,) labels on which one group trains a phase, and return their file."""
+        with self._lock:
+            entry = self._write_scores(_own_name(group, phase), labels)
+            self._state["own_labels"].setdefault(str(phase.number), {})[group] = entry
+            self._write()
+        return self._stored(_own_name(group, phase), entry)
+
+    def own_labels(self, group: str, phase: Phase) -> StoredScores | None:
+        """Return the file with the labels on which one group trains a phase; None before `store_own_labels`."""
+        entry = self._state["own_labels"].get(str(phase.number), {}).get(group)
+        return None if entry is None else self._stored(_own_name(group, phase), entry)
+
+    def drop(self, group: str, why: str) -> None:
+        """Record that the run continues without a group, and why."""
+        with self._lock:
+            self._state["dropped"][group] = why
+            self._write()
+
+    def stop_after(self, phase: Phase) -> None:
+        """Record that the run ends with this phase's cycle."""
+        with self._lock:
+            self._state["stopped_after"] = phase.number
+            self._write()
+
+    def _write_scores(self, name: str, scores: Scores) -> dict[str, str]:
+        """Store scores under a name with their checksum: a start that was taken over cannot replace those of the later one."""
+        stored = StoredScores.write(self._labels, name, scores)
+        return {"file": stored.name, "sha256": stored.sha256}
+
+    def _stored(self, name: str, entry: Mapping[str, str]) -> StoredScores:
+        return StoredScores(self._labels, entry["file"], entry["sha256"])
+
+    def _write(self) -> None:
+        self._store.write_json(_STATE, self._state)
+
+
+def _own_name(group: str, phase: Phase) -> str:
+    return f"{phase.name}.for.{group}"
+
+
+DevScores = Mapping[Phase, float | None]
+"""Dev scores of a group's models of one formulation, by phase; None without dev pairs."""
+
+
+def dev_scores(recipe: MutualRecipe, store: PhaseStore, group: str, kind: Kind, last: Phase | None = None) -> DevScores:
+    """Return the dev scores of the models among which a group's best of a formulation is selected.
+
+    Args:
+        recipe: The recipe; `mutual.best_of` decides whether the group's start is one of them.
+        store: The run's finished phases.
+        group: The group's name.
+        kind: The formulation.
+        last: The last phase to consider. Default: the run's.
+    """
+    last = last or last_phase(recipe.mutual.cycles)
+    phases = [Phase(number) for number in range(1, last.number + 1)]
+    found = {
+        phase: store.posted(phase)[group]["dev"]
+        for phase in phases
+        if phase.kind == kind and group in store.posted(phase)
+    }
+    if kind == "bi" and recipe.mutual.best_of == "start_and_cycles":
+        return {Phase(0): store.starts[group], **found}
+    return found
+
+
+def best_phase(scores: DevScores) -> Phase:
+    """Return the phase with the best dev score, the earliest of equal ones; without dev pairs the last."""
+    return max(scores, key=lambda phase: (phase.number if (score := scores[phase]) is None else score, -phase.number))

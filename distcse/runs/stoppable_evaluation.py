@@ -1,0 +1,149 @@
+"""A final evaluation that can be stopped: each model's results are stored at once, and a resumed run measures the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial, wraps
+from typing import Any, ParamSpec
+
+from distcse.devices.device_plan import DeviceOptions
+from distcse.errors import StoppedEarlyError
+from distcse.evaluation import Evaluation, ModelResults, Tasks, compare_models
+from distcse.evaluation.encoding import decode_result, encode_result
+from distcse.events import LogMessage, Reporter
+from distcse.runs.backend import Backend, DeviceCall
+from distcse.storage import ArtifactStore, content_key
+
+P = ParamSpec("P")
+_FOLDER = "evaluation"
+
+
+@dataclass(frozen=True)
+class FinalScores:
+    """What a final evaluation measured."""
+
+    evaluation: Evaluation | None
+    """The scores; None if there is nothing to measure, or if it was stopped before the first model was measured."""
+    stopped: bool = False
+    """Whether a stop request left models out."""
+
+    def write(self, run: ArtifactStore, results: ArtifactStore | None = None) -> None:
+        """Write the scores, if there are any, and delete the results that `measure_models` stored, if it is complete.
+
+        Args:
+            run: The folder of evaluation.json.
+            results: The folder that `measure_models` got. Default: `run`.
+        """
+        if self.evaluation is None:
+            return
+        self.evaluation.write(run)
+        if not self.stopped:
+            delete_results(results or run)
+
+
+def stoppable(evaluate: Callable[P, FinalScores]) -> Callable[P, FinalScores]:
+    """Make a final evaluation return no scores where a stop ends its preparation, so that the run ends with its models."""
+
+    @wraps(evaluate)
+    def evaluated(*args: P.args, **kwargs: P.kwargs) -> FinalScores:
+        try:
+            return evaluate(*args, **kwargs)
+        except StoppedEarlyError:
+            return FinalScores(None, stopped=True)
+
+    return evaluated
+
+
+def measure_models(
+    calls: Sequence[DeviceCall[Any]],
+    tasks: Tasks,
+    settings: Sequence[str],
+    run: ArtifactStore,
+    backend: Backend,
+    options: DeviceOptions,
+    reporter: Reporter,
+) -> list[Any]:
+    """Measure models on the backend's devices, except those whose results an earlier start of the run has stored.
+
+    Args:
+        calls: One per model; they return what `encode_result` encodes.
+        tasks: The tasks that they measure.
+        settings: What else determines the results, such as the precision.
+        run: The run's folder, to which `options` lets all processes write.
+        backend: Where the models are measured.
+        options: The devices that can measure them.
+        reporter: Receives progress, and the names of models that were left out. Its stop request ends the evaluation.
+
+    Returns:
+        What the calls returned, in their order, with named tuples as tuples; None for models that were left out.
+    """
+    determined_by = [settings, tasks.fingerprints()]
+    keys = [content_key([number, call.name, determined_by]) for number, call in enumerate(calls)]
+    files = [f"{_FOLDER}/{key}.json" for key in keys]
+    results = [_read(run, file, call.name, reporter) for file, call in zip(files, calls, strict=True)]
+    missing = [number for number, result in enumerate(results) if result is None]
+    if len(missing) < len(calls):
+        text = f"{len(calls) - len(missing)} of {len(calls)} models were evaluated before the run was stopped"
+        reporter.emit(LogMessage(text))
+    storing = [
+        replace(calls[number], function=partial(_measure_and_store, calls[number].function, run, files[number]))
+        for number in missing
+    ]
+    if storing and not reporter.stop_requested():
+        with suppress(StoppedEarlyError):  # what was left out is reported below
+            backend.run_on_devices(storing, options, reporter)
+        for number in missing:
+            results[number] = _read(run, files[number], calls[number].name, reporter)
+    if left_out := [call.name for call, result in zip(calls, results, strict=True) if result is None]:
+        text = f"stopped before the end of the {', '.join(left_out)}; continue with --resume"
+        reporter.emit(LogMessage(text, warning=True))
+    return results
+
+
+def compare_measured(
+    results: Sequence[ModelResults],
+    tasks: Tasks,
+    calls: Sequence[DeviceCall[Any]],
+    returned: Sequence[Any],
+    precision: str,
+    started_at: float,
+) -> FinalScores:
+    """Compare the models that were measured, and add those that were left out to what is missing.
+
+    Args:
+        results: What is compared.
+        tasks: The tasks that were measured.
+        calls: What `measure_models` got.
+        returned: What it returned.
+        precision: Precision of the forward passes.
+        started_at: `time.perf_counter()` at the start.
+    """
+    left_out = [f"{call.name}: stopped" for call, result in zip(calls, returned, strict=True) if result is None]
+    if not results:
+        return FinalScores(None, bool(left_out))
+    tasks = Tasks(tasks.tasks, [*tasks.missing, *left_out], tasks.warnings)
+    devices = ", ".join(sorted({model.device for model in results}))
+    settings = {"STS": "all", "device": devices, "precision": precision}
+    return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), bool(left_out))
+
+
+def delete_results(run: ArtifactStore) -> None:
+    """Delete the results that `measure_models` has stored."""
+    (run / _FOLDER).delete_all()
+
+
+def _measure_and_store(measure: Callable[[Reporter], Any], run: ArtifactStore, file: str, reporter: Reporter) -> None:
+    run.write_json(file, {"result": encode_result(measure(reporter))})
+
+
+def _read(run: ArtifactStore, file: str, name: str, reporter: Reporter) -> Any:
+    """Return a stored result; None if there is none, or it is damaged."""
+    try:
+        stored = run.read_json(file)
+        return None if stored is None else decode_result(stored["result"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = f"the stored results of the {name} cannot be read ({error}), and it is measured again"
+        reporter.emit(LogMessage(text, warning=True))
+        return None

@@ -1,0 +1,296 @@
+"""The training corpus: sentences with stable row ids and a fingerprint, read once into the cache and memory-mapped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distcse.errors import CorpusTooSmallError
+from distcse.events import CHUNK
+from distcse.recipe import CorpusSection
+from distcse.storage import Digest, text_checksum
+from distcse.text.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
+from distcse.text.readers import Row
+from distcse.text.row_keys import DistinctRows, RowKeys
+from distcse.text.sampler import RowSet, split_held_out
+from distcse.text.sources import Source
+
+FORMAT = 2
+_LABEL = "corpus.json"
+_NOT_WORDS = re.compile(r"[\W_]+")
+
+Progress = Callable[[int], None]
+
+
+def normalized_key(sentence: str) -> str:
+    """Return the key that equal sentences share; empty for a sentence without a letter or digit."""
+    return _NOT_WORDS.sub(" ", sentence.casefold()).strip()
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Sentences that are left out of a corpus, such as those of the evaluation.
+
+    Attributes:
+        keys: The sentences' normalized keys.
+    """
+
+    keys: frozenset[str]
+
+    @classmethod
+    def of(cls, sentences: Iterable[str]) -> Excluded:
+        """Exclude these sentences, and all with the same normalized key."""
+        return cls(frozenset(key for sentence in sentences if (key := normalized_key(sentence))))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the keys, independent of their order."""
+        return text_checksum("\n".join(sorted(self.keys)))
+
+    def holds(self, sentence: str) -> bool:
+        """Return whether the sentence is excluded."""
+        return normalized_key(sentence) in self.keys
+
+
+class Corpus:
+    """A memory-mapped corpus of n sentences, with row ids 0 to n - 1 in the order of the source's non-blank rows.
+
+    Args:
+        directory: Folder that `prepare` wrote.
+        label: Content of its label file.
+        reused: Whether an earlier call prepared it.
+    """
+
+    def __init__(self, directory: Path, label: dict[str, Any], reused: bool) -> None:
+        self.directory = directory
+        self.fingerprint: str = label["fingerprint"]
+        """Hash of the sentences and their order, independent of the source's file or format."""
+        self.blank_rows: int = label["blank_rows"]
+        """Number of rows without text, which are skipped."""
+        self.excluded_rows: int = label.get("excluded_rows", 0)
+        """Number of rows that are sentences of the evaluation, which are skipped."""
+        self.doubled_rows: int = label.get("doubled_rows", 0)
+        """Number of sentences that equal an earlier one and are kept."""
+        self.removed_duplicates: int = label.get("removed_duplicates", 0)
+        """Number of sentences that equal an earlier one and were left out."""
+        self.sources: list[str] = label.get("sources", [])
+        """Files or the data set."""
+        self.reused = reused
+        self._rows = RaggedRows(directory, np.uint8)
+        self._keys: RowKeys | None = None
+
+    @classmethod
+    def prepare(
+        cls,
+        section: CorpusSection,
+        cache: Path,
+        on_progress: Progress | None = None,
+        excluded: Excluded | None = None,
+    ) -> Corpus:
+        """Read the source into the cache, or reuse a corpus prepared from the same content.
+
+        Args:
+            section: The recipe's `corpus`.
+            cache: Folder of the caches.
+            on_progress: Called with the number of sentences read so far.
+            excluded: Sentences to leave out. Default: none.
+
+        Raises:
+            CorpusError: The source is missing or malformed, or the cache cannot be written. Nothing is left in the cache.
+        """
+        corpus = cls._prepare_all(section, cache, on_progress, excluded)
+        if not corpus.doubled_rows:
+            return corpus
+        if section.deduplicate == "exact":
+            return corpus._without_duplicates(cache)
+        corpus._keys = corpus.keys(cache)  # for `split_held_out`, verified once
+        return corpus
+
+    @classmethod
+    def _prepare_all(
+        cls, section: CorpusSection, cache: Path, on_progress: Progress | None, excluded: Excluded | None
+    ) -> Corpus:
+        """Prepare the corpus with its duplicates."""
+        source = Source.of(section)
+        directory = cache / "corpora" / _key(source, section, excluded)
+        if (cached := find_cached(directory, _LABEL)) is not None:
+            return cls(directory, cached, reused=True)
+        with write_cache_folder(directory, _LABEL) as (temporary, label):
+            summary = _write(temporary, source.rows(), section.limit, excluded, on_progress)
+            label.update(summary, sources=source.names)
+            texts = partial(decode_rows, RaggedRows(temporary, np.uint8))
+            keys = RowKeys.prepare(texts, summary["rows"], summary["fingerprint"], cache)
+            label.update(doubled_rows=len(keys) - keys.distinct)
+        return cls(directory, label, reused=False)
+
+    def _without_duplicates(self, cache: Path) -> Corpus:
+        """Prepare the corpus of the first rows of this corpus's distinct sentences, or reuse it."""
+        directory = self._without_duplicates_at(cache)
+        if (cached := find_cached(directory, _LABEL)) is not None:
+            return type(self)(directory, cached, reused=True)
+        first = self.distinct_rows(cache).first
+        with write_cache_folder(directory, _LABEL) as (temporary, label):
+            blocks = (first[begin : begin + CHUNK] for begin in range(0, len(first), CHUNK))
+            written, fingerprint = write_sentences(temporary, chain.from_iterable(map(self.texts, blocks)))
+            label.update(
+                rows=written,
+                blank_rows=self.blank_rows,
+                excluded_rows=self.excluded_rows,
+                removed_duplicates=self.doubled_rows,
+                fingerprint=fingerprint,
+                format=FORMAT,
+                sources=self.sources,
+            )
+        return type(self)(directory, label, reused=False)
+
+    def _without_duplicates_at(self, cache: Path) -> Path:
+        return cache / "corpora" / text_checksum(json.dumps(["without duplicates", FORMAT, self.directory.name]))
+
+    @classmethod
+    def find(cls, section: CorpusSection, cache: Path, excluded: Excluded | None = None) -> Corpus | None:
+        """Return the corpus if the cache has it, as `prepare` would; None if it would be read.
+
+        Raises:
+            CorpusError: The source is missing.
+        """
+        directory = cache / "corpora" / _key(Source.of(section), section, excluded)
+        if (cached := find_cached(directory, _LABEL)) is None:
+            return None
+        corpus = cls(directory, cached, reused=True)
+        if not corpus.doubled_rows:
+            return corpus
+        if section.deduplicate == "none":
+            corpus._keys = RowKeys.find(corpus.fingerprint, cache)
+            return None if corpus._keys is None else corpus
+        directory = corpus._without_duplicates_at(cache)
+        return None if (cached := find_cached(directory, _LABEL)) is None else cls(directory, cached, reused=True)
+
+    @classmethod
+    def open(cls, directory: Path) -> Corpus:
+        """Open a corpus that `prepare` wrote.
+
+        Raises:
+            CorpusCacheError: The folder is incomplete or damaged.
+        """
+        return cls(directory, fetch_label(directory, _LABEL, "corpus"), reused=True)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def texts(self, ids: RowIds) -> list[str]:
+        """Return the sentences of row ids, in the order of the ids."""
+        return decode_rows(self._rows, ids)
+
+    def keys(self, cache: Path) -> RowKeys:
+        """Return the sorted keys of the sentences, from the cache or newly computed.
+
+        Raises:
+            CorpusCacheError: The cache cannot be written.
+        """
+        return RowKeys.prepare(self.texts, len(self), self.fingerprint, cache)
+
+    def distinct_rows(self, cache: Path) -> DistinctRows:
+        """Return which rows have the same sentence, from the cache or newly computed.
+
+        Raises:
+            CorpusCacheError: The cache cannot be written.
+        """
+        return DistinctRows.prepare(self.keys(cache), self.fingerprint, cache)
+
+    def split_held_out(self, held_out: int, seed: int) -> tuple[RowSet, NDArray[np.int64]]:
+        """Split the row ids into (training rows, held-out rows), as the function of that name does.
+
+        Rows with a held-out row's sentence are in neither.
+
+        Raises:
+            CorpusTooSmallError: No row would remain for training.
+            CorpusCacheError: The sentences' keys cannot be read.
+        """
+        train, chosen = split_held_out(len(self), held_out, seed)
+        if held_out and self.doubled_rows:
+            # `prepare` wrote and verified them; a worker only opens them.
+            self._keys = self._keys or RowKeys.open(self.fingerprint, self.directory.parent.parent)
+            train = RowSet(len(self), self._keys.rows_of(self.texts(chosen)))
+            if not len(train):
+                raise CorpusTooSmallError(
+                    f"each of the corpus's {len(self):,} rows has the text of one of the {held_out} held-out rows, so none is "
+                    "left to train on; add text, or set evaluation.num_heldout=0 and name a dev set in evaluation.data"
+                )
+        return train, chosen
+
+
+def write_sentences(folder: Path, sentences: Iterator[str], on_progress: Progress | None = None) -> tuple[int, str]:
+    """Stream sentences into a folder, and return their number and the hash of them and their order.
+
+    Args:
+        folder: An existing folder.
+        sentences: The sentences.
+        on_progress: Called with the number of sentences written so far.
+    """
+    digest, written = Digest(), 0
+    with RaggedWriter(folder) as writer:
+        while chunk := [text.encode() for text in islice(sentences, CHUNK)]:
+            for text in chunk:
+                digest.update(len(text).to_bytes(8, "little"))
+                digest.update(text)
+            writer.append(b"".join(chunk), [len(text) for text in chunk])
+            written += len(chunk)
+            if on_progress is not None:
+                on_progress(written)
+        writer.finish()
+    return written, digest.hexdigest()
+
+
+def _key(source: Source, section: CorpusSection, excluded: Excluded | None) -> str:
+    identity = [FORMAT, source.kind, source.content, section.column, section.limit]
+    identity += [] if excluded is None else [{"excluded": excluded.fingerprint}]
+    return text_checksum(json.dumps(identity))
+
+
+def decode_rows(rows: RaggedRows, ids: RowIds) -> list[str]:
+    """Return the sentences of row ids, in the order of the ids."""
+    return [row.tobytes().decode() for row in rows.rows(ids)]
+
+
+def _write(
+    folder: Path,
+    rows: Iterator[Row],
+    limit: int | None,
+    excluded: Excluded | None,
+    on_progress: Progress | None,
+) -> dict[str, Any]:
+    blank = num_excluded = 0
+
+    def kept_rows() -> Iterator[str]:
+        nonlocal blank, num_excluded
+        for row in rows:
+            is_excluded = row is not None and excluded is not None and excluded.holds(row)
+            if row is None:
+                blank += 1
+            elif is_excluded:
+                num_excluded += 1
+            else:
+                yield row
+
+    written, fingerprint = write_sentences(folder, islice(kept_rows(), limit), on_progress)
+    if not written:
+        raise CorpusTooSmallError(
+            "the corpus contains no sentence"
+            + (f" that is not in the evaluation ({num_excluded:,} are)" if num_excluded else "")
+        )
+    return {
+        "rows": written,
+        "blank_rows": blank,
+        "excluded_rows": num_excluded,
+        "fingerprint": fingerprint,
+        "format": FORMAT,
+    }

@@ -1,0 +1,211 @@
+"""Where a corpus's rows come from: files, or a Hugging Face data set by its name or from a local folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distcse.compat.datasets import is_packaged_reader, split_fingerprint
+from distcse.compat.hub_client import fix_of_hub_error
+from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, CorpusTooSmallError, MissingColumnError
+from distcse.recipe import CorpusSection
+from distcse.storage import checksum
+from distcse.text.readers import Row, clean, describe_missing_column, file_kind, find_files, read_sentences
+
+_BATCH = 1024
+"""Rows per request, and therefore the most that a stream fetches beyond `corpus.limit`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source that a recipe names."""
+
+    kind: str
+    """`path` or `dataset`."""
+    names: list[str]
+    """Files or the data set."""
+    content: list[str]
+    """Hashes of the content, independent of its location."""
+    rows: Callable[[], Iterator[Row]]
+    """Streams the sentences, None for a blank row."""
+
+    @classmethod
+    def of(cls, section: CorpusSection, identified: bool = True) -> Source:
+        """Open the source of a corpus; files are hashed only if they are `identified`.
+
+        Raises:
+            CorpusError: The source is missing, or a data set lacks the split or the column.
+        """
+        if section.path is not None:
+            files = _files(section)
+            contents = [_content_hash(file) for file in files] if identified else []
+            return cls("path", [str(file) for file in files], contents, lambda: _rows_of(files, section.column))
+        if section.dataset is not None:
+            split = open_dataset(section)
+            return cls(
+                "dataset", [section.dataset], [split.fingerprint], lambda: read_dataset(split.rows, section.column)
+            )
+        raise CorpusNotFoundError(
+            "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
+        )
+
+
+def source_rows(section: CorpusSection) -> Iterator[Row]:
+    """Stream a corpus's rows from its source, None for a blank row, without writing a cache.
+
+    Raises:
+        CorpusError: The source is missing or malformed; raised at the first such row.
+    """
+    return Source.of(section, identified=False).rows()
+
+
+def check_source(section: CorpusSection) -> None:
+    """Check in a moment that a corpus's files exist and that the first file has its column.
+
+    Reads one row. A data set is not opened, because that may download it.
+
+    Raises:
+        CorpusError: The source is missing, or its first row is malformed.
+    """
+    if section.dataset is None:
+        next(source_rows(section), None)
+
+
+def count_repeated_files(section: CorpusSection) -> int:
+    """Return how many of a corpus's files are read again, because `corpus.path` names them or matches them repeatedly."""
+    if section.path is None:
+        return 0
+    files = [os.path.realpath(file) for file in _files(section)]
+    return len(files) - len(set(files))
+
+
+def _files(section: CorpusSection) -> list[Path]:
+    assert section.path is not None
+    return find_files([section.path] if isinstance(section.path, str) else section.path)
+
+
+def _content_hash(file: Path) -> str:
+    try:
+        content = checksum(file)
+    except OSError as error:
+        raise CorpusNotFoundError(f"{file} cannot be read: {error.strerror or error}") from None
+    # The extension is part of the hash: the same bytes are different sentences in a .txt and a .jsonl.
+    return file_kind(file) + content
+
+
+def _rows_of(files: list[Path], column: str) -> Iterator[Row]:
+    for file in files:
+        sentences = 0
+        for row in read_sentences(file, column):
+            sentences += row is not None
+            yield row
+        if not sentences:
+            raise CorpusTooSmallError(f"{file} contains no sentence: it is empty, or every row is blank")
+
+
+@dataclass(frozen=True)
+class OpenedSplit:
+    """A split of a data set."""
+
+    rows: Any
+    """The `datasets.Dataset` (memory-mapped) or `IterableDataset` (streamed)."""
+    fingerprint: str
+    """Hash of the content; for a stream, of the files' names, versions and dates."""
+
+
+def open_dataset(section: CorpusSection) -> OpenedSplit:
+    """Open the split that a recipe names; a local folder (data files, or from `save_to_disk`) needs no hub.
+
+    Raises:
+        CorpusNotFoundError: The data set cannot be loaded, or lacks the split.
+        MissingColumnError: The split lacks the column.
+    """
+    name = str(section.dataset)
+    try:
+        opened = open_split(name, section)
+        columns = opened.rows.column_names or list(next(iter(opened.rows), {}))
+    except CorpusError:
+        raise
+    except Exception as error:  # the library raises many types, and all mean that the data set cannot be loaded
+        raise CorpusNotFoundError(
+            f"data set {name!r} (configuration {section.dataset_config!r}, split {section.split!r}) cannot be loaded: "
+            f"{_reason(error)}"
+        ) from error
+    if section.column not in columns:
+        raise MissingColumnError(f"data set {name} has {describe_missing_column(section.column, columns)}")
+    return opened
+
+
+def read_dataset(dataset: Any, column: str) -> Iterator[Row]:
+    """Yield each row's text on one line, None for a blank row.
+
+    Raises:
+        CorpusFormatError: A value is not text.
+        CorpusNotFoundError: The hub fails while the rows are streamed.
+    """
+    for row, value in enumerate(_values(dataset, column), start=1):
+        if value is not None and not isinstance(value, str):
+            found = f"{type(value).__name__} {value!r:.60}"
+            raise CorpusFormatError(f"data set row {row}: column {column!r} holds {found}, expected text")
+        yield clean(value)
+
+
+def _values(dataset: Any, column: str) -> Iterator[Any]:
+    row, batches = 0, iter(dataset.select_columns([column]).iter(batch_size=_BATCH))
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # as in `open_dataset`; an OSError here is of the network, not of a disk
+            raise CorpusNotFoundError(f"data set cannot be read after row {row:,}: {_reason(error)}") from error
+        if batch is None:
+            return
+        row += len(batch[column])
+        yield from batch[column]
+
+
+def open_split(name: str, section: CorpusSection) -> OpenedSplit:
+    """Open a split of a data set on the hub or in a folder; see `open_dataset`."""
+    import datasets  # takes two seconds, and few recipes need it
+
+    if is_packaged_reader(name):
+        raise CorpusNotFoundError(
+            f"corpus.dataset is {name!r}, with which `datasets` reads whatever files are in the working directory; write "
+            "corpus.path=FILE, or the data set's full name, OWNER/NAME"
+        )
+    folder = Path(name)
+    if folder.is_file():
+        raise CorpusNotFoundError(f"corpus.dataset is {name!r}, a file; write corpus.path={name}")
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():  # memory-mapped, so never streamed
+        saved = _select_split(datasets.load_from_disk(name), section)
+        return OpenedSplit(saved, split_fingerprint(saved))
+    if section.streaming:
+        builder = datasets.load_dataset_builder(name, section.dataset_config)
+        stream = _select_split(builder.as_streaming_dataset(), section)
+        return OpenedSplit(stream, f"{builder.config_id} {builder.hash} {section.split}")
+    loaded = datasets.load_dataset(name, section.dataset_config, split=section.split)
+    return OpenedSplit(loaded, split_fingerprint(loaded))
+
+
+def _select_split(loaded: Any, section: CorpusSection) -> Any:
+    """Return the recipe's split; a data set without splits is returned as it is."""
+    if not isinstance(loaded, dict):
+        return loaded
+    if section.split not in loaded:
+        raise CorpusNotFoundError(
+            f"data set {section.dataset} has no split {section.split!r}; splits: {', '.join(map(str, loaded))}"
+        )
+    return loaded[section.split]
+
+
+def _reason(error: BaseException) -> str:
+    """Describe an error and what caused it: `datasets` says in the cause alone which file is malformed, and how."""
+    last = error
+    while last.__cause__ is not None:  # what `from None` hides are other attempts to read the file
+        last = last.__cause__
+    ends = [error] if last is error else [error, last]
+    message = ", because ".join(f"{type(each).__name__}: {' '.join(str(each).split())[:300]}" for each in ends)
+    fix = fix_of_hub_error(error, "write corpus.dataset=FOLDER or corpus.path=FILE", "a private data set")
+    return f"{message}; {fix}" if fix else message

@@ -1,0 +1,54 @@
+"""Engines for forward, backward and update: DeepSpeed and plain PyTorch, with the same interface."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from torch import nn
+
+from distcse.devices.host import pip_install
+from distcse.errors import MissingDependencyError
+from distcse.recipe import LoopSection
+from distcse.training.checkpoint_files import ModelState
+from distcse.training.engines.torch_engine import TorchEngine
+from distcse.training.task import Engine
+
+__all__ = ["TorchEngine", "make_engine", "uses_deepspeed"]
+
+
+def make_engine(
+    model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None, records_steps: bool = False
+) -> Engine:
+    """Create the recipe's engine; `auto` is DeepSpeed if it is installed and no steps are recorded, else PyTorch.
+
+    Args:
+        model: The student, with restored weights.
+        training: The recipe's training section.
+        rows: Rows of a batch on this worker.
+        restored: State to restore the optimizer from; None starts a new training.
+        records_steps: Whether steps are recorded as CUDA graphs, which needs PyTorch's engine. Default: False.
+
+    Raises:
+        MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
+    """
+    if records_steps or not uses_deepspeed(training):
+        return TorchEngine(model, training, restored, records_steps)
+    from distcse.training.engines.deepspeed_engine import DeepSpeedEngine
+
+    return DeepSpeedEngine(model, training, rows, restored)
+
+
+def uses_deepspeed(training: LoopSection) -> bool:
+    """Return whether the recipe's engine is DeepSpeed.
+
+    Raises:
+        MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
+    """
+    if training.engine == "torch":
+        return False
+    if find_spec("deepspeed") is not None:
+        return True
+    if training.zero_stage or training.engine == "deepspeed":
+        key = "training.zero_stage" if training.zero_stage else "training.engine: deepspeed"
+        raise MissingDependencyError(f"{key} needs DeepSpeed, which is not installed; {pip_install('deepspeed')}")
+    return False

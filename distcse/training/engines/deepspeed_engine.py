@@ -1,0 +1,189 @@
+"""The DeepSpeed engine: ZeRO 0 to 3, with accumulation and clipping by DeepSpeed, and checkpoints in distcse's format."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from distcse.compat.deepspeed import create_optimizer_state, require_no_compiler
+from distcse.devices.device import default_device, defaults_of, gpu_module, has_gpu
+from distcse.devices.distributed import rank, world_size
+from distcse.recipe import LoopSection, decided
+from distcse.training.checkpoint_files import WEIGHTS, ModelState
+from distcse.training.engines.fused_adamw import MOMENTS, make_adamw, trained_parameters
+from distcse.training.snapshot import Entry, Snapshot, SnapshotTaker, entries_of
+
+
+class DeepSpeedEngine:
+    """Trains with `deepspeed.initialize`. It creates a process group with one rank if there is none.
+
+    Args:
+        model: The student, with restored weights.
+        training: The recipe's training section.
+        rows: Rows of a batch on this worker.
+        restored: State to restore the optimizer from; None starts a new training.
+    """
+
+    def __init__(self, model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None) -> None:
+        self._owns_group = _open_group_of_one()
+        deepspeed = _quiet_deepspeed()
+        self._deepspeed = deepspeed
+        self._stage = training.zero_stage
+        self._parameters = trained_parameters(model)
+        optimizer = make_adamw(self._parameters.values(), training)
+        if has_gpu():  # DeepSpeed uses LOCAL_RANK as the GPU's index, and two workers can share a GPU
+            os.environ["LOCAL_RANK"] = str(gpu_module(default_device()).current_device())
+        self._linear = nn.functional.linear  # ZeRO 3 replaces it in the entire process
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(training, rows)
+        )
+        self.device: torch.device = self._engine.device
+        self._updates = 0
+        self.snapshots = SnapshotTaker(self.device)
+        if self._stage:
+            self._open_partitioned_state(restored.updates if restored is not None else 0)
+        if restored is not None:
+            self._restore(restored)
+
+    def forward(self, inputs: object) -> Any:
+        return self._engine(inputs)
+
+    def backward(self, share: Tensor) -> None:
+        # DeepSpeed averages over workers, but shares must be summed. It divides by the accumulation steps itself.
+        self._engine.backward(share * world_size())
+
+    def step(self, lr: float | Tensor) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        is_update = self._engine.is_gradient_accumulation_boundary()
+        self._engine.step()
+        self._updates += is_update
+
+    def snapshot(self) -> Snapshot | None:
+        updates = torch.full((), float(self._updates), device=self.device)
+        if self._stage:
+            entries = self._gather_entries()
+            try:
+                return self.snapshots.take_each(entries, updates) if rank() == 0 else None
+            finally:
+                for _ in entries:  # take part in gathering, also after an error
+                    pass
+        if rank() > 0:  # all ranks have the same state
+            return None
+        state, trained = self._optimizer.state, self._parameters.items() if self._updates else ()
+        moments = {name: {kind: state[parameter][kind] for kind in MOMENTS} for name, parameter in trained}
+        return self.snapshots.take(entries_of(self._engine.module, moments), updates)
+
+    def close(self) -> None:
+        self._engine.destroy()
+        nn.functional.linear = self._linear
+        if self._owns_group:
+            # Not torch's function: DeepSpeed has a second record of the group, which would break the next engine.
+            self._deepspeed.comm.destroy_process_group()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        if self._stage < 3:
+            yield
+        else:
+            with self._deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
+                yield
+
+    def _gather_entries(self) -> Iterator[Entry]:
+        """Gather weights and moments, one after the other, so that a GPU holds few full moments at once."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        with self._gathered():
+            for name, tensor in self._engine.module.state_dict().items():
+                yield WEIGHTS, name, tensor.clone() if self._stage == 3 else tensor
+        for name, parameter in self._parameters.items() if self._updates else ():
+            for kind in MOMENTS:
+                yield kind, name, safe_get_full_optimizer_state(parameter, kind).clone()
+
+    def _restore(self, restored: ModelState) -> None:
+        """Restore AdamW's moments and update count; the model's weights are already restored."""
+        self._updates = restored.updates
+        if not restored.moments:
+            return
+        if self._stage == 0:
+            for name, parameter in self._parameters.items():
+                moments = {kind: t.to(self.device) for kind, t in restored.moments[name].items()}
+                self._optimizer.state[parameter] = {"step": _step_count(restored.updates, self.device), **moments}
+            return
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        for name, parameter in self._parameters.items():
+            for kind in MOMENTS:
+                safe_set_full_optimizer_state(parameter, restored.moments[name][kind].to(self.device), kind)
+
+    def _open_partitioned_state(self, updates: int) -> None:
+        """Create AdamW's state for ZeRO, so that a resumed run can write moments into it before the first step.
+
+        ZeRO itself would create it in the first step, and then only find the state of its first parameter group.
+        """
+
+        def empty_state(flat: Tensor) -> dict[str, Tensor]:
+            moments = {kind: torch.zeros_like(flat) for kind in MOMENTS}
+            return {"step": _step_count(updates, flat.device), **moments}
+
+        create_optimizer_state(self._optimizer, self._stage, empty_state)
+
+
+def deepspeed_config(training: LoopSection, rows: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: the recipe's own, completed by the training section."""
+    user_config = training.deepspeed or {}
+    # Of stage 0, DeepSpeed sums the gradients after the backward pass.
+    overlap = {"overlap_comm": True} if training.zero_stage and defaults_of(default_device()).overlaps_reduction else {}
+    config: dict[str, Any] = {
+        "steps_per_print": 10**9,
+        **user_config,
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": training.gradient_accumulation,
+        # Also passed when it is 0, because DeepSpeed's default is 1.0.
+        "gradient_clipping": training.gradient_clipping,
+        "zero_optimization": {**overlap, **user_config.get("zero_optimization", {}), "stage": training.zero_stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if decided(training.precision) == "bf16":
+        # Autocast instead of DeepSpeed's bf16 mode: parameters stay float32, as in TorchEngine and in checkpoints.
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    return config
+
+
+def _step_count(updates: int, device: torch.device) -> Tensor:
+    return torch.tensor(float(updates), device=None if device.type == "cpu" else device)
+
+
+def _open_group_of_one() -> bool:
+    # Of an mpirun that started this process or Ray's. DeepSpeed compares it with LOCAL_RANK, which Ray Train sets.
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    if dist.is_initialized():
+        return False
+    backend = "nccl" if has_gpu() else "gloo"
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    return True
+
+
+def _quiet_deepspeed() -> Any:
+    if not has_gpu():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # ZeRO-3 calls a deprecated collective in every step, which users cannot change.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed.*")
+    import deepspeed
+
+    if not has_gpu():
+        require_no_compiler(deepspeed)  # the only op that DeepSpeed would build on a CPU is for inference
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return deepspeed
