@@ -533,7 +533,12 @@ class KeptTokens:
         self._rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
 
     def encode(
-        self, encoder: Encoder, texts: Sequence[str], normalize: bool | None = None, precision: str = "fp32"
+        self,
+        encoder: Encoder,
+        texts: Sequence[str],
+        normalize: bool | None = None,
+        precision: str = "fp32",
+        on_progress: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
         """Encode n texts to (n, d) vectors, bitwise those of `Encoder.encode`.
 
@@ -542,6 +547,7 @@ class KeptTokens:
             texts: The texts.
             normalize: See `Encoder.encode`.
             precision: See `Encoder.encode`.
+            on_progress: See `Encoder.encode`.
 
         Raises:
             ArgumentError: `texts` are not texts.
@@ -551,7 +557,7 @@ class KeptTokens:
         key = tuple(found)
         if key not in self._rows:
             if (characters := sum(map(len, found))) > self._room:
-                return encoder.encode(found, normalize=normalize, precision=precision)
+                return encoder.encode(found, normalize=normalize, precision=precision, on_progress=on_progress)
             self._rows[key] = [*map(tuple, encoder.token_ids(found))]
             self._room -= characters
-        return encoder._encode(self._rows[key], list, None, normalize, precision)
+        return encoder._encode(self._rows[key], list, None, normalize, precision, on_progress)

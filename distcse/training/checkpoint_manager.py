@@ -158,6 +158,8 @@ class CheckpointManager:
         self._evaluator = None if evaluator is None or task.metric_name is None else evaluator
         self._pending: int | None = None
         self._blocked_s = 0.0
+        self.stopped = False
+        """Whether a stop request ended a dev score, which the resumed run computes."""
         self._in_background = is_gpu(engine.device)
         self.writer = CheckpointWriter[list[Event]](self._in_background)
         self._score_request = CheckpointWriter[None](self._in_background, "score-request", is_write=False)
@@ -204,10 +206,13 @@ class CheckpointManager:
             state = self._collect_pending(state)
         elif should_evaluate:
             state = self._evaluate_here(state)
-        state = self._stop_early(state) if should_evaluate else state
+        if self.stopped:
+            state = TrainerState(state.step, state.scores)
+        elif should_evaluate:
+            state = self._stop_early(state)
         if self._evaluator is None and _is_best(state):
             self._waiting = None  # this one is better
-        if must_save or state.finished:
+        if must_save or state.finished or self.stopped:
             on_rank_zero(self._finish_writes)
         elif self._in_background and evaluator is None and not _is_best(state):
             if on_rank_zero(self._is_writing):
@@ -283,12 +288,16 @@ class CheckpointManager:
                 "memory, or with fewer processes on it"
             ) from error
 
-    def resume(self, state: TrainerState, restored: ModelState, should_evaluate: bool) -> None:
-        """Request the restored checkpoint's own score again if it was pending when the run ended."""
+    def resume(self, state: TrainerState, restored: ModelState, should_evaluate: bool) -> TrainerState:
+        """Compute the restored checkpoint's own score if the run ended before it was there."""
         is_scored = any(step == state.step for step, _ in state.scores)
-        if self._evaluator is not None and should_evaluate and not state.finished and not is_scored:
-            self._pending = state.step
-            self._begin(self._evaluator, lambda: restored)
+        if not should_evaluate or is_scored or state.finished or self._task.metric_name is None:
+            return state
+        if self._evaluator is None:
+            return self.evaluate_and_save(state, should_evaluate=True)
+        self._pending = state.step
+        self._begin(self._evaluator, lambda: restored)
+        return state
 
     def collect(self, state: TrainerState) -> TrainerState:
         """Report a checkpoint that has been written, and return the state with the pending score, if it has arrived.
@@ -348,8 +357,13 @@ class CheckpointManager:
         if self._task.metric_name is None:
             return state
         self._task.model.eval()
-        with self._blocking():
-            score = broadcast(self._task.evaluate())
+        try:
+            with self._blocking():
+                score = broadcast(self._task.evaluate())
+        except StoppedEarlyError:
+            self._emit(LogMessage(f"step {state.step} has no dev score yet: stopped in it"))
+            self.stopped = True
+            return state
         return self._with_score(state, state.step, score)
 
     @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from distcse.devices.device import is_gpu
-from distcse.devices.distributed import all_reduce_sum, broadcast, world_size
-from distcse.errors import DivergedError
+from distcse.devices.distributed import all_reduce_sum, broadcast, rank, world_size
+from distcse.errors import DivergedError, StoppedEarlyError
 from distcse.events import Reporter, StepReport
 from distcse.training.task import EvaluatedTask
 
@@ -89,6 +90,23 @@ class StepLog:
 
 INTERVAL_S = 0.25
 """Seconds between two questions whether to stop. `ray job stop` kills a run after 3 s by default."""
+
+
+def stop_of_score(reporter: Reporter, together: bool) -> Callable[..., None]:
+    """Return what a dev score calls after each batch: it ends the score at a stop request.
+
+    Args:
+        reporter: Has the stop request; only rank 0's counts.
+        together: Whether all workers compute the same batches, so that all of them end after the same one. Otherwise rank 0
+            ends its share, and the others theirs, before the error is raised on all (`on_all_ranks`).
+    """
+
+    def check(*_: object) -> None:
+        stop = rank() == 0 and reporter.stop_requested()
+        if broadcast(stop) if together else stop:
+            raise StoppedEarlyError("stopped in the dev score, which the resumed run computes")
+
+    return check
 
 
 class StopCheck:

@@ -92,7 +92,11 @@ class EvaluatedTask(Protocol):
         ...
 
     def evaluate(self) -> float:
-        """Return the current model's dev score; higher is better. Called by every worker, in evaluation mode."""
+        """Return the current model's dev score; higher is better. Called by every worker, in evaluation mode.
+
+        Raises:
+            StoppedEarlyError: A stop was requested meanwhile. Raised on every worker.
+        """
         ...
 
     @property

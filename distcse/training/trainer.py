@@ -95,11 +95,12 @@ def train(
             state = TrainerState(state.step, state.scores, finished=True)
             state = manager.evaluate_and_save(state, should_evaluate=True, must_save=True)
         elif restored is not None:
-            manager.resume(state, restored, should_evaluate=task.should_evaluate(state.step))
+            is_due = task.should_evaluate(state.step) or (state.step == 0 and task.evaluates_initial_model)
+            state = manager.resume(state, restored, is_due)
 
         log.resume()
         updates = task.steps // section.gradient_accumulation
-        stop = state.step == 0 and stop_check.ask()
+        stop = manager.stopped or (state.step == 0 and stop_check.ask())
         task.model.train()  # once, and after each evaluation: it takes a millisecond for BERT-base
         for step in range(state.step, 0 if stop else task.steps):
             lr = section.lr * warmup_then_linear(step // section.gradient_accumulation, updates, section.warmup)
@@ -126,11 +127,10 @@ def train(
                 log.check_finite(done)
                 log.pause()
                 state = TrainerState(done, state.scores, finished=is_last)
-                # A stop after an evaluation step scores it too, because the resumed run would not.
                 state = manager.evaluate_and_save(state, should_evaluate, must_save=stop)
                 task.model.train()
                 log.resume()
-            if stop or state.finished:
+            if stop or manager.stopped or state.finished:
                 break
     engine.close()
     return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=not state.finished)

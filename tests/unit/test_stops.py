@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -25,14 +27,16 @@ import distcse
 from distcse.devices.process import INTERRUPTED, StopOnSignal, exit_status
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation import Contamination, RetrievalDataset, RetrievalTask, Tasks
-from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
+from distcse.events import DevScore, Event, GroupEvent, LogMessage, Reporter, StageProgress, StepReport
 from distcse.models import Encoder, EncoderHandle
+from distcse.models.encoder import KeptTokens
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.runs import lease as leases
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_tokens
 from distcse.runs.distillation.dev_ensemble import score_ensemble
+from distcse.runs.distillation.dev_metric import make_dev_encode
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.distillation.final_evaluation import (
     ScoredStudent,
@@ -53,6 +57,8 @@ from tests.conftest import ROOT
 from tests.failures import fails_with
 from tests.jobs import embed_tables
 from tests.pairs import make_mutual_recipe
+from tests.weights import assert_equal_weights, weights_of
+from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -91,7 +97,7 @@ class Work:
     def __init__(self, patch: pytest.MonkeyPatch, stage: str | None = None, after: int = 2) -> None:
         self.before, self.afterwards, self.events = 0, 0, list[Event]()
         self.allowed = 0
-        self._stage, self._after, self._current = stage, after, ""
+        self._stage, self._after, self.current = stage, after, ""
         for name, size in SMALL.items():
             patch.setattr(name, size)
         patch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: _in_batches(len(ids)))
@@ -110,13 +116,13 @@ class Work:
         self.events.append(event)
         inner = event.event if isinstance(event, GroupEvent) else event
         if isinstance(inner, StageProgress):
-            self._current = inner.name
+            self.current = inner.name
 
     def _counted(self, function: Callable[..., Any], calls: int) -> Callable[..., Any]:
         def counted(*arguments: Any, **named: Any) -> Any:
             if self.requested:
                 self.afterwards += 1
-            elif self._stage in (None, self._current):
+            elif self._stage in (None, self.current):
                 self.before += 1
                 self.allowed = calls
             return function(*arguments, **named)
@@ -176,16 +182,56 @@ def test_a_stop_before_training_ends_the_run_at_once(
     assert not any(isinstance(event, StepReport) for event in work.events)
 
 
-def test_a_stop_in_the_first_dev_score_ends_the_run_without_a_model(recipe_with: MakeRecipe) -> None:
-    """The dev score itself is computed to its end: on several workers, all take part in it."""
-    recipe, events = recipe_with("evaluation.final_suites=[]"), list[Event]()
-    stopped = Reporter(events.append, lambda: any(type(event).__name__ == "DevScore" for event in events))
-    with pytest.raises(StoppedEarlyError):
-        Distillation(recipe).run(LocalBackend(), stopped)
-    (run,) = Path(recipe.storage.runs).iterdir()
-    assert not (run / "model").exists() and not any(isinstance(event, StepReport) for event in events)
-    done = distcse.resume(run, listen=lambda event: None)
-    assert not done.interrupted and done.model.is_dir()
+@pytest.mark.parametrize("score", [1, 2, 3])
+def test_a_stop_in_a_dev_score_ends_it_and_the_resumed_run_computes_it(
+    score: int, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first score is the initial model's, the third the last step's."""
+    changes = ("evaluation.final_suites=[]", "student.dropout=0.1", "training.max_steps=4", "evaluation.eval_steps=2")
+    recipe, numbers, encode = recipe_with(*changes), count(1), KeptTokens.encode
+    whole = distcse.run(recipe)
+    with monkeypatch.context() as patch:
+        work = Work(patch, f"score {score}")
+
+        def scored(*arguments: Any) -> Any:
+            work.current = f"score {next(numbers)}"
+            return encode(*arguments)
+
+        patch.setattr(KeptTokens, "encode", scored)
+        with suppress(StoppedEarlyError):  # in the first score there is no model yet
+            Distillation(recipe).run(LocalBackend(), work.reporter)
+    assert work.requested and work.afterwards <= 1
+    assert sum(isinstance(event, DevScore) for event in work.events) == score - 1
+    (run,) = [folder for folder in Path(recipe.storage.runs).iterdir() if folder != whole.directory]
+    done = distcse.resume(run)
+    assert not done.interrupted
+    assert_equal_weights(weights_of(run), weights_of(whole.directory))
+    assert dev_scores(run) == dev_scores(whole.directory)
+
+
+def _batches_of_a_stopped_score(model: Path, texts: list[str]) -> int:
+    """In a worker: count the batches of a dev score in which rank 0 hears a stop after the third."""
+    encoder, batches, asked = Encoder.load(model, pooling="mean"), list[int](), count(1)
+    reporter = Reporter(stop_requested=lambda: next(asked) == 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: _in_batches(len(ids)))
+        encoder.register_forward_hook(lambda *_: batches.append(1))
+        encode = make_dev_encode(encoder, KeptTokens(), "fp32", None, False, reporter)
+        with pytest.raises(StoppedEarlyError):
+            encode(texts)
+    return len(batches)
+
+
+def test_workers_that_score_the_same_texts_stop_after_the_same_batch(
+    tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    assert run_workers(_batches_of_a_stopped_score, 2, tiny("bert"), sentences[:40]) == [3, 3]
+
+
+def dev_scores(run: Path) -> list[list[float]]:
+    """Return the steps and dev scores of a run in order."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [[event["step"], event["score"]] for event in events if event["event"] == "DevScore"]
 
 
 def test_what_a_stopped_pass_has_stored_is_kept(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,7 +516,7 @@ SHORT = {
     "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
     "evaluation/contamination:Contamination.write": "a small file of a model's folder",
     "report/card:write_cards": "as Contamination.write",
-    "runs/distillation/dev_metric:make_dev_encode": "a dev score, of all workers: training stops after it",
+    "runs/distillation/dev_metric:make_dev_encode": "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…",
     "runs/distillation/dev_metric:encode_shares": "as make_dev_encode",
     "runs/mutual/pair_task:PairBatch.encode": "a training step",
     "runs/mutual/pair_task:PairBatch._encode_part": "a training step",

@@ -13,18 +13,25 @@ from numpy.typing import NDArray
 from distcse.devices.device import defaults_of, to_device
 from distcse.devices.distributed import all_gather_parts, on_all_ranks, rank, world_size
 from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, VectorModel, agreement
+from distcse.events import Reporter
 from distcse.losses import mix_lists
 from distcse.models import Encoder
 from distcse.models.encoder import KeptTokens
 from distcse.recipe import Recipe, decided
 from distcse.teachers.lists import TeacherClient
 from distcse.text import Corpus
+from distcse.training.step_log import stop_of_score
 
 Encode = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
 def make_dev_encode(
-    encoder: Encoder, tokens: KeptTokens, precision: str, normalize: bool | None, is_sharded_model: bool
+    encoder: Encoder,
+    tokens: KeptTokens,
+    precision: str,
+    normalize: bool | None,
+    is_sharded_model: bool,
+    reporter: Reporter,
 ) -> Encode:
     """Return a function that encodes texts, the same ones on every worker.
 
@@ -38,12 +45,14 @@ def make_dev_encode(
         precision: Precision of the forward passes.
         normalize: See `Encoder.encode`.
         is_sharded_model: Whether the weights are partitioned over the workers (ZeRO 3).
+        reporter: Its stop request ends a call between two batches.
     """
+    shares = defaults_of(encoder.device).shards_dev_scores and world_size() > 1 and not is_sharded_model
+    check_stop = stop_of_score(reporter, together=not shares)
 
     def encode(texts: Sequence[str]) -> NDArray[np.float32]:
-        return tokens.encode(encoder, texts, normalize, precision)
+        return tokens.encode(encoder, texts, normalize, precision, check_stop)
 
-    shares = defaults_of(encoder.device).shards_dev_scores and world_size() > 1 and not is_sharded_model
     return (lambda texts: encode_shares(encode, texts, encoder.device)) if shares else encode
 
 
@@ -83,7 +92,12 @@ class DevMetric:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, corpus: Corpus, held_out: NDArray[np.int64], clients: Sequence[TeacherClient]
+        cls,
+        recipe: Recipe,
+        corpus: Corpus,
+        held_out: NDArray[np.int64],
+        clients: Sequence[TeacherClient],
+        reporter: Reporter | None = None,
     ) -> DevMetric | None:
         """Create the dev metric of a recipe; None if it has none.
 
@@ -92,6 +106,7 @@ class DevMetric:
             corpus: Its sentences.
             held_out: Row ids of the held-out rows.
             clients: One per teacher.
+            reporter: Its stop request ends a score with `StoppedEarlyError`. Default: none.
 
         Raises:
             EvaluationDataError: The recipe scores on labelled dev sets, and a file does not exist.
@@ -99,17 +114,19 @@ class DevMetric:
         if recipe.dev_score == "none":
             return None
         precision, is_sharded = decided(recipe.evaluation.precision), recipe.training.zero_stage == 3
-        tokens = KeptTokens()
+        tokens, reporter = KeptTokens(), reporter or Reporter()
         if (dev := read_labelled_dev(recipe)) is not None:
             return cls(
                 dev.name,
-                lambda encoder: dev.score(VectorModel(make_dev_encode(encoder, tokens, precision, None, is_sharded))),
+                lambda encoder: dev.score(
+                    VectorModel(make_dev_encode(encoder, tokens, precision, None, is_sharded, reporter))
+                ),
             )
         texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
         return cls(
             "agreement",
             lambda encoder: agreement(
-                make_dev_encode(encoder, tokens, precision, True, is_sharded)(texts), similarities
+                make_dev_encode(encoder, tokens, precision, True, is_sharded, reporter)(texts), similarities
             ),
         )
 

@@ -32,12 +32,19 @@ class DistillationTask:
         spec: The run.
         loader: This worker's batches.
         clients: One per teacher, in the recipe's order.
+        reporter: Its stop request ends a dev score. Default: none.
     """
 
     evaluates_initial_model = True
 
-    def __init__(self, spec: TrainSpec, loader: BatchLoader, clients: Sequence[TeacherClient]) -> None:
-        self._recipe = spec.recipe
+    def __init__(
+        self,
+        spec: TrainSpec,
+        loader: BatchLoader,
+        clients: Sequence[TeacherClient],
+        reporter: Reporter | None = None,
+    ) -> None:
+        self._recipe, self._reporter = spec.recipe, reporter
         self._loader = loader
         self._clients = clients
         self._objective = build_objective(spec.recipe.objective)
@@ -102,7 +109,7 @@ class DistillationTask:
 
     @cached_property
     def dev(self) -> DevMetric | None:
-        return DevMetric.of(self._recipe, self._loader.corpus, self._loader.held_out, self._clients)
+        return DevMetric.of(self._recipe, self._loader.corpus, self._loader.held_out, self._clients, self._reporter)
 
     @property
     def metric_name(self) -> str | None:
@@ -153,7 +160,7 @@ def train_student(
     if state is not None:
         return TrainResult(state, loader.steps, 0.0, 0.0)
     training = spec.recipe.training
-    task = DistillationTask(spec, loader, clients)
+    task = DistillationTask(spec, loader, clients, reporter)
     with closing(task):
         backbone, name = task.model.encoder.backbone, spec.recipe.student.backbone
         cuda_graphs = graph_mode(

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distcse.devices.device import defaults_of, to_device
 from distcse.evaluation import PairModel, PairScores, VectorModel
-from distcse.evaluation.models import Progress
+from distcse.events import Reporter
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.encoder import KeptTokens
@@ -27,6 +27,7 @@ from distcse.text import BatchSampler, Pairs, PairTokenTable, TokenTable
 from distcse.text.collate import collate
 from distcse.training.dropout_rng import dropout_rng, dropout_seed
 from distcse.training.schedule import total_steps
+from distcse.training.step_log import stop_of_score
 from distcse.training.task import StepInputs, describe_rows
 
 Row = NDArray[np.integer]
@@ -238,6 +239,7 @@ class PairTask:
         streams: Parts of the global batch with a dropout random stream each, a multiple of `workers`. With equal streams, any
             number of workers has the same gradient up to the order of its sum. Default: one per worker.
         init_weight_mix: Weight of a bi-encoder's initial parameters in the model that is scored. Default: 0.
+        reporter: Its stop request ends a dev score. Default: none.
     """
 
     evaluates_initial_model = False
@@ -259,7 +261,9 @@ class PairTask:
         passes: int = 1,
         streams: int | None = None,
         init_weight_mix: float = 0.0,
+        reporter: Reporter | None = None,
     ) -> None:
+        self._check_stop = stop_of_score(reporter or Reporter(), together=True)
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
         self.labels = labels
@@ -324,7 +328,9 @@ class PairTask:
     def evaluate(self) -> float:
         assert self._dev is not None
         with self._mixed():
-            return self._dev.score(pair_model(self.model.encoder, self._dev_precision, tokens=self._dev_tokens))
+            return self._dev.score(
+                pair_model(self.model.encoder, self._dev_precision, self._check_stop, self._dev_tokens)
+            )
 
     def rank_rows(self, step: int) -> NDArray[np.int64]:
         """Return the rows of this worker's part of a step's batch."""
@@ -334,7 +340,7 @@ class PairTask:
 def pair_model(
     encoder: Encoder | CrossEncoder,
     precision: str = "fp32",
-    on_progress: Progress | None = None,
+    on_progress: Callable[..., None] | None = None,
     tokens: KeptTokens | None = None,
 ) -> PairModel:
     """Wrap an encoder as a model of pairs.
@@ -342,11 +348,11 @@ def pair_model(
     Args:
         encoder: A bi-encoder, which scores by raw cosines, or a cross-encoder, which scores by sigmoid outputs.
         precision: Precision of the forward passes.
-        on_progress: Called after each forward pass.
+        on_progress: Called after each forward pass: a `Progress`, with `tokens` that of `Encoder.encode`.
         tokens: Token ids from earlier calls with a bi-encoder's sentences. Default: they are tokenized.
     """
     if isinstance(encoder, Encoder) and tokens is not None:
-        return VectorModel(partial(tokens.encode, encoder, precision=precision))
+        return VectorModel(partial(tokens.encode, encoder, precision=precision, on_progress=on_progress))
     if isinstance(encoder, Encoder):
         return VectorModel.of(encoder, precision, on_progress)
     return PairScores(encoder, on_progress, precision)

@@ -76,6 +76,7 @@ class PhaseTrainer:
             passes,
             context.group.rng_streams,
             context.group.init_weight_mix,
+            reporter,
         )
         checkpoints, section = CheckpointStore(folder, context.run.guard), context.section(kind)
         key = context.recipe.loop_path(context.group, kind)
