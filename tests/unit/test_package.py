@@ -45,7 +45,7 @@ def test_a_wheel_carries_recipes_spaces_and_constraints(tree: Path, tmp_path: Pa
         "constraints.txt",
         "recipes/quickstart.yaml",
         "spaces/rankcse-listnet.yaml",
-        "texts/quickstart.txt.gz",
+        "text/samples/quickstart.txt.gz",
         "train.py",
     } <= inside
 
