@@ -17,8 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
+
+from tests.commands import TRAIN
 from tests.conftest import ROOT
 
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -26,6 +29,27 @@ _NET = f"10.{os.getpid() % 200 + 20}.77"
 _PORT, _DASHBOARD = 6379, 8265
 _FAKE_HEAD = "f" * 51 + "00000"
 """Id of the head of a cluster with Ray's fake autoscaler."""
+_LIST_ACTORS = """
+import json, ray
+from ray.util.state import list_actors
+ray.init(log_to_driver=False)
+nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["Labels"].get("role")) for node in ray.nodes()}
+actors = [actor for actor in list_actors(detail=True, limit=1000) if actor.node_id]
+kinds = [actor.class_name.rpartition(".")[2] for actor in actors]
+print(json.dumps([(k, a.state, a.job_id, a.node_id, *nodes[a.node_id]) for k, a in zip(kinds, actors)]))
+"""
+
+
+class ActorPlace(NamedTuple):
+    """Where an actor runs, or ran."""
+
+    kind: str
+    state: str
+    job: str
+    node: str
+    address: str
+    role: str | None
+    """The node's label."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +62,24 @@ class Machine:
     """Process id, in the host's namespace, of its first process; all other processes of the machine end with it."""
     environment: Mapping[str, str]
 
-    def run(self, *command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a command on the machine, and wait for its end."""
-        process = self.start(*command, **environment)
-        out, err = process.communicate(timeout=900)
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    def train(self, *arguments: str | Path) -> Path:
+        """Train on the cluster, and return the run's folder."""
+        return run_folder(ended(self.start(*TRAIN, *arguments)))
+
+    def actors(self) -> list[ActorPlace]:
+        """Return all actors of the cluster, also dead ones."""
+        listed = ended(self.start(sys.executable, "-c", _LIST_ACTORS))
+        return [ActorPlace(*fields) for fields in json.loads(listed.stdout.splitlines()[-1])]
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen[str]:
-        """Start a command on the machine."""
+        """Start a command on the machine, with the cluster's address."""
         enter = ["nsenter", f"--target={self.inside}", "--mount", "--net", "--uts", "--pid", "--"]
         return subprocess.Popen(
             [*enter, *map(str, command)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**self.environment, **environment},
+            env={**self.environment, "RAY_ADDRESS": f"{_NET}.1:{_PORT}", **environment},
             cwd=ROOT,
         )
 
@@ -62,13 +89,32 @@ class Machine:
         self.process.wait(timeout=30)
 
 
-def reason_to_skip() -> str | None:
-    """Return why this host cannot simulate machines; None if it can."""
+def ended(process: subprocess.Popen[str], status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a command, which must have this exit status."""
+    out, err = process.communicate(timeout=900)
+    assert process.returncode == status, out[-4000:] + err[-4000:]
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_folder(done: subprocess.CompletedProcess[str]) -> Path:
+    """Return the folder of the run that a command printed."""
+    return Path(next(line for line in done.stdout.splitlines() if line.startswith("run ")).split()[1])
+
+
+def wait_for_event(text: str, run: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until an event of a run or sweep has a text."""
+    deadline = time.monotonic() + 300
+    while not any(text in events.read_text() for events in run.rglob("events.jsonl")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+
+
+def skip_without_namespaces() -> None:
+    """Skip the test if this host cannot simulate machines."""
     try:
         _run("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true")
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"this host does not allow namespaces: {error}"
-    return None
+        pytest.skip(f"this host does not allow namespaces: {error}")
 
 
 @contextmanager

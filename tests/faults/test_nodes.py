@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,14 +17,14 @@ from distcse.runs.mutual.phases import Phase
 from distcse.training.checkpoint_files import load_trainer_state
 from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run, run_mutual
+from tests.commands import TRAIN
 from tests.jobs import make_recipe
-from tests.machines import RAY, Machine, machines, reason_to_skip
+from tests.machines import RAY, Machine, ended, machines, run_folder, skip_without_namespaces, wait_for_event
 from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
 
-TRAIN = (sys.executable, "-m", "distcse.train")
 ROLES = ("teachers", "students", "students")
 BY_ROLE = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}")
 
@@ -40,8 +38,7 @@ def own_disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory, own_disk: Path) -> Iterator[list[Machine]]:
     """A head with one CPU for teachers, and two machines with one CPU each for students."""
-    if (reason := reason_to_skip()) is not None:
-        pytest.skip(reason)
+    skip_without_namespaces()
     nodes = [["--num-cpus=1", f"--labels=role={role}"] for role in ROLES]
     with machines(tmp_path_factory.mktemp("machines"), nodes, [own_disk]) as running:
         yield running
@@ -59,37 +56,13 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Pa
     return file
 
 
-def train_on(head: Machine, *arguments: str | Path) -> Path:
-    """Train on the machines, and return the run's folder."""
-    done = head.run(*TRAIN, *arguments, RAY_ADDRESS=ray_address(head))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder_of(done.stdout)
-
-
-def folder_of(output: str) -> Path:
-    return Path(next(line for line in output.splitlines() if line.startswith("run ")).split()[1])
-
-
-def ray_address(head: Machine) -> str:
-    return f"{head.address}:6379"
-
-
-def last_actors(head: Machine) -> dict[str, set[tuple[str, str]]]:
-    """Return address and role of the nodes of the latest run's actors, by class; Ray's state API includes dead actors."""
-    script = """
-import json, ray
-from ray.util.state import list_actors
-ray.init(log_to_driver=False)
-nodes = {node["NodeID"]: (node["NodeManagerAddress"], node["Labels"].get("role")) for node in ray.nodes()}
-actors = [actor for actor in list_actors(detail=True, limit=1000) if actor.node_id]
-last = max(actor.job_id for actor in actors)
-print(json.dumps([(actor.class_name, nodes[actor.node_id]) for actor in actors if actor.job_id == last]))
-"""
-    done = head.run(sys.executable, "-c", script, RAY_ADDRESS=ray_address(head))
-    assert done.returncode == 0, done.stderr
-    found: dict[str, set[tuple[str, str]]] = {}
-    for kind, (ip, role) in json.loads(done.stdout.splitlines()[-1]):
-        found.setdefault(kind, set()).add((ip, role))
+def places_of_last_run(head: Machine) -> dict[str, set[tuple[str, str | None]]]:
+    """Return address and role of the nodes of the latest run's actors, by class."""
+    actors, found = head.actors(), dict[str, set[tuple[str, str | None]]]()
+    last = max(actor.job for actor in actors)
+    for actor in actors:
+        if actor.job == last:
+            found.setdefault(actor.kind, set()).add((actor.address, actor.role))
     return found
 
 
@@ -104,10 +77,7 @@ def test_each_role_uses_a_precision_that_all_of_its_nodes_are_fast_at(three: lis
     """The head's PyTorch is limited to AVX2, as on an older CPU. Teachers and evaluation run there, students elsewhere."""
     older_cpu = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     auto = ("training.precision=auto", "evaluation.precision=auto", "teachers.encoders.0.precision=auto")
-    done = three[0].run(
-        *TRAIN, recipe_file, *BY_ROLE, *auto, "--dry-run", RAY_ADDRESS=ray_address(three[0]), **older_cpu
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = ended(three[0].start(*TRAIN, recipe_file, *BY_ROLE, *auto, "--dry-run", **older_cpu))
     (line,) = (line for line in done.stderr.splitlines() if " precision " in line)
     if cpu_speed().is_fast_at("bf16"):
         assert "bf16: student; fp32: teacher 0, teacher 1, evaluation (" in line
@@ -120,13 +90,12 @@ def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     recipe_file: Path, three: list[Machine]
 ) -> None:
     """The recipe file is the same, byte for byte. Servers are not always on their worker's node: it may lack resources."""
-    head = three[0]
     local = run(load_recipe(str(recipe_file)), Reporter()).directory.path
-    job = head.run(RAY, "job", "submit", "--", *TRAIN, recipe_file, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
-    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-4000:]
-    actors = last_actors(head)
-    assert len(actors["RayTrainWorker"]) == 2 and actors["TeacherServer"]
-    remote = folder_of(job.stdout)
+    submit = (RAY, "job", "submit", "--", *TRAIN, recipe_file)
+    job = three[0].start(*submit, RAY_API_SERVER_ADDRESS="http://127.0.0.1:8265")
+    remote = run_folder(ended(job))
+    places = places_of_last_run(three[0])
+    assert len(places["RayTrainWorker"]) == 2 and places["TeacherServer"]
     assert remote != local and scores_of(remote) == scores_of(local)
     assert_equal_weights(weights_of(local), weights_of(remote))
 
@@ -140,36 +109,45 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
     recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences, *overrides)
     local = run_mutual(recipe, Reporter()).directory.path
     placement = ("groups.0.workers=2", "groups.0.node_labels={role: students}", "groups.1.node_labels={role: teachers}")
-    remote = train_on(three[0], tmp_path / "recipe.yaml", *overrides, *placement, "ray=true")
-    actors = last_actors(three[0])
+    remote = three[0].train(tmp_path / "recipe.yaml", *overrides, *placement, "ray=true")
+    places = places_of_last_run(three[0])
     all_nodes = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
-    assert actors["TrainingActor"] == actors["ScoringActor"] == all_nodes
+    assert places["TrainingActor"] == places["ScoringActor"] == all_nodes
     for number in range(3):
         one, other = (PhaseStore(run).labels(Phase(number)) for run in (local, remote))
         assert one is not None and other is not None
         np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
 
 
+@pytest.mark.parametrize(
+    "command", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tune", "embed", "mutual"))]
+)
 def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
-    recipe_file: Path, three: list[Machine], own_disk: Path, tiny: Callable[..., Path], sentences: list[str]
+    command: str,
+    recipe_file: Path,
+    three: list[Machine],
+    own_disk: Path,
+    tiny: Callable[..., Path],
+    sentences: list[str],
+    tmp_path: Path,
 ) -> None:
-    done = three[0].run(
-        *TRAIN, recipe_file, f"storage.cache={own_disk}/new", "--dry-run", RAY_ADDRESS=ray_address(three[0])
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    words: list[str | Path] = [recipe_file, f"storage.cache={own_disk}/new"]
+    if command == "mutual":
+        make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences)
+        words = [tmp_path / "recipe.yaml", "ray=true", f"storage.runs={own_disk}/new"]
+    if command == "tune":
+        space = tmp_path / "space.yaml"
+        space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
+        words += ["--space", space]
+    else:
+        words += ["--dry-run"]
+    name = "train" if command == "mutual" else command
+    done = ended(three[0].start(*TRAIN[:2], f"distcse.{name}", *words), status=1)
     error = done.stderr.splitlines()[-1]
-    assert error.startswith("distcse: [DCSE-X11] node ") and f" {own_disk}/new, storage.cache; " in error
-    assert "set storage.cache" in error
-    space = own_disk.parent / f"{own_disk.name}-space.yaml"
-    space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
-    tune = (sys.executable, "-m", "distcse.tune", recipe_file, "--space", space, f"storage.cache={own_disk}/new")
-    embed = (sys.executable, "-m", "distcse", "embed", recipe_file, f"storage.cache={own_disk}/new", "--dry-run")
-    make_mutual_recipe(own_disk.parent / "mutual", {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences)
-    mutual = (own_disk.parent / "mutual" / "recipe.yaml", "ray=true", f"storage.runs={own_disk}/new", "--dry-run")
-    for command in (tune, embed, (*TRAIN, *mutual)):
-        done = three[0].run(*command, RAY_ADDRESS=ray_address(three[0]))
-        error = done.stderr.splitlines()[-1]
-        assert done.returncode == 1 and "[DCSE-X11]" in error and f" {own_disk}/new, storage." in error, error
+    assert "Traceback" not in done.stderr
+    key = "storage.runs" if command == "mutual" else "storage.cache"
+    assert error.startswith("distcse: [DCSE-X11] node ") and f" {own_disk}/new, {key}; " in error
+    assert f"set {key}" in error
 
 
 @pytest.mark.slow
@@ -187,11 +165,8 @@ def test_missing_folders_are_created_before_nodes_check_them(
     }
     for command, arguments in commands.items():
         runs, cache = tmp_path / command / "runs", tmp_path / command / "cache"
-        module, storage = f"distcse.{command}", (f"storage.runs={runs}", f"storage.cache={cache}")
-        done = three[0].run(
-            sys.executable, "-m", module, recipe_file, *arguments, *storage, RAY_ADDRESS=ray_address(three[0])
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr[-4000:]}"
+        storage = (f"storage.runs={runs}", f"storage.cache={cache}")
+        ended(three[0].start(*TRAIN[:2], f"distcse.{command}", recipe_file, *arguments, *storage))
         assert any(cache.glob("tables/*/shard-*.npy")) and runs.is_dir() == (command == "tune")
 
 
@@ -199,26 +174,19 @@ def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(
     recipe_file: Path, three: list[Machine]
 ) -> None:
     """A machine loses its power during a run with node labels. This test must be the last of those with `three`."""
-    overrides = ("training.epochs=12", "training.log_every=2", "evaluation.eval_steps=20")
-    local = run(
-        load_recipe(str(recipe_file), [*overrides, "training.workers=0", "training.dropout_rng_streams=2"]), Reporter()
-    )
+    overrides = ("training.epochs=8", "training.log_every=2", "evaluation.eval_steps=20")
+    alone = ("training.workers=0", "training.dropout_rng_streams=2")
+    local = run(load_recipe(str(recipe_file), [*overrides, *alone]), Reporter())
     elastic = ("training.min_workers=1", f"storage.runs={recipe_file.parent / 'elastic'}", *BY_ROLE)
-    process = three[0].start(*TRAIN, recipe_file, *overrides, *elastic, RAY_ADDRESS=ray_address(three[0]))
-    deadline = time.monotonic() + 200
-    while not any("StepReport" in file.read_text() for file in recipe_file.parent.glob("elastic/*/events.jsonl")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    process = three[0].start(*TRAIN, recipe_file, *overrides, *elastic)
+    wait_for_event("StepReport", recipe_file.parent / "elastic", process)
     three[2].cut_power()
-    out, err = process.communicate(timeout=900)
-    assert process.returncode == 0, err[-4000:]
-    assert " 1 of 2 workers" in err
-    actors = last_actors(three[0])
-    assert {role for _, role in actors["RayTrainWorker"]} == {"students"}
-    assert {role for _, role in actors["TeacherServer"]} == {"teachers"}
-    remote = folder_of(out)
-    steps = [
-        event["step"] for event in map(json.loads, (remote / "events.jsonl").open()) if event["event"] == "StepReport"
-    ]
-    assert steps[-1] == 264 and len(steps) > len(set(steps))  # steps after the last checkpoint were repeated
+    remote = run_folder(ended(process))
+    assert " 1 of 2 workers" in (remote / "events.jsonl").read_text()
+    places = places_of_last_run(three[0])
+    assert {role for _, role in places["RayTrainWorker"]} == {"students"}
+    assert {role for _, role in places["TeacherServer"]} == {"teachers"}
+    events = map(json.loads, (remote / "events.jsonl").open())
+    steps = [event["step"] for event in events if event["event"] == "StepReport"]
+    assert steps[-1] == 176 and len(steps) > len(set(steps))  # steps after the last checkpoint were repeated
     assert_same_learning(weights_of(local.directory.path), weights_of(remote))
