@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from distcse import cli
 from tests.conftest import ROOT
@@ -17,10 +16,6 @@ TRAIN = [sys.executable, "-m", "distcse.train"]
 def user_environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**kept, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", **more}
-
-
-def train(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_command([*TRAIN, *map(str, arguments)])
 
 
 def run_command(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -44,30 +44,35 @@ def comparable(evaluation: Evaluation | None) -> dict[str, Any]:
 
 
 def wait_or_return(file: Path, seconds: Mapping[int, float], answer: int, reporter: Reporter) -> int:
-    """Note this call's process in a file, report it, wait as long as this attempt should, and return an answer."""
+    """Note this attempt in a file, report it and its place, wait as long as it should, and return an answer."""
+    import ray
+
     with file.open("a") as attempts:
         attempts.write(f"{os.getpid()}\n")
-    attempt = len(file.read_text().splitlines())
-    reporter.emit(LogMessage(f"{answer} {os.getpid()} {attempt}"))
+    attempt, node = len(file.read_text().splitlines()), ray.get_runtime_context().get_node_id()
+    reporter.emit(LogMessage(f"{answer} {attempt} {os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES')} {node}"))
     time.sleep(seconds.get(attempt, 0.0))
     return answer
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once a condition holds, or after two minutes."""
+    deadline = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def write_once_stopped(folder: Path, reporter: Reporter) -> None:
     """Run until a stop is requested, and say so in a file, as training writes a checkpoint."""
     (folder / "running").touch()
-    deadline = time.monotonic() + 120
-    while not reporter.stop_requested() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(reporter.stop_requested)
     (folder / "stopped").touch()
 
 
 def fail_once_another_runs(folder: Path, reporter: Reporter) -> None:
     """Raise an error once `write_once_stopped` runs."""
-    deadline = time.monotonic() + 120
-    while not (folder / "running").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    fail_with_a_fix(reporter)
+    wait_for_file(folder / "running", reporter)
+    raise ModelOutputError("the model's output is NaN")
 
 
 def describe_process(folder: Path, processes: int, reporter: Reporter) -> tuple[str, str]:
@@ -79,31 +84,25 @@ def describe_process(folder: Path, processes: int, reporter: Reporter) -> tuple[
 
     folder.mkdir(exist_ok=True)
     (folder / str(os.getpid())).touch()
-    deadline = time.monotonic() + 120
-    while len(list(folder.iterdir())) < processes and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(list(folder.iterdir())) >= processes)
     return os.environ.get("CUDA_VISIBLE_DEVICES", ""), str(ray.get_runtime_context().get_node_id())
 
 
 def wait_for_file(file: Path, reporter: Reporter) -> None:
-    """Return once a file is there."""
-    deadline = time.monotonic() + 120
-    while not file.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(file.exists)
 
 
 def count_actors(most: int, file: Path, reporter: Reporter) -> int:
     """Return the number of actors of this cluster's devices, also of those that have not started, once it is at most this."""
     import ray
 
-    deadline = time.monotonic() + 60
-    while True:
-        named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-        number = sum(name.startswith("device-") for name in named)
-        if number <= most or time.monotonic() > deadline:
-            file.touch()
-            return number
-        time.sleep(0.05)
+    def number() -> int:
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        return sum(name.startswith("device-") for name in names)
+
+    wait_until(lambda: number() <= most)
+    file.touch()
+    return number()
 
 
 def count_threads(reporter: Reporter) -> int:
@@ -111,10 +110,6 @@ def count_threads(reporter: Reporter) -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-def fail_with_a_fix(reporter: Reporter) -> None:
-    raise ModelOutputError("the model's output is NaN")
 
 
 def fail_unexpectedly(reporter: Reporter) -> None:

@@ -1,4 +1,4 @@
-"""`distcse train` as a user types it: mistakes, a dry run, a run that is interrupted and resumed."""
+"""`distcse train` as a user types it: a dry run, a run that is interrupted and resumed; Ray that starts in the background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distcse.recipe import recipe_yaml
-from tests.commands import TRAIN, run_command, train, user_environment
+from tests.commands import TRAIN, run_command, user_environment
 from tests.conftest import ROOT
 from tests.jobs import make_recipe
 
@@ -28,35 +28,13 @@ def recipe_file(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
     return file
 
 
-def test_mistakes_are_one_line_and_status_2(recipe_file: Path) -> None:
-    for arguments, message in (
-        (["quikstart"], "did you mean 'quickstart'"),
-        ([str(recipe_file), "training.lr=fast"], "training.lr is 'fast'; expected a valid number"),
-        ([], "name a recipe or a YAML file"),
-    ):
-        done = train(*arguments)
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr.startswith("distcse: ") and message in done.stderr and done.stderr.count("\n") == 1
-    done = train(str(recipe_file), "corpus.path=/nowhere.txt")
-    assert done.returncode == 1 and "corpus file /nowhere.txt does not exist" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_print_recipe_shows_the_resolved_recipe(recipe_file: Path) -> None:
-    done = train(recipe_file, "--print-recipe", "objective.rank.tau2=0.025")
-    assert done.returncode == 0 and "tau2: 0.025" in done.stdout and "warmup: 0.05" in done.stdout
-
-
 @pytest.mark.slow
 def test_a_dry_run_says_that_workers_get_none_of_the_gpus_that_ray_has(recipe_file: Path) -> None:
     """Ray is started with more GPUs than the machine has."""
-    asked = [*TRAIN, str(recipe_file), "--dry-run", "training.workers=4", "training.cpus_per_worker=0.1"]
-    done = run_command(asked, RAY_OVERRIDE_RESOURCES='{"CPU": 4, "GPU": 3}')
+    command = [*TRAIN, str(recipe_file), "--dry-run", "training.workers=4", "training.cpus_per_worker=0.1"]
+    done = run_command(command, RAY_OVERRIDE_RESOURCES='{"CPU": 4, "GPU": 3}')
     assert done.returncode == 0, done.stderr
-    message = (
-        "the cluster has 3 GPUs, and none goes to the training workers: training.workers=4 needs 4 GPUs, since two workers do "
-        "not share one by default; write "
-    )
+    message = "the cluster has 3 GPUs, and none goes to the training workers: training.workers=4 needs 4 GPUs, since"
     assert "GPUs 3: embedding actors 3 x 1; then training workers none" in done.stderr
     assert done.stderr.count(message) == 1 and "GPUs 3; workers 4, each with CPUs 0.1, GPUs 0" in done.stderr
 
@@ -115,18 +93,63 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
     assert score["measure"] == "agreement" and score["values"]["student"] > 0
 
 
-def test_a_local_cluster_is_reached_from_this_machine_only() -> None:
+@pytest.mark.slow
+def test_workers_find_the_modules_of_the_current_directory(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    """A custom loss term and teacher, which Ray's workers import as the driver does."""
+    page = (ROOT / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r'```python title="(\w+\.py)"\n(.*?)```', page, re.S):
+        (tmp_path / name).write_text(code)
+    recipe = make_recipe(
+        tmp_path,
+        tiny("bert"),
+        [tiny("minilm")],
+        sentences,
+        "objective.custom={correlation: {class_path: 'my_terms:Correlation', weight: 1.0}}",
+        "teachers.encoders.0.class_path=my_teachers:Trigrams",
+        "teachers.encoders.0.max_length=null",
+        "training.workers=1",
+        "training.max_steps=6",
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
+    environment = user_environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [*TRAIN, "recipe.yaml"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "correlation 0." in done.stderr and "teacher 0 384 embedded" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_started_in_the_background_has_the_requested_cpus_and_leaves_signals_alone() -> None:
     script = """
+import os, signal, sys, threading, time
 import psutil
-from distcse.cluster.cluster import cluster
+from distcse.cluster.cluster import start_ray, cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
+signal.signal(signal.SIGTERM, lambda number, frame: print("heard"))
+start_ray(cpus=1)
+while "ray" not in sys.modules or not getattr(sys.modules["ray"], "is_initialized", bool)():
+    time.sleep(0.1)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGTERM)
 with cluster(cpus=1):
-    here = psutil.Process()
-    for process in (here, *here.children(recursive=True)):
-        for place in process.net_connections(kind="inet"):
-            if place.status == psutil.CONN_LISTEN:
-                print(place.laddr.ip)
+    import ray
+    print(ray.cluster_resources()["CPU"])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+start_ray(cpus=1)
+with cluster(cpus=2):
+    print(ray.cluster_resources()["CPU"])
+    start_ray(cpus=3)
+    with cluster(cpus=3):
+        print(ray.cluster_resources()["CPU"])
+print(len(psutil.Process().children()), [t.name for t in threading.enumerate() if t.name == "cluster"])
+start_ray(cpus=1)
+raise SystemExit(7)
 """
     done = run_command([sys.executable, "-c", script])
-    assert done.returncode == 0, done.stderr
-    listening = done.stdout.split()
-    assert len(listening) > 5 and {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.splitlines() == ["heard", "1.0", "heard", "2.0", "2.0", "0 []"]
+    assert "SIGTERM" not in done.stderr

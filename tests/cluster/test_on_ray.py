@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import distcse
+from distcse.cluster import health
 from distcse.cluster.assigned_resources import use_assigned_gpus
 from distcse.cluster.backend import RayBackend
 from distcse.cluster.cluster import was_started_here
@@ -29,7 +31,7 @@ from distcse.runs.distillation.tables import embed_corpus
 from tests.backends import run
 from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
-from tests.jobs import make_recipe, make_two_worker_recipe, rows_embedded
+from tests.jobs import make_two_worker_recipe, rows_embedded
 from tests.kills import CpuHolder
 from tests.models import make_cross_encoder, make_masked_lm
 from tests.weights import assert_same_learning, weights_of
@@ -176,43 +178,36 @@ def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> Non
     assert_same_learning(weights_of(local.directory.path), weights_of(on_ray.directory.path))
 
 
-def test_resources_that_the_cluster_lacks_are_refused_at_once(recipe_with: MakeRecipe) -> None:
+def test_what_the_cluster_lacks_is_refused_at_once_and_an_actors_error_is_raised_unchanged(
+    recipe_with: MakeRecipe,
+) -> None:
+    many = ("training.workers=16", "training.dropout_rng_streams=16", "training.cpus_per_worker=4")
     with fails_with(ClusterTooSmallError, "64 CPUs", " 6", "training.workers"):
-        run(
-            recipe_with("training.workers=16", "training.dropout_rng_streams=16", "training.cpus_per_worker=4"),
-            Reporter(),
-        )
+        run(recipe_with(*many), Reporter())
     with fails_with(ClusterTooSmallError, "1 GPUs", " 0"):
         run(recipe_with("training.workers=1", "training.gpus_per_worker=1"), Reporter())
+    with fails_with(ModelNotFoundError, "/nowhere/at/all"):
+        run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Reporter())
 
 
-class GpuWatcher:
-    """Actor that restricts itself to its GPUs, and tells what it sees."""
+class Watcher:
+    """Actor that restricts itself to its GPUs, and says what it sees, and with which priority it runs."""
 
     def __init__(self) -> None:
         use_assigned_gpus()
 
-    def see(self) -> tuple[str | None, bool]:
-        return os.environ.get("CUDA_VISIBLE_DEVICES"), host.hides_gpus()
+    def see(self) -> tuple[str | None, bool, int]:
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), host.hides_gpus(), os.nice(0)
 
 
 @pytest.mark.oldest_ray
-def test_an_actor_that_reserves_no_gpu_sees_none(cluster: None) -> None:
-    """Of Ray's versions, older ones hide GPUs from it, and newer ones do not."""
+def test_an_actor_that_reserves_no_gpu_sees_none_and_has_the_drivers_priority(cluster: None) -> None:
+    """Of Ray's versions, older ones hide GPUs from it; with Ray's own priority it would hardly run next to other programs."""
     import ray
 
-    actor = ray.remote(num_cpus=0)(GpuWatcher).remote()
-    assert ray.get(actor.see.remote()) == ("", True)
+    actor = ray.remote(num_cpus=0)(Watcher).remote()
+    assert ray.get(actor.see.remote()) == ("", True, os.nice(0))
     ray.kill(actor)
-
-
-@pytest.mark.oldest_ray
-def test_processes_of_a_local_cluster_have_the_drivers_priority(cluster: None) -> None:
-    """Next to other programs they would hardly run with Ray's default."""
-    import ray
-
-    niceness = ray.remote(num_cpus=0)(lambda: os.nice(0))
-    assert ray.get(niceness.remote()) == os.nice(0)
 
 
 @pytest.mark.oldest_ray
@@ -250,36 +245,35 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         channel.close()
 
 
-def test_an_error_in_an_actor_is_raised_unchanged(recipe_with: MakeRecipe) -> None:
-    with fails_with(ModelNotFoundError, "/nowhere/at/all"):
-        run(recipe_with("training.workers=1", "teachers.encoders.0.backbone=/nowhere/at/all"), Reporter())
+def test_a_local_cluster_is_checked_is_not_waited_for_and_is_reached_from_this_machine_only(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
 
-
-def test_a_local_cluster_is_known_as_one_without_an_autoscaler(cluster: None) -> None:
     events: list[Event] = []
     request = ResourceRequest("training.workers=1000", 1000, {"CPU": 1.0}, None, "training.workers", {})
     with RayBackend.cluster.scaled_up([request], 3600.0, Reporter(events.append)):
         assert not events
     assert was_started_here()
+    here = psutil.Process()
+    processes = (here, *here.children(recursive=True))
+    places = [place for process in processes for place in process.net_connections(kind="inet")]
+    listening = [place.laddr.ip.removeprefix("::ffff:") for place in places if place.status == psutil.CONN_LISTEN]
+    assert len(listening) > 5 and set(listening) == {"127.0.0.1"}
+    monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+    (found,) = health.check_cluster({"storage.runs": tmp_path, "storage.cache": tmp_path / "not created yet"})
+    assert found.verdict == "ok" and "1 nodes, 6 CPUs" in found.found
+    assert ray.is_initialized()  # an existing connection is kept
 
 
-def test_labels_that_no_node_has_are_refused_immediately(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None
-) -> None:
+@pytest.mark.parametrize("key", ["training.node_labels", "teachers.node_labels"])
+def test_labels_that_no_node_has_are_refused_immediately(recipe_with: MakeRecipe, key: str) -> None:
     import ray
 
     (node,) = ray.nodes()
     label = next(iter(node["Labels"].items()))
-    for override in ("training.node_labels", "teachers.node_labels"):
-        served = ("training.workers=1", "teachers.serve=actor")
-        recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *served)
-        assert plan_run(recipe, alive()).per_worker["CPU"] >= 1
-        matching = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, *served, f"{override}={dict([label])}"
-        )
-        assert plan_run(matching, alive()).per_worker == plan_run(recipe, alive()).per_worker
-        not_matching = make_recipe(
-            tmp_path, tiny("bert"), [tiny("minilm")], sentences, *served, f"{override}={{role: students}}"
-        )
-        with fails_with(ClusterTooSmallError, "role=students", override, "ray start --labels"):
-            plan_run(not_matching, alive())
+    served = ("training.workers=1", "teachers.serve=actor")
+    anywhere, labelled = (plan_run(recipe_with(*served, *more), alive()) for more in ([], [f"{key}={dict([label])}"]))
+    assert labelled.per_worker == anywhere.per_worker and anywhere.per_worker["CPU"] >= 1
+    with fails_with(ClusterTooSmallError, "role=students", key, "ray start --labels"):
+        plan_run(recipe_with(*served, f"{key}={{role: students}}"), alive())

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,26 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from distcse.cluster.backend import RayBackend
 from distcse.devices.device_plan import DeviceOptions
 from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, WorkFailedError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.recipe import load_recipe, recipe_yaml, with_values
+from distcse.models import Encoder, EncoderHandle
+from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, recipe_yaml, with_values
 from distcse.runs.backend import DeviceCall, LocalBackend
+from distcse.runs.directory import RunDirectory, write_recipe
 from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
+from distcse.runs.distillation.layer_selection import with_chosen_layers
+from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.distillation.tables import embed_corpus
-from distcse.storage import checksum
+from distcse.runs.mutual.pairs import load_pairs
+from distcse.runs.stoppable_evaluation import delete_results
+from distcse.storage import checksum, open_store
+from distcse.text import Corpus
 from tests.backends import run
 from tests.devices import (
     comparable,
@@ -33,7 +42,6 @@ from tests.devices import (
     describe_process,
     fail_once_another_runs,
     fail_unexpectedly,
-    fail_with_a_fix,
     recorded_loads,
     wait_for_file,
     wait_or_return,
@@ -41,6 +49,8 @@ from tests.devices import (
 )
 from tests.jobs import make_recipe
 from tests.kills import CpuHolder, Nodes
+from tests.models import make_cross_encoder
+from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, weights_of
 
 pytestmark = pytest.mark.cluster
@@ -72,53 +82,73 @@ def looks(folder: Path) -> list[DeviceCall[tuple[str, str]]]:
     return [DeviceCall("look", partial(describe_process, folder, 2))] * 2
 
 
+def waits(folder: Path, *seconds: dict[int, float], returns_on_stop: bool = False) -> list[DeviceCall[int | None]]:
+    """Return calls that wait these seconds at their attempts, and return their number; they note attempts in a folder."""
+    folder.mkdir()
+    return [
+        DeviceCall(
+            f"call {number}",
+            partial(wait_or_return, folder / str(number), each, number),
+            returns_on_stop=returns_on_stop,
+        )
+        for number, each in enumerate(seconds)
+    ]
+
+
+def attempts_in(folder: Path) -> list[int]:
+    return [len(file.read_text().splitlines()) for file in sorted(folder.iterdir())]
+
+
+def error_of(calls: Sequence[DeviceCall[Any]], reporter: Reporter | None = None) -> list[str]:
+    with pytest.raises(DistcseError) as raised:
+        RayBackend().run_on_devices(calls, OPTIONS, reporter or Reporter())
+    return [type(raised.value).__name__, str(raised.value)]
+
+
 def disturb(folder: Path) -> None:
     """A driver: disturb the processes of functions, and write what became of them."""
     import ray
 
     with RayBackend.cluster.joined():
-        found = {
+        messages: list[str] = []
+
+        def kill_and_hang(event: Event) -> None:
+            """Send a signal to the processes of the first two functions during their first attempt."""
+            assert isinstance(event, LogMessage)
+            messages.append(event.text)
+            if event.text.startswith(("0 1 ", "1 1 ")):
+                how = signal.SIGKILL if event.text.startswith("0") else signal.SIGSTOP
+                os.kill(int(event.text.split()[2]), how)
+
+        backend, minute, stops = RayBackend(), {1: 60.0}, list[Event]()
+        found: dict[str, Any] = {
+            "returned": backend.run_on_devices(
+                waits(folder / "disturbed", minute, minute, {}), OPTIONS, Reporter(kill_and_hang)
+            ),
+            "attempts": attempts_in(folder / "disturbed"),
+            "messages": messages,
+            "places": [text.split()[3:] for text in messages if text.startswith(("0 1 ", "1 1 "))],
             "head": ray.get_runtime_context().get_node_id(),
-            "placed": RayBackend().run_on_devices(looks(folder / "looks"), OPTIONS, Reporter()),
-            "killed": _call_and_signal(folder / "killed", signal.SIGKILL),
-            "hung": _call_and_signal(folder / "hung", signal.SIGSTOP),
-            "errors": [_error_of(fail_with_a_fix), _error_of(fail_unexpectedly)],
-            "stopped": _stop_at_the_first_event(folder / "stopped"),
-            "waited for": _stop_and_wait(folder / "waited"),
-            "failed next to another": _fail_next_to_another(folder / "failed"),
-            "actors": _count_actors(folder / "counted"),
+            "unexpected": error_of([DeviceCall("evaluation of x", fail_unexpectedly)]),
+            "stopped": error_of(waits(folder / "stopped", {1: 600.0}), Reporter(stops.append, lambda: bool(stops))),
         }
-    (folder / "found.json").write_text(json.dumps(found))
-
-
-def _call_and_signal(folder: Path, number: signal.Signals) -> dict[str, Any]:
-    """Call three functions, and send a signal to the process of the first one during its first attempt."""
-    folder.mkdir()
-    messages: list[str] = []
-
-    def listen(event: Event) -> None:
-        assert isinstance(event, LogMessage)
-        messages.append(event.text)
-        if not event.warning and event.text.startswith("0 ") and event.text.endswith(" 1"):
-            os.kill(int(event.text.split()[1]), number)
-
-    calls = [
-        DeviceCall(
-            f"call {index}", partial(wait_or_return, folder / str(index), {1: 60.0} if index == 0 else {}, index)
+        begun = list[Event]()
+        found["waited for"] = backend.run_on_devices(
+            waits(folder / "waited", *[{1: 2.0}] * 3, returns_on_stop=True),
+            OPTIONS,
+            Reporter(begun.append, lambda: bool(begun)),
         )
-        for index in range(3)
-    ]
-    returned = RayBackend().run_on_devices(calls, OPTIONS, Reporter(listen))
-    attempts = [len((folder / str(index)).read_text().splitlines()) for index in range(3)]
-    return {"returned": returned, "attempts": attempts, "messages": messages}
-
-
-def _count_actors(file: Path) -> int:
-    """Call three functions, for which a third actor waits for a node, and count actors while the last two run."""
-    functions = [partial(wait_or_return, file.with_name("returns"), {}, 0), partial(wait_for_file, file)]
-    calls = [DeviceCall[Any]("count", function) for function in (*functions, partial(count_actors, 2, file))]
-    found = RayBackend().run_on_devices(calls, replace(OPTIONS, can_wait=True), Reporter())
-    return int(found[2])
+        next_to_another = folder / "failed"
+        next_to_another.mkdir()
+        functions = partial(write_once_stopped, next_to_another), partial(fail_once_another_runs, next_to_another)
+        found["failed"] = error_of([DeviceCall("call", function, returns_on_stop=True) for function in functions])
+        found["files"] = sorted(file.name for file in next_to_another.iterdir())
+        # Of three functions, the third has an actor that waits for a node, and that ends while the last two functions run.
+        (quick,) = waits(folder / "returns", {})
+        counting = partial(wait_for_file, folder / "counted"), partial(count_actors, 2, folder / "counted")
+        counted = [quick, *(DeviceCall[Any]("count", function) for function in counting)]
+        found["actors"] = backend.run_on_devices(counted, replace(OPTIONS, can_wait=True), Reporter())[2]
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 def lose_a_node(folder: Path) -> None:
@@ -128,18 +158,13 @@ def lose_a_node(folder: Path) -> None:
     def listen(event: Event) -> None:
         assert isinstance(event, LogMessage)
         if event.text.startswith("0 ") and not lost:
-            lost.append(psutil.Process(int(event.text.split()[1])).ppid())
+            lost.append(psutil.Process(int(event.text.split()[2])).ppid())
             os.kill(lost[0], signal.SIGKILL)
 
-    waits: list[dict[int, float]] = [{1: 600.0}, {1: 20.0}]
-    calls = [
-        DeviceCall(f"call {index}", partial(wait_or_return, folder / f"call-{index}", seconds, index))
-        for index, seconds in enumerate(waits)
-    ]
+    calls = waits(folder / "calls", {1: 600.0}, {1: 20.0})
     with RayBackend.cluster.joined():
         returned = RayBackend().run_on_devices(calls, DeviceOptions(), Reporter(listen))
-    attempts = [len((folder / f"call-{index}").read_text().splitlines()) for index in range(2)]
-    (folder / "found.json").write_text(json.dumps({"returned": returned, "attempts": attempts}))
+    (folder / "found.json").write_text(json.dumps({"returned": returned, "attempts": attempts_in(folder / "calls")}))
 
 
 def share_nodes(folder: Path) -> None:
@@ -201,65 +226,20 @@ def tokenize_in_parts(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def _error_of(function: Callable[[Reporter], Any]) -> list[str]:
-    try:
-        RayBackend().run_on_devices([DeviceCall("evaluation of x", function)], OPTIONS, Reporter())
-    except DistcseError as error:
-        return [type(error).__name__, str(error)]
-    raise AssertionError("no error")
-
-
-def _stop_at_the_first_event(folder: Path) -> list[str]:
-    folder.mkdir()
-    seen: list[Event] = []
-    call = DeviceCall("long call", partial(wait_or_return, folder / "call", {1: 600.0}, 0))
-    try:
-        RayBackend().run_on_devices([call], OPTIONS, Reporter(seen.append, lambda: bool(seen)))
-    except StoppedEarlyError as error:
-        return [type(error).__name__, str(error)]
-    raise AssertionError("not stopped")
-
-
-def _stop_and_wait(folder: Path) -> list[int | None]:
-    """Request a stop once one of three functions runs, which return by themselves; the second may have begun too."""
-    folder.mkdir()
-    seen: list[Event] = []
-    calls: list[DeviceCall[int | None]] = [
-        DeviceCall("call", partial(wait_or_return, folder / str(index), {1: 5.0}, index), returns_on_stop=True)
-        for index in range(3)
-    ]
-    return RayBackend().run_on_devices(calls, OPTIONS, Reporter(seen.append, lambda: bool(seen)))
-
-
-def _fail_next_to_another(folder: Path) -> list[str]:
-    """Let one of two functions fail. The other one, which runs until it is notified, must end by itself."""
-    folder.mkdir()
-    calls = [
-        DeviceCall("call", partial(write_once_stopped, folder), returns_on_stop=True),
-        DeviceCall("call", partial(fail_once_another_runs, folder), returns_on_stop=True),
-    ]
-    try:
-        RayBackend().run_on_devices(calls, OPTIONS, Reporter())
-    except DistcseError as error:
-        return [type(error).__name__, *sorted(file.name for file in folder.iterdir())]
-    raise AssertionError("no error")
-
-
 def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_class(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     found = drive(nodes, "disturb", tmp_path)
-    gpus, ids = zip(*found["placed"], strict=True)
-    assert gpus == ("0", "0") and found["head"] not in ids
-    for case in ("killed", "hung"):
-        assert found[case]["returned"] == [0, 1, 2] and found[case]["attempts"] == [2, 1, 1], found[case]["messages"]
-    (warning,) = (text for text in found["hung"]["messages"] if "has not answered for 10 s" in text)
+    gpus, ids = zip(*found["places"], strict=True)
+    assert gpus == ("0", "0") and found["head"] not in ids and len(set(ids)) == 2
+    assert found["returned"] == [0, 1, 2] and found["attempts"] == [2, 2, 1], found["messages"]
+    (warning,) = (text for text in found["messages"] if "has not answered for 10 s" in text)
     assert warning.startswith("process ")
-    assert found["errors"][0] == [ModelOutputError.__name__, "the model's output is NaN"]
-    assert found["errors"][1][0] == WorkFailedError.__name__ and "evaluation of x" in found["errors"][1][1]
-    assert found["stopped"][0] == StoppedEarlyError.__name__ and "long call" in found["stopped"][1]
-    assert found["waited for"] in ([0, 1, None], [0, None, None])
-    assert found["failed next to another"] == [ModelOutputError.__name__, "running", "stopped"]
+    assert found["unexpected"][0] == WorkFailedError.__name__ and "evaluation of x" in found["unexpected"][1]
+    assert found["stopped"][0] == StoppedEarlyError.__name__ and "call 0" in found["stopped"][1]
+    assert found["waited for"] in ([0, 1, None], [0, None, None])  # the second may have begun
+    assert found["failed"] == [ModelOutputError.__name__, "the model's output is NaN"]
+    assert found["files"] == ["running", "stopped"]
     assert found["actors"] == 2  # the one that had not started has ended
 
 
@@ -307,6 +287,70 @@ def train_from_the_head(folder: Path) -> None:
         result = run(recipe, Reporter())
     found = {"loaded": loaded, "run": str(result.directory.path), "layers": result.recipe.student.layers}
     (folder / "found.json").write_text(json.dumps(found))
+
+
+def work_on_gpus_and_here(folder: Path) -> None:
+    """A driver: evaluate, search layers and mine pairs on the nodes, then here; write what is equal, and what was loaded."""
+    torch.set_num_threads(2)  # as the nodes' processes
+    recipe, mutual = (read_recipe(str(folder / name / "recipe.yaml"), []) for name in ("student", "mutual"))
+    assert isinstance(recipe, Recipe) and isinstance(mutual, MutualRecipe)
+    backend, here, events = RayBackend(), LocalBackend(), list[Event]()
+    reporter, labelled = Reporter(events.append), labelled_tasks(recipe)
+    with backend.cluster.joined(), recorded_loads() as loaded:
+        prepared = PreparedCorpus.prepare(recipe, backend, reporter)
+        directory, chosen = RunDirectory.create(prepared.recipe), prepared.recipe
+        directory.model.mkdir()
+        student = EncoderHandle(partial(Encoder.from_section, chosen.student))
+        students = [
+            ScoredStudent("start", chosen.student.backbone, prepared.initial_encoder),
+            ScoredStudent("student", str(directory.model), student, trained=directory.model),
+        ]
+        scored = chosen, prepared.corpus, labelled, students, directory
+        remote = final_scores(*scored, backend, reporter).evaluation
+        delete_results(directory.store)
+        mined = load_pairs(mutual, RunDirectory.create(mutual).path, backend, reporter)
+        loaded_before = list(loaded)
+    fresh = with_values(recipe, {"storage.cache": str(folder / "other")})
+    (folder / "other").mkdir()
+    layers = with_chosen_layers(fresh, Corpus.open(prepared.corpus.directory), here, Reporter()).student.layers
+    local = final_scores(*scored, here, Reporter()).evaluation
+    mined_here = load_pairs(mutual, RunDirectory.create(mutual).path, here, Reporter())
+    stages = [event for event in events if isinstance(event, StageProgress)]
+    found = {
+        "loaded": loaded_before,
+        "layers": [chosen.student.layers, layers],
+        "evaluations": [comparable(remote), comparable(local)],
+        "pairs": [mined.fingerprint, mined_here.fingerprint],
+        "stages": [stage.name for stage in stages if stage.finished],
+        "searched": sum(stage.name == "layers" for stage in stages),
+    }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_models_are_evaluated_searched_and_mined_on_gpus_with_the_results_of_one_process(
+    nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
+) -> None:
+    scorer, student = make_cross_encoder(tmp_path / "scorer", tiny("bert")), tmp_path / "student"
+    student.mkdir()
+    overrides = (
+        "student.layers=auto",
+        "student.num_layers=2",
+        f"evaluation.data={labelled}",
+        "evaluation.final_suites=[sts, ranking, geometry, retrieval, agreement]",
+        "evaluation.rank_inference={num_references: 100}",
+    )
+    recipe = make_recipe(student, tiny("bert"), [tiny("minilm"), scorer], sentences, *overrides)
+    write_recipe(open_store(student), recipe)
+    pairs = f"pairs={{mine: {{corpus: {{path: '{student / 'corpus.txt'}'}}, pairs: 100, num_neighbors: 10}}}}"
+    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, pairs)
+    write_recipe(open_store(tmp_path / "mutual"), mutual)
+    found = drive(nodes, "work_on_gpus_and_here", tmp_path)
+    assert found["loaded"] == [] and found["searched"] == 4  # three combinations, and the choice
+    for results in ("layers", "evaluations", "pairs"):
+        assert found[results][0] == found[results][1], results
+    stages = {"layers", "start", "student", "student + ranks", "teacher 0", "teacher 1", "mining"}
+    assert stages <= set(found["stages"])
 
 
 @pytest.mark.slow
