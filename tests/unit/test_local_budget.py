@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -73,34 +73,23 @@ def test_rows_that_are_read_in_place_equal_mapped_ones(tmp_path: Path) -> None:
     assert in_place(table).dimension == 6 and in_place(table).stored_bytes == 25 * 6 * 2
 
 
-def test_adjacent_rows_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = in_place(make_table(tmp_path))
-    assert table.dimension == 6  # reads the record
-    reads = Reads(monkeypatch)
-    table.vectors([3, 4, 5, 4, 8, 9, 10, 11, 24])  # 8 and 9 end a shard
-    assert sorted(reads.sizes) == [12, 24, 24, 36]
-
-
-def test_a_read_that_returns_less_than_it_was_asked_for_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("most", "rows", "sizes"),
+    [
+        (row_reader.READ_BYTES, [3, 4, 5, 4, 8, 9, 10, 11, 24], [12, 24, 24, 36]),  # 8 and 9 end a shard
+        (4 * 12 + 11, range(2, 25), [12, 24, *5 * [48]]),  # of eight, ten and five rows, each split
+    ],
+)
+def test_adjacent_rows_are_one_read_up_to_a_size(
+    most: int, rows: Sequence[int], sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table, whole = make_table(tmp_path), os.pread
-    monkeypatch.setattr(os, "pread", lambda number, count, offset: whole(number, min(count, 7), offset))
-    assert np.array_equal(in_place(table).vectors(np.arange(25)), table.vectors(np.arange(25)))
-    with open(table.directory / "shard-00001.npy", "r+b") as file:
-        file.truncate(60)
-    with fails_with(EmbeddingTableError, "shard 1", "too short"):
-        in_place(table).vectors([12])
-
-
-def test_a_read_of_many_adjacent_rows_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_reader, "READ_BYTES", 4 * 12 + 11)
+    monkeypatch.setattr(row_reader, "READ_BYTES", most)
     table = make_table(tmp_path)
     placed = in_place(table)
-    assert placed.dimension == 6
+    assert placed.dimension == 6  # reads the record
     reads = Reads(monkeypatch)
-    assert np.array_equal(placed.vectors(np.arange(2, 25)), table.vectors(np.arange(2, 25)))
-    assert sorted(reads.sizes) == [12, 24, *5 * [48]]  # of eight, ten and five rows
+    assert np.array_equal(placed.vectors(rows), table.vectors(rows))
+    assert sorted(reads.sizes) == sizes
 
 
 def test_rows_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,15 +101,18 @@ def test_rows_are_read_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(reads.sizes) == 16
 
 
-def test_a_missing_and_a_short_shard_are_errors(tmp_path: Path) -> None:
-    table = make_table(tmp_path)
+def test_a_read_goes_on_until_it_has_all_and_a_missing_or_short_shard_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, whole = make_table(tmp_path), os.pread
+    monkeypatch.setattr(os, "pread", lambda number, count, offset: whole(number, min(count, 7), offset))
+    assert np.array_equal(in_place(table).vectors(np.arange(25)), table.vectors(np.arange(25)))
     with open(table.directory / "shard-00001.npy", "r+b") as file:
         file.truncate(60)
     (table.directory / "shard-00002.npy").unlink()
-    with fails_with(EmbeddingTableError, "shard 1", "too short"):
-        in_place(table).vectors([12])
-    with fails_with(EmbeddingTableError, "shard 2", "No such file"):
-        in_place(table).vectors([24])
+    for row, words in ((12, ("shard 1", "too short")), (24, ("shard 2", "No such file"))):
+        with fails_with(EmbeddingTableError, *words):
+            in_place(table).vectors([row])
     (table.directory / "shard-00000.json").unlink()
     with fails_with(EmbeddingTableError, "shard 0"):
         in_place(table).vectors([1])
@@ -223,7 +215,8 @@ def test_a_training_that_fails_closes_its_reader_of_targets(
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("0B", 0), ("200GiB", 200 * 2**30), ("1.5 TB", 1_500_000_000_000), ("3KiB", 3072)]
+    ("text", "size"),
+    [("0B", 0), ("200GiB", 200 * 2**30), ("1.5 TB", 1_500_000_000_000), ("3KiB", 3072)],
 )
 def test_sizes_have_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size

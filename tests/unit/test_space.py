@@ -143,6 +143,7 @@ NOT_SEARCHABLE: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"training.workers": {"values": [1]}}, {}, ["training.workers"]),
     ({"student.layers": {"values": [[0, 2]]}}, _PBT, ["student.layers", "pbt"]),
     ({"student.*.layers": {"simplex": True}}, {}, ["student.*.layers"]),
+    ({"training.precision": {"values": ["auto", "bf16"]}}, {}, ["parameters.training.precision"]),
 ]
 REFUSED = [
     (error, *case)

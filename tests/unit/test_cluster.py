@@ -1,0 +1,316 @@
+"""`distcse.cluster` without a cluster: nodes of an autoscaler, drained nodes, shared folders, actors, the choice of a backend."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.autoscaler import sdk
+from ray.exceptions import GetTimeoutError, RayError
+
+from distcse.cluster import backend, nodes, shared_storage
+from distcse.cluster.backend import RayBackend, RayCluster, choose_backend
+from distcse.cluster.group_actors import open_group_store
+from distcse.cluster.heartbeat import HeartbeatMonitor
+from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
+from distcse.cluster.shared_storage import check_paths
+from distcse.devices.resources import Node, ResourceRequest
+from distcse.errors import StoppedEarlyError
+from distcse.events import Event, LogMessage, Reporter
+from distcse.recipe import Recipe
+from distcse.runs.backend import LocalBackend
+from distcse.runs.directory import check_storage
+from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.preflight import check_embedding
+from distcse.runs.distillation.processes import joined_for_embedding, joined_for_run
+from distcse.runs.mutual.experiment import MutualDistillation
+from tests.clusters import FixedCluster
+from tests.failures import fails_with
+from tests.jobs import make_recipe
+from tests.pairs import make_mutual_recipe
+
+NODES = [Node("a", {"CPU": 4.0}, {"role": "students"})]
+WORKERS = ResourceRequest(
+    "training.workers=2", 2, {"CPU": 2.0, "GPU": 0.0}, {"role": "students"}, "training.workers", {}
+)
+FOR_WORKERS = [({"CPU": 2.0}, {"role": "students"})] * 2
+
+
+class Autoscaler:
+    """Records each request, and whether the process had joined the cluster at that time."""
+
+    def __init__(self) -> None:
+        self.is_joined = False
+        self.fails = False
+        self.requests: list[tuple[list[Any], bool]] = []
+        self.renewed = threading.Event()
+
+    @contextmanager
+    def joined(self, **settings: Any) -> Iterator[None]:
+        was_joined, self.is_joined = self.is_joined, True
+        yield
+        self.is_joined = was_joined
+
+    def request(self, bundles: Sequence[Any], bundle_label_selectors: Sequence[Any]) -> None:
+        self.requests.append((list(zip(bundles, bundle_label_selectors, strict=True)), self.is_joined))
+        if len(self.requests) > 3:
+            self.renewed.set()
+        if self.fails:
+            raise RayError("no answer")
+
+
+@pytest.fixture
+def autoscaler(monkeypatch: pytest.MonkeyPatch) -> Autoscaler:
+    scaler = Autoscaler()
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(backend, "cluster", scaler.joined)
+    monkeypatch.setattr(sdk, "request_resources", scaler.request)
+    monkeypatch.setattr(nodes, "alive", lambda: NODES)
+    monkeypatch.setattr(nodes, "START_CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(nodes, "RENEW_INTERVAL_S", 0.001)
+    return scaler
+
+
+def test_a_request_is_renewed_during_the_block_and_withdrawn_before_the_cluster_is_left(autoscaler: Autoscaler) -> None:
+    """Also for nodes that are there, and with an inner block that joins the cluster, as an embedding pass has."""
+    cluster = RayCluster()
+    with cluster.scaled_up([WORKERS], 60.0, Reporter()):
+        with cluster.joined():
+            pass
+        assert autoscaler.renewed.wait(60)
+    assert not autoscaler.is_joined
+    *during, last = autoscaler.requests
+    assert all(request == (FOR_WORKERS, True) for request in during) and last == ([], True)
+
+
+def test_an_error_of_the_block_is_not_hidden_by_a_request_that_fails(autoscaler: Autoscaler) -> None:
+    events: list[Event] = []
+    with (
+        fails_with(StoppedEarlyError, "the block's own error"),
+        RayCluster().scaled_up([WORKERS], 60.0, Reporter(events.append)),
+    ):
+        autoscaler.fails = True
+        raise StoppedEarlyError("the block's own error")
+    assert autoscaler.requests[-1][0] == []
+    assert events[-1] == LogMessage("Ray does not take the request for nodes: no answer", warning=True)
+
+
+def test_a_local_cluster_is_not_waited_for(autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that will be started, nor one that is entered already."""
+    monkeypatch.setattr(backend, "was_started_here", lambda: True)
+    with RayCluster().scaled_up([WORKERS], 60.0, Reporter()):
+        pass
+    monkeypatch.setattr(backend, "was_started_here", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS")
+    with RayCluster().scaled_up([WORKERS], 60.0, Reporter()):
+        pass
+    assert not autoscaler.requests
+
+
+def test_a_wait_ends_after_its_time_or_a_stop_request(autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "alive", lambda: [])
+    events: list[Event] = []
+    with RayCluster().scaled_up([WORKERS], 0.01, Reporter(events.append)):
+        pass
+    texts = [event.text for event in events if isinstance(event, LogMessage)]
+    shortfall = "2 of training.workers=2 (2 CPUs each) on a node with role=students"
+    assert texts == [
+        f"waiting up to 0.01 s (resources.wait_s) for nodes for {shortfall}",
+        f"no nodes for {shortfall} after 0.01 s (resources.wait_s); continuing with the nodes that are there",
+    ]
+    with (
+        fails_with(StoppedEarlyError, "waited for nodes"),
+        RayCluster().scaled_up([WORKERS], 60.0, Reporter(stop_requested=lambda: True)),
+    ):
+        pass
+    assert autoscaler.requests[-1] == ([], True)
+
+
+class UnaskedCluster(FixedCluster):
+    """A cluster that must not be asked for nodes."""
+
+    def scaled_up(
+        self, requests: Sequence[ResourceRequest], wait_s: float, reporter: Reporter
+    ) -> AbstractContextManager[None]:
+        raise AssertionError(requests)
+
+
+def test_dry_runs_ask_for_no_nodes(
+    recipe_with: Callable[..., Recipe], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
+) -> None:
+    backend, wait = LocalBackend(), "resources.wait_s=60"
+    backend.cluster = UnaskedCluster([Node("", {"CPU": 4.0}, {})])  # type: ignore[assignment]
+    recipe = recipe_with("training.workers=1", wait)
+    check_embedding(recipe, backend, Reporter())
+    Distillation(recipe).check(backend, Reporter())
+    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, wait)
+    MutualDistillation(mutual).check(backend, Reporter())
+
+
+# Drained nodes
+
+IDS = ("own", "drained", "other", "lost")
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether each node is alive, as `ray.nodes` says; it says so of a drained one."""
+    states = {name: name != "lost" for name in IDS}
+
+    def listed() -> list[dict[str, object]]:
+        about = {"Resources": {"CPU": 1.0}, "Labels": {}}
+        return [
+            {"NodeID": name, "NodeManagerAddress": f"{name}.local", "Alive": is_alive, **about}
+            for name, is_alive in states.items()
+        ]
+
+    monkeypatch.setattr(ray, "nodes", listed)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
+    monkeypatch.setattr(nodes, "draining_nodes", lambda: frozenset({"drained"}))
+    monkeypatch.setattr(nodes, "CHECK_INTERVAL_S", 0.0)
+    return states
+
+
+def test_a_drained_node_lives_and_gets_no_work(states: dict[str, bool]) -> None:
+    assert [node.id for node in nodes.live_nodes()] == ["own", "drained", "other"]
+    assert [(node.id, node.address) for node in nodes.alive()] == [("own", "own.local"), ("other", "other.local")]
+    assert shared_storage.other_nodes([None]) == {"other": "other.local"}
+    assert [DrainNotices().count(lambda workers=workers: workers) for workers in ({"drained", "other"}, {"other"})] == [
+        1,
+        0,
+    ]
+
+
+def test_a_drained_node_is_lost_when_it_is_gone(states: dict[str, bool]) -> None:
+    warnings: list[str] = []
+    workers = ResourceRequest("training.workers=3", 3, {"CPU": 1.0}, None, "training.workers", {})
+    before = [Node(name, {"CPU": 1.0}, {}) for name in IDS[:3]]
+    watchdog = ResourceWatchdog([workers], warnings.append, before)
+    watchdog.check()
+    assert not warnings
+    states["drained"] = False
+    watchdog.check()
+    assert len(warnings) == 1 and "1 of training.workers=3 (1 CPU each)" in warnings[0]
+
+
+# Shared folders
+
+
+def test_concurrent_checks_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Nodes write into the same folder, so each needs its own file name."""
+    marker = tmp_path / ".marker"
+    marker.write_text("token")
+    barrier = threading.Barrier(2)
+
+    def check_repeatedly(node: str) -> list[str | None]:
+        problems = []
+        for _ in range(100):
+            barrier.wait(timeout=10)
+            problems.append(check_paths({"storage.runs": marker}, {}, "token", node))
+        return problems
+
+    with ThreadPoolExecutor() as both:
+        results = both.map(check_repeatedly, ("one", "two"))
+        assert all(problem is None for problems in results for problem in problems)
+    assert list(tmp_path.iterdir()) == [marker]
+
+
+def test_a_problem_names_the_path_and_its_key(tmp_path: Path) -> None:
+    """A missing marker, a marker with other content, and a missing path."""
+    marker, missing = tmp_path / ".marker", tmp_path / "corpus.txt"
+    for content, read, words in (
+        (None, {}, f"does not see what is written to {tmp_path}, storage.runs"),
+        ("another token", {}, f"reads another file than was written at {tmp_path}, storage.runs"),
+        ("token", {"corpus.file": missing}, f"has no {missing}, corpus.file"),
+    ):
+        if content is not None:
+            marker.write_text(content)
+        problem = check_paths({"storage.runs": marker}, read, "token", "one")
+        assert problem is not None and words in problem
+
+
+def test_embedding_checks_only_the_cache_on_the_teachers_nodes(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    """The folder of runs may not exist yet, and nothing is embedded on students' nodes. A run checks both on all nodes."""
+    overrides = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}", "training.workers=1")
+    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *overrides)
+    cluster = FixedCluster([Node(role, {"CPU": 1.0}, {"role": role}) for role in ("students", "teachers")])
+    runs, cache = tmp_path / "runs", tmp_path / "cache"
+    check_storage(recipe.storage, ["cache"])
+    with joined_for_embedding(recipe, cluster):
+        assert not runs.exists()
+    check_storage(recipe.storage)
+    with joined_for_run(recipe, cluster, runs):
+        pass
+    teacher, students, teachers = "teachers.encoders.0.backbone", {"role": "students"}, {"role": "teachers"}
+    assert cluster.required == [
+        ({"storage.cache": cache}, {teacher}, [teachers]),
+        ({"storage.runs": runs, "storage.cache": cache}, {teacher, "student.backbone"}, [students, teachers]),
+    ]
+
+
+# Actors and backends
+
+
+def test_the_port_of_a_process_group_stays_bound_until_all_have_joined() -> None:
+    """Another process could take a port that is only asked for, before the group binds it."""
+    store = open_group_store("127.0.0.1", 0, workers=2)
+    with socket.socket() as taker, pytest.raises(OSError, match="in use"):
+        taker.bind(("", store.port))
+    store.set("key", "value")
+    assert open_group_store("127.0.0.1", store.port, workers=2).get("key") == b"value"
+
+
+def test_an_owner_of_actors_that_answers_too_late_is_asked_again() -> None:
+    calls, is_asked_again = [0], threading.Event()
+
+    def find_actors() -> dict[str, Any]:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise GetTimeoutError("no answer in time")
+        if calls[0] == 3:
+            is_asked_again.set()
+        return {}
+
+    with HeartbeatMonitor(0.01, pytest.fail, find_actors):
+        assert is_asked_again.wait(60)
+
+
+def test_the_recipe_selects_the_backend(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    models = {"one": tiny("bert")}
+    local = [recipe_with("training.workers=0"), make_mutual_recipe(tmp_path, models, sentences, "ray=false")]
+    on_ray = [recipe_with("training.workers=1"), make_mutual_recipe(tmp_path, models, sentences, "ray=true")]
+    assert [type(choose_backend(recipe)) for recipe in local] == [LocalBackend, LocalBackend]
+    assert [type(choose_backend(recipe)) for recipe in on_ray] == [RayBackend, RayBackend]
+    assert choose_backend(local[0]).cluster is None and choose_backend(on_ray[0]).cluster is not None
+
+
+def test_choosing_a_backend_does_not_import_ray() -> None:
+    """Ray reads its variables when it is imported, after `start_ray` has set them; a run without Ray needs none of it."""
+    script = "import distcse.api, distcse.cluster.sweep, sys; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+def test_what_the_trainers_controller_imports_is_light() -> None:
+    """Ray Train's controller imports this module before it requests workers. Ray itself imports PyTorch there."""
+    script = """
+import sys
+import distcse.cluster.train_workers
+heavy = [name for name in ("transformers", "distcse.models", "distcse.teachers.kinds") if name in sys.modules]
+sys.exit(", ".join(heavy) or 0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
