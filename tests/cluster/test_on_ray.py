@@ -119,6 +119,7 @@ def test_a_family_on_ray_equals_a_local_one(recipe_with: MakeRecipe, tmp_path: P
     assert on_ray.scores is not None
 
 
+@pytest.mark.slow
 def test_live_teachers_equal_tables(recipe_with: MakeRecipe) -> None:
     live = run(recipe_with("training.workers=1", "teachers.mode=live", "training.max_steps=6"), Reporter())
     table = run(recipe_with("training.workers=0", "training.max_steps=6"), Reporter())

@@ -76,7 +76,7 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(
     parameters = {
         TAU2: {"values": [0.05, 0.1]},
         "objective.rank.tau3": {"expression": "tau2 / 2"},
-        LR: {"values": [1e-3, 1e-5]},
+        LR: {"values": [1e-3]},
     }
     search, final = {"algorithm": "grid", "concurrent": 2}, {"seeds": [1]}
     sweep = make_sweep(tmp_path, parameters, search=search, final_runs=final, loggers=["tensorboard"])
@@ -84,8 +84,8 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(
     result = run_new_sweep(recipe, sweep, Reporter(events.append))
     stages = [event for event in events if isinstance(event, StageProgress) and event.finished]
     rows = next(stage.done for stage in stages if stage.name == "corpus")
-    assert rows_embedded(events) == [rows, rows]  # two teachers, each row once, for six training runs
-    assert [trial.status for trial in result.trials] == ["finished"] * 4
+    assert rows_embedded(events) == [rows, rows]  # two teachers, each row once, for four training runs
+    assert [trial.status for trial in result.trials] == ["finished"] * 2
     assert {file.read_text() for file in seen.iterdir()} == {"''"}
     assert {(t.values[TAU2], t.values["objective.rank.tau3"]) for t in result.trials} == {(0.05, 0.025), (0.1, 0.05)}
     warned = [event.text for event in events if isinstance(event, LogMessage) and "[DCSE-W" in event.text]
@@ -97,7 +97,7 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(
     assert best_trial.best.score == max(entry.score for trial in result.trials for entry in trial.metrics)
     assert best.objective.rank is not None and best.objective.rank.tau2 == best_trial.values[TAU2]
     assert best.training.lr == best_trial.values[LR] and best.evaluation.final_suites == ["sts"]
-    assert pyarrow.parquet.read_table(result.directory / "trials.parquet").num_rows == 4
+    assert pyarrow.parquet.read_table(result.directory / "trials.parquet").num_rows == 2
     assert sorted(len(trial.values) for trial in result.final_results) == [
         1,
         4,
@@ -114,16 +114,16 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(
     page, text = (file.read_text() for file in write_sweep_pages(result))
     titles = ("Best trial", "Final runs", "Values and dev score", "Temperatures", "Learning curves")
     assert [title for title in (*titles, "Cost of each trial") if title not in page] == []
-    assert "| recipe | best |" in text and "4 finished" in text
+    assert "| recipe | best |" in text and "2 finished" in text
     assert "with 1 seed. Test scores did not" in text and "±" not in text
     for trial in result.trials:  # under the names that the terminal shows
         assert f"| {trial.name} |" in text and trial.name in page
 
     later: list[Event] = []
-    again = make_sweep(tmp_path, {TAU2: {"values": [0.05, 0.05, 0.2]}}, search=ONE_BY_ONE)
+    again = make_sweep(tmp_path, {TAU2: {"values": [0.05, 0.05]}}, search=ONE_BY_ONE)
     second = run_new_sweep(recipe, again, Reporter(later.append))
     assert rows_embedded(later) == [0, 0]
-    assert [bool(trial.reused_from) for trial in second.trials] == [False, True, False]
+    assert [bool(trial.reused_from) for trial in second.trials] == [False, True]
     assert second.trials[1].metrics == second.trials[0].metrics
 
 

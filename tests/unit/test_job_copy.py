@@ -65,6 +65,7 @@ SWEEP = ["--space", "space.yaml"]
         ("evaluate", ["model", "--out", "report"], "--out", "--out /shared/report"),
         ("evaluate", ["model", "--mteb", "report"], "--mteb", "--mteb /shared/report"),
         ("export", ["me/model", "--onnx", "--out", "report"], "--out", "--out /shared/FOLDER"),
+        ("export", ["model", "--onnx"], "MODEL", "--out /shared/FOLDER"),
     ],
 )
 def test_output_in_the_copy_is_refused(
@@ -77,6 +78,7 @@ def test_output_in_the_copy_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distcse.cli.training.start_ray", lambda **options: None)
+    (job / "model").mkdir()
     assert is_refused(name, *words)
     error = capsys.readouterr().err
     assert error.startswith(f"distcse: [{InvalidValueError.code}] {setting} ")
@@ -123,14 +125,7 @@ def test_a_job_that_runs_its_own_copy_is_warned(
     assert warning.code == "DCSE-W12" and all(str(place) in warning.problem for place in places)
 
 
-def test_an_onnx_export_next_to_a_model_in_the_copy_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (job / "model").mkdir()
-    assert is_refused("export", "model", "--onnx")
-    error = capsys.readouterr().err
-    assert f"[{InvalidValueError.code}] MODEL " in error and f"{job}/model" in error
-
-
-def test_paths_outside_the_copy_are_accepted(job: Path, tmp_path: Path) -> None:
+def test_paths_outside_the_copy_are_accepted_and_a_run_there_is_resumed(job: Path, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     (job / "link").symlink_to(shared)
@@ -139,15 +134,10 @@ def test_paths_outside_the_copy_are_accepted(job: Path, tmp_path: Path) -> None:
     assert not is_in_job_copy(resolve_path("s3://bucket/runs"))
     run = distcse.run("mine.yaml", f"storage.runs={shared}", "training.max_steps=1", listen=lambda event: None)
     assert run.directory.parent == shared and run.model.is_dir()
-
-
-def test_a_copied_run_can_be_resumed(job: Path, tmp_path: Path) -> None:
-    """The recipe in the run's folder still names the folder that Ray has deleted."""
-    stored = distcse.run("mine.yaml", "training.max_steps=1", listen=lambda event: None)
-    recipe = stored.directory / "recipe.yaml"
-    changed = distcse.with_values(distcse.read_recipe(str(recipe)), {"storage.runs": str(job / "runs")})
-    write_recipe(open_store(stored.directory), changed)
-    assert distcse.resume(stored.directory, listen=lambda event: None).model.is_dir()
+    # A copied run can be resumed: the recipe in its folder still names the folder that Ray has deleted.
+    changed = distcse.with_values(run.recipe, {"storage.runs": str(job / "runs")})
+    write_recipe(open_store(run.directory), changed)
+    assert distcse.resume(run.directory, listen=lambda event: None).model.is_dir()
 
 
 def test_mlflow_without_an_address_is_refused(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
