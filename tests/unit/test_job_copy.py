@@ -135,7 +135,8 @@ def test_paths_outside_the_copy_are_accepted_and_a_run_there_is_resumed(job: Pat
     run = distcse.run("mine.yaml", f"storage.runs={shared}", "training.max_steps=1", listen=lambda event: None)
     assert run.directory.parent == shared and run.model.is_dir()
     # A copied run can be resumed: the recipe in its folder still names the folder that Ray has deleted.
-    changed = distcse.with_values(run.recipe, {"storage.runs": str(job / "runs")})
+    stored = distcse.read_recipe(str(run.directory / "recipe.yaml"))
+    changed = distcse.with_values(stored, {"storage.runs": str(job / "runs")})
     write_recipe(open_store(run.directory), changed)
     assert distcse.resume(run.directory, listen=lambda event: None).model.is_dir()
 

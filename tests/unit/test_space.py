@@ -35,6 +35,7 @@ from distcse.tuning.records import (
     write_tables,
 )
 from distcse.tuning.space import Space
+from distcse.tuning.sweep import check
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 
@@ -162,7 +163,7 @@ def test_spaces_that_are_refused(
     named: list[str],
 ) -> None:
     with fails_with(error, *named):
-        Space(sweep_of(tmp_path, parameters, **sections), recipe)
+        check(recipe, sweep_of(tmp_path, parameters, **sections))
 
 
 def test_packaged_spaces_fit_their_recipes() -> None:
