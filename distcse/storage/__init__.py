@@ -78,7 +78,7 @@ def find_model(source: str) -> str:
     Raises:
         ModelNotFoundError: The run has several models, or none yet.
     """
-    if source.startswith(("https://", "http://", "hf://")):  # a model's page on the hub
+    if source.lower().startswith(("https://", "http://", "hf://")):  # a model's page on the hub
         return source
     run = open_store(source)
     if not run.fetch("recipe.yaml"):
