@@ -23,9 +23,10 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def reply_with(vectors: Iterable[Sequence[float]]) -> Reply:
-    """Return the answer of OpenAI's embeddings API."""
-    return Reply(json.dumps({"data": [{"index": n, "embedding": list(vector)} for n, vector in enumerate(vectors)]}))
+def reply_with(vectors: Iterable[Sequence[float]], in_order: bool = True) -> Reply:
+    """Return the answer of OpenAI's embeddings API, whose entries may be in another order than the texts."""
+    entries = [{"index": number, "embedding": list(vector)} for number, vector in enumerate(vectors)]
+    return Reply(json.dumps({"data": entries if in_order else entries[::-1]}))
 
 
 @contextmanager

@@ -1,11 +1,12 @@
-"""Readers and their errors, row ids, fingerprints, the token table, and the sampler."""
+"""The corpus in the cache: row ids, duplicates, keys, damage and concurrent writers; and data sets as its source."""
 
 from __future__ import annotations
 
-import gzip
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,143 +14,371 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distcse.errors import (
     CorpusCacheError,
     CorpusError,
     CorpusFormatError,
     CorpusNotFoundError,
-    CorpusTooSmallError,
     MissingColumnError,
 )
-from distcse.models import Encoder
-from distcse.recipe import CorpusSection
-from distcse.text import BatchSampler, Corpus, TokenTable
-from distcse.text import token_table as tokens_module
-from distcse.text.collate import collate
+from distcse.events import Event, Reporter, StageProgress
+from distcse.recipe import CorpusSection, load_recipe
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.text import Corpus, row_keys, sources
+from distcse.text.ragged import OFFSETS, VALUES, RaggedWriter, write_cache_folder
+from distcse.text.readers import Row
+from distcse.text.row_keys import DistinctRows, RowKeys
 from distcse.text.sampler import split_held_out
 from distcse.text.sources import read_dataset
 from tests.failures import fails_with
 
-LINES = ["One sentence here.", "", "  Zwei Sätze – «mit» Umlauten.  ", "   ", "Three 🙂 emoji."]
-KEPT = ["One sentence here.", "Zwei Sätze – «mit» Umlauten.", "Three 🙂 emoji."]
-
-
-def write(folder: Path, kind: str) -> Path:
-    file = folder / f"corpus{kind}"
-    if kind.startswith(".txt"):
-        content = "\r\n".join(LINES).encode("utf-8-sig")
-    elif kind.startswith(".jsonl"):
-        content = "\n".join(json.dumps({"id": 1, "body": line}) for line in LINES).encode() + b'\n\n{"body": null}\n'
-    elif kind.startswith(".csv"):
-        content = ("id,body\n" + "\n".join(f'{n},"{line}"' for n, line in enumerate(LINES)) + "\n").encode()
-    else:
-        pq.write_table(pa.table({"body": LINES, "id": list(range(5))}), file)
-        return file
-    file.write_bytes(gzip.compress(content) if kind.endswith(".gz") else content)
-    return file
+LINES = [f"sentence {number} of the corpus" for number in range(40)]
+REPEATABLE = settings(max_examples=15, deadline=None, derandomize=True, database=None)
 
 
 def prepare(folder: Path, **section: Any) -> Corpus:
     return Corpus.prepare(CorpusSection(**section), folder / "cache")
 
 
-@pytest.mark.parametrize("kind", [".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".csv", ".csv.gz", ".parquet"])
-def test_all_formats_are_read_to_the_same_corpus(tmp_path: Path, kind: str) -> None:
-    corpus = prepare(tmp_path, path=str(write(tmp_path, kind)), column="body")
-    assert corpus.texts(range(len(corpus))) == KEPT
-    assert corpus.blank_rows == (4 if kind.startswith(".jsonl") else 2)
-    assert corpus.fingerprint == prepare(tmp_path, path=str(write(tmp_path, ".txt"))).fingerprint
-    assert corpus.texts(np.array([2, 0])) == [KEPT[2], KEPT[0]]
+def texts_of(corpus: Corpus) -> list[str]:
+    return corpus.texts(range(len(corpus)))
 
 
-def test_an_unchanged_file_is_reused_and_a_changed_one_is_not(tmp_path: Path) -> None:
-    file = write(tmp_path, ".txt")
-    first = prepare(tmp_path, path=str(file))
-    again = prepare(tmp_path, path=str(file))
-    assert (first.reused, again.reused) == (False, True)
-    assert again.fingerprint == first.fingerprint and len(again) == len(first)
-    file.write_text("One other sentence.\n")
-    assert prepare(tmp_path, path=str(file)).fingerprint != first.fingerprint
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in (folder / "cache").rglob("*") if path.name.startswith(".")]
 
 
-def test_limit_multiple_files_and_globs(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        (tmp_path / f"{name}.txt").write_text(f"first of {name}\nsecond of {name}\n")
-    corpus = prepare(tmp_path, path=str(tmp_path / "*.txt"))
-    assert corpus.texts(range(4)) == ["first of a", "second of a", "first of b", "second of b"]
-    two = prepare(tmp_path, path=[str(tmp_path / "b.txt"), str(tmp_path / "a.txt")], limit=3)
-    assert two.texts(range(len(two))) == ["first of b", "second of b", "first of a"]
+@pytest.fixture
+def section(tmp_path: Path) -> CorpusSection:
+    file = tmp_path / "corpus.txt"
+    file.write_text("\n".join(LINES))
+    return CorpusSection(path=str(file))
 
 
-def test_a_damaged_cache_is_prepared_again(tmp_path: Path) -> None:
-    section = {"path": str(write(tmp_path, ".txt"))}
-    corpus = prepare(tmp_path, **section)
-    (corpus.directory / "values.bin").write_bytes(b"short")
-    with fails_with(CorpusCacheError, str(corpus.directory)):
-        Corpus.open(corpus.directory)
-    repaired = prepare(tmp_path, **section)
-    assert not repaired.reused and repaired.texts(range(3)) == KEPT
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "kind", "named"),
-    [
-        ("a.txt", b"fine\nbad \xff byte\n", CorpusFormatError, ["a.txt, line 2", "byte 0xff at column 5"]),
-        ("a.txt", b"", CorpusTooSmallError, ["a.txt"]),
-        ("a.txt", b"\n \n", CorpusTooSmallError, ["a.txt"]),
-        ("a.csv", b"text,id\nx\n", CorpusFormatError, ["a.csv, line 2", "1 fields", "2"]),
-        ("a.csv", b"", CorpusTooSmallError, ["a.csv"]),
-        ("a.txt.gz", gzip.compress(b"line\n" * 50_000, mtime=0)[:100], CorpusFormatError, ["a.txt.gz", "after line"]),
-    ],
+@REPEATABLE
+@given(
+    lines=st.lists(st.sampled_from(["", " ", *"abcdef", "a b", "Grüße 🙂"]), max_size=12),
+    picks=st.lists(st.integers(0, 99)),
 )
-def test_errors_in_files_name_file_and_line(
-    tmp_path: Path, name: str, content: bytes, kind: type[CorpusError], named: list[str]
+def test_row_ids_are_those_of_the_sentences_that_are_not_blank(
+    lines: list[str], picks: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    (tmp_path / name).write_bytes(content)
-    with fails_with(kind, *named):
-        prepare(tmp_path, path=str(tmp_path / name))
-    assert not list((tmp_path / "cache").rglob("values.bin"))
+    """In every format, when the corpus is read, reused and opened; `deduplicate: exact` keeps the first of equal sentences."""
+    lines, folder = [*lines, "last"], tmp_path_factory.mktemp("corpus")
+    texts = [line for line in lines if line.strip()]
+    distinct = list(dict.fromkeys(texts))
+    (folder / "a.txt").write_text("\n".join(lines))
+    pq.write_table(pa.table({"text": lines}), folder / "a.parquet")
+    plain, parquet = ({"path": str(folder / name)} for name in ("a.txt", "a.parquet"))
+    exact = CorpusSection(**plain, deduplicate="exact")
+    assert Corpus.find(exact, folder / "cache") is None
+    corpora = [prepare(folder, **source) for source in (plain, parquet, plain)]
+    corpora.append(Corpus.open(corpora[0].directory))
+    assert [corpus.reused for corpus in corpora] == [False, False, True, True]
+    ids = [pick % len(texts) for pick in picks]
+    for corpus in corpora:
+        assert texts_of(corpus) == texts and corpus.texts(ids) == [texts[row] for row in ids]
+        assert corpus.texts(np.array(ids, dtype=int)) == corpus.texts(iter(ids)) == corpus.texts(ids)
+        assert corpus.fingerprint == corpora[0].fingerprint and corpus.blank_rows == len(lines) - len(texts)
+        assert (corpus.doubled_rows, corpus.removed_duplicates) == (len(texts) - len(distinct), 0)
+    for _ in range(2):
+        without = Corpus.prepare(exact, folder / "cache")
+        assert texts_of(without) == distinct and without.blank_rows == len(lines) - len(texts)
+        assert (without.doubled_rows, without.removed_duplicates) == (0, len(texts) - len(distinct))
+        assert (without.fingerprint == corpora[0].fingerprint) == (len(texts) == len(distinct))
+    found = Corpus.find(exact, folder / "cache")
+    assert without.reused and found is not None and found.directory == without.directory
 
 
-def test_a_missing_source_is_an_error(tmp_path: Path) -> None:
-    with fails_with(CorpusNotFoundError, "nowhere.txt"):
-        prepare(tmp_path, path=str(tmp_path / "nowhere.txt"))
-    with fails_with(CorpusNotFoundError, "corpus.path", "*.txt"):
-        prepare(tmp_path, path=str(tmp_path / "*.txt"))
-    with fails_with(CorpusNotFoundError, "corpus.path=FILE", "corpus.dataset=NAME"):
-        prepare(tmp_path)
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
-    with fails_with(CorpusFormatError, "numbers.parquet", "'text'", "int64"):
-        prepare(tmp_path, path=str(tmp_path / "numbers.parquet"))
-    with fails_with(CorpusNotFoundError, "corpus.path", "'no_such_package'"):
-        prepare(tmp_path, path="package:no_such_package/text.txt")
-    with fails_with(CorpusNotFoundError, "distcse/nowhere.txt"):
-        prepare(tmp_path, path="package:distcse/nowhere.txt")
+ROWS = st.lists(st.integers(0, 30).map(str), min_size=1, max_size=60)
 
 
-def test_data_sets(tmp_path: Path) -> None:
+@REPEATABLE
+@given(old=ROWS, new=ROWS, range_rows=st.sampled_from([2**20, 8]))
+def test_equal_sentences_are_found_in_one_corpus_and_in_two(
+    old: list[str], new: list[str], range_rows: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With keys in one range, and in several as for millions of rows."""
+    cache = tmp_path_factory.mktemp("cache")
+
+    def keys_of(texts: list[str], name: str) -> RowKeys:
+        return RowKeys.prepare(lambda rows: [texts[row] for row in rows], len(texts), name, cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_keys, "RANGE_ROWS", range_rows)
+        keys, others = keys_of(new, "new"), keys_of(old, "old")
+        found = np.full(len(new), -2)
+        for rows, other_rows in keys.match(others):
+            found[rows] = other_rows
+        expected = [old.index(text) if text in old else -1 for text in new]
+        assert found.tolist() == expected
+        if range_rows > 60:  # with several ranges it is an estimate
+            assert keys.count_common(others) == sum(row >= 0 for row in expected)
+        distinct = DistinctRows.prepare(keys, "new", cache)
+        assert [new[row] for row in distinct.first] == list(dict.fromkeys(new)) and keys.distinct == len(distinct.first)
+        assert [new[distinct.first[number]] for number in distinct.numbers] == new
+        reopened = DistinctRows.open("new", cache)
+        assert reopened.first.tolist() == sorted(reopened.first.tolist()) == distinct.first.tolist()
+        assert keys.rows_of([*new[:3], "x"]).tolist() == [row for row, text in enumerate(new) if text in new[:3]]
+
+
+def test_a_range_estimates_the_common_sentences_of_large_corpora(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_keys, "RANGE_ROWS", 64)
+    many, few = (
+        RowKeys.prepare(lambda rows: [str(row) for row in rows], count, str(count), tmp_path) for count in (900, 500)
+    )
+    assert many.count_common(few) == pytest.approx(500, rel=0.5)
+
+
+def test_memory_of_keys_does_not_grow_with_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are memory-mapped, and arrays as long as a range."""
+    monkeypatch.setattr(row_keys, "RANGE_ROWS", 4096)
+    peaks = []
+    for count in (20_000, 80_000):
+        tracemalloc.start()
+        keys, others = (
+            RowKeys.prepare(lambda rows: [str(row) for row in rows], size, f"{count} {size}", tmp_path)
+            for size in (count, count // 2)
+        )
+        assert sum(int((found >= 0).sum()) for _, found in keys.match(others)) == count // 2
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0]
+
+
+@pytest.mark.parametrize("lines", [[f"s{n % 40}" for n in range(60)], [f"s{n}" for n in range(60)]])
+def test_rows_with_the_text_of_held_out_ones_are_not_trained_on(lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("\n".join(lines))
+    corpus = prepare(tmp_path, path=str(tmp_path / "c.txt"))
+    train, held_out = Corpus.open(corpus.directory).split_held_out(9, seed=3)
+    assert held_out.tolist() == split_held_out(60, 9, seed=3)[1].tolist()
+    texts = set(corpus.texts(held_out))
+    assert train.ids().tolist() == [row for row, line in enumerate(lines) if line not in texts]
+    keys = tmp_path / "cache" / "row_keys"
+    shutil.rmtree(keys)
+    assert corpus.split_held_out(9, seed=3)[0].ids().tolist() == train.ids().tolist(), "it has opened the keys"
+    if len({*lines}) < len(lines):
+        with fails_with(CorpusCacheError, "keys"):
+            Corpus.open(corpus.directory).split_held_out(9, seed=3)
+    assert not keys.exists(), "only prepare writes keys"
+
+
+@pytest.mark.parametrize(("again", "named"), [([], ""), (["one.txt"], "1 file is"), (["*.txt"], "2 files are")])
+def test_the_log_counts_doubled_rows_and_files_that_are_read_again(
+    again: list[str], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("a\nb\na\n")
+    (tmp_path / "two.txt").write_text("c\n")
+    (tmp_path / "link").symlink_to(tmp_path)
+    paths = [f"{tmp_path}/*.txt", *(f"{tmp_path}/link/{path}" for path in again)]
+    recipe = load_recipe("minilm-3layer", [f"corpus.path={json.dumps(paths)}", f"storage.cache={tmp_path}/cache"])
+    events: list[Event] = []
+    corpus = read_corpus(recipe, Reporter(events.append))
+    (note,) = (event.note for event in events if isinstance(event, StageProgress) and event.finished)
+    assert f"{len(corpus)} sentences, {corpus.doubled_rows} of them equal an earlier one" in note
+    assert named in note and ("read again" in note) == bool(again)
+
+
+def test_a_corpus_is_keyed_by_its_content_format_column_and_limit(tmp_path: Path) -> None:
+    for name, content in (
+        ("a.csv", "text,other\na,b\nc,d\n"),
+        ("a.txt", '{"text": "x"}\n'),
+        ("a.jsonl", '{"text": "x"}\n'),
+    ):
+        (tmp_path / name).write_text(content)
+    shutil.copy(tmp_path / "a.csv", tmp_path / "moved.csv")
+    read: list[tuple[str, dict[str, Any]]] = [
+        ("a.csv", {}),
+        ("a.csv", {"column": "other"}),
+        ("a.csv", {"limit": 1}),
+        ("moved.csv", {}),
+        ("a.txt", {}),
+        ("a.jsonl", {}),
+    ]
+    table, other, limited, moved, text, lines = (
+        prepare(tmp_path, path=str(tmp_path / name), **overrides) for name, overrides in read
+    )
+    assert [texts_of(corpus) for corpus in (table, other, limited)] == [["a", "c"], ["b", "d"], ["a"]]
+    assert (texts_of(text), texts_of(lines)) == (['{"text": "x"}'], ["x"])
+    assert moved.reused and moved.directory == table.directory
+    assert not any(corpus.reused for corpus in (table, other, limited, text, lines))
+
+
+def test_the_fingerprint_depends_on_order_and_boundaries_of_sentences(tmp_path: Path) -> None:
+    prints = set()
+    for content in ("ab\nc\n", "a\nbc\n", "c\nab\n", "ab c\n"):
+        (tmp_path / "a.txt").write_text(content)
+        prints.add(prepare(tmp_path, path=str(tmp_path / "a.txt")).fingerprint)
+    assert len(prints) == 4
+
+
+def test_limit_stops_reading(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\none\n\n")
+    (tmp_path / "b.txt").write_bytes(b"two\n\xff\n")
+    paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    corpus = prepare(tmp_path, path=paths, limit=2)
+    assert texts_of(corpus) == ["one", "two"] and corpus.blank_rows == 2 and corpus.sources == paths
+    with fails_with(CorpusFormatError, "b.txt, line 2"):
+        prepare(tmp_path, path=paths, limit=3)
+
+
+def test_row_ids_out_of_range_are_errors(tmp_path: Path, section: CorpusSection) -> None:
+    corpus = Corpus.prepare(section, tmp_path / "cache")
+    for ids in ([-1], [len(LINES)], range(35, 45), np.array([0, -3])):
+        with pytest.raises(IndexError, match="0 to 39"):
+            corpus.texts(ids)
+    assert corpus.texts([]) == []
+
+
+@pytest.mark.parametrize("name", [VALUES, OFFSETS, "corpus.json"])
+def test_every_damage_is_detected_and_repaired(name: str, tmp_path: Path, section: CorpusSection) -> None:
+    directory = Corpus.prepare(section, tmp_path / "cache").directory
+    file = directory / name
+    intact = file.read_bytes()
+    flipped = intact[:-1] + bytes([intact[-1] ^ 1])
+    for damaged in (None, b"", b"[]", intact[:-1], intact + b"x", flipped):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        if damaged != flipped or name == "corpus.json":  # only prepare computes checksums
+            with fails_with(CorpusCacheError, str(directory)):
+                Corpus.open(directory)
+        repaired = Corpus.prepare(section, tmp_path / "cache")
+        assert not repaired.reused and texts_of(repaired) == LINES
+    assert Corpus.prepare(section, tmp_path / "cache").reused and not leftovers(tmp_path)
+
+
+def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\n" * 20_000 + b"\xff\n")
+    with fails_with(CorpusFormatError, "a.txt, line 20001"):
+        prepare(tmp_path, path=str(tmp_path / "a.txt"))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_of_two_concurrent_preparations_the_first_result_is_used(
+    tmp_path: Path, section: CorpusSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = sources.read_sentences  # type: ignore[attr-defined]
+    winners: list[Corpus] = []
+
+    def reading_while_another_finishes(file: Path, column: str) -> Iterator[Row]:
+        monkeypatch.setattr(sources, "read_sentences", read)
+        yield from read(file, column)
+        winners.append(Corpus.prepare(section, tmp_path / "cache"))
+
+    monkeypatch.setattr(sources, "read_sentences", reading_while_another_finishes)
+    second = Corpus.prepare(section, tmp_path / "cache")
+    assert not winners[0].reused and second.directory == winners[0].directory
+    assert texts_of(second) == texts_of(winners[0]) == LINES and not leftovers(tmp_path)
+
+
+def test_concurrent_writers_have_separate_folders(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with write_cache_folder(target, "label.json") as (one, _), write_cache_folder(target, "label.json") as (other, _):
+        assert one != other and one.parent == other.parent == tmp_path
+        for folder, content in ((one, b"one"), (other, b"two")):
+            with RaggedWriter(folder) as writer:
+                writer.append(content, [3])
+                writer.finish()
+    assert (target / VALUES).read_bytes() == b"two"  # the inner block ends first
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, section: CorpusSection) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with fails_with(CorpusCacheError, str(tmp_path / "cache"), "storage.cache"):
+        Corpus.prepare(section, tmp_path / "cache")
+
+
+def test_progress_counts_sentences(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\n\n" * 20_000)
+    seen: list[int] = []
+    Corpus.prepare(CorpusSection(path=str(tmp_path / "a.txt")), tmp_path / "cache", seen.append)
+    assert seen == [8192, 16384, 20000]
+
+
+def open_files(folder: Path) -> list[str]:
+    links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+    return [target for target in (os.readlink(link) for link in links if link.is_symlink()) if str(folder) in target]
+
+
+@pytest.mark.parametrize("full", [VALUES, OFFSETS])
+def test_a_full_disk_leaves_no_file_of_a_writer_open(tmp_path: Path, full: str) -> None:
+    (tmp_path / full).symlink_to("/dev/full")
+    writer = RaggedWriter(tmp_path)
+    writer.append(b"abcd", [1])
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    assert not open_files(Path("/dev/full")) and not open_files(tmp_path)
+
+
+def test_a_writer_whose_second_file_cannot_be_opened_closes_the_first(tmp_path: Path) -> None:
+    (tmp_path / OFFSETS).mkdir()
+    with pytest.raises(IsADirectoryError) as raised:
+        RaggedWriter(tmp_path)
+    assert not open_files(tmp_path) and raised.traceback  # which holds the writer
+
+
+def test_offsets_are_streamed_as_numpy_saves_them(tmp_path: Path) -> None:
+    """The writer's memory is that of one chunk."""
+    lengths = np.random.default_rng(0).integers(0, 9, (300, 1000))
+    tracemalloc.start()
+    with RaggedWriter(tmp_path) as writer:
+        writer.append(b"", [])
+        for chunk in lengths:
+            writer.append(bytes(int(chunk.sum())), chunk.tolist())
+        assert writer.finish() == 300_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 300_000
+    np.save(tmp_path / "expected.npy", np.concatenate([[0], np.cumsum(lengths)]))
+    assert (tmp_path / OFFSETS).read_bytes() == (tmp_path / "expected.npy").read_bytes()
+
+
+# Data sets
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("kind", ["saved", "files", "streamed"])
+def test_a_data_set_is_read_as_a_file_is(kind: str, tmp_path: Path, hub_cache: Path) -> None:
     from datasets import Dataset, DatasetDict
 
-    rows = Dataset.from_dict({"body": LINES, "n": list(range(5))})
-    DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
-    corpus = prepare(tmp_path, dataset=str(tmp_path / "saved"), column="body")
-    assert corpus.texts(range(len(corpus))) == KEPT and corpus.blank_rows == 2
+    folder = tmp_path / "set"
+    entries = [{"text": text, "n": number} for number, text in enumerate(["one", None, "two", *["more"] * 1500])]
+    if kind == "saved":
+        DatasetDict({"train": Dataset.from_list(entries)}).save_to_disk(str(folder))
+    else:
+        folder.mkdir()
+        (folder / "part-1.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    if kind == "streamed":
+        (folder / "part-2.jsonl").write_text("no JSON, and never met\n")
+    section: dict[str, Any] = {"dataset": str(folder), "limit": 3, "streaming": kind == "streamed"}
+    corpus = prepare(tmp_path, **section)
+    assert texts_of(corpus) == ["one", "two", "more"] and corpus.blank_rows == 1 and not corpus.reused
+    assert prepare(tmp_path, **section).reused
+    assert bool(list(hub_cache.rglob("*.arrow"))) == (kind == "files"), "streaming must not convert the data set"
+    (tmp_path / "same.txt").write_text("one\ntwo\nmore\n")
+    same = prepare(tmp_path, path=str(tmp_path / "same.txt"))
+    assert same.fingerprint == corpus.fingerprint, "the fingerprint must not depend on the source"
     cases: list[tuple[dict[str, str], type[CorpusError], list[str]]] = [
-        ({"split": "dev"}, CorpusNotFoundError, ["'dev'", "train"]),
-        ({"column": "text"}, MissingColumnError, ["'text'", "body, n"]),
+        ({"split": "dev"}, CorpusNotFoundError, [str(folder), "'dev'", "train"]),
+        ({"column": "txet"}, MissingColumnError, [str(folder), "'txet'", "'text'?"]),
         ({"column": "n"}, CorpusFormatError, ["row 1", "'n'", "int 0"]),
     ]
-    for overrides, kind, named in cases:
-        with fails_with(kind, *named):
-            prepare(tmp_path, **{"dataset": str(tmp_path / "saved"), "column": "body", **overrides})
-    with fails_with(CorpusNotFoundError, "'nobody/nothing'", "'train'"):
-        prepare(tmp_path, dataset="nobody/nothing")
-    with fails_with(CorpusNotFoundError, f"corpus.path={__file__}"):
-        prepare(tmp_path, dataset=__file__)
-    for name in ("text", "json", "csv", "parquet", "imagefolder"):
-        with fails_with(CorpusNotFoundError, f"corpus.dataset is {name!r}", "corpus.path=FILE"):
-            prepare(tmp_path, dataset=name)
+    for wrong, error, named in cases:
+        with fails_with(error, *named):
+            prepare(tmp_path, **{**section, **wrong})
+    if kind == "streamed":
+        (folder / "part-1.jsonl").write_text("\n".join(map(json.dumps, reversed(entries))))
+        assert texts_of(prepare(tmp_path, **section)) == ["more"] * 3
 
 
 @pytest.mark.parametrize(
@@ -161,16 +390,32 @@ def test_data_sets(tmp_path: Path) -> None:
     ],
 )
 def test_the_cause_of_a_data_sets_error_is_named(
-    name: str, content: bytes, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, content: bytes, named: str, tmp_path: Path, hub_cache: Path
 ) -> None:
     """`datasets` itself says only that an error occurred while it generated the data set."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / name).write_bytes(content)
     with fails_with(CorpusNotFoundError, str(tmp_path / "set"), "because", named):
         prepare(tmp_path, dataset=str(tmp_path / "set"))
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("nobody/nothing", ("'nobody/nothing'", "'train'", "corpus.dataset=FOLDER")),
+        (__file__, (f"corpus.path={__file__}",)),
+        *((name, (f"corpus.dataset is {name!r}", "corpus.path=FILE")) for name in ("text", "json", "imagefolder")),
+    ],
+)
+def test_a_data_set_that_is_not_there_is_named(name: str, named: tuple[str, ...], tmp_path: Path) -> None:
+    with fails_with(CorpusNotFoundError, *named):
+        prepare(tmp_path, dataset=name)
+
+
+def test_streaming_requires_a_limit_and_a_data_set() -> None:
+    for overrides in ({"dataset": "somebody/something"}, {"path": "a.txt", "limit": 5}):
+        with pytest.raises(ValueError, match="write dataset: NAME and limit: N"):
+            CorpusSection(streaming=True, **overrides)
 
 
 @pytest.mark.parametrize("failure", [ConnectionError, RuntimeError])  # ConnectionError is an OSError, but not of a disk
@@ -187,70 +432,3 @@ def test_a_hub_that_fails_while_streaming_is_an_error_of_the_corpus(failure: typ
     assert [next(rows), next(rows)] == ["one", "two"]
     with fails_with(CorpusNotFoundError, "row 2", "Max retries exceeded"):
         next(rows)
-
-
-def test_the_table_has_the_tokenizers_ids_and_is_written_once(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "c.txt").write_text("\n".join(sentences))
-    corpus = prepare(tmp_path, path=str(tmp_path / "c.txt"))
-    encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=8, prompt="say ")
-    seen: list[int] = []
-    table = TokenTable.prepare(corpus, encoder.tokenizer, 8, tmp_path, seen.append, prompt="say ")
-    assert [row.tolist() for row in table.rows(range(len(corpus)))] == encoder.token_ids(sentences)
-    assert not table.reused and seen == [len(sentences)] and table.pad_id == encoder.tokenizer.pad_token_id
-
-    def forbidden(*_: object) -> None:
-        raise AssertionError("tokenized again")
-
-    monkeypatch.setattr(tokens_module, "encode_batch", forbidden)
-    again = TokenTable.prepare(corpus, encoder.tokenizer, 8, tmp_path, prompt="say ")
-    assert again.reused and again.directory == table.directory
-    for other in ({"max_length": 9, "prompt": "say "}, {"max_length": 8, "prompt": ""}):
-        with pytest.raises(AssertionError, match="tokenized again"):
-            TokenTable.prepare(corpus, encoder.tokenizer, cache=tmp_path, **other)
-    batch = collate(again.rows([0, 5]), again.pad_id)
-    assert batch.ids.shape == batch.mask.shape
-    assert batch.mask.sum(dim=1).tolist() == [len(row) for row in again.rows([0, 5])]
-
-
-def test_the_sampler_is_a_function_of_seed_and_step() -> None:
-    rows = np.arange(100, 203)
-    sampler, other = BatchSampler(rows, 10, seed=1), BatchSampler(rows, 10, seed=1)
-    assert sampler.steps_per_epoch == 10
-    epochs = [np.concatenate([sampler.batch(step) for step in range(e * 10, e * 10 + 10)]) for e in range(3)]
-    for epoch in epochs:
-        assert len(set(epoch)) == 100 and set(epoch) <= set(rows)
-    assert not np.array_equal(epochs[0], epochs[1])
-    assert np.array_equal(other.batch(23), sampler.batch(23))
-    assert np.array_equal(other.block(18, 4)[3], sampler.batch(21))
-    assert not np.array_equal(BatchSampler(rows, 10, seed=2).batch(0), sampler.batch(0))
-    with fails_with(CorpusTooSmallError, "103", "104", "training.batch_size"):
-        BatchSampler(rows, 104, seed=1)
-
-
-def test_held_out_rows_are_not_trained_on() -> None:
-    train_rows, held_out = split_held_out(50, 7, seed=3)
-    train = train_rows.ids()
-    assert len(held_out) == 7 and set(train) | set(held_out) == set(range(50)) and not set(train) & set(held_out)
-    assert np.array_equal(split_held_out(50, 7, seed=3)[1], held_out)
-    assert len(split_held_out(50, 0, seed=3)[0]) == 50
-    with fails_with(CorpusTooSmallError, "evaluation.num_heldout is 5", "below 5"):
-        split_held_out(5, 5, seed=1)
-
-
-@pytest.mark.parametrize("lines", [[f"s{n % 40}" for n in range(60)], [f"s{n}" for n in range(60)]])
-def test_rows_with_the_text_of_held_out_ones_are_not_trained_on(lines: list[str], tmp_path: Path) -> None:
-    (tmp_path / "c.txt").write_text("\n".join(lines))
-    corpus = Corpus.prepare(CorpusSection(path=str(tmp_path / "c.txt")), tmp_path / "cache")
-    train, held_out = Corpus.open(corpus.directory).split_held_out(9, seed=3)
-    assert held_out.tolist() == split_held_out(60, 9, seed=3)[1].tolist()
-    texts = set(corpus.texts(held_out))
-    assert train.ids().tolist() == [row for row, line in enumerate(lines) if line not in texts]
-    keys = tmp_path / "cache" / "row_keys"
-    shutil.rmtree(keys)
-    assert corpus.split_held_out(9, seed=3)[0].ids().tolist() == train.ids().tolist(), "it has opened the keys"
-    if len({*lines}) < len(lines):
-        with fails_with(CorpusCacheError, "keys"):
-            Corpus.open(corpus.directory).split_held_out(9, seed=3)
-    assert not keys.exists(), "only prepare writes keys"

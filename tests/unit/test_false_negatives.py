@@ -52,7 +52,9 @@ def test_false_negatives_need_teachers(recipe_with: MakeRecipe) -> None:
 
 
 def test_a_run_finds_false_negatives_by_the_teachers_weighted_mean(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("objective.info_nce.false_negatives={threshold: 0.5, form: soften}"))
+    spec, tables = make_spec(
+        recipe_with("objective.info_nce.false_negatives={threshold: 0.5, form: soften}", "training.max_steps=2")
+    )
     loader = BatchLoader(spec, 0, 1)
     teachers = zip(spec.recipe.teachers.encoders, tables, strict=True)
     task = DistillationTask(

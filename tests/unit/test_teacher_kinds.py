@@ -5,22 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from distcse.errors import ModelNotFoundError, UnsuitableTeacherError
-from distcse.events import Reporter
+from distcse.events import Reporter, StepReport
+from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import EndpointSection, Recipe, TeacherSection
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.preparation import PreparedCorpus
+from distcse.runs.distillation.result import StudentResult
+from distcse.runs.distillation.tables import embed_corpus
 from distcse.teachers.kinds import TeacherKind, kind_of
+from distcse.teachers.kinds.cross_encoder import PairTeacher
 from distcse.teachers.table import TableIdentity
 from distcse.teachers.teacher import LiveTeacher
 from distcse.text import Corpus
+from tests.backends import run
 from tests.commands import command
+from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with
-from tests.models import make_cross_encoder
+from tests.jobs import make_recipe
 
 plan = command("plan")
 
@@ -48,10 +55,11 @@ def make_folder(folder: Path, architecture: str) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def teachers(tmp_path: Path) -> dict[str, TeacherKind]:
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TeacherKind]:
     """One teacher of each kind."""
-    bi, cross = (make_folder(tmp_path / name, f"Bert{name}") for name in ("Model", "ForSequenceClassification"))
+    folder = tmp_path_factory.mktemp("teachers")
+    bi, cross = (make_folder(folder / name, f"Bert{name}") for name in ("Model", "ForSequenceClassification"))
     sections = {
         "bi-encoder": TeacherSection(backbone=bi, pooling="mean", max_length=64, precision="fp32"),
         "cross-encoder": TeacherSection(backbone=cross, precision="fp32"),
@@ -64,6 +72,10 @@ def teachers(tmp_path: Path) -> dict[str, TeacherKind]:
 
 def test_a_section_selects_its_kind(teachers: dict[str, TeacherKind]) -> None:
     assert {name: kind.name for name, kind in teachers.items() if kind.name != name} == {"template": "endpoint"}
+    absent = TeacherSection(backbone="/nowhere")
+    assert kind_of(absent, only_local=True).name == "bi-encoder"
+    with fails_with(ModelNotFoundError, "/nowhere"):
+        kind_of(absent)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +108,12 @@ def test_keys_of_tables_in_a_cache_stay(
     assert table is None or key == table
 
 
-def test_how_lists_are_served(teachers: dict[str, TeacherKind]) -> None:
+def test_how_lists_are_served_and_which_teachers_are_models(teachers: dict[str, TeacherKind]) -> None:
     sources = {name: [kind.list_source(mode) for mode in ("auto", "table", "live")] for name, kind in teachers.items()}
     with_vectors = ["table", "table", "live"]
     assert sources == {**dict.fromkeys(sources, with_vectors), "cross-encoder": ["live", "live", "live"]}
     ranking = kind_of(teachers["custom"].section.model_copy(update={"similarity": "rank"}))
     assert ranking.list_source("auto") == "rank" and ranking.uses_table("auto")
-
-
-def test_only_models_have_a_precision_and_only_endpoints_need_no_gpu(teachers: dict[str, TeacherKind]) -> None:
     assert {name for name, kind in teachers.items() if kind.is_model} == {"bi-encoder", "cross-encoder"}
     assert {name for name, kind in teachers.items() if not kind.uses_gpu} == {"endpoint", "template"}
     for name, kind in teachers.items():
@@ -112,36 +121,36 @@ def test_only_models_have_a_precision_and_only_endpoints_need_no_gpu(teachers: d
         assert half.precision == ("bf16" if kind.is_model else "fp32"), name
 
 
-def test_a_model_that_is_not_here_is_taken_for_a_bi_encoder() -> None:
-    absent = TeacherSection(backbone="/nowhere")
-    assert kind_of(absent, only_local=True).name == "bi-encoder"
-    with fails_with(ModelNotFoundError, "/nowhere"):
-        kind_of(absent)
-
-
-def test_a_custom_teacher_computes_lists_live(
-    teachers: dict[str, TeacherKind], recipe_with: Callable[..., Recipe], tmp_path: Path
+def test_custom_teachers_and_cross_encoders_compute_lists_live(
+    teachers: dict[str, TeacherKind],
+    recipe_with: Callable[..., Recipe],
+    tiny_cross: Path,
+    sentences: list[str],
+    tmp_path: Path,
 ) -> None:
     corpus = Corpus.prepare(recipe_with().corpus, tmp_path / "cache")
     opened = teachers["custom"].open_live(corpus, 512)
     assert isinstance(opened, LiveTeacher)
     np.testing.assert_allclose(opened.similarities(np.array([[3, 1, 2]]), slice(0, 2)), np.ones((1, 2, 3)), rtol=1e-6)
-
-
-def test_a_cross_encoder_has_no_vectors(teachers: dict[str, TeacherKind]) -> None:
-    with fails_with(UnsuitableTeacherError, teachers["cross-encoder"].source, "no vectors"):
-        teachers["cross-encoder"].open_embedder()
+    scorer = CrossEncoder.load(tiny_cross)
+    columns = np.array([[3, 1, 4, 2], [9, 8, 7, 6]])
+    lists = PairTeacher(scorer, corpus, "fp32", 512).similarities(columns, slice(1, 3))
+    assert lists.shape == (2, 2, 4)
+    for batch, step in zip(columns, lists, strict=True):
+        expected = scorer.score([(sentences[one], sentences[other]) for one in batch[1:3] for other in batch])
+        np.testing.assert_allclose(step.ravel(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(("setting", "named"), [("similarity=rank", "rank space"), ("prompt='query: '", "prompt")])
 def test_settings_that_a_cross_encoder_lacks_are_refused_before_embedding(
-    setting: str, named: str, recipe_with: Callable[..., Recipe], tmp_path: Path, tiny: Callable[..., Path]
+    setting: str, named: str, recipe_with: Callable[..., Recipe], tmp_path: Path, tiny_cross: Path
 ) -> None:
-    cross = make_cross_encoder(tmp_path / "cross", tiny("bert"))
-    recipe = recipe_with(f"teachers.encoders.1.backbone={cross}", f"teachers.encoders.1.{setting}")
-    with fails_with(UnsuitableTeacherError, str(cross), named):
+    recipe = recipe_with(f"teachers.encoders.1.backbone={tiny_cross}", f"teachers.encoders.1.{setting}")
+    with fails_with(UnsuitableTeacherError, str(tiny_cross), named):
         PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     assert not (tmp_path / "cache" / "tables").exists()
+    with fails_with(UnsuitableTeacherError, str(tiny_cross), "no vectors"):
+        kind_of(recipe.teachers.encoders[1]).open_embedder()
 
 
 @pytest.mark.parametrize(
@@ -167,3 +176,72 @@ def test_a_plan_says_where_a_teacher_computes(
     printed = capsys.readouterr().out
     assert f"mine, {described}" in printed and phase in printed
     assert ("HTTP" in printed or "endpoint" in printed) == ("endpoint" in teacher)
+
+
+# Runs
+
+LISTS_ALONE = (
+    "objective.info_nce=null",
+    "objective.consistency=null",
+    "student.projection=none",
+    "student.dropout=0.0",
+    "training.epochs=3",
+    "training.lr=2e-3",
+)
+
+
+def train_recipe(recipe: Recipe) -> tuple[StudentResult, list[dict[str, float]]]:
+    events: list[Any] = []
+    result = run(recipe, Reporter(events.append))
+    return result, [event.losses for event in events if isinstance(event, StepReport)]
+
+
+def has_decreased(losses: list[dict[str, float]]) -> bool:
+    """Return whether the lists' loss is lower in the last third of a run than in the first."""
+    values, third = [loss["rank"] for loss in losses], len(losses) // 3
+    return sum(values[-third:]) < sum(values[:third])
+
+
+def test_a_student_learns_from_an_endpoint_a_rank_space_and_an_encoder(
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    teachers, served = [tiny("roberta"), tiny("distilbert"), tiny("minilm")], list[str]()
+    behind = Encoder.load(tiny("roberta", width=64), pooling="mean")
+
+    def answer(body: dict[str, Any], _: object) -> Any:
+        served.extend(body["input"])
+        return reply_with(behind.encode(body["input"]).tolist(), in_order=False)
+
+    with open_endpoint(answer) as url:
+        recipe = make_recipe(
+            tmp_path,
+            tiny("bert"),
+            teachers,
+            sentences[:200],
+            *LISTS_ALONE,
+            "training.log_every=2",
+            "evaluation.eval_steps=40",
+            "teachers.encoders.0.backbone=name",
+            f"teachers.encoders.0.endpoint={{url: '{url}', connections: 1}}",
+            "teachers.encoders.0.max_length=null",
+            "teachers.encoders.1.similarity=rank",
+            "teachers.encoders.1.num_references=150",
+        )
+        result, losses = train_recipe(recipe)
+        assert has_decreased(losses)
+        assert result.evaluation is not None and "endpoint" in [model.kind for model in result.evaluation.models]
+        assert set(sentences[:200]) <= set(served)
+        served.clear()
+        embed_corpus(recipe, LocalBackend(), Reporter())
+        assert not served  # its table is complete
+
+
+@pytest.mark.slow
+def test_training_with_a_cross_encoder_and_an_encoder(
+    tmp_path: Path, tiny: Callable[..., Path], tiny_cross: Path, sentences: list[str]
+) -> None:
+    overrides = ("training.max_steps=44", "training.batch_size=8", "objective.rank.form=list_mle")
+    teachers = [tiny("roberta"), tiny_cross]
+    result, losses = train_recipe(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *LISTS_ALONE, *overrides))
+    assert has_decreased(losses)
+    assert result.evaluation is not None and result.evaluation.models[-1].kind == "cross-encoder"

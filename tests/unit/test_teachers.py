@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +104,12 @@ def test_missing_damaged_and_half_written_shards_are_found(tmp_path: Path) -> No
     payload.write_bytes(flipped)
     (table.directory / "shard-00002.json").unlink()
     assert EmbeddingTable.locate(tmp_path, identity()).missing_shards() == [1, 2]
+    stored = np.load(table.directory / "shard-00000.npy")
+    stored[3] = 0  # damaged after the checksums were verified
+    np.save(table.directory / "shard-00000.npy", stored)
+    for read in (table.vectors, table.stored_vectors):
+        with fails_with(EmbeddingTableError, str(table.store), "row 3 in shard 0"):
+            read([2, 3])
     (table.directory / "shard-00000.npy").write_bytes(b"")
     assert table.missing_shards() == [0, 1, 2]
     (table.directory / "shard-00000.npy").unlink()
@@ -125,40 +131,44 @@ def test_vectors_that_are_zero_or_not_finite_are_refused_with_their_row(tmp_path
     assert table.missing_shards() == [0, 1, 2]
 
 
-def test_a_table_is_embedded_once_and_then_only_missing_shards(
+def test_a_table_is_embedded_once_and_serves_the_encoders_similarities_as_a_live_teacher_does(
     corpus: Corpus, teacher: TeacherSection, tmp_path: Path
 ) -> None:
-    section = TeachersSection(encoders=[teacher], shard_rows=100)
-    embedded: list[int] = []
-    table = table_of(teacher, corpus, tmp_path, section.shard_rows)
-    assert table.missing_shards() == [0, 1, 2, 3]
-    LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, [0, 1, 2, 3], embedded.append, Reporter()))
+    section, embedded = TeachersSection(encoders=[teacher], shard_rows=100), list[int]()
+
+    def embed_missing() -> EmbeddingTable:
+        table = table_of(teacher, corpus, tmp_path, section.shard_rows)
+        missing = table.missing_shards()
+        LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, missing, embedded.append, Reporter()))
+        assert not table.missing_shards()
+        return table
+
+    table = embed_missing()
     assert embedded == sorted(embedded) and {100, 200, 300} < {*embedded} and embedded[-1] == len(corpus)
-    reopened = table_of(teacher, corpus, tmp_path, section.shard_rows)
-    assert reopened.directory == table.directory and not reopened.missing_shards()
     (table.directory / "shard-00002.npy").write_bytes(b"damage")
     embedded.clear()
-    missing = reopened.missing_shards()
-    LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, reopened, missing, embedded.append, Reporter()))
-    assert embedded[-1] == 100 and not reopened.missing_shards()
-    expected = Encoder.from_section(teacher).encode(corpus.texts(range(len(corpus))), normalize=True)
-    np.testing.assert_allclose(reopened.vectors(np.arange(len(corpus))), expected, atol=1e-3)
+    table = embed_missing()
+    assert embedded[-1] == 100
+    encoder = Encoder.from_section(teacher).eval()
+    expected = encoder.encode(corpus.texts(range(len(corpus))), normalize=True)
+    np.testing.assert_allclose(table.vectors(np.arange(len(corpus))), expected, atol=1e-3)
+    columns = np.random.default_rng(0).permutation(len(corpus))[:60].reshape(3, 20)
+    rows = slice(5, 15)
+    for served in (TableTeacher(table), LiveTeacher(encoder, corpus, "fp32", 4096)):
+        lists = served.similarities(columns, rows)
+        assert lists.shape == (3, 10, 20) and lists.dtype == np.float32
+        assert lists.min() >= -1 and lists.max() <= 1
+        for batch, found in zip(expected[columns], lists, strict=True):
+            np.testing.assert_allclose(found, batch[rows] @ batch.T, atol=3e-4)
 
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
-    [(1, 4096), (10_240_000, 4096), (10_240_001, 8192), (10**8, 65_536), (10**9, 524_288), (10**10, 4_194_304)],
+    [(1, SHARD_ROWS), (10_240_000, 4096), (10_240_001, 8192), (10**8, 65_536), (10**10, 4_194_304)],
 )
 def test_shards_grow_with_the_rows_so_that_all_can_be_open(rows: int, expected: int) -> None:
-    assert rows_per_shard("auto", rows) == expected and -(-rows // expected) <= MOST_SHARDS
+    assert rows_per_shard(TeachersSection().shard_rows, rows) == expected and -(-rows // expected) <= MOST_SHARDS
     assert rows_per_shard(100, rows) == 100
-
-
-def test_a_table_of_4096_rows_a_shard_is_found_by_a_recipe_that_names_none(
-    corpus: Corpus, teacher: TeacherSection, tmp_path: Path
-) -> None:
-    chosen = table_of(teacher, corpus, tmp_path, TeachersSection().shard_rows)
-    assert chosen.identity == table_of(teacher, corpus, tmp_path, SHARD_ROWS).identity
 
 
 def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
@@ -207,39 +217,19 @@ def test_a_large_shard_is_embedded_in_parts(
     corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, table = table_of(teacher, corpus, tmp_path / "whole", 200), table_of(teacher, corpus, tmp_path, 200)
-    encoder, read = Encoder.from_section(teacher), list[int]()
+    encoder, read, texts = Encoder.from_section(teacher), list[int](), corpus.texts
     assert sum(embed_shards(encoder, corpus, whole, [0, 1], None)) == len(corpus)
 
-    class NotedCorpus:
-        def texts(self, rows: Sequence[int]) -> list[str]:
-            read.append(len(rows))
-            return corpus.texts(rows)
+    def noted_texts(rows: Sequence[int]) -> list[str]:
+        read.append(len(rows))
+        return texts(rows)
 
+    monkeypatch.setattr(corpus, "texts", noted_texts)
     monkeypatch.setattr(embedding, "PART_ROWS", 60)
-    assert [*embed_shards(encoder, cast(Corpus, NotedCorpus()), table, [0, 1], None)] == [200, len(corpus) - 200]
+    assert [*embed_shards(encoder, corpus, table, [0, 1], None)] == [200, len(corpus) - 200]
     assert sum(read) == len(corpus) and read[:4] == [60, 60, 60, 20] and max(read) == 60
-    assert not table.missing_shards()
     rows = np.arange(len(corpus))
     np.testing.assert_allclose(table.vectors(rows), whole.vectors(rows), atol=1e-3)
-
-
-def test_table_and_live_teachers_agree_with_the_encoder(
-    corpus: Corpus, teacher: TeacherSection, tmp_path: Path
-) -> None:
-    section = TeachersSection(encoders=[teacher], shard_rows=100)
-    table = table_of(teacher, corpus, tmp_path, section.shard_rows)
-    missing = table.missing_shards()
-    LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, missing, lambda done: None, Reporter()))
-    encoder = Encoder.from_section(teacher).eval()
-    columns = np.random.default_rng(0).permutation(len(corpus))[:60].reshape(3, 20)
-    rows = slice(5, 15)
-    vectors = encoder.encode(corpus.texts(columns[1]), normalize=True)
-    expected = vectors[rows] @ vectors.T
-    for served in (TableTeacher(table), LiveTeacher(encoder, corpus, "fp32", 4096)):
-        lists = served.similarities(columns, rows)
-        assert lists.shape == (3, 10, 20) and lists.dtype == np.float32
-        assert lists.min() >= -1 and lists.max() <= 1
-        np.testing.assert_allclose(lists[1], expected, atol=3e-4)
 
 
 class RecordingClient:
@@ -272,7 +262,9 @@ def test_ensemble_prefetches_one_block_and_mixes_by_weight() -> None:
         torch.testing.assert_close(lists, torch.full((2, 4), 0.75 + step / 1000))
         assert sum(len(block) for block in one.requests) >= min(7, step - 2 + 3)
     assert [block[:, 0].tolist() for block in one.requests] == [[2, 3, 4], [5, 6, 7], [8]]
-    assert ensemble.wait_s >= 0
+    wide: Callable[[int, int], np.ndarray] = lambda first, count: np.zeros((count, 2048), dtype=np.int64)  # noqa: E731
+    TeacherEnsemble([one], [1], wide, slice(0, 1024), range(0, 100), block_steps=32)
+    assert len(one.requests[-1]) == 4  # of 8 MiB each
 
 
 def test_ensemble_raises_a_teachers_error(corpus: Corpus, tmp_path: Path) -> None:
@@ -282,10 +274,3 @@ def test_ensemble_raises_a_teachers_error(corpus: Corpus, tmp_path: Path) -> Non
         ensemble.lists(0)
     with pytest.raises(ValueError, match="clients"):
         TeacherEnsemble([], [], batches, slice(0, 4), range(0, 2))
-
-
-def test_long_lists_make_smaller_blocks() -> None:
-    client = RecordingClient(0.0)
-    wide: Callable[[int, int], np.ndarray] = lambda first, count: np.zeros((count, 2048), dtype=np.int64)  # noqa: E731
-    TeacherEnsemble([client], lambda rows: [1], wide, slice(0, 1024), range(0, 100), block_steps=32)
-    assert len(client.requests[0]) == 4

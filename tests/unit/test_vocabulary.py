@@ -34,13 +34,18 @@ from tests.pairs import make_mutual_recipe
 
 EXPECTED_FILES = "tokenizer.json, vocab.txt"
 """The files that the error for a missing tokenizer names first."""
-DOCTOR_LINE = rf"fail +model +\S+ .*{re.escape(EXPECTED_FILES)}"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 231508\n"
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 # Folders
 
 
-@pytest.mark.parametrize("family", [*KINDS, "mpnet", "deberta-v2", "albert", "xlm-roberta", "mt5", "qwen3", "gpt2"])
+FAMILIES = [*KINDS, "mpnet", "deberta-v2", "albert", "xlm-roberta", "mt5", "qwen3", "gpt2"]
+QUICK = ("bert", "roberta", "modernbert", "t5", "qwen3")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_no_family_gets_a_tokenizer_without_vocabulary(
     family: str, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
@@ -161,125 +166,89 @@ def test_custom_code_may_read_files_of_other_names(tiny: Callable[..., Path], ba
 # Commands
 
 
-@pytest.fixture
-def bare_scorer(tiny_cross: Path, tmp_path: Path) -> Path:
-    """A cross-encoder without tokenizer files."""
-    return without_tokenizer(tiny_cross, tmp_path / "bare scorer")
+@pytest.fixture(scope="module")
+def places(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny: Callable[..., Path],
+    tiny_cross: Path,
+    labelled: Path,
+    sentences: list[str],
+) -> dict[str, Path]:
+    """Recipe files of small runs whose models are complete, and models without tokenizer files."""
+    folder = tmp_path_factory.mktemp("places")
+    places = {name: folder / f"{name}.yaml" for name in ("recipe", "groups")}
+    complete = make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=2")
+    places["recipe"].write_text(recipe_yaml(complete))
+    mutual = make_mutual_recipe(folder / "mutual", {"one": tiny("bert"), "other": tiny("roberta")}, sentences)
+    places["groups"].write_text(recipe_yaml(mutual))
+    masked = make_masked_lm(folder / "masked", tiny("bert"))
+    sources = {"bare": tiny("bert"), "scorer": tiny_cross, "generator": masked}
+    without = {name: without_tokenizer(source, folder / f"bare {name}") for name, source in sources.items()}
+    return {**places, **without, "data": labelled, "out": folder / "onnx"}
 
 
-@pytest.fixture
-def bare_generator(tiny: Callable[..., Path], tmp_path: Path) -> Path:
-    """A masked language model without tokenizer files."""
-    return without_tokenizer(make_masked_lm(tmp_path / "masked", tiny("bert")), tmp_path / "bare-generator")
-
-
-@pytest.fixture
-def recipe(tiny: Callable[..., Path], tmp_path: Path, sentences: list[str]) -> str:
-    """The recipe file of a small run whose models are complete."""
-    complete = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=2")
-    (tmp_path / "job.yaml").write_text(recipe_yaml(complete))
-    return str(tmp_path / "job.yaml")
-
-
-def assert_one_error_line(status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    output = capsys.readouterr()
-    lines = [line for line in output.err.splitlines() if line.startswith("distcse: ")]
-    assert status == 1 and len(lines) == 1 and "Traceback" not in output.err, output.err
-    assert TokenizerError.code in lines[0] and EXPECTED_FILES in lines[0], lines[0]
+STUDENT, TEACHER = "student.backbone={bare}", "teachers.encoders.0.backbone={bare}"
+GENERATOR = "objective.detection.generator={generator}"
+GROUPS = ("{groups} groups.0.backbone={bare}", "{groups} groups.0.cross_backbone={bare}")
+SUITE = "--data {data} --suite sts --pooling mean --quiet"
 
 
 @pytest.mark.parametrize(
-    ("role", "options"),
+    "command",
     [
-        ("student", []),
-        *(
-            (role, ["--dry-run"])
-            for role in ("student", "teacher", "live teacher", "cross-encoder teacher", "generator")
-        ),
+        f"train {{recipe}} {STUDENT} --quiet",
+        f"train {{recipe}} {STUDENT} --dry-run --quiet",
+        f"train {{recipe}} {TEACHER} --dry-run --quiet",
+        f"train {{recipe}} {TEACHER} teachers.mode=live --dry-run --quiet",
+        "train {recipe} teachers.encoders.0.backbone={scorer} --dry-run --quiet",
+        f"train {{recipe}} {GENERATOR} --dry-run --quiet",
+        f"train {GROUPS[0]} --quiet",
+        *(f"train {group} --dry-run --quiet" for group in GROUPS),
+        f"embed {{recipe}} {TEACHER} --quiet",
+        f"embed {{recipe}} {TEACHER} --dry-run --quiet",
+        f"evaluate {{bare}} {SUITE}",
+        f"evaluate {{scorer}} {SUITE} --dry-run",
+        "export {bare} --onnx --pooling mean --out {out}",
+        *(f"plan {{recipe}} {override}" for override in (STUDENT, TEACHER, GENERATOR)),
+        *(f"plan {group}" for group in GROUPS),
     ],
 )
-def test_a_run_and_its_dry_run_refuse_it(
-    role: str,
-    options: list[str],
-    recipe: str,
-    bare: Path,
-    bare_scorer: Path,
-    bare_generator: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_every_command_refuses_it_in_one_line(
+    command: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    overrides = [f"teachers.encoders.0.backbone={bare}"]
-    if role == "student":
-        overrides = [f"student.backbone={bare}"]
-    elif role == "live teacher":
-        overrides.append("teachers.mode=live")
-    elif role == "cross-encoder teacher":
-        overrides = [f"teachers.encoders.0.backbone={bare_scorer}"]
-    elif role == "generator":
-        overrides = [f"objective.detection={{generator: {bare_generator}}}"]
-    assert_one_error_line(cli.main(["train", recipe, *overrides, *options, "--quiet"]), capsys)
+    status = cli.main([part.format_map(places) for part in command.split()])
+    output = capsys.readouterr()
+    (line,) = (line for line in output.err.splitlines() if line.startswith("distcse: "))
+    assert status == 1 and "Traceback" not in output.err
+    assert TokenizerError.code in line and EXPECTED_FILES in line
 
 
-@pytest.mark.parametrize("part", ["backbone", "cross_backbone"])
-def test_mutual_distillation_refuses_it(
-    part: str,
-    tiny: Callable[..., Path],
-    bare: Path,
-    tmp_path: Path,
-    sentences: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    mutual = make_mutual_recipe(tmp_path, {"one": tiny("bert"), "other": tiny("roberta")}, sentences)
-    (tmp_path / "groups.yaml").write_text(recipe_yaml(mutual))
-    arguments = [str(tmp_path / "groups.yaml"), f"groups.0.{part}={bare}"]
-    assert_one_error_line(cli.main(["train", *arguments, "--dry-run", "--quiet"]), capsys)
-    assert_one_error_line(cli.main(["train", *arguments, "--quiet"]), capsys)
-    assert_one_error_line(cli.main(["plan", *arguments]), capsys)
-    assert cli.main(["doctor", *arguments]) == 1 and re.search(DOCTOR_LINE, capsys.readouterr().out)
-
-
-def test_embedding_evaluation_and_export_refuse_it(
-    recipe: str, bare: Path, bare_scorer: Path, labelled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for options in ([], ["--dry-run"]):
-        arguments = [recipe, f"teachers.encoders.0.backbone={bare}", "--quiet"]
-        assert_one_error_line(cli.main(["embed", *arguments, *options]), capsys)
-        for model in (bare, bare_scorer):
-            arguments = [str(model), "--data", str(labelled), "--suite", "sts", "--pooling", "mean", "--quiet"]
-            assert_one_error_line(cli.main(["evaluate", *arguments, *options]), capsys)
-    arguments = [str(bare), "--onnx", "--pooling", "mean", "--out", str(tmp_path / "onnx")]
-    assert_one_error_line(cli.main(["export", *arguments]), capsys)
-
-
-def test_a_plan_and_the_doctor_refuse_it(
-    recipe: str, bare: Path, bare_generator: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for override in (
-        f"student.backbone={bare}",
-        f"teachers.encoders.0.backbone={bare}",
-        f"objective.detection={{generator: {bare_generator}}}",
-    ):
-        assert_one_error_line(cli.main(["plan", recipe, override]), capsys)
-        assert cli.main(["doctor", recipe, override]) == 1
-        assert re.search(DOCTOR_LINE, capsys.readouterr().out)
+@pytest.mark.parametrize(
+    "arguments", [*(f"{{recipe}} {override}" for override in (STUDENT, TEACHER, GENERATOR)), *GROUPS]
+)
+def test_the_doctor_names_it(arguments: str, places: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *(part.format_map(places) for part in arguments.split())]) == 1
+    assert re.search(rf"fail +model +\S.* .*{re.escape(EXPECTED_FILES)}", capsys.readouterr().out)
 
 
 @pytest.mark.slow
-def test_a_plan_needs_only_the_config(recipe: str, bare: Path) -> None:
+def test_a_plan_needs_only_the_config(places: dict[str, Path], bare: Path) -> None:
     """As for a model that is not downloaded yet."""
     (bare / "model.safetensors").unlink()
-    assert cli.main(["plan", recipe, f"student.backbone={bare}"]) == 0
+    assert cli.main(["plan", str(places["recipe"]), f"student.backbone={bare}"]) == 0
 
 
 def test_a_hub_model_is_checked_when_it_is_downloaded(
-    recipe: str, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    places: dict[str, Path], bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before that, the hub cache may contain weights without a tokenizer, from `AutoModel.from_pretrained`."""
     monkeypatch.setattr("distcse.model_source.fetch_from_hub", lambda *arguments: bare)
     with fails_with(TokenizerError, str(bare), EXPECTED_FILES):
         Encoder.load("nobody/has-this", pooling="mean")
-    assert cli.main(["plan", recipe, "student.backbone=nobody/has-this"]) == 0
+    arguments = [str(places["recipe"]), "student.backbone=nobody/has-this"]
+    assert cli.main(["plan", *arguments]) == 0
     capsys.readouterr()
-    assert cli.main(["doctor", recipe, "student.backbone=nobody/has-this"]) == 1
+    assert cli.main(["doctor", *arguments]) == 1
     assert "not in the hub's cache, and HF_HUB_OFFLINE is set" in capsys.readouterr().out
 
 
