@@ -219,9 +219,7 @@ def make_custom_code(folder: Path, lines: Sequence[str]) -> Path:
     code["OwnModel"](code["OwnConfig"](vocab_size=len(tokenizer))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "own.py").write_text(_CUSTOM_CODE)
-    config = json.loads((folder / "config.json").read_text())
-    names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
-    (folder / "config.json").write_text(json.dumps({**config, "auto_map": names}))
+    change_json(folder / "config.json", auto_map={"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"})
     return folder
 
 
@@ -309,6 +307,12 @@ def _byte_pairs(lines: Sequence[str]) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         mask_token="<mask>",
     )
+
+
+def change_json(file: Path, **values: Any) -> None:
+    """Set values in a JSON file, which need not exist."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps({**content, **values}))
 
 
 def their_vectors(folder: Path, texts: Sequence[str], **settings: Any) -> np.ndarray:

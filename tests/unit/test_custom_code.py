@@ -19,6 +19,7 @@ from distcse.losses.views import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.tables import embed_corpus
+from distcse.teachers.kinds import kind_of
 from tests.backends import run
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -75,15 +76,15 @@ def test_a_run_with_the_pages_term_and_teacher(
     assert notes[0] == "0 embedded, 384 reused"
 
 
-def test_kwargs_change_the_fingerprint_of_a_teacher(
-    recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path
+def test_kwargs_change_the_fingerprint_of_a_teacher_and_a_plan_names_it(
+    recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distcse.teachers.kinds import kind_of
-
     teacher = recipe_of_the_page(recipe_with, tmp_path).teachers.encoders[1]
     wider = teacher.model_copy(update={"kwargs": {"width": 2048}})
     fingerprints = [kind_of(section).source_fingerprint() for section in (teacher, teacher, wider)]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2] and kind_of(teacher).has_vectors
+    assert cli.main(["plan", str(tmp_path / "page.yaml")]) == 0
+    assert "trigrams" in capsys.readouterr().out  # a plan cannot estimate it
 
 
 def test_the_losses_of_two_workers_add_up_to_that_of_one(modules: Path, recipe_with: Callable[..., Recipe]) -> None:
@@ -130,12 +131,8 @@ class Constant(nn.Module):
         ("my_therms:Correlation", "{}", ("my_therms",)),
         ("odd_terms:Heavy", "{}", ("odd_terms:Heavy", "parameters")),
         ("odd_terms:NoModule", "{}", ("odd_terms:NoModule", "torch.nn.Module")),
-        (
-            "odd_terms:Signature",
-            "{}",
-            ("objective.custom.mine.class_path", "TypeError", "forward(self, views, teachers)"),
-        ),
-        ("odd_terms:Lines", "{}", ("objective.custom.mine.class_path", "AttributeError", "odd_terms.py, line 13")),
+        ("odd_terms:Signature", "{}", ("mine.class_path", "TypeError", "forward(self, views, teachers)")),
+        ("odd_terms:Lines", "{}", ("mine.class_path", "AttributeError", "odd_terms.py, line 13")),
         ("odd_terms:Rows", "{}", ("odd_terms:Rows", "shape (16,)", "scalar")),
         ("odd_terms:Number", "{}", ("odd_terms:Number", "float", "scalar")),
         ("odd_terms:Constant", "{}", ("odd_terms:Constant", "without gradient")),
@@ -185,12 +182,3 @@ def test_an_unusable_teacher_is_refused(recipe_with: Callable[..., Recipe], modu
         recipe = recipe_with(f"teachers.encoders.0.class_path={class_path}", "teachers.encoders.0.max_length=null")
         with fails_with(CustomClassError, *named):
             run(recipe, Reporter())
-
-
-def test_a_plan_names_the_teacher_that_it_cannot_estimate(
-    recipe_with: Callable[..., Recipe], tmp_path: Path, modules: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    recipe_of_the_page(recipe_with, tmp_path)
-    assert cli.main(["plan", str(tmp_path / "page.yaml")]) == 0
-    assert "trigrams" in capsys.readouterr().out

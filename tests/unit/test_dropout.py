@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,8 @@ from distcse.models.cpu_kernels import Dropout, dropout, fast_dropout
 from distcse.models.folder import model_class
 from tests.models import make_family
 
-MakeModel = Callable[..., Path]
-DTYPES = [torch.float32, torch.bfloat16]
 
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.5, torch.bfloat16), (0.9, torch.float32)])
 def test_a_fraction_p_is_zero_and_the_mean_is_kept(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     values = torch.ones(1001, 999, dtype=dtype)
@@ -58,26 +53,20 @@ def test_without_training_or_with_p_0_nothing_is_dropped() -> None:
     assert torch.isfinite(dropout(values, 1 - 1e-9, True)).all() and dropout(values[:0], 0.5, True).shape == (0, 3)
 
 
-def test_only_the_dropout_layers_of_a_model_are_replaced(tiny: MakeModel) -> None:
+def test_only_the_dropout_layers_of_a_model_are_replaced() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.Sequential(nn.AlphaDropout(0.5)))
     names = list(model.state_dict())
     fast_dropout(model)
-    assert [type(module) for module in model] == [nn.Linear, Dropout, nn.Sequential] and type(
-        model[2][0]
-    ) is nn.AlphaDropout
+    assert [type(module) for module in model] == [nn.Linear, Dropout, nn.Sequential]
+    assert type(model[2][0]) is nn.AlphaDropout
     assert list(model.state_dict()) == names and model[1].p == 0.25
-    kinds = {
-        type(module) for module in Encoder.load(str(tiny()), pooling="cls").modules() if isinstance(module, nn.Dropout)
-    }
-    assert kinds == {Dropout}
 
 
-@pytest.mark.parametrize("family", ["albert", "electra", "deberta-v2", "mt5", "bart"])
+@pytest.mark.parametrize("family", ["albert", "electra", "mt5", "bart"])
 def test_dropout_counts_only_where_two_passes_differ(family: str, sentences: list[str], tmp_path: Path) -> None:
     """Each probability of a family's config by itself: heads have some, too, and a backbone may skip layers."""
-    config = Encoder.load(
-        make_family(tmp_path / "source", family, sentences), pooling="mean", max_length=16
-    ).backbone.config
+    source = make_family(tmp_path / "source", family, sentences)
+    config = Encoder.load(source, pooling="mean", max_length=16).backbone.config
     names = [name for name, value in vars(config).items() if re.search("drop", name) and isinstance(value, float | int)]
     assert len(names) > 1
     for name in names:

@@ -1,9 +1,10 @@
-"""Encoders of five families: pooled, reduced to some layers, saved, and loaded by distcse, transformers and others."""
+"""Encoders by hand: pooling, views, projections, what is saved, fingerprints, and the errors of folders and settings."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distcse.errors import (
@@ -22,13 +24,12 @@ from distcse.errors import (
     UnsupportedModelError,
 )
 from distcse.models import Encoder, build_projection, model_fingerprint, pool, resolve_model
-from distcse.models.folder import model_class
 from distcse.models.student import GlobalBatchNorm
 from distcse.recipe import EncoderSection, StudentSection
 from distcse.runs.distillation.model import Batch, StudentModel, build_encoder
 from distcse.text.collate import Tokens
 from tests.failures import fails_with
-from tests.models import KINDS, their_vectors
+from tests.models import change_json, their_vectors
 from tests.workers import run_workers
 
 TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child", "Our teacher reads about the news."]
@@ -38,48 +39,7 @@ def same(one: np.ndarray, other: np.ndarray, tolerance: float = 1e-5) -> None:
     np.testing.assert_allclose(one, other, atol=tolerance, rtol=0)
 
 
-def sentence_transformer(folder: Path) -> np.ndarray:
-    return their_vectors(folder, TEXTS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_folder_has_the_same_vectors_in_every_library(
-    kind: str, tiny: Callable[..., Path], tmp_path: Path
-) -> None:
-    from transformers import AutoConfig
-
-    section = StudentSection(backbone=str(tiny(kind)), layers=[0, 2], pooling="mean", max_length=12)
-    encoder = Encoder.from_section(section).eval()
-    vectors = encoder.encode(TEXTS)
-    assert encoder.backbone.config.num_hidden_layers == 2
-    assert not np.allclose(vectors[0], vectors[1], atol=1e-2)
-    encoder.save(tmp_path / "model")
-    same(Encoder.load(tmp_path / "model").encode(TEXTS), vectors)
-    same(sentence_transformer(tmp_path / "model"), vectors)
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    backbone, report = model_class(config).from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    ids = torch.tensor(encoder.token_ids(TEXTS[:1]))
-    with torch.no_grad():
-        same(backbone(ids).last_hidden_state.mean(dim=1).numpy(), vectors[:1])
-
-
-@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg"])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_every_pooling_is_saved_and_loaded(
-    pooling: Any, normalize: bool, tiny: Callable[..., Path], tmp_path: Path
-) -> None:
-    encoder = Encoder.load(tiny("bert"), pooling=pooling, max_length=12).eval()
-    encoder.normalize = normalize
-    vectors = encoder.encode(TEXTS)
-    encoder.save(tmp_path / "model")
-    again = Encoder.load(tmp_path / "model")
-    assert (again.pooling, again.normalize, again.max_length) == (pooling, normalize, 12)
-    same(again.encode(TEXTS), vectors)
-    same(sentence_transformer(tmp_path / "model"), vectors)
-
-
-def test_the_saved_folder_has_the_legacy_layout(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_saved_folder_has_the_legacy_layout(tiny: Callable[..., Path], tmp_path: Path) -> None:
     encoder = Encoder.load(tiny("bert"), pooling="cls", max_length=12, prompt="query: ")
     encoder.save(tmp_path / "model")
     folder = tmp_path / "model"
@@ -101,29 +61,34 @@ def test_the_saved_folder_has_the_legacy_layout(tiny: Callable[..., Path], tmp_p
     assert json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"] == 12
     assert json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"] == 12
     assert (folder / "model.safetensors").exists() and not list(folder.rglob("*.bin"))
-    assert Encoder.load(folder).prompt == "query: "
-    same(sentence_transformer(folder), encoder.encode(TEXTS))
 
 
 def test_folders_of_sentence_transformers_are_loaded(tiny: Callable[..., Path], tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
     Encoder.load(tiny("bert"), pooling="max", max_length=10).save(tmp_path / "ours")
-    model = SentenceTransformer(str(tmp_path / "ours"), device="cpu")
-    model.save(str(tmp_path / "theirs"))
+    SentenceTransformer(str(tmp_path / "ours"), device="cpu").save(str(tmp_path / "theirs"))
     assert json.loads((tmp_path / "theirs" / "1_Pooling" / "config.json").read_text()).get("pooling_mode") == "max"
     encoder = Encoder.load(tmp_path / "theirs")
     assert (encoder.pooling, encoder.max_length) == ("max", 10)
-    same(encoder.encode(TEXTS), model.encode(TEXTS, show_progress_bar=False))
+    same(encoder.encode(TEXTS), their_vectors(tmp_path / "ours", TEXTS))
+
+
+def test_a_folder_that_lowercases_is_followed(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    Encoder.load(tiny("roberta"), pooling="mean", max_length=8).save(tmp_path / "model")
+    change_json(tmp_path / "model" / "sentence_bert_config.json", do_lower_case=True)
+    encoder = Encoder.load(tmp_path / "model")  # RoBERTa's own tokenizer does not lowercase
+    assert encoder.token_ids(["A Man"]) == encoder.token_ids(["a man"])
+    same(encoder.encode(TEXTS), their_vectors(tmp_path / "model", TEXTS))
+    encoder.save(tmp_path / "saved")
+    same(their_vectors(tmp_path / "saved", TEXTS), encoder.encode(TEXTS))
 
 
 def test_a_real_teacher_has_the_vectors_of_sentence_transformers(minilm: str) -> None:
-    from sentence_transformers import SentenceTransformer
-
     encoder = Encoder.load(minilm)
     assert (encoder.pooling, encoder.max_length, encoder.normalize, encoder.dimension) == ("mean", 256, True, 384)
     vectors = encoder.encode(TEXTS)
-    same(vectors, SentenceTransformer(str(resolve_model(minilm)), device="cpu").encode(TEXTS, show_progress_bar=False))
+    same(vectors, their_vectors(resolve_model(minilm), TEXTS))
     assert np.linalg.norm(vectors, axis=1) == pytest.approx(1, abs=1e-6)
     assert encoder.encode(TEXTS, precision="bf16", normalize=True).dtype == np.float32
 
@@ -212,17 +177,6 @@ def normalized(rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return output.detach(), own.grad, norm.running_mean, norm.running_var
 
 
-def test_batch_norm_spans_two_workers() -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(8, 3, dtype=torch.float64)
-    expected, parts = normalized(rows), run_workers(normalized, 2, rows)
-    for index in (0, 1):
-        torch.testing.assert_close(torch.cat([part[index] for part in parts]), expected[index])
-    for part in parts:
-        torch.testing.assert_close(part[2], expected[2])
-        torch.testing.assert_close(part[3], expected[3])
-
-
 def normalized_in_bf16(rows: Tensor) -> Tensor:
     """Normalize this worker's rows in bf16, as under autocast."""
     norm = GlobalBatchNorm(rows.shape[1]).train()
@@ -231,14 +185,25 @@ def normalized_in_bf16(rows: Tensor) -> Tensor:
     return found
 
 
-def test_batch_norm_counts_and_sums_more_precisely_than_bf16() -> None:
-    """Bf16 would round the count of 602 rows to 600."""
+def normalized_in_both(rows: Tensor, many: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    return normalized(rows), normalized_in_bf16(many)
+
+
+def test_batch_norm_spans_two_workers() -> None:
+    """In bf16 with counts and sums of more bits: bf16 would round 602 rows to 600."""
     torch.manual_seed(0)
-    rows = 3 + torch.randn(602, 3)
-    expected = GlobalBatchNorm(3).train()(rows.bfloat16().float())
-    found = torch.cat(run_workers(normalized_in_bf16, 2, rows))
+    rows, many = torch.randn(8, 3, dtype=torch.float64), 3 + torch.randn(602, 3)
+    expected, workers = normalized(rows), run_workers(normalized_in_both, 2, rows, many)
+    parts = [exact for exact, _ in workers]
+    for index in (0, 1):
+        torch.testing.assert_close(torch.cat([part[index] for part in parts]), expected[index])
+    for part in parts:
+        torch.testing.assert_close(part[2], expected[2])
+        torch.testing.assert_close(part[3], expected[3])
+    found = torch.cat([half for _, half in workers])
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=2**-8, atol=1e-6)
+    in_one = GlobalBatchNorm(3).train()(many.bfloat16().float())
+    torch.testing.assert_close(found.float(), in_one, rtol=2**-8, atol=1e-6)
 
 
 class Bomb:
@@ -247,8 +212,6 @@ class Bomb:
 
 
 def test_pickles_are_never_loaded(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    import shutil
-
     folder = tmp_path / "model"
     shutil.copytree(tiny("bert"), folder)
     (folder / "model.safetensors").unlink()
@@ -272,14 +235,10 @@ def test_pickles_are_never_loaded(tiny: Callable[..., Path], tmp_path: Path) -> 
 def test_settings_that_do_not_fit_the_model_are_errors(
     kind: str, settings: dict[str, Any], named: list[str], tiny: Callable[..., Path]
 ) -> None:
+    assert Encoder.load(tiny(kind), pooling="mean").max_length == {"bert": 66, "roberta": 64}[kind]  # the backbone's
     section = StudentSection if "layers" in settings else EncoderSection
     with fails_with(EncoderSettingError, *named):
         Encoder.from_section(section(backbone=str(tiny(kind)), **settings))
-
-
-def test_the_default_length_is_the_backbones(tiny: Callable[..., Path]) -> None:
-    assert Encoder.load(tiny("bert"), pooling="mean").max_length == 66
-    assert Encoder.load(tiny("roberta"), pooling="mean").max_length == 64
 
 
 def test_missing_models_are_errors(tmp_path: Path) -> None:
@@ -296,10 +255,6 @@ def test_missing_models_are_errors(tmp_path: Path) -> None:
 
 
 def test_weights_are_never_random(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path / "model"
     shutil.copytree(tiny("bert"), folder)
     weights = load_file(folder / "model.safetensors")
@@ -307,22 +262,6 @@ def test_weights_are_never_random(tiny: Callable[..., Path], tmp_path: Path) -> 
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with fails_with(ModelFormatError, str(folder), "1 weights", "layer.1.output.dense.weight"):
         Encoder.load(folder, pooling="mean", max_length=8)
-
-
-def test_preprocessing_of_the_folder_is_followed_or_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    for kind in ("bert", "roberta"):
-        Encoder.load(tiny(kind), pooling="mean", max_length=8).save(tmp_path / kind)
-        (tmp_path / kind / "sentence_bert_config.json").write_text('{"max_seq_length": 8, "do_lower_case": true}')
-        encoder = Encoder.load(tmp_path / kind)  # RoBERTa's own tokenizer does not lowercase
-        assert encoder.token_ids(["A Man"]) == encoder.token_ids(["a man"])
-        same(encoder.encode(TEXTS), sentence_transformer(tmp_path / kind))
-        encoder.save(tmp_path / "saved")
-        same(sentence_transformer(tmp_path / "saved"), encoder.encode(TEXTS))
-    pooling = tmp_path / "bert" / "1_Pooling" / "config.json"
-    pooling.write_text(json.dumps({**json.loads(pooling.read_text()), "include_prompt": False}))
-    same(Encoder.load(tmp_path / "bert").encode(TEXTS), sentence_transformer(tmp_path / "bert"))  # there is no prompt
-    with fails_with(UnsupportedModelError, str(tmp_path / "bert"), "include_prompt"):
-        Encoder.load(tmp_path / "bert", prompt="query: ")
 
 
 @pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json"])
@@ -338,9 +277,7 @@ def test_code_is_part_of_a_models_fingerprint_where_it_runs(
     first = fingerprints()
     (model / "modeling.py").write_text("one = 1")
     assert fingerprints() == first and first[0] == first[1], "the config does not refer to the code"
-    (model / config).write_text(
-        json.dumps({**json.loads((model / config).read_text()), "auto_map": {"A": "modeling.M"}})
-    )
+    change_json(model / config, auto_map={"A": "modeling.M"})
     named = fingerprints()
     assert len({*first, *named}) == 3
     (model / "modeling.py").write_text("one = 2")

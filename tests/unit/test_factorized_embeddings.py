@@ -10,15 +10,12 @@ import pytest
 import torch
 
 from distcse.errors import EncoderSettingError, UnsupportedModelError
-from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.models.cpu_kernels import Dropout
 from distcse.models.student import factorize_embeddings, helmert_basis
 from distcse.recipe import StudentSection
-from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import make_recipe
-from tests.models import make_masked_lm
+from tests.models import their_vectors
 
 TEXTS = ["A cat sleeps.", "The old woman sings a song in the garden.", "Dogs."]
 
@@ -49,22 +46,19 @@ def test_a_larger_embedding_size_is_more_accurate(tiny: Callable[..., Path]) -> 
     assert errors[0] > errors[1] > errors[2]
 
 
-def test_a_factorized_student_is_trained_and_loaded_by_other_libraries(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, "student.embedding_size=8")
-    fresh = Encoder.from_section(recipe.student)
-    dropouts = {type(module) for module in fresh.backbone.modules() if isinstance(module, torch.nn.Dropout)}
+def test_a_factorized_student_is_saved_for_other_libraries(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    section = StudentSection(backbone=str(tiny("bert")), pooling="mean", max_length=16, embedding_size=8)
+    student = Encoder.from_section(section)
+    dropouts = {type(module) for module in student.backbone.modules() if isinstance(module, torch.nn.Dropout)}
     assert dropouts == {Dropout}
-    result = run(recipe, Reporter())
-    student = Encoder.load(result.directory.model)
-    assert student.backbone.config.model_type == "electra" and student.backbone.config.embedding_size == 8
-    full = Encoder.from_section(recipe.student.model_copy(update={"embedding_size": None}))
-    assert sum(p.numel() for p in student.parameters()) < 0.8 * sum(p.numel() for p in full.parameters())
-    from sentence_transformers import SentenceTransformer
-
-    theirs = SentenceTransformer(str(result.directory.model), device="cpu").encode(TEXTS)
-    np.testing.assert_allclose(student.encode(TEXTS), theirs, atol=1e-5)
+    assert not Encoder.from_section(section.model_copy(update={"dropout": 0.0})).has_dropout
+    student.save(tmp_path / "model")
+    saved = Encoder.load(tmp_path / "model")
+    assert saved.backbone.config.model_type == "electra" and saved.backbone.config.embedding_size == 8
+    full = Encoder.from_section(section.model_copy(update={"embedding_size": None}))
+    assert sum(p.numel() for p in saved.parameters()) < 0.8 * sum(p.numel() for p in full.parameters())
+    np.testing.assert_allclose(saved.encode(TEXTS), student.encode(TEXTS), atol=1e-6)
+    np.testing.assert_allclose(their_vectors(tmp_path / "model", TEXTS), saved.encode(TEXTS), atol=1e-5)
 
 
 @pytest.mark.parametrize("dimension", [2, 8, 128])
@@ -72,20 +66,6 @@ def test_helmert_rows_are_orthonormal_with_sum_0(dimension: int) -> None:
     rows = helmert_basis(dimension)
     torch.testing.assert_close(rows @ rows.T, torch.eye(dimension - 1, dtype=torch.float64))
     torch.testing.assert_close(rows.sum(dim=1), torch.zeros(dimension - 1, dtype=torch.float64))
-
-
-def test_a_factorized_student_without_dropout_has_none(tiny: Callable[..., Path]) -> None:
-    section = StudentSection(backbone=str(tiny("bert")), pooling="mean", embedding_size=8, dropout=0.0)
-    assert not Encoder.from_section(section).has_dropout
-
-
-def test_a_factorized_student_trains_with_edit_detection(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    detection = f"objective.detection.generator={make_masked_lm(tmp_path / 'generator', tiny('bert'))}"
-    overrides = ("student.embedding_size=8", detection, "training.max_steps=2")
-    result = run(make_recipe(tmp_path, tiny("bert"), [tiny("bert")], sentences, *overrides), Reporter())
-    assert result.train_result.state.finished
 
 
 def test_other_families_and_sizes_are_refused(tiny: Callable[..., Path]) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
+import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +31,34 @@ from distcse.recipe import DetectionSection, EncoderSection, StudentSection
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe
-from tests.models import their_vectors
+from tests.models import change_json, their_vectors
 
 TEXTS = ["A man is playing a guitar.", "The cat sees nothing at all.", "A child"]
 Make = Callable[..., Path]
 
 
+def write_model(folder: Path, source: Path, *modules: nn.Module) -> Path:
+    """Write a folder with sentence-transformers: an encoder of hidden size 32, mean pooling, and the given modules."""
+    from sentence_transformers import SentenceTransformer
+
+    Encoder.load(source, pooling="mean", max_length=16).save(folder / "plain")
+    model = SentenceTransformer(str(folder / "plain"), device="cpu")
+    for module in modules:
+        model.append(module)
+    model.save(str(folder / "theirs"))
+    return folder / "theirs"
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a Dense of 8 dimensions in 2_Dense, which no test changes."""
+    return write_model(tmp_path_factory.mktemp("narrow"), tiny(), dense(32, 8))
+
+
 @pytest.fixture
-def with_head(tiny: Make, tmp_path: Path) -> Make:
-    """Writes a folder with sentence-transformers: an encoder of hidden size 32, mean pooling, and the given modules."""
-
-    def make(*modules: nn.Module, kind: str = "bert") -> Path:
-        from sentence_transformers import SentenceTransformer
-
-        Encoder.load(tiny(kind), pooling="mean", max_length=16).save(tmp_path / "plain")
-        model = SentenceTransformer(str(tmp_path / "plain"), device="cpu")
-        for module in modules:
-            model.append(module)
-        model.save(str(tmp_path / "theirs"))
-        return tmp_path / "theirs"
-
-    return make
+def with_head(narrow: Path, tmp_path: Path) -> Path:
+    """Return a copy of a folder with a Dense of 8 dimensions in 2_Dense."""
+    return shutil.copytree(narrow, tmp_path / "theirs")
 
 
 def dense(inputs: int, outputs: int, **settings: Any) -> nn.Module:
@@ -70,36 +76,36 @@ def norm() -> nn.Module:
     return module
 
 
-def theirs(folder: Path) -> np.ndarray:
-    return their_vectors(folder, TEXTS)
+def activations() -> list[nn.Module]:
+    """One layer for each activation that a folder may name."""
+    kinds = (nn.Tanh, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.GELU, nn.Identity)
+    return [dense(32, 32, activation_function=kind()) for kind in kinds]
 
 
 @pytest.mark.parametrize(
-    ("modules", "dimension", "normalize"),
+    ("kind", "modules", "dimension", "normalize"),
     [
-        pytest.param([lambda: dense(32, 32), norm], 32, True, id="LaBSE"),
-        pytest.param([lambda: dense(32, 8, bias=False, activation_function=nn.Identity()), norm], 8, True, id="GTR"),
-        pytest.param([lambda: dense(32, 96), lambda: dense(96, 16, bias=False), norm], 16, True, id="EmbeddingGemma"),
-        pytest.param([norm, lambda: dense(32, 8, activation_function=nn.GELU())], 8, False, id="narrowed afterwards"),
+        pytest.param("bert", lambda: [dense(32, 32), norm()], 32, True, id="LaBSE"),
         pytest.param(
-            [lambda: dense(32, 8, use_residual=True), lambda: dense(8, 8, use_residual=True)], 8, False, id="residual"
+            "t5", lambda: [dense(32, 8, bias=False, activation_function=nn.Identity()), norm()], 8, True, id="GTR"
         ),
-        *(
-            pytest.param([partial(dense, 32, 8, activation_function=kind())], 8, False, id=kind.__name__)
-            for kind in (nn.Tanh, nn.ReLU, nn.SiLU, nn.Sigmoid)
+        pytest.param("bert", lambda: [dense(32, 96), dense(96, 16, bias=False), norm()], 16, True, id="EmbeddingGemma"),
+        pytest.param("bert", lambda: [norm(), *activations()], 32, False, id="normalized first"),
+        pytest.param(
+            "bert", lambda: [dense(32, 8, use_residual=True), dense(8, 8, use_residual=True)], 8, False, id="residual"
         ),
     ],
 )
 def test_vectors_equal_those_of_sentence_transformers(
-    modules: list[Callable[[], nn.Module]], dimension: int, normalize: bool, with_head: Make, tmp_path: Path
+    kind: str, modules: Callable[[], list[nn.Module]], dimension: int, normalize: bool, tiny: Make, tmp_path: Path
 ) -> None:
-    folder = with_head(*(module() for module in modules))
+    folder = write_model(tmp_path, tiny(kind), *modules())
     encoder = Encoder.load(folder)
     assert (encoder.dimension, encoder.normalize) == (dimension, normalize)
     vectors = encoder.encode(TEXTS)
-    np.testing.assert_allclose(vectors, theirs(folder), atol=1e-5)
+    np.testing.assert_allclose(vectors, their_vectors(folder, TEXTS), atol=1e-5)
     encoder.save(tmp_path / "ours")
-    np.testing.assert_allclose(theirs(tmp_path / "ours"), vectors, atol=1e-5)
+    np.testing.assert_allclose(their_vectors(tmp_path / "ours", TEXTS), vectors, atol=1e-5)
     np.testing.assert_allclose(Encoder.load(tmp_path / "ours").encode(TEXTS), vectors, atol=1e-6)
     shape = read_shape(EncoderSection(backbone=str(folder)))
     assert shape.dimension == dimension
@@ -119,33 +125,23 @@ def test_a_normalized_zero_vector_stays_zero_without_gradient() -> None:
     torch.testing.assert_close(found.grad[[0, 2]].double(), expected.grad[[0, 2]], atol=1e-5, rtol=0)
 
 
-def test_the_encoder_of_t5_is_loaded(with_head: Make) -> None:
-    folder = with_head(dense(32, 8, bias=False, activation_function=nn.Identity()), norm(), kind="t5")
-    np.testing.assert_allclose(Encoder.load(folder).encode(TEXTS), theirs(folder), atol=1e-5)
-
-
-def test_layers_of_t5_must_include_the_first_with_its_position_biases(tiny: Make) -> None:
-    with fails_with(EncoderSettingError, "layers must begin with 0", "layer 0 of t5"):
-        Encoder.from_section(StudentSection(backbone=str(tiny("t5")), pooling="mean", max_length=8, layers=[1, 2]))
-
-
-def test_layers_of_modernbert_must_include_the_first_without_a_norm(tiny: Make) -> None:
-    """Otherwise, the saved folder would be loaded without the norm of its first layer."""
-    with fails_with(EncoderSettingError, "layers must begin with 0", "layer 0 of modernbert"):
-        Encoder.from_section(StudentSection(backbone=str(tiny("modernbert")), pooling="mean", layers=[1, 2]))
+@pytest.mark.parametrize("kind", ["t5", "modernbert"])
+def test_layers_must_include_a_first_one_that_differs(kind: str, tiny: Make) -> None:
+    """T5's has the position biases; ModernBERT's has no norm, and the saved folder would be loaded without the norm."""
+    with fails_with(EncoderSettingError, "layers must begin with 0", f"layer 0 of {kind}"):
+        Encoder.from_section(StudentSection(backbone=str(tiny(kind)), pooling="mean", max_length=8, layers=[1, 2]))
 
 
 def test_a_head_is_trained_with_its_encoder_and_saved(
-    with_head: Make, tiny: Make, tmp_path: Path, sentences: list[str]
+    with_head: Path, tiny: Make, tmp_path: Path, sentences: list[str]
 ) -> None:
-    student = with_head(dense(32, 16))
-    recipe = make_recipe(tmp_path, student, [tiny("minilm")], sentences, "student.pooling=null", "student.layers=null")
-    before = Encoder.load(student)
+    overrides = ("student.pooling=null", "student.layers=null", "training.max_steps=3", "evaluation.final_suites=[]")
+    recipe = make_recipe(tmp_path, with_head, [tiny("minilm")], sentences[:64], *overrides)
     model = run(recipe, Reporter()).directory.model
-    saved = Encoder.load(model)
-    assert saved.dimension == 16
+    before, saved = Encoder.load(with_head), Encoder.load(model)
+    assert saved.dimension == 8
     assert not torch.equal(saved.head[0].linear.weight, before.head[0].linear.weight)  # type: ignore[union-attr, arg-type]
-    np.testing.assert_allclose(theirs(model), saved.encode(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(their_vectors(model, TEXTS), saved.encode(TEXTS), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -166,31 +162,29 @@ def test_a_head_is_trained_with_its_encoder_and_saved(
     ],
 )
 def test_other_modules_are_refused(
-    changed: dict[str, Any], kind: type[EncoderError], named: list[str], with_head: Make
+    changed: dict[str, Any], kind: type[EncoderError], named: list[str], with_head: Path
 ) -> None:
-    folder = with_head(dense(32, 8))
-    file = folder / "2_Dense" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    change_json(with_head / "2_Dense" / "config.json", **changed)
     with fails_with(kind, "2_Dense", *named):
-        Encoder.load(folder)
+        Encoder.load(with_head)
 
 
-def test_missing_pickled_and_nan_weights_are_refused(with_head: Make) -> None:
-    file = with_head(dense(32, 8)) / "2_Dense" / "model.safetensors"
+def test_missing_pickled_and_nan_weights_are_refused(with_head: Path) -> None:
+    file = with_head / "2_Dense" / "model.safetensors"
     weights = load_file(file)
     save_file({**weights, "linear.bias": torch.full((8,), float("nan"))}, file)
-    with fails_with(NotFiniteError, str(file.parent.parent), "linear.bias"):
-        Encoder.load(file.parent.parent)
+    with fails_with(NotFiniteError, str(with_head), "linear.bias"):
+        Encoder.load(with_head)
     file.unlink()
     with fails_with(ModelFormatError, "2_Dense", "model.safetensors"):
-        Encoder.load(file.parent.parent)
+        Encoder.load(with_head)
     (file.parent / "pytorch_model.bin").write_bytes(pickle.dumps(print))
     with fails_with(PickledWeightsError, "2_Dense", "no safetensors"):
-        Encoder.load(file.parent.parent)
+        Encoder.load(with_head)
 
 
-def test_a_head_damaged_after_its_export_is_refused(with_head: Make, tmp_path: Path) -> None:
-    Encoder.load(with_head(dense(32, 8))).save(tmp_path / "ours")
+def test_a_head_damaged_after_its_export_is_refused(with_head: Path, tmp_path: Path) -> None:
+    Encoder.load(with_head).save(tmp_path / "ours")
     file = tmp_path / "ours" / "2_Dense" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
@@ -199,7 +193,7 @@ def test_a_head_damaged_after_its_export_is_refused(with_head: Make, tmp_path: P
         Encoder.load(tmp_path / "ours")
 
 
-def test_a_discriminator_needs_vectors_of_the_hidden_size(with_head: Make) -> None:
-    narrow = Encoder.load(with_head(dense(32, 8)))
+def test_a_discriminator_needs_vectors_of_the_hidden_size(narrow: Path) -> None:
+    encoder = Encoder.load(narrow)
     with fails_with(UnsupportedModelError, "objective.detection", "8 and 32"):
-        build_detector(DetectionSection(generator="unread"), narrow, narrow)
+        build_detector(DetectionSection(generator="unread"), encoder, encoder)

@@ -57,8 +57,7 @@ def change(encoder: Encoder) -> None:
             weight.mul_(1.25)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("dev", ["stsb", "agreement"])
+@pytest.mark.parametrize(("dev", "on_gpu"), [("stsb", True), ("agreement", False)])
 def test_dev_scores_of_a_student(
     dev: str,
     on_gpu: bool,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import shutil
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +20,10 @@ from distcse.api import run
 from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.cpu_kernels import Dropout, use_mkldnn_linear
+from distcse.models.cpu_kernels import Dropout, is_faster, use_mkldnn_linear
 from distcse.rank_space import rank_space
-from distcse.recipe import Recipe, read_recipe, recipe_yaml, with_values
+from distcse.recipe import Recipe, TeacherSection, read_recipe, recipe_yaml, with_values
+from distcse.teachers.kinds import kind_of
 from distcse.text.collate import collate
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -27,6 +31,8 @@ from tests.jobs import make_recipe
 from tests.models import make_masked_lm
 from tests.pairs import make_mutual_recipe
 
+needs_kernels = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+IS_FASTER = "distcse.models.cpu_kernels.is_faster"
 SHORTCUTS = {
     "packing": "distcse.models.fast_layers.packed",
     "choice of packing": "distcse.runs.distillation.batch_loader.worth_packing",
@@ -40,9 +46,7 @@ SHORTCUTS = {
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Number of calls of each shortcut. oneDNN counts as fast, on every CPU."""
-    from importlib import import_module
-
-    monkeypatch.setattr("distcse.models.cpu_kernels.is_faster", lambda precision: True)
+    monkeypatch.setattr(IS_FASTER, lambda precision: True)
     found: Counter[str] = Counter()
     for name, path in SHORTCUTS.items():
         module, _, function = path.rpartition(".")
@@ -57,7 +61,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("fast", ["auto", "off"])
-def test_off_uses_no_shortcut_in_student_teachers_and_evaluation(
+def test_off_uses_no_shortcut_in_any_model(
     tmp_path: Path,
     tiny: Callable[..., Path],
     tiny_cross: Path,
@@ -65,7 +69,7 @@ def test_off_uses_no_shortcut_in_student_teachers_and_evaluation(
     calls: Counter[str],
     fast: Literal["auto", "off"],
 ) -> None:
-    varied = [sentence * (1 + number % 2) for number, sentence in enumerate(sentences[:200])]
+    varied = [sentence * (1 + number % 2) for number, sentence in enumerate(sentences[:64])]
     teachers = [tiny("minilm"), tiny_cross, tiny("roberta")]
     recipe = make_recipe(
         tmp_path,
@@ -74,29 +78,20 @@ def test_off_uses_no_shortcut_in_student_teachers_and_evaluation(
         varied,
         f"models.fast={fast}",
         "student.pooling=cls",
-        "training.max_steps=3",
+        "training.max_steps=2",
         "training.batch_size=8",
         "evaluation.num_heldout=16",
         "teachers.encoders.1.pooling=null",
         "teachers.encoders.2.similarity=rank",
-        "teachers.encoders.2.num_references=50",
+        "teachers.encoders.2.num_references=20",
         f"objective.detection.generator={make_masked_lm(tmp_path / 'generator', tiny('bert'))}",
     )
     outcome = run(recipe)
     assert (outcome.directory / "evaluation.json").is_file()
     assert set(calls) == (set(SHORTCUTS) if fast == "auto" else set())
-
-
-@pytest.mark.parametrize("fast", ["auto", "off"])
-def test_off_uses_no_shortcut_in_groups_and_scorers(
-    tmp_path: Path,
-    tiny: Callable[..., Path],
-    sentences: list[str],
-    calls: Counter[str],
-    fast: Literal["auto", "off"],
-) -> None:
-    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, f"models.fast={fast}", "mutual.cycles=1")
-    run_mutual(recipe, Reporter())
+    calls.clear()
+    groups = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, f"models.fast={fast}", "mutual.cycles=1")
+    run_mutual(groups, Reporter())
     assert set(calls) == (set(SHORTCUTS) - {"choice of packing"} if fast == "auto" else set())
 
 
@@ -104,9 +99,9 @@ def test_the_switch_reaches_every_encoder_section_and_other_processes(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "models.fast=off")
-    for copy in (recipe, pickle.loads(pickle.dumps(recipe)), with_values(recipe, {"seed": 1})):
-        assert isinstance(copy, Recipe)
-        assert not copy.student.is_fast and not any(teacher.is_fast for teacher in copy.teachers.encoders)
+    for each in (recipe, pickle.loads(pickle.dumps(recipe)), with_values(recipe, {"seed": 1})):
+        assert isinstance(each, Recipe)
+        assert not each.student.is_fast and not any(teacher.is_fast for teacher in each.teachers.encoders)
     again = with_values(recipe, {"models.fast": "auto"})
     assert isinstance(again, Recipe) and again.student.is_fast and recipe.student.is_fast is False
     assert "is_fast" not in recipe_yaml(recipe) and "fast: 'off'" in recipe_yaml(recipe)
@@ -117,8 +112,7 @@ def test_the_switch_reaches_every_encoder_section_and_other_processes(
         with_values(recipe, {"models.fast": "on"})
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet"])
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize(("kind", "pooling"), [("bert", "cls"), ("distilbert", "mean"), ("mpnet", "cls")])
 def test_vectors_and_gradients_are_equal_without_shortcuts(tiny: Callable[..., Path], kind: str, pooling: Any) -> None:
     vectors, gradients = [], []
     for is_fast in (True, False):
@@ -135,29 +129,6 @@ def test_vectors_and_gradients_are_equal_without_shortcuts(tiny: Callable[..., P
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-4)
 
 
-def test_frozen_models_compute_the_same_without_onednn_layout(
-    tiny: Callable[..., Path], tiny_cross: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("distcse.models.cpu_kernels.is_faster", lambda precision: True)
-    texts = sentences[:20]
-    pairs = list(zip(texts, texts[::-1], strict=True))
-    vectors, scores = [], []
-    for is_fast in (True, False):
-        encoder = Encoder.load(tiny(), is_fast=is_fast, pooling="mean").eval()
-        scorer = CrossEncoder.load(tiny_cross, is_fast=is_fast)
-        for model in (encoder, scorer):
-            use_mkldnn_linear(model)
-            linears = [module for module in model.modules() if type(module) is nn.Linear]
-            assert bool(linears) != is_fast
-        vectors.append(encoder.encode(texts))
-        scores.append(scorer.score(pairs))
-    np.testing.assert_allclose(*vectors, atol=2e-6)
-    np.testing.assert_allclose(*scores, atol=2e-6)
-    references = np.random.default_rng(0).normal(size=(50, 32)).astype(np.float32)
-    fast, plain = (rank_space(references, "sort", "cpu", is_fast) for is_fast in (True, False))
-    np.testing.assert_allclose(fast.similarities(vectors[0]), plain.similarities(vectors[0]), atol=1e-3)
-
-
 def test_dropout_layers_are_replaced_only_with_the_switch(tiny: Callable[..., Path]) -> None:
     for is_fast in (True, False):
         encoder = Encoder.load(tiny(), is_fast=is_fast, pooling="cls")
@@ -165,3 +136,121 @@ def test_dropout_layers_are_replaced_only_with_the_switch(tiny: Callable[..., Pa
         for model in (encoder, classifier):
             kinds = {type(module) for module in model.modules() if isinstance(module, nn.Dropout)}
             assert kinds == ({Dropout} if is_fast else {nn.Dropout})
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["bert", "distilbert", "mpnet"])
+def test_a_frozen_models_layout_changes_no_vector(
+    kind: str, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IS_FASTER, lambda precision: True)
+    plain = Encoder.load(tiny(kind), pooling="mean").eval()
+    converted = copy.deepcopy(plain)
+    use_mkldnn_linear(converted)
+    assert has_linear(plain) and not has_linear(converted)
+    expected = plain.encode(sentences[:50])
+    np.testing.assert_allclose(converted.encode(sentences[:50]), expected, atol=2e-6)
+    if kind == "bert":
+        references = np.random.default_rng(0).normal(size=(50, 32)).astype(np.float32)
+        fast, slow = (rank_space(references, "sort", "cpu", is_fast) for is_fast in (True, False))
+        np.testing.assert_allclose(fast.similarities(expected), slow.similarities(expected), atol=1e-3)
+
+
+def has_linear(model: nn.Module) -> bool:
+    return any(type(part) is nn.Linear for part in model.modules())
+
+
+@needs_kernels
+def test_a_frozen_cross_encoders_layout_changes_no_score(
+    tiny_cross: Path, sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IS_FASTER, lambda precision: True)
+    plain = CrossEncoder.load(tiny_cross)
+    converted, pairs = copy.deepcopy(plain), list(zip(sentences[:20], sentences[20:40], strict=True))
+    use_mkldnn_linear(converted)
+    assert has_linear(plain) and not has_linear(converted)
+    np.testing.assert_allclose(converted.score(pairs), plain.score(pairs), atol=1e-6)
+    use_mkldnn_linear(off := CrossEncoder.load(tiny_cross, is_fast=False))
+    assert has_linear(off)
+
+
+def test_slow_and_unsupported_kernels_are_not_used(
+    tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Intel CPUs, oneDNN may be slower than MKL in fp32; without AVX-512, its bf16 operator raises."""
+    monkeypatch.setattr("distcse.models.cpu_kernels.fp32_speedup", lambda: 0.8)
+    monkeypatch.setattr("distcse.models.cpu_kernels.onednn_supports", lambda precision: False)
+    plain = Encoder.load(tiny(), pooling="mean").eval()
+    use_mkldnn_linear(plain, "fp16")
+    assert has_linear(plain)
+    for precision in ("fp32", "bf16"):
+        converted = copy.deepcopy(plain)
+        use_mkldnn_linear(converted, precision)
+        assert has_linear(converted)
+        np.testing.assert_array_equal(
+            converted.encode(sentences[:9], precision=precision), plain.encode(sentences[:9], precision=precision)
+        )
+
+
+@needs_kernels
+@pytest.mark.parametrize(("measured", "is_used"), [(0.95, False), (1.01, False), (1.5, True)])
+def test_a_product_that_is_as_fast_does_not_pay_for_a_model(
+    measured: float, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distcse.models.cpu_kernels.fp32_speedup", lambda: measured)
+    assert is_faster("fp32") is is_used
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list mappings")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_mapping_of_the_original_weights_is_closed(
+    tmp_path: Path, tiny: Callable[..., Path], precision: str
+) -> None:
+    """A single tensor in the mapping would keep the weights in memory twice."""
+    if not is_faster(precision):
+        pytest.skip(f"oneDNN's layout is not faster in {precision} on this CPU")
+    folder = tmp_path / "read once"
+    shutil.copytree(tiny(), folder)
+    encoder = Encoder.load(folder, pooling="mean").eval()
+    assert f"{folder}/model.safetensors" in Path("/proc/self/maps").read_text()
+    use_mkldnn_linear(encoder, precision)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    assert np.isfinite(encoder.encode(["A sentence."], precision=precision)).all()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 1e-2)])
+def test_teachers_are_converted_in_their_precision(
+    precision: Literal["fp32", "bf16"], tolerance: float, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    converted = kind_of(TeacherSection(backbone=str(tiny()), pooling="mean", precision=precision)).open_embedder()
+    assert isinstance(converted, Encoder) and has_linear(converted) != is_faster(precision)
+    plain, found = Encoder.load(tiny(), pooling="mean"), converted.encode(sentences[:50], precision=precision)
+    np.testing.assert_allclose(found, plain.encode(sentences[:50], precision=precision), atol=tolerance)
+    assert (np.abs(found - plain.encode(sentences[:50])).max() > 1e-4) == (precision == "bf16")
+
+
+def test_frozen_matrices_are_fp16_on_a_gpu(
+    tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's `meta` device, whose tensors have no values, replaces the GPU; the values are computed on the CPU."""
+    monkeypatch.setattr("distcse.teachers.kinds.base.default_device", lambda: "meta")
+    section = TeacherSection(backbone=str(tiny()), pooling="mean", precision="fp16")
+    frozen = kind_of(section).open_embedder()
+    assert isinstance(frozen, Encoder)
+    matrices = {id(weight) for part in frozen.modules() if isinstance(part, nn.Linear) for weight in part.parameters()}
+    for weight in frozen.parameters():
+        assert weight.dtype == (torch.float16 if id(weight) in matrices else torch.float32)
+    half, plain = Encoder.from_section(section, torch.float16).eval(), Encoder.from_section(section).eval()
+    found, expected = (each.encode(sentences[:50], precision="fp16", normalize=True) for each in (half, plain))
+    assert found.dtype == np.float32 and np.abs(found @ found.T - expected @ expected.T).max() < 2e-3
+
+
+def test_fp16_weights_keep_the_similarities_of_a_real_teacher(minilm: str, sentences: list[str]) -> None:
+    """Within 6e-4, which the recipe reference states for fp16."""
+    section = TeacherSection(backbone=minilm, precision="fp16")
+    half, plain = Encoder.from_section(section, torch.float16).eval(), Encoder.from_section(section).eval()
+    found = half.encode(sentences[:16], precision="fp16", normalize=True)
+    expected = plain.encode(sentences[:16], normalize=True)
+    assert np.abs(found @ found.T - expected @ expected.T).max() < 6e-4

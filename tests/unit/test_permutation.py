@@ -22,15 +22,13 @@ def spread(values: NDArray[np.int64], size: int, bins: int) -> float:
 
 @pytest.mark.parametrize("key", [(0, 0), (42, 7)])
 def test_each_number_occurs_once(key: tuple[int, int]) -> None:
-    for size in range(1, 300):
-        assert np.array_equal(np.sort(Permutation(size, key)(np.arange(size))), np.arange(size))
-    for size in (2**16, 2**16 + 1, 99_999):
+    for size in (*range(1, 300), 2**16, 2**16 + 1, 99_999):
         assert np.array_equal(np.sort(Permutation(size, key)(np.arange(size))), np.arange(size))
 
 
-@pytest.mark.parametrize("size", [BILLION, 2**32, 10**10, 2**62])
+@pytest.mark.parametrize("size", [BILLION, 2**32, 2**62])
 def test_no_number_occurs_twice_in_a_sample_of_many_positions(size: int) -> None:
-    positions = np.unique(np.random.default_rng(0).integers(0, size, 100_000))
+    positions = np.unique(np.random.default_rng(0).integers(0, size, 50_000))
     found = Permutation(size, [42, 0])(np.concatenate([positions, [size - 1]]))
     assert found.dtype == np.int64 and found.min() >= 0 and found.max() < size
     assert len(np.unique(found)) == len(np.unique([*positions.tolist(), size - 1]))
@@ -49,7 +47,7 @@ def test_numbers_do_not_depend_on_their_positions() -> None:
 
 def test_the_first_positions_are_spread_evenly_over_seeds() -> None:
     for size in (101, BILLION):
-        first = np.array([Permutation(size, [seed, 3])(np.arange(2)) for seed in range(2000)])
+        first = np.array([Permutation(size, [seed, 3])(np.arange(2)) for seed in range(1000)])
         assert abs(spread(first[:, 0], size, 20)) < 4 and abs(spread(first[:, 1], size, 20)) < 4
 
 

@@ -22,7 +22,7 @@ from distcse.training.checkpoint_files import load_weights
 from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import make_recipe, make_spec
+from tests.jobs import make_recipe, make_spec, train
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
@@ -31,7 +31,8 @@ MIXED = "student.init_weight_mix=0.25"
 
 @pytest.fixture
 def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_recipe(tmp_path, tiny("bert"), [tiny("bert", width=48)], sentences, *overrides)
+    teachers, short = [tiny("bert", width=48)], ("training.max_steps=8", "evaluation.final_suites=[]")
+    return lambda *overrides: make_recipe(tmp_path, tiny("bert"), teachers, sentences, *short, *overrides)
 
 
 def test_a_tied_weight_is_interpolated_under_both_names(tiny: Callable[..., Path]) -> None:
@@ -47,30 +48,26 @@ def test_a_tied_weight_is_interpolated_under_both_names(tiny: Callable[..., Path
     np.testing.assert_allclose(encoder.encode(["A man."]), evaluated, atol=1e-6)
 
 
-def test_the_saved_student_is_interpolated_and_the_trained_weights_are_not(recipe_with: MakeRecipe) -> None:
-    plain = run(recipe_with(), Reporter())
+def test_the_saved_and_scored_student_is_interpolated_and_the_trained_weights_are_not(
+    recipe_with: MakeRecipe,
+) -> None:
     mixed = run(recipe_with(MIXED), Reporter())
-    assert_equal_weights(weights_of(plain.directory.path), weights_of(mixed.directory.path))
+    spec, tables = make_spec(recipe_with())
+    train(spec, tables)
+    assert_equal_weights(weights_of(spec.run.path), weights_of(mixed.directory.path))
     best = CheckpointStore(mixed.directory.path).best()
     assert best is not None
     trained, initial = load_weights(best), Encoder.from_section(mixed.recipe.student).state_dict()
-    saved = Encoder.load(mixed.directory.model).state_dict()
-    parameters = dict(Encoder.load(mixed.directory.model).named_parameters())
-    for name in parameters:
-        torch.testing.assert_close(saved[name], 0.75 * trained[f"encoder.{name}"] + 0.25 * initial[name])
-
-
-@pytest.mark.slow
-def test_the_dev_score_is_that_of_the_saved_student(recipe_with: MakeRecipe) -> None:
-    result = run(recipe_with(MIXED), Reporter())
-    spec, tables = make_spec(result.recipe, result.directory)
-    loader = BatchLoader(spec, rank=0, workers=1)
-    (teacher,) = result.recipe.teachers.encoders
+    saved = Encoder.load(mixed.directory.model)
+    for name, weight in saved.named_parameters():
+        torch.testing.assert_close(weight.detach(), 0.75 * trained[f"encoder.{name}"] + 0.25 * initial[name])
+    loader = BatchLoader(make_spec(mixed.recipe, mixed.directory)[0], rank=0, workers=1)
+    (teacher,) = mixed.recipe.teachers.encoders
     clients = [LocalTeacherClient(open_table_teacher(teacher, table)) for table in tables]
-    dev = DevMetric.of(result.recipe, loader.corpus, loader.held_out, clients)
-    best = result.train_result.state.best
-    assert dev is not None and best is not None
-    assert dev.score(Encoder.load(result.directory.model)) == pytest.approx(best[1], abs=1e-9)
+    dev = DevMetric.of(mixed.recipe, loader.corpus, loader.held_out, clients)
+    score = mixed.train_result.state.best
+    assert dev is not None and score is not None
+    assert dev.score(saved) == pytest.approx(score[1], abs=1e-9)
 
 
 def test_the_weights_are_restored_after_an_evaluation(tiny: Callable[..., Path]) -> None:
