@@ -6,7 +6,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers.utils.logging import enable_progress_bar
 
 import distcse
 from distcse.compat import deepspeed as compat_deepspeed
@@ -30,6 +32,10 @@ from distcse.compat.torch import (
     onednn_supports,
 )
 from distcse.compat.transformers import LIBRARY_LOGGER, attention_implementation, rotary_embedding, without_noise
+from distcse.models import CrossEncoder, Encoder
+from distcse.models.detection import build_detector
+from distcse.recipe import DetectionSection, StudentSection
+from tests.models import change_json, make_masked_lm
 
 PRIVATE = re.compile(
     r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|modeling_modernbert|_encode_plus|torch\.ops\.|\._fingerprint|\._actions|_SubParsersAction|\._option_string_actions"
@@ -105,8 +111,6 @@ def test_onednn_linear() -> None:
 
 
 def test_attention_implementation(tiny: Callable[..., Path]) -> None:
-    from transformers import AutoModel
-
     for name in ("eager", "sdpa"):
         assert attention_implementation(AutoModel.from_pretrained(tiny(), attn_implementation=name).config) == name
 
@@ -118,36 +122,71 @@ def test_rotary_embedding_at_position_0_changes_nothing() -> None:
     assert all(torch.equal(part, query) for part in rotated)
 
 
-def test_without_noise(
-    tiny: Callable[..., Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoModelForSequenceClassification
-    from transformers.utils.logging import enable_progress_bar
-
-    def load_and_save() -> None:
-        AutoModelForSequenceClassification.from_pretrained(tiny()).save_pretrained(tmp_path)
-
-    library = logging.getLogger(LIBRARY_LOGGER)
-    assert library.handlers, "the library's loggers have their handlers elsewhere"
+@pytest.fixture(params=[False, True], ids=["its own handler", "as where CI=1"])
+def reports(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[list[logging.LogRecord]]:
+    """Records of transformers' loggers that would reach the terminal; CI=1 lets them reach the root's handlers too."""
+    library, records = logging.getLogger(LIBRARY_LOGGER), list[logging.LogRecord]()
     monkeypatch.setattr(library, "level", logging.WARNING)
-    records: list[logging.LogRecord] = []
+    monkeypatch.setattr(library, "propagate", request.param)
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     library.addHandler(handler)
-    try:
-        enable_progress_bar()
+    enable_progress_bar()
+    yield records
+    library.removeHandler(handler)
+
+
+def test_without_noise(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    reports: list[logging.LogRecord],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def load_and_save() -> None:
+        AutoModelForSequenceClassification.from_pretrained(tiny()).save_pretrained(tmp_path)
+
+    assert len(logging.getLogger(LIBRARY_LOGGER).handlers) > 1, "the library's loggers have their handlers elsewhere"
+    load_and_save()
+    assert len(reports) == 1, "the head's missing weights are reported by another logger"
+    assert "Writing model" in capfd.readouterr().err
+    enable_progress_bar()
+    with without_noise():
         load_and_save()
-        assert len(records) == 1, "the head's missing weights are reported by another logger"
-        assert "Writing model" in capfd.readouterr().err
-        enable_progress_bar()
-        with without_noise():
-            load_and_save()
-            assert len(records) == 1 and not capfd.readouterr().err
-            with ThreadPoolExecutor(1) as other:
-                other.submit(load_and_save).result()
-        assert len(records) == 2, "another thread's warnings are not silenced"
-    finally:
-        library.removeHandler(handler)
+        assert len(reports) == 1 and not capfd.readouterr().err
+        with ThreadPoolExecutor(1) as other:
+            other.submit(load_and_save).result()
+    assert len(reports) == 2, "another thread's warnings are not silenced"
+
+
+def test_models_with_other_heads_are_loaded_and_saved_in_silence(
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    reports: list[logging.LogRecord],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with without_noise():
+        source = make_masked_lm(tmp_path / "masked", tiny())
+    enable_progress_bar()
+    student = StudentSection(backbone=str(source))
+    encoder = Encoder.from_section(student)
+    encoder.save(tmp_path / "saved")
+    CrossEncoder.fresh(source, 16).save(tmp_path / "cross")
+    build_detector(DetectionSection(generator=str(source)), encoder, Encoder.from_section(student), "fp32")
+    output = capfd.readouterr()
+    assert not reports and not caplog.records and not output.err and not output.out
+
+
+def test_weights_of_layers_that_the_config_lacks_are_logged_once(
+    tiny: Callable[..., Path], tmp_path: Path, reports: list[logging.LogRecord], caplog: pytest.LogCaptureFixture
+) -> None:
+    Encoder.load(tiny(), pooling="mean").save(tmp_path)
+    change_json(tmp_path / "config.json", num_hidden_layers=1)
+    for _ in range(2):
+        Encoder.load(tmp_path)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert all(part in line for part in (str(tmp_path), "weights are not used", "encoder.layer.1.", "config.json"))
+    assert not reports
 
 
 def test_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

