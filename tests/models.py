@@ -23,12 +23,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
     AutoTokenizer,
-    BertConfig,
-    DistilBertConfig,
-    ModernBertConfig,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    T5Config,
 )
 
 KINDS = ("bert", "roberta", "distilbert", "minilm", "modernbert", "t5")
@@ -39,66 +34,35 @@ def make_encoder(
 ) -> Path:
     """Write a random encoder of an architecture and its tokenizer as a Hugging Face folder."""
     tokenizer = _byte_pairs(lines) if kind == "roberta" else _word_pieces(lines)
-    common: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "max_position_embeddings": 66,
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4}
+    wide = {"intermediate_size": 2 * width, "max_position_embeddings": 66}
+    bert = {**wide, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    settings: dict[str, dict[str, Any]] = {
+        "bert": bert,
+        "minilm": {**bert, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 192},
+        "roberta": {**bert, "type_vocab_size": 1},
+        "distilbert": {
+            "max_position_embeddings": 66,
+            "hidden_dim": 2 * width,
+            "dropout": dropout,
+            "attention_dropout": dropout,
+        },
+        "t5": {"num_layers": layers, "d_kv": 8, "d_ff": 2 * width, "dropout_rate": dropout},
+        "modernbert": {
+            **wide,
+            **{f"{part}_dropout": dropout for part in ("attention", "mlp", "embedding")},
+            **{f"{name}_token_id": tokenizer.cls_token_id for name in ("bos", "cls")},
+            **{f"{name}_token_id": tokenizer.sep_token_id for name in ("eos", "sep")},
+            "global_attn_every_n_layers": 3,
+            "local_attention": 8,
+        },
     }
-    bert_like = {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "intermediate_size": 2 * width,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-    }
-    config: Any
-    if kind == "bert":
-        config = BertConfig(**common, **bert_like)
-    elif kind == "minilm":
-        config = BertConfig(
-            **common, **{**bert_like, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 192}
-        )
-    elif kind == "roberta":
-        config = RobertaConfig(**common, **bert_like, type_vocab_size=1)
-    elif kind == "distilbert":
-        config = DistilBertConfig(
-            **common,
-            dim=width,
-            n_layers=layers,
-            n_heads=4,
-            hidden_dim=2 * width,
-            dropout=dropout,
-            attention_dropout=dropout,
-        )
-    elif kind == "t5":
-        config = T5Config(
-            vocab_size=len(tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-            d_model=width,
-            d_kv=8,
-            d_ff=2 * width,
-            num_layers=layers,
-            num_heads=4,
-            dropout_rate=dropout,
-        )
-    else:
-        config = ModernBertConfig(
-            **common,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            intermediate_size=2 * width,
-            attention_dropout=dropout,
-            mlp_dropout=dropout,
-            embedding_dropout=dropout,
-            global_attn_every_n_layers=3,
-            local_attention=8,
-            bos_token_id=tokenizer.cls_token_id,
-            eos_token_id=tokenizer.sep_token_id,
-            cls_token_id=tokenizer.cls_token_id,
-            sep_token_id=tokenizer.sep_token_id,
-        )
+    config = AutoConfig.for_model(
+        "bert" if kind == "minilm" else kind,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        **{**sizes, **settings[kind]},
+    )
     torch.manual_seed(seed)
     model = (AutoModelForTextEncoding if kind == "t5" else AutoModel).from_config(config)
     return _save_scaled(model, tokenizer, folder)
@@ -141,8 +105,8 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deberta", "fnet", "data2vec-text", "rembert", "mobilebert", "ibert"), _SIZES),
     **dict.fromkeys(("nomic_bert", "eurobert", "modernbert", "esm", "esmc", "dpr"), _SIZES),
     **dict.fromkeys(("gemma2", "phi3", "opt"), _DECODER),
-    **dict.fromkeys(("bart", "m2m_100", "pegasus", "marian"), _ENCODER_DECODER),
-    **dict.fromkeys(("longt5", "switch_transformers"), FAMILIES["mt5"]),
+    "bart": _ENCODER_DECODER,
+    "longt5": FAMILIES["mt5"],
     **dict.fromkeys(("bros", "xmod", "vilt", "lilt", "big_bird"), _SIZES),
     "beam": {
         **_DECODER,

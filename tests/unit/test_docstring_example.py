@@ -118,12 +118,6 @@ def test_tests_vendored_code_and_broken_files_are_skipped(write: WriteFile, capl
     assert "pkg_skips: skipped 2 files" in caplog.text
 
 
-def test_nothing_is_imported_and_garbage_collection_resumes(write: WriteFile) -> None:
-    write("pkg_import/m.py", function("f", "Return a sentence of some length."))
-    assert docstring_sentences(["pkg_import"]) is not None
-    assert "pkg_import" not in sys.modules and gc.isenabled()
-
-
 @pytest.mark.parametrize("name", ["no_such_package", "numpy.linalg", "scikit-learn", "", "this"])
 def test_a_package_that_is_not_installed_is_an_error(name: str) -> None:
     with pytest.raises(LookupError, match=f"{name!r} is not installed"):
@@ -141,6 +135,7 @@ def test_the_command_writes_text_and_a_search_set(
     write("pkg_out/n.py", function(name_in("pkg_out.n", held_out=False), "Look into the entire haystack."))
     monkeypatch.setattr(sys, "argv", ["docstring_corpus.py", "pkg_out", "--out", str(tmp_path / "out")])
     docstring_corpus.main()
+    assert "pkg_out" not in sys.modules and gc.isenabled()
     assert (tmp_path / "out" / "sentences.txt").read_text() == "Look into the entire haystack.\n"
     found = RetrievalDataset.read(tmp_path / "out" / "search")
     assert found.queries == ["Find all of the needles here."] and found.relevant == [{0: 1.0}]

@@ -67,13 +67,6 @@ def test_pairs_have_the_tokens_of_transformers(name: str) -> None:
     assert (kinds is None) == ("unigram" in name)
 
 
-def test_python_code_of_a_tokenizer_is_run() -> None:
-    (plain,), (shouting,) = (
-        tokenize(word_piece(kind), ["the king"], 16) for kind in (PreTrainedTokenizerFast, Shouting)
-    )
-    assert shouting == [*plain[:-1], len(SPECIAL) + WORDS.index("bald"), plain[-1], 4]
-
-
 def test_settings_of_an_earlier_call_have_no_effect() -> None:
     tokenizer = word_piece()
     tokenizer(TEXTS, padding="max_length", max_length=40, split_special_tokens=True)
