@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -22,22 +21,21 @@ from distcse.compat.hub_client import fix_of_hub_error
 from distcse.errors import DistcseError, HubUploadError, ModelNotFoundError
 from distcse.hub import prepare_upload, shorten_paths
 from distcse.models import Encoder
-from distcse.recipe import Recipe
 from tests.commands import command
 from tests.conftest import ROOT
 from tests.endpoints import Reply, open_endpoint
 from tests.failures import fails_with
 from tests.hub import TOKEN, run_hub
+from tests.jobs import make_recipe
+from tests.models import change_json
 
 main = command("push")
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> Run:
-    from tests.jobs import make_recipe
-
     folder = tmp_path_factory.mktemp("push")
-    recipe: Recipe = make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences, "training.max_steps=2")
+    recipe = make_recipe(folder, tiny("bert"), [tiny("minilm")], sentences[:64], "training.max_steps=2")
     return run(recipe, listen=lambda event: None)
 
 
@@ -86,8 +84,7 @@ def test_no_private_name_is_uploaded(done: Run, tmp_path: Path) -> None:
     (model / "distcse" / "recipe.yaml").write_text(yaml.safe_dump(private, width=60))
     (model / "README.md").write_text(f"---\na: 1\n---\nof {private['corpus.path']}, s3://secretbucket/runs/x\n")
     for name in ("config.json", "tokenizer_config.json"):
-        content = json.loads((model / name).read_text()) | {"_name_or_path": private["student.backbone"]}
-        (model / name).write_text(json.dumps(content))
+        change_json(model / name, _name_or_path=private["student.backbone"])
     bundle = prepare_upload(model, tmp_path / "out")
     for name in bundle.files:
         assert b"secret" not in (tmp_path / "out" / name).read_bytes(), name
@@ -179,19 +176,12 @@ def run_python(code: list[str], home: Path, **environment: str) -> subprocess.Co
 def test_a_pushed_model_can_be_loaded(done: Run, tmp_path: Path, sentences: list[str]) -> None:
     push = ["-m", "distcse", "push", str(done.directory), "--to", "me/mine", "--private", "--licence", "mit"]
     vectors = tmp_path / "vectors.npy"
-    load = [
-        "-c",
-        "import sys, numpy, distcse; "
-        f"numpy.save({str(vectors)!r}, distcse.Encoder.load('me/mine').encode({sentences[:4]!r}))",
-    ]
+    encode = f"distcse.Encoder.load('me/mine').encode({sentences[:4]!r})"
+    load = ["-c", f"import numpy, distcse; numpy.save({str(vectors)!r}, {encode})"]
     with run_hub() as hub:
         refused = run_python(push, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
-        assert (
-            refused.returncode == 1
-            and f"[{HubUploadError.code}]" in refused.stderr
-            and "me/mine" in refused.stderr
-            and "HF_TOKEN" in refused.stderr
-        )
+        assert refused.returncode == 1
+        assert all(part in refused.stderr for part in (f"[{HubUploadError.code}]", "me/mine", "HF_TOKEN"))
         pushed = run_python(push, tmp_path, HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
         assert pushed.returncode == 0, pushed.stderr
         assert pushed.stdout == f"model   {hub.url}/me/mine\n" and hub.private["me/mine"]
