@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,10 @@ from distcse.teachers.embedding import table_of
 from distcse.teachers.lists import TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import BatchSampler, Corpus
-from tests.memory import MIB, MemorySeries, MemoryWatch
+from tests.memory import MemorySeries, MemoryWatch
 
 TOLERANCE = 1e-6
 """Largest difference between a served list and the cosines of the table: rounding of sums in another order."""
-LEAK_SHARE, LEAK_BYTES = 0.01, 2 * MIB
-"""Memory is constant if the second half gains less than this share of its answers' bytes, or less than these bytes."""
 _RAY_PROCESSES = ("raylet", "gcs_server")
 
 
@@ -239,68 +237,6 @@ class LoadResult:
         """Largest number of unanswered requests of all trials to one teacher."""
         together = np.concatenate([trial.times for trial in self.trials], axis=2)
         return max(deepest(times) for times in together.transpose(1, 0, 2))
-
-    @property
-    def answer_bytes(self) -> int:
-        """Bytes of the lists of one block."""
-        return self.load.block_steps * self.load.batch**2 * np.dtype(np.float32).itemsize
-
-    def allowed_growth(self, name: str) -> float:
-        """Return the bytes that a process or the object store may gain in the second half."""
-        servers = self.load.teachers * self.load.servers
-        among = servers if name.startswith("server") else self.load.trials if name.startswith("trial") else 1
-        passed = self.answer_bytes * len(self.latencies) / among
-        return max(LEAK_BYTES, LEAK_SHARE * passed / 2)
-
-    def grown(self) -> dict[str, float]:
-        """Return the growth in bytes of everything that exceeds its limit, by name and kind.
-
-        Not checked: shared pages, which belong to the object store, and Ray's GCS, which stores events of the last 100,000 tasks.
-        """
-        checked = {
-            f"{name}, {kind}": (series.growth(), self.allowed_growth(name))
-            for name, kinds in self.memory.items()
-            for kind, series in kinds.items()
-            if name != "gcs_server" and kind != "shared"
-        }
-        return {name: growth for name, (growth, allowed) in checked.items() if growth > allowed}
-
-    def problems(self) -> list[str]:
-        """Return a line for each promise that does not hold."""
-        bound = 2 * self.load.trials
-        largest = max(trial.largest_difference for trial in self.trials)
-        found = [f"{name} grew by {growth / MIB:.1f} MiB in the second half" for name, growth in self.grown().items()]
-        if largest > TOLERANCE:
-            found.append(f"a list differs by {largest:.1e} from the table's cosines (at most {TOLERANCE:.0e})")
-        if self.deepest_of_a_teacher > bound:
-            found.append(f"a teacher had {self.deepest_of_a_teacher} unanswered requests (at most {bound})")
-        return found
-
-    def report(self) -> dict[str, Any]:
-        """Return all figures."""
-        latencies, waited = self.latencies, sum(trial.wait_s for trial in self.trials)
-        return {
-            "load": asdict(self.load),
-            "requests": len(latencies),
-            "answers MiB": round(len(latencies) * self.answer_bytes / MIB),
-            "seconds": round(self.seconds, 1),
-            "requests a second": round(len(latencies) / self.seconds, 1),
-            "latency ms": {
-                **{f"p{q}": round(1000 * float(np.percentile(latencies, q)), 1) for q in (50, 90, 99)},
-                "largest": round(1000 * float(latencies.max()), 1),
-            },
-            "waited share": round(waited / (self.seconds * self.load.trials), 3),
-            "most unanswered": {
-                "of a trial at a teacher": self.deepest_of_a_trial,
-                "at a teacher": self.deepest_of_a_teacher,
-            },
-            "lists compared": sum(trial.compared for trial in self.trials),
-            "largest difference": max(trial.largest_difference for trial in self.trials),
-            "problems": self.problems(),
-            "memory": {
-                name: {kind: series.report() for kind, series in kinds.items()} for name, kinds in self.memory.items()
-            },
-        }
 
 
 def deepest(times: NDArray[np.float64]) -> int:

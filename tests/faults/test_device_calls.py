@@ -14,26 +14,19 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from distcse.cluster.backend import RayBackend
 from distcse.devices.device_plan import DeviceOptions
 from distcse.errors import DistcseError, ModelOutputError, StoppedEarlyError, WorkFailedError
 from distcse.evaluation import Evaluation
 from distcse.events import Event, LogMessage, Reporter, StageProgress
-from distcse.models import Encoder, EncoderHandle
-from distcse.recipe import MutualRecipe, Recipe, load_recipe, read_recipe, recipe_yaml, with_values
-from distcse.runs.backend import DeviceCall, LocalBackend
+from distcse.recipe import MutualRecipe, load_recipe, read_recipe, recipe_yaml, with_values
+from distcse.runs.backend import Backend, DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory, write_recipe
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
-from distcse.runs.distillation.layer_selection import with_chosen_layers
-from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.distillation.tables import embed_corpus
 from distcse.runs.mutual.pairs import load_pairs
-from distcse.runs.stoppable_evaluation import delete_results
 from distcse.storage import checksum, open_store
-from distcse.text import Corpus
 from tests.backends import run
 from tests.devices import (
     comparable,
@@ -49,7 +42,6 @@ from tests.devices import (
 )
 from tests.jobs import make_recipe
 from tests.kills import CpuHolder, Nodes
-from tests.models import make_cross_encoder
 from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, weights_of
 
@@ -281,83 +273,26 @@ def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(
 
 
 def train_from_the_head(folder: Path) -> None:
-    """A driver: train and evaluate, and write what this process loaded and the run's folder."""
-    recipe = load_recipe(str(folder / "on-ray.yaml"), [])
+    """A driver: train, evaluate and mine pairs, and write what this process loaded, and the results."""
+    recipe, mutual = load_recipe(str(folder / "on-ray.yaml"), []), read_recipe(str(folder / "mutual" / "recipe.yaml"))
+    assert isinstance(mutual, MutualRecipe)
+
+    def mine(backend: Backend) -> str:
+        return load_pairs(mutual, RunDirectory.create(mutual).path, backend, Reporter()).fingerprint
+
     with recorded_loads() as loaded:
         result = run(recipe, Reporter())
-    found = {"loaded": loaded, "run": str(result.directory.path), "layers": result.recipe.student.layers}
-    (folder / "found.json").write_text(json.dumps(found))
-
-
-def work_on_gpus_and_here(folder: Path) -> None:
-    """A driver: evaluate, search layers and mine pairs on the nodes, then here; write what is equal, and what was loaded."""
-    torch.set_num_threads(2)  # as the nodes' processes
-    recipe, mutual = (read_recipe(str(folder / name / "recipe.yaml"), []) for name in ("student", "mutual"))
-    assert isinstance(recipe, Recipe) and isinstance(mutual, MutualRecipe)
-    backend, here, events = RayBackend(), LocalBackend(), list[Event]()
-    reporter, labelled = Reporter(events.append), labelled_tasks(recipe)
-    with backend.cluster.joined(), recorded_loads() as loaded:
-        prepared = PreparedCorpus.prepare(recipe, backend, reporter)
-        directory, chosen = RunDirectory.create(prepared.recipe), prepared.recipe
-        directory.model.mkdir()
-        student = EncoderHandle(partial(Encoder.from_section, chosen.student))
-        students = [
-            ScoredStudent("start", chosen.student.backbone, prepared.initial_encoder),
-            ScoredStudent("student", str(directory.model), student, trained=directory.model),
-        ]
-        scored = chosen, prepared.corpus, labelled, students, directory
-        remote = final_scores(*scored, backend, reporter).evaluation
-        delete_results(directory.store)
-        mined = load_pairs(mutual, RunDirectory.create(mutual).path, backend, reporter)
-        loaded_before = list(loaded)
-    fresh = with_values(recipe, {"storage.cache": str(folder / "other")})
-    (folder / "other").mkdir()
-    layers = with_chosen_layers(fresh, Corpus.open(prepared.corpus.directory), here, Reporter()).student.layers
-    local = final_scores(*scored, here, Reporter()).evaluation
-    mined_here = load_pairs(mutual, RunDirectory.create(mutual).path, here, Reporter())
-    stages = [event for event in events if isinstance(event, StageProgress)]
-    found = {
-        "loaded": loaded_before,
-        "layers": [chosen.student.layers, layers],
-        "evaluations": [comparable(remote), comparable(local)],
-        "pairs": [mined.fingerprint, mined_here.fingerprint],
-        "stages": [stage.name for stage in stages if stage.finished],
-        "searched": sum(stage.name == "layers" for stage in stages),
-    }
-    (folder / "found.json").write_text(json.dumps(found))
-
-
-@pytest.mark.slow
-def test_models_are_evaluated_searched_and_mined_on_gpus_with_the_results_of_one_process(
-    nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
-) -> None:
-    scorer, student = make_cross_encoder(tmp_path / "scorer", tiny("bert")), tmp_path / "student"
-    student.mkdir()
-    overrides = (
-        "student.layers=auto",
-        "student.num_layers=2",
-        f"evaluation.data={labelled}",
-        "evaluation.final_suites=[sts, ranking, geometry, retrieval, agreement]",
-        "evaluation.rank_inference={num_references: 100}",
-    )
-    recipe = make_recipe(student, tiny("bert"), [tiny("minilm"), scorer], sentences, *overrides)
-    write_recipe(open_store(student), recipe)
-    pairs = f"pairs={{mine: {{corpus: {{path: '{student / 'corpus.txt'}'}}, pairs: 100, num_neighbors: 10}}}}"
-    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, pairs)
-    write_recipe(open_store(tmp_path / "mutual"), mutual)
-    found = drive(nodes, "work_on_gpus_and_here", tmp_path)
-    assert found["loaded"] == [] and found["searched"] == 4  # three combinations, and the choice
-    for results in ("layers", "evaluations", "pairs"):
-        assert found[results][0] == found[results][1], results
-    stages = {"layers", "start", "student", "student + ranks", "teacher 0", "teacher 1", "mining"}
-    assert stages <= set(found["stages"])
+        with RayBackend.cluster.joined():
+            mined = mine(RayBackend())
+    found = {"loaded": list(loaded), "run": str(result.directory.path), "layers": result.recipe.student.layers}
+    (folder / "found.json").write_text(json.dumps({**found, "mined": [mined, mine(LocalBackend())]}))
 
 
 @pytest.mark.slow
 def test_a_driver_without_room_loads_no_model_and_its_run_equals_a_local_one(
     nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
 ) -> None:
-    """Layers, regression targets, export and evaluation are computed on the nodes."""
+    """Layers, regression targets, export, evaluation and mined pairs are computed on the nodes."""
     overrides = (
         "student.layers=auto",
         "student.num_layers=2",
@@ -365,13 +300,17 @@ def test_a_driver_without_room_loads_no_model_and_its_run_equals_a_local_one(
         "objective.regression={weight: 2.0}",
         "training.max_steps=4",
         f"evaluation.data={labelled}",
+        "evaluation.rank_inference={num_references: 100}",
     )
     on_ray = ("training.workers=1", "training.cpus_per_worker=1", "training.gpus_per_worker=0")
     models = tiny("bert"), [tiny("minilm"), tiny("roberta")]
     recipe = make_recipe(tmp_path, *models, sentences, *overrides, *on_ray, "teachers.embedding_workers=1")
     (tmp_path / "on-ray.yaml").write_text(recipe_yaml(recipe))
+    pairs = f"pairs={{mine: {{corpus: {{path: '{tmp_path / 'corpus.txt'}'}}, pairs: 100, num_neighbors: 10}}}}"
+    mutual = make_mutual_recipe(tmp_path / "mutual", {"bert": tiny("bert")}, sentences, pairs)
+    write_recipe(open_store(tmp_path / "mutual"), mutual)
     found = drive(nodes, "train_from_the_head", tmp_path)
-    assert found["loaded"] == []
+    assert found["loaded"] == [] and found["mined"][0] == found["mined"][1]
     (tmp_path / "local").mkdir()
     local = run(make_recipe(tmp_path / "local", *models, sentences, *overrides), Reporter())
     assert local.recipe.student.layers == found["layers"]

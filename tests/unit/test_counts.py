@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import distcse.text.token_table
 from distcse.cluster.sweep import TrialBackend
 from distcse.devices.device import CPU
 from distcse.evaluation import VectorModel, labelled_dev, sts_score
@@ -19,22 +18,19 @@ from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.frozen_pass import by_length
 from distcse.rank_space import RankSpace, pair_similarities
-from distcse.recipe import CorpusSection, Recipe
+from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.distillation_task import train_student
 from distcse.runs.experiment import experiment_of
 from distcse.storage import open_store
 from distcse.teachers.lists import LocalTeacherClient
-from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import open_table_teacher
-from distcse.text import Corpus, TokenTable
 from distcse.tuning.trial import TrialContext, run_trial
 from tests.counting import (
     CountedSource,
     LargestTensor,
     NumbersRead,
-    counted_calls,
     dispatched,
     passes_of,
     shard_checksums,
@@ -118,15 +114,6 @@ def test_a_step_reads_no_value_from_a_tensor(recipe_with: Callable[..., Recipe])
     assert values.names == []
 
 
-def test_a_cached_table_takes_two_bytes_per_value(tmp_path: Path) -> None:
-    rows, width = 2000, 384
-    identity = TableIdentity("model", "text", rows, None, None, "", "fp32", SHARD_ROWS)
-    table = EmbeddingTable.locate(tmp_path, identity)
-    table.write_shard(0, np.random.default_rng(0).standard_normal((rows, width), dtype=np.float32))
-    size = sum(file.stat().st_size for file in table.directory.iterdir())
-    assert 1 <= size / (2 * rows * width) <= 1.01
-
-
 def test_losses_create_no_tensor_of_pairs_times_dimensions() -> None:
     n, width = 96, 40
     draw = torch.Generator().manual_seed(n)
@@ -139,21 +126,6 @@ def test_losses_create_no_tensor_of_pairs_times_dimensions() -> None:
         loss = loss + list_mle(views.similarities, lists, 0.05).mean()
         torch.autograd.grad(loss, (z1, z2))
     assert n**2 <= counted.numbers <= 2 * n**2
-
-
-def test_a_corpus_is_tokenized_once(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text("\n".join(sentences) + "\n", encoding="utf-8")
-    corpus = Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
-    tokenizer = Encoder.load(tiny("bert"), pooling="cls").tokenizer
-    counting_ids, calls = counted_calls(distcse.text.token_table.encode_batch)
-    monkeypatch.setattr(distcse.text.token_table, "encode_batch", counting_ids)
-    assert not TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
-    assert len(calls) == 1  # chunks of 8,192 rows
-    assert TokenTable.prepare(corpus, tokenizer, 16, tmp_path).reused
-    assert len(calls) == 1
 
 
 def test_a_dev_score_encodes_each_sentence_of_stsb_dev_once(data: Path, tiny: Callable[..., Path]) -> None:
