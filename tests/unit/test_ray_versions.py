@@ -6,9 +6,11 @@ import inspect
 import logging
 from importlib.metadata import requires, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+import ray.train.v2._internal.execution.context as context
 from packaging.requirements import Requirement
 from packaging.version import Version
 from ray import tune
@@ -31,10 +33,12 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
     assert str(required.specifier) == f"<{unsupported},>={oldest}"
 
 
-def test_the_coordinator_can_be_started_early() -> None:
+def test_the_coordinator_can_be_started_early_and_draining_nodes_can_be_listed() -> None:
+    from ray._private.state import state
     from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as module
 
-    assert not inspect.signature(module.get_or_create_autoscaling_coordinator).parameters
+    for function in (module.get_or_create_autoscaling_coordinator, state.get_draining_nodes):
+        assert not inspect.signature(function).parameters
 
 
 def test_a_trainer_creates_the_callback_of_datasets_and_runs_without_it() -> None:
@@ -63,12 +67,6 @@ def test_a_preemption_has_a_limit_where_ray_train_has_one() -> None:
     assert versions.failure_config(3, restarts_after_preemption=True) == FailureConfig(max_failures=3)
 
 
-def test_draining_nodes_can_be_listed() -> None:
-    from ray._private.state import state
-
-    assert not inspect.signature(state.get_draining_nodes).parameters
-
-
 def test_a_restored_search_has_a_new_scheduler() -> None:
     """As docs/how-to/sweeps.md says of ASHA's rungs."""
     from ray.tune.execution.tune_controller import TuneController
@@ -78,12 +76,9 @@ def test_a_restored_search_has_a_new_scheduler() -> None:
 
 
 def test_reports_are_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray.train.v2._internal.execution.context as context
-
     monkeypatch.setattr(context.logger, "level", logging.NOTSET)
     versions.silence_train_reports()
     assert context.logger.level == logging.WARNING
-    assert "logger.info" in inspect.getsource(context.TrainContext)
 
 
 def test_a_node_can_be_preferred() -> None:
@@ -99,24 +94,19 @@ def test_the_callbacks_of_a_tuner_can_be_set() -> None:
     assert tuner._local_tuner.get_run_config().callbacks == [callback]
 
 
-def test_the_warning_about_sigterm_is_silenced() -> None:
-    logger = logging.getLogger("ray._private.worker")
-    before = logger.filters.copy()
-    versions.silence_sigterm_warning()
-    try:
-        source = inspect.getsource(ray._private.worker)
-        assert "logger = logging.getLogger(__name__)" in source and "SIGTERM handler is not set" in source
-    finally:
-        logger.filters[:] = before
-
-
-def test_every_actor_answers() -> None:
-    assert "def __ray_ready__" in inspect.getsource(ray.actor)
-    assert "def __ray_call__" in inspect.getsource(ray.actor)
-
-
-def test_the_file_of_the_current_cluster() -> None:
-    assert versions.current_cluster_file().name in inspect.getsource(ray._common.utils)
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (context.TrainContext, "logger.info"),
+        (ray._private.worker, "logger = logging.getLogger(__name__)"),
+        (ray._private.worker, "SIGTERM handler is not set"),
+        (ray.actor, "def __ray_ready__"),
+        (ray.actor, "def __ray_call__"),
+        (ray._common.utils, versions.current_cluster_file().name),
+    ],
+)
+def test_sources_have_what_is_silenced_called_and_read(place: Any, words: str) -> None:
+    assert words in inspect.getsource(place)
 
 
 def test_the_message_of_a_lost_actor_names_its_class() -> None:
@@ -130,14 +120,8 @@ def test_the_message_of_a_lost_actor_names_its_class() -> None:
 
 
 def test_ray_reads_the_variables() -> None:
-    variables = (
-        versions.BEFORE_IMPORT,
-        versions.LOCAL_CLUSTER,
-        versions.TUNE,
-        versions.TUNE_TRIAL,
-        versions.pending_trials(1),
-    )
-    names = [name for each in variables for name in each]
+    own = versions.BEFORE_IMPORT, versions.LOCAL_CLUSTER, versions.TUNE, versions.TUNE_TRIAL, versions.pending_trials(1)
+    names = [name for variables in own for name in variables]
     folder = Path(ray.__file__).parent
     files = [file for part in ("_private", "_common", "train", "tune", "air") for file in (folder / part).rglob("*.py")]
     text = "".join(file.read_text(errors="ignore") for file in files)
