@@ -35,51 +35,42 @@ def sweep(**search: Any) -> Sweep:
     return Sweep(name="s", parameters={"training.lr": {"values": [1e-3, 1e-4]}}, search=search)
 
 
+LIVE, PARTS = "teachers.mode=live", "training.gpus_per_worker"
+CPUS, GPUS = {"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "search", "nodes", "expected"),
+    ("overrides", "concurrent", "nodes", "expected"),
     [
-        (("training.workers=1",), {}, [{"CPU": 4.0}], TrialResources(4, 1.0, 0.0, 1)),
-        (("training.workers=1",), {"concurrent": 2}, [{"CPU": 4.0}], TrialResources(2, 2.0, 0.0, 1)),
+        ([], None, [{"CPU": 4.0}], TrialResources(4, 1.0, 0.0, 1)),
+        ([], 2, [{"CPU": 4.0}], TrialResources(2, 2.0, 0.0, 1)),
         # Six CPUs would be enough for three trials of two, but no trial spans two nodes of three.
-        (("training.workers=1",), {"concurrent": 3}, [{"CPU": 3.0}] * 2, TrialResources(3, 1.0, 0.0, 1)),
-        (("training.workers=1", "training.cpus_per_worker=2"), {}, [{"CPU": 3.0}] * 2, TrialResources(2, 2.0, 0.0, 1)),
-        (("training.workers=2", "training.cpus_per_worker=1"), {}, [{"CPU": 3.0}] * 2, TrialResources(2, 1.0, 0.0, 2)),
-        (("training.workers=1",), {}, [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 2.0}], TrialResources(2, 4.0, 1.0, 1)),
+        ([], 3, [{"CPU": 3.0}] * 2, TrialResources(3, 1.0, 0.0, 1)),
+        (["training.cpus_per_worker=2"], None, [{"CPU": 3.0}] * 2, TrialResources(2, 2.0, 0.0, 1)),
         (
-            ("training.workers=1", "training.gpus_per_worker=0.5"),
-            {},
-            [{"CPU": 8.0, "GPU": 1.0}],
-            TrialResources(2, 4.0, 0.5, 1),
+            ["training.workers=2", "training.cpus_per_worker=1"],
+            None,
+            [{"CPU": 3.0}] * 2,
+            TrialResources(2, 1.0, 0.0, 2),
         ),
-        (("training.workers=1", "training.cpus_per_worker=0.1"), {}, [{"CPU": 1.0}], TrialResources(10, 0.1, 0.0, 1)),
-        (
-            ("training.workers=1", "teachers.mode=live"),
-            {},
-            [{"CPU": 3.0}, {"CPU": 1.0}],
-            TrialResources(2, 1.0, 0.0, 1),
-        ),  # 2 servers
-        (  # both servers on one GPU, a trial on the other
-            ("training.workers=1", "teachers.mode=live"),
-            {},
-            [{"CPU": 8.0, "GPU": 2.0}],
-            TrialResources(1, 6.0, 1.0, 1, server_gpus=0.25),
-        ),
-        (
-            ("training.workers=1", "training.gpus_per_worker=0.25"),
-            {"concurrent": 4},
-            [{"CPU": 8.0, "GPU": 1.0}],
-            TrialResources(4, 2.0, 0.25, 1),
-        ),
+        (["training.cpus_per_worker=0.1"], None, [{"CPU": 1.0}], TrialResources(10, 0.1, 0.0, 1)),
+        ([], None, [CPUS, GPUS], TrialResources(2, 4.0, 1.0, 1)),
+        ([f"{PARTS}=0.5"], None, [{"CPU": 8.0, "GPU": 1.0}], TrialResources(2, 4.0, 0.5, 1)),
+        ([f"{PARTS}=0.25"], 4, [{"CPU": 8.0, "GPU": 1.0}], TrialResources(4, 2.0, 0.25, 1)),
+        ([LIVE], None, [{"CPU": 3.0}, {"CPU": 1.0}], TrialResources(2, 1.0, 0.0, 1)),  # 2 servers
+        # Both servers are on one GPU, a trial on the other.
+        ([LIVE], None, [GPUS], TrialResources(1, 6.0, 1.0, 1, server_gpus=0.25)),
     ],
 )
 def test_the_default_number_of_trials_is_what_fits(
     recipe_with: MakeRecipe,
-    overrides: tuple[str, ...],
-    search: dict[str, Any],
-    nodes: list[Any],
+    overrides: list[str],
+    concurrent: int | None,
+    nodes: list[Resources],
     expected: TrialResources,
 ) -> None:
-    assert trial_resources(recipe_with(*overrides), sweep(**search), nodes_of(nodes)) == expected
+    recipe = recipe_with("training.workers=1", *overrides)
+    assert trial_resources(recipe, sweep(concurrent=concurrent), nodes_of(nodes)) == expected
 
 
 def test_trials_leave_labelled_servers_their_gpus(recipe_with: MakeRecipe) -> None:
