@@ -145,6 +145,7 @@ NOT_SEARCHABLE: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"student.layers": {"values": [[0, 2]]}}, _PBT, ["student.layers", "pbt"]),
     ({"student.*.layers": {"simplex": True}}, {}, ["student.*.layers"]),
     ({"training.precision": {"values": ["auto", "bf16"]}}, {}, ["parameters.training.precision"]),
+    ({"teachers.encoders.*.alpha": {"simplex": True}}, {}, ["teachers.encoders.0.alpha", "evaluation.dev=agreement"]),
 ]
 REFUSED = [
     (error, *case)
