@@ -171,15 +171,17 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize("stage", ["corpus", "layers", "tokens", "teacher 0", "teacher 1", "targets"])
-def test_a_stop_before_training_ends_the_run_at_once(
-    stage: str, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, work = recipe_with(*EVERYTHING), Work(monkeypatch, stage)
-    message = work.stops(lambda reporter: Distillation(recipe).run(LocalBackend(), reporter))
-    (run,) = Path(recipe.storage.runs).iterdir()
-    assert message.endswith(f"--resume {run}") and not (run / "model").exists()
-    assert not any(isinstance(event, StepReport) for event in work.events)
+def test_a_stop_before_training_ends_the_run_at_once(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each stage in turn: a later start has what the earlier ones stored."""
+    recipe = recipe_with(*EVERYTHING)
+    for number, stage in enumerate(["corpus", "layers", "tokens", "teacher 0", "teacher 1", "targets"], start=1):
+        with monkeypatch.context() as patch:
+            work = Work(patch, stage)
+            message = work.stops(lambda reporter: Distillation(recipe).run(LocalBackend(), reporter))
+        runs = [*Path(recipe.storage.runs).iterdir()]
+        assert len(runs) == number and message.rpartition("--resume ")[2] in map(str, runs), stage
+        assert not any((run / "model").exists() for run in runs)
+        assert not any(isinstance(event, StepReport) for event in work.events)
 
 
 @pytest.mark.parametrize("score", [1, 2, 3])
@@ -382,10 +384,9 @@ def groups(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> C
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
 
 
-@pytest.mark.parametrize(("stage", "mined"), [("pairs", False), ("starts", False), ("tokens", False), ("mining", True)])
+@pytest.mark.parametrize("stages", [("pairs", "starts", "tokens"), ("mining",)])
 def test_a_stop_before_the_first_phase_ends_the_run_at_once(
-    stage: str,
-    mined: bool,
+    stages: tuple[str, ...],
     groups: Callable[..., MutualRecipe],
     tmp_path: Path,
     sentences: list[str],
@@ -393,9 +394,12 @@ def test_a_stop_before_the_first_phase_ends_the_run_at_once(
 ) -> None:
     (tmp_path / "corpus.txt").write_text("\n".join(sentences))
     source = f"pairs={{mine: {{corpus: {{path: '{tmp_path / 'corpus.txt'}'}}, pairs: 100, num_neighbors: 5}}}}"
-    recipe, work = groups(*([source] if mined else [])), Work(monkeypatch, stage)
-    work.stops(lambda reporter: MutualDistillation(recipe).run(LocalBackend(), reporter))
-    assert not any(isinstance(event, GroupEvent) for event in work.events)
+    recipe = groups(*([source] if "mining" in stages else []))
+    for stage in stages:
+        with monkeypatch.context() as patch:
+            work = Work(patch, stage)
+            work.stops(lambda reporter: MutualDistillation(recipe).run(LocalBackend(), reporter))
+        assert not any(isinstance(event, GroupEvent) for event in work.events)
 
 
 @pytest.mark.parametrize("mined", [False, True])
@@ -568,19 +572,19 @@ def _in_function(name: str) -> bool:
     return name.endswith("()")
 
 
-def modules() -> Iterator[tuple[str, ast.AST]]:
-    for file in sorted((ROOT / "distcse").rglob("*.py")):
-        yield file.relative_to(ROOT / "distcse").with_suffix("").as_posix(), ast.parse(file.read_text())
-
-
-def test_each_place_that_asks_is_listed_with_its_test() -> None:
-    found = set()
-    for module, tree in modules():
-        for name, node in functions(tree):
+def test_each_place_that_asks_is_listed_and_no_loop_over_batches_is_called_without_a_question() -> None:
+    found, loops = set(), set()
+    for file in (ROOT / "distcse").rglob("*.py"):
+        module = file.relative_to(ROOT / "distcse").with_suffix("").as_posix()
+        for name, node in functions(ast.parse(file.read_text())):
             asks = isinstance(node, ast.Attribute) and node.attr in _QUESTIONS
             helps = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _HELPERS
             if asks or helps:
                 found.add(f"{module}:{name}")
+            if isinstance(node, ast.Call) and _called(node) in _LOOPS and not _is_of_a_string(node):
+                passed = [*map(ast.unparse, node.args), *(str(keyword.arg) for keyword in node.keywords)]
+                if not any(word in text for text in passed for word in ("progress", "on_batch", "on_rows", "reporter")):
+                    loops.add(f"{module}:{name}")
     helpers = {
         "evaluation/models:reporting",
         "runs/distillation/corpus:start_stage",
@@ -588,17 +592,7 @@ def test_each_place_that_asks_is_listed_with_its_test() -> None:
         "events:Reporter.follow",
     }
     assert found - helpers == set(ASKS)
-
-
-def test_no_loop_over_batches_is_called_without_a_question() -> None:
-    found = set()
-    for module, tree in modules():
-        for name, node in functions(tree):
-            if isinstance(node, ast.Call) and _called(node) in _LOOPS and not _is_of_a_string(node):
-                passed = [*map(ast.unparse, node.args), *(str(keyword.arg) for keyword in node.keywords)]
-                if not any(word in text for text in passed for word in ("progress", "on_batch", "on_rows", "reporter")):
-                    found.add(f"{module}:{name}")
-    assert found == set(SHORT)
+    assert loops == set(SHORT)
 
 
 def _called(node: ast.Call) -> str:
