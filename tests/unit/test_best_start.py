@@ -44,7 +44,7 @@ def make(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Mak
 
     def make(*overrides: str) -> MutualRecipe:
         models = {"good": tiny("bert"), "weak": tiny("minilm")}
-        recipe = make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", *overrides)
+        recipe = make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", "bi.epochs=1", *overrides)
         dev, recorded = DevPairs.of(recipe), RecordedScores()
         assert dev is not None
         dev.score(recorded.recording(VectorModel.of(Encoder.from_section(recipe.groups[0]))))

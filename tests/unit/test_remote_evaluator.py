@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,8 +23,8 @@ from distcse.training.checkpoint_files import ModelState, load_trainer_state
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.trainer import TrainResult
 from tests.failures import fails_with
-from tests.jobs import make_spec, train
-from tests.weights import assert_equal_weights, weights_of
+from tests.jobs import make_recipe, make_spec, train
+from tests.weights import Weights, assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -81,9 +82,28 @@ def train_async(
     return train_student(spec, clients_of(spec, tables), Reporter(events.append, stop), evaluator=evaluator)
 
 
+@pytest.fixture(scope="module")
+def recipe_with(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]
+) -> MakeRecipe:
+    """Makes recipes of small jobs, which embed the corpus once."""
+    folder, teachers = tmp_path_factory.mktemp("scored"), [tiny("minilm"), tiny("roberta")]
+    return lambda *overrides: make_recipe(folder, tiny("bert"), teachers, sentences, *overrides)
+
+
+@pytest.fixture(scope="module")
+def weights(recipe_with: MakeRecipe) -> Weights:
+    """The weights of an uninterrupted run with synchronous scores."""
+    spec, tables = make_spec(recipe_with())
+    train(spec, tables)
+    return weights_of(spec.run.path)
+
+
 @pytest.mark.parametrize("ready", [True, False])
 def test_asynchronous_scores_equal_synchronous_ones(ready: bool, recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with("training.lr=3e-2")  # so high that the best checkpoint is not the last
+    recipe = recipe_with(
+        "training.lr=3e-2", "training.max_steps=13"
+    )  # so high that the best checkpoint is not the last
     sync_spec, tables = make_spec(recipe)
     sync_events: list[Event] = []
     expected = train(sync_spec, tables, sync_events)
@@ -91,7 +111,7 @@ def test_asynchronous_scores_equal_synchronous_ones(ready: bool, recipe_with: Ma
     async_events: list[Event] = []
     evaluator = LocalEvaluator(async_spec, tables, ready)
     result = train_async(async_spec, tables, evaluator, async_events)
-    assert result.state == expected.state and evaluator.begun == len(expected.state.scores) == 5
+    assert result.state == expected.state and evaluator.begun == len(expected.state.scores) == 4
     sync_scores, async_scores = (
         [replace(event, blocked_s=0.0) for event in events if isinstance(event, DevScore)]
         for events in (sync_events, async_events)
@@ -103,48 +123,32 @@ def test_asynchronous_scores_equal_synchronous_ones(ready: bool, recipe_with: Ma
     assert sync_best != CheckpointStore(sync_spec.run.path).latest()
 
 
-def test_a_checkpoint_lacks_its_own_score_and_a_resumed_run_computes_it(recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with("training.log_every=6")
-    uninterrupted, tables = make_spec(recipe)
-    train(uninterrupted, tables)
-    spec, tables = make_spec(recipe)
-    evaluator, events = LocalEvaluator(spec, tables, ready=False), []  # type: ignore[var-annotated]
-
-    def stop() -> bool:  # a slow machine asks between reports too
-        return evaluator.begun == 2 and any(isinstance(event, StepReport) and event.step == 12 for event in events)
-
-    first = train_async(spec, tables, evaluator, events, stop=stop)
-    latest = CheckpointStore(spec.run.path).latest()
-    assert first.interrupted and latest is not None
-    assert [step for step, _ in load_trainer_state(latest).scores] == [0, 6] and latest.name == "step-000012"
-    resumed = LocalEvaluator(spec, tables, ready=False)
-    second = train_async(spec, tables, resumed, [])
-    assert [step for step, _ in second.state.scores] == [0, 6, 12, 18, 22] and resumed.begun == 3
-    assert_equal_weights(weights_of(uninterrupted.run.path), weights_of(spec.run.path))
-
-
-@pytest.mark.parametrize(("stop_at", "waits_from", "scores"), [(8, 2, [0, 12, 18, 22]), (22, 5, [0, 6, 12, 18, 22])])
-def test_a_stop_writes_its_checkpoint_while_the_evaluator_waits_for_a_node(
-    stop_at: int, waits_from: int, scores: list[int], recipe_with: MakeRecipe
+@pytest.mark.parametrize(
+    ("waits_from", "stop_at", "stored", "scores"),
+    [
+        (99, 12, [0, 6], [0, 6, 12, 18, 22]),
+        (2, 8, [0], [0, 12, 18, 22]),
+        (5, 22, [0, 6, 12, 18], [0, 6, 12, 18, 22]),
+    ],
+    ids=["a checkpoint lacks its own score", "the evaluator waits for a node", "it waits after the last step"],
+)
+def test_a_stopped_run_resumes_to_the_same_weights_and_scores(
+    waits_from: int, stop_at: int, stored: list[int], scores: list[int], recipe_with: MakeRecipe, weights: Weights
 ) -> None:
-    recipe = recipe_with("training.log_every=2")
-    uninterrupted, tables = make_spec(recipe)
-    train(uninterrupted, tables)
-    spec, tables = make_spec(recipe)
-    evaluator, events = WaitingEvaluator(spec, tables, ready=False), []  # type: ignore[var-annotated]
+    spec, tables = make_spec(recipe_with("training.log_every=2"))
+    evaluator, events = WaitingEvaluator(spec, tables, ready=False), list[Event]()
     evaluator.waits_from = waits_from
-    first = train_async(
-        spec,
-        tables,
-        evaluator,
-        events,
-        stop=lambda: any(isinstance(event, StepReport) and event.step == stop_at for event in events),
-    )
+
+    def stop() -> bool:
+        return any(isinstance(event, StepReport) and event.step == stop_at for event in events)
+
+    first = train_async(spec, tables, evaluator, events, stop)
     latest = CheckpointStore(spec.run.path).latest()
     assert first.interrupted and latest is not None and latest.name == f"step-{stop_at:06}"
+    assert [step for step, _ in load_trainer_state(latest).scores] == stored
     second = train_async(spec, tables, LocalEvaluator(spec, tables, ready=False), [])
     assert second.state.finished and [step for step, _ in second.state.scores] == scores
-    assert_equal_weights(weights_of(uninterrupted.run.path), weights_of(spec.run.path))
+    assert_equal_weights(weights, weights_of(spec.run.path))
 
 
 def test_early_stopping_is_one_score_later(recipe_with: MakeRecipe) -> None:
@@ -169,7 +173,7 @@ def test_a_failed_score_ends_the_run_and_keeps_its_checkpoints(recipe_with: Make
 
 
 def test_without_dev_scores_the_evaluator_is_not_called(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("evaluation.dev=none"))
+    spec, tables = make_spec(recipe_with("evaluation.dev=none", "training.max_steps=2"))
     evaluator = LocalEvaluator(spec, tables, ready=True)
     assert train_async(spec, tables, evaluator, []).state.scores == [] and evaluator.begun == 0
 

@@ -93,55 +93,51 @@ def test_a_students_evaluation_continues_after_a_stop(recipe_with: MakeRecipe, l
     assert not (done.directory / "evaluation").exists()
 
 
-@pytest.mark.parametrize("model", ["start", "student"])
-def test_a_stop_before_there_is_a_score_leaves_all_out(recipe_with: MakeRecipe, labelled: Path, model: str) -> None:
-    """In the first of several sets, and where the only score, the agreement, needs all teachers."""
-    with_sets = [f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts]"]
-    recipe, stop = recipe_with(*SHORT, *(with_sets if model == "start" else [])), StopAt(model)
-    stopped = distcse.run(recipe, listen=stop.listen, stop_requested=stop.stop_requested)
+def test_a_stop_before_there_is_a_score_keeps_the_student(recipe_with: MakeRecipe, labelled: Path) -> None:
+    """While its training text is compared with the labelled sets, and in the first of several sets."""
+    recipe = recipe_with(
+        *SHORT, f"evaluation.data={labelled}", "evaluation.dev=agreement", "evaluation.final_suites=[sts]"
+    )
+    runs = Path(recipe.storage.runs)
+    stopped = distcse.run(recipe, listen=lambda event: None, stop_requested=lambda: any(runs.glob("*/model")))
+    assert stopped.interrupted and stopped.scores is None and (stopped.model / "README.md").is_file()
+    stop = StopAt("start")
+    stopped = distcse.resume(stopped.directory, listen=stop.listen, stop_requested=stop.stop_requested)
     assert stopped.interrupted and stopped.scores is None and len(stop.left_out) == 1
     done = distcse.resume(stopped.directory, listen=lambda event: None)
     assert not done.interrupted and done.scores is not None
 
 
-def test_a_stop_before_the_first_model_keeps_the_student(recipe_with: MakeRecipe, labelled: Path) -> None:
-    """While its training text is compared with the labelled sets."""
-    recipe = recipe_with(*SHORT, f"evaluation.data={labelled}", "evaluation.final_suites=[sts]")
-    runs = Path(recipe.storage.runs)
-    stopped = distcse.run(recipe, listen=lambda event: None, stop_requested=lambda: any(runs.glob("*/model")))
-    assert stopped.interrupted and stopped.scores is None and (stopped.model / "README.md").is_file()
-    done = distcse.resume(stopped.directory, listen=lambda event: None)
-    assert not done.interrupted and done.scores is not None
+def test_the_command_exits_as_stopped_and_damaged_results_are_measured_again(
+    recipe_with: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The only score, the agreement, needs all teachers, which a stopped evaluation has not measured."""
+    recipe_with(*SHORT)
+    stop = StopAt("student")
+    with monkeypatch.context() as patch:
+        patch.setattr("distcse.devices.process.StopOnSignal.stop_requested", lambda self: stop.stop_requested())
+        patch.setattr("distcse.report.progress.QuietView.show", lambda self, event: stop.listen(event))
+        assert main([str(tmp_path / "recipe.yaml"), "--quiet"]) == INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "model   " in printed and "resume  distcse train --resume" in printed and len(stop.left_out) == 1
+    (directory,) = (tmp_path / "runs").iterdir()
 
-
-def test_damaged_results_are_measured_again(recipe_with: MakeRecipe) -> None:
     stop = StopAt("teacher 1")
-    stopped = distcse.run(recipe_with(*SHORT), listen=stop.listen, stop_requested=stop.stop_requested)
-    files = sorted((stopped.directory / "evaluation").iterdir())
+    stopped = distcse.resume(directory, listen=stop.listen, stop_requested=stop.stop_requested)
+    assert stopped.interrupted and stopped.scores is None
+    files = sorted((directory / "evaluation").iterdir())
     assert len(files) == 3
     content = json.loads(files[0].read_text())
     content["result"]["tuple"][1] = 1.5
     files[0].write_text(json.dumps(content))
     later: list[Event] = []
-    done = distcse.resume(stopped.directory, listen=later.append)
-    assert not done.interrupted and len(measured_in(later)) == 2
+    done = distcse.resume(directory, listen=later.append)
+    assert not done.interrupted and done.scores is not None and len(measured_in(later)) == 2
     warnings = [event.text for event in later if isinstance(event, LogMessage) and event.warning]
     (text,) = (
         text for text in warnings if not text.startswith(("[DCSE-W02]", "[DCSE-W05]"))
     )  # random teachers, few steps
     assert "checksum" in text and "measured again" in text
-
-
-def test_the_command_prints_what_was_measured_and_exits_as_stopped(
-    recipe_with: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe_with(*SHORT)
-    stop = StopAt("teacher 0")
-    monkeypatch.setattr("distcse.devices.process.StopOnSignal.stop_requested", lambda self: stop.stop_requested())
-    monkeypatch.setattr("distcse.report.progress.QuietView.show", lambda self, event: stop.listen(event))
-    assert main([str(tmp_path / "recipe.yaml"), "--quiet"]) == INTERRUPTED
-    printed = capsys.readouterr().out
-    assert "model   " in printed and "resume  distcse train --resume" in printed
 
 
 @pytest.fixture

@@ -184,31 +184,32 @@ def test_a_stop_before_training_ends_the_run_at_once(recipe_with: MakeRecipe, mo
         assert not any(isinstance(event, StepReport) for event in work.events)
 
 
-@pytest.mark.parametrize("score", [1, 2, 3])
 def test_a_stop_in_a_dev_score_ends_it_and_the_resumed_run_computes_it(
-    score: int, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first score is the initial model's, the third the last step's."""
     changes = ("evaluation.final_suites=[]", "student.dropout=0.1", "training.max_steps=4", "evaluation.eval_steps=2")
-    recipe, numbers, encode = recipe_with(*changes), count(1), KeptTokens.encode
-    whole = distcse.run(recipe)
-    with monkeypatch.context() as patch:
-        work = Work(patch, f"score {score}")
+    recipe, encode = recipe_with(*changes), KeptTokens.encode
+    undisturbed = distcse.run(recipe, listen=lambda event: None).directory
+    for score in (1, 2, 3):
+        before = {*Path(recipe.storage.runs).iterdir()}
+        with monkeypatch.context() as patch:
+            work, numbers = Work(patch, f"score {score}"), count(1)
 
-        def scored(*arguments: Any) -> Any:
-            work.current = f"score {next(numbers)}"
-            return encode(*arguments)
+            def scored(*arguments: Any, work: Work = work, numbers: Iterator[int] = numbers) -> Any:
+                work.current = f"score {next(numbers)}"
+                return encode(*arguments)
 
-        patch.setattr(KeptTokens, "encode", scored)
-        with suppress(StoppedEarlyError):  # in the first score there is no model yet
-            Distillation(recipe).run(LocalBackend(), work.reporter)
-    assert work.requested and work.afterwards <= 1
-    assert sum(isinstance(event, DevScore) for event in work.events) == score - 1
-    (run,) = [folder for folder in Path(recipe.storage.runs).iterdir() if folder != whole.directory]
-    done = distcse.resume(run)
-    assert not done.interrupted
-    assert_equal_weights(weights_of(run), weights_of(whole.directory))
-    assert dev_scores(run) == dev_scores(whole.directory)
+            patch.setattr(KeptTokens, "encode", scored)
+            with suppress(StoppedEarlyError):  # in the first score there is no model yet
+                Distillation(recipe).run(LocalBackend(), work.reporter)
+        assert work.requested and work.afterwards <= 1
+        assert sum(isinstance(event, DevScore) for event in work.events) == score - 1
+        (run,) = {*Path(recipe.storage.runs).iterdir()} - before
+        done = distcse.resume(run, listen=lambda event: None)
+        assert not done.interrupted
+        assert_equal_weights(weights_of(run), weights_of(undisturbed))
+        assert dev_scores(run) == dev_scores(undisturbed)
 
 
 def _batches_of_a_stopped_score(model: Path, texts: list[str]) -> int:
@@ -526,7 +527,6 @@ SHORT = {
     "runs/mutual/pair_task:PairBatch._encode_part": "a training step",
     "runs/mutual/pair_task:encode_streams": "a training step",
     "models/onnx:export_encoder": "without `StopOnSignal`: a signal ends the command at once",
-    "models/encoder:KeptTokens.encode": "as make_dev_encode",
     "models/static:StaticEncoder.encode": "as _with_total",
     "rank_space/encoder:RankSpaceEncoder.similarities": "the Python API, without a run",
     "cluster/backend:RayBackend.embed": "its reporter is in the request",
