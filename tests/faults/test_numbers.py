@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,23 +78,21 @@ def batches() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("tau", [1e-4, 0.05])
-@pytest.mark.parametrize("batch", list(batches()))
 @pytest.mark.parametrize("term", list(TERMS))
-def test_every_term_and_its_gradient_are_finite(term: str, batch: str, tau: float) -> None:
+def test_every_term_and_its_gradient_are_finite(term: str, tau: float) -> None:
     terms = {"info_nce": None, "consistency": None, "rank": None, **TERMS[term]}
     if terms["rank"] is not None:
         terms["rank"] = {**terms["rank"], "tau2": tau, "tau3": tau}
     objective = build_objective(ObjectiveSection.model_validate({"tau1": tau, **terms}))
-    first, second = (views.clone().requires_grad_() for views in batches()[batch])
-    rows = len(first)
-    targets = torch.nn.functional.normalize(torch.ones(rows, 8), dim=1)
-    for lists in (torch.eye(rows), torch.ones(rows, rows), -torch.ones(rows, rows), torch.zeros(rows, rows)):
-        loss, parts = objective(gather_views(first, second), TeacherOutputs(lists, targets=targets))
-        first.grad = second.grad = None
-        loss.backward()
-        assert all(part.isfinite() for part in (loss, *parts.values()))
-        for views in (first, second):
-            assert views.grad is None or views.grad.isfinite().all()
+    for name, batch in batches().items():
+        rows = len(batch[0])
+        targets = torch.nn.functional.normalize(torch.ones(rows, 8), dim=1)
+        for lists in (torch.eye(rows), torch.ones(rows, rows), -torch.ones(rows, rows), torch.zeros(rows, rows)):
+            first, second = (views.clone().requires_grad_() for views in batch)
+            loss, parts = objective(gather_views(first, second), TeacherOutputs(lists, targets=targets))
+            loss.backward()
+            assert all(part.isfinite() for part in (loss, *parts.values())), name
+            assert all(views.grad is None or views.grad.isfinite().all() for views in (first, second)), name
 
 
 def test_pair_losses_are_finite_at_extremes() -> None:
@@ -126,16 +125,7 @@ def test_unusable_numbers_in_a_recipe_are_refused(
         recipe_with(override)
 
 
-def test_a_loss_that_overflows_names_step_rows_and_term(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("objective.rank.gamma=1e39", "training.log_every=5"))
-    with fails_with(DivergedError, "loss", "step 0", "… of the corpus (16)") as raised:
-        train(spec, tables)
-    assert re.search(r"rows (\d+, ){8}… ", str(raised.value))
-    assert latest_finite_step(spec.run.path) == 0
-
-
-@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
-@pytest.mark.parametrize("clipping", [0.0, 1.0])
+@pytest.mark.parametrize(("engine", "clipping"), [("torch", 0.0), ("torch", 1.0), ("deepspeed", 1.0)])
 def test_a_gradient_that_overflows_leaves_no_checkpoint(recipe_with: MakeRecipe, engine: str, clipping: float) -> None:
     # The loss, about 2e38, is a finite float32; its gradient is not. Step 1 is evaluated, so only the weights show it.
     overrides = ("objective.info_nce.weight=1e38", "objective.tau1=0.001", "evaluation.eval_steps=1")
@@ -145,25 +135,9 @@ def test_a_gradient_that_overflows_leaves_no_checkpoint(recipe_with: MakeRecipe,
     with fails_with(DivergedError, "rows", "of the corpus") as raised:
         train(spec, tables)
     assert re.search("(after step 1|at step [01]) ", str(raised.value))
-    assert latest_finite_step(spec.run.path) == 0
-
-
-def latest_finite_step(run: Path) -> int:
-    """Return the step of the latest checkpoint, after asserting that its numbers are finite."""
-    folder = CheckpointStore(run).latest()
-    assert folder is not None
+    folder = CheckpointStore(spec.run.path).latest()
+    assert folder is not None and folder.name == "step-000000"
     assert load_model_state(folder).first_not_finite() is None
-    return int(folder.name.removeprefix("step-"))
-
-
-def test_a_diverging_run_fails_with_the_same_error_after_each_resume(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("objective.info_nce.weight=1e39"))
-    messages = set()
-    for _ in range(3):
-        with pytest.raises(DivergedError) as raised:
-            train(spec, tables)
-        messages.add(str(raised.value))
-    assert len(messages) == 1 and latest_finite_step(spec.run.path) == 0
 
 
 def test_moments_that_are_not_finite_are_found() -> None:
@@ -192,13 +166,8 @@ def test_a_corpus_of_one_repeated_sentence_trains_unless_it_is_held_out(
     assert np.isfinite(Encoder.load(result.directory.model).encode(["The same sentence."])).all()
 
 
-# -- teachers -------------------------------------------------------------------------------------------------------------
-
-
 def corrupted(model: Path, folder: Path, value: float) -> Path:
     """Copy a model, with one weight set to `value`."""
-    import shutil
-
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
     name = next(name for name in weights if "word_embeddings" in name)
@@ -221,14 +190,15 @@ def test_a_model_with_a_weight_that_is_not_finite_is_refused(
         CrossEncoder.load(broken)
 
 
-@pytest.mark.parametrize("mode", ["table", "live"])
 @pytest.mark.parametrize(
-    ("vector", "problem"),
+    ("mode", "vector", "problem"),
     [
-        ([0.0, 0.0], "zero"),
-        ([float("nan"), 1.0], "finite"),
-        ([float("inf"), 1.0], "finite"),
-        ([-float("inf"), float("inf")], "finite"),
+        ("table", [0.0, 0.0], "zero"),
+        ("table", [float("nan"), 1.0], "finite"),
+        ("table", [float("inf"), 1.0], "finite"),
+        ("table", [-float("inf"), float("inf")], "finite"),
+        ("live", [0.0, 0.0], "zero"),
+        ("live", [float("inf"), 1.0], "finite"),
     ],
 )
 def test_a_zero_or_infinite_vector_of_a_teacher_is_named_with_its_row(
@@ -257,17 +227,16 @@ def test_a_zero_or_infinite_vector_of_a_teacher_is_named_with_its_row(
         assert np.isfinite(np.load(shard)).all()
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30, 3e38])
-def test_a_table_keeps_directions_at_any_norm(recipe_with: MakeRecipe, scale: float) -> None:
+def test_a_table_keeps_directions_at_any_norm(recipe_with: MakeRecipe) -> None:
     """float16 ends at 65504, and squares overflow float32 beyond 1.8e19; a table stores unit vectors, so neither matters."""
-    _, tables = make_spec(recipe_with())
-    table: EmbeddingTable = tables[0]
+    table = make_spec(recipe_with())[1][0]
     rows = len(table.shard_range(0))
     vectors = np.random.default_rng(0).uniform(-1, 1, size=(rows, 8)).astype(np.float32)
-    table.write_shard(0, (vectors * scale).astype(np.float32))
-    stored = EmbeddingTable(table.directory, table.identity).vectors(np.arange(rows))
     expected = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    assert np.abs(stored - expected).max() < 2e-3
+    for scale in (1e-38, 1e-30, 1.0, 1e30, 3e38):
+        table.write_shard(0, (vectors * scale).astype(np.float32))
+        stored = EmbeddingTable(table.directory, table.identity).vectors(np.arange(rows))
+        assert np.abs(stored - expected).max() < 2e-3, scale
 
 
 def test_a_table_damaged_during_a_run_is_not_served(recipe_with: MakeRecipe) -> None:

@@ -22,6 +22,7 @@ from distcse.events import Reporter
 from distcse.recipe import CorpusSection, Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.experiment import Experiment
 from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.runs.mutual.phase_store import PhaseStore, StoredScores
 from distcse.runs.mutual.phases import Phase
@@ -228,16 +229,32 @@ def test_a_mutual_run_depends_on_its_pairs_their_sides_and_their_order(tmp_path:
         PhaseStore(tmp_path / "run").record_pairs(prints[1])
 
 
-MINED: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "corpus": ("corpus.txt", lambda file: replace_in(file, "guitar", "violin")),
-    "model of bert": ("bert/config.json", lambda file: edit_json(file, layer_norm_eps=1e-3)),
-    "dev set": ("dev.tsv", lambda file: replace_in(file, "\n1\t", "\n2\t")),
-}
+def replace_in(file: Path, old: str, new: str) -> None:
+    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
+    assert old in text
+    changed = text.replace(old, new, 1).encode()
+    file.write_bytes(gzip.compress(changed) if file.suffix == ".gz" else changed)
 
 
-@pytest.mark.parametrize("name", MINED)
+def assert_each_changes_one_key(
+    experiment: Experiment[Any], folder: Path, changes: dict[str, tuple[str, Callable[[Path], None]]]
+) -> None:
+    """Change each file, check that only its key changes and that a run which recorded the keys refuses it, and restore it."""
+    before, run = experiment.fingerprints(Reporter()), RunDirectory.create(experiment.recipe)
+    assert before.keys() >= changes.keys()
+    run.record(0, before)
+    for name, (file, change) in changes.items():
+        content = (folder / file).read_bytes()
+        change(folder / file)
+        after = experiment.fingerprints(Reporter())
+        (folder / file).write_bytes(content)
+        assert {key for key in before if before[key] != after[key]} == {name}
+        with fails_with(ResumeMismatchError, name):
+            run.record(0, after)
+
+
 def test_a_mutual_run_records_the_text_that_it_mines(
-    name: str, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     pytest.importorskip("bm25s"), pytest.importorskip("faiss")
     models = {kind: shutil.copytree(tiny(kind), tmp_path / kind) for kind in ("bert", "roberta")}
@@ -246,33 +263,16 @@ def test_a_mutual_run_records_the_text_that_it_mines(
     mined = f"pairs={{mine: {{corpus: {{path: '{tmp_path / 'corpus.txt'}'}}, pairs: 100, num_neighbors: 5}}}}"
     dev = f"evaluation.dev={tmp_path / 'dev.tsv'}"
     experiment = MutualDistillation(make_mutual_recipe(tmp_path / "recipe", models, sentences, mined, dev))
-    before = experiment.fingerprints(Reporter())
-    file, change = MINED[name]
-    change(tmp_path / file)
-    after = experiment.fingerprints(Reporter())
-    assert {key for key in before if before[key] != after[key]} == {name}
+    changes: dict[str, tuple[str, Callable[[Path], None]]] = {
+        "corpus": ("corpus.txt", lambda file: replace_in(file, "guitar", "violin")),
+        "model of bert": ("bert/config.json", lambda file: edit_json(file, layer_norm_eps=1e-3)),
+        "dev set": ("dev.tsv", lambda file: replace_in(file, "\n1\t", "\n2\t")),
+    }
+    assert_each_changes_one_key(experiment, tmp_path, changes)
 
 
-def replace_in(file: Path, old: str, new: str) -> None:
-    text = gzip.decompress(file.read_bytes()).decode() if file.suffix == ".gz" else file.read_text()
-    assert old in text
-    changed = text.replace(old, new, 1).encode()
-    file.write_bytes(gzip.compress(changed) if file.suffix == ".gz" else changed)
-
-
-CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "corpus": ("corpus.txt", lambda file: replace_in(file, "guitar", "violin")),
-    "student": ("student/config.json", lambda file: edit_json(file, layer_norm_eps=1e-3)),
-    "teacher 0": ("teacher/tokenizer.json", lambda file: replace_in(file, "{", "{ ")),
-    "dev set": ("data/sts/stsb/dev.tsv.gz", lambda file: replace_in(file, "5.00", "4.00")),
-    "test set sts/STS-B": ("data/sts/stsb/test.tsv.gz", lambda file: replace_in(file, "5.00", "4.00")),
-    "test set pairs/MRPC": ("data/pairs/mrpc/test.tsv", lambda file: replace_in(file, "\n1\t", "\n0\t")),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
 def test_a_run_records_its_data_labels_included_and_refuses_others(
-    name: str, tmp_path: Path, tiny: Callable[..., Path], labelled: Path, sentences: list[str]
+    tmp_path: Path, tiny: Callable[..., Path], labelled: Path, sentences: list[str]
 ) -> None:
     student, teacher = (
         shutil.copytree(tiny(kind), tmp_path / to) for kind, to in (("bert", "student"), ("minilm", "teacher"))
@@ -280,12 +280,12 @@ def test_a_run_records_its_data_labels_included_and_refuses_others(
     data = shutil.copytree(labelled, tmp_path / "data")
     settings = (f"evaluation.data={data}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
     experiment = Distillation(make_recipe(tmp_path, student, [teacher], sentences, *settings))
-    before, run = experiment.fingerprints(Reporter()), RunDirectory.create(experiment.recipe)
-    assert before.keys() >= CHANGES.keys()
-    run.record(0, before)
-    file, change = CHANGES[name]
-    change(tmp_path / file)
-    after = experiment.fingerprints(Reporter())
-    assert {key for key in before if before[key] != after[key]} == {name}
-    with fails_with(ResumeMismatchError, name):
-        run.record(0, after)
+    changes: dict[str, tuple[str, Callable[[Path], None]]] = {
+        "corpus": ("corpus.txt", lambda file: replace_in(file, "guitar", "violin")),
+        "student": ("student/config.json", lambda file: edit_json(file, layer_norm_eps=1e-3)),
+        "teacher 0": ("teacher/tokenizer.json", lambda file: replace_in(file, "{", "{ ")),
+        "dev set": ("data/sts/stsb/dev.tsv.gz", lambda file: replace_in(file, "5.00", "4.00")),
+        "test set sts/STS-B": ("data/sts/stsb/test.tsv.gz", lambda file: replace_in(file, "5.00", "4.00")),
+        "test set pairs/MRPC": ("data/pairs/mrpc/test.tsv", lambda file: replace_in(file, "\n1\t", "\n0\t")),
+    }
+    assert_each_changes_one_key(experiment, tmp_path, changes)

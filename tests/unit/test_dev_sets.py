@@ -84,18 +84,6 @@ def test_the_score_of_two_dev_sets_is_the_mean_of_their_correlations(both: Path,
     assert dev.first == each[0].first + each[1].first and dev.gold == each[0].gold + each[1].gold
 
 
-@pytest.mark.parametrize("name", ["sickr", "stsb_sickr"])
-def test_a_student_is_selected_by_it(recipe_with: MakeRecipe, both: Path, name: str) -> None:
-    recipe = recipe_with(f"evaluation.data={both}", f"evaluation.dev={name}", "evaluation.final_suites=[]")
-    events: list[Event] = []
-    result = run(recipe, Reporter(events.append))
-    dev = read_labelled_dev(recipe)
-    assert dev is not None
-    scores = {event.score for event in events if isinstance(event, DevScore) and event.name == dev.name}
-    best = dev.score(VectorModel.of(Encoder.load(result.directory.model)))
-    assert max(scores) == pytest.approx(best, abs=1e-3)
-
-
 def test_a_group_is_selected_by_it(both: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path) -> None:
     overrides = (f"evaluation.data={both}", "evaluation.dev=stsb_sickr")
     recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
@@ -159,18 +147,21 @@ def own(tmp_path: Path, sentences: list[str], model: VectorModel) -> dict[str, P
     return {measure: folder / name for measure, name in files.items()}
 
 
-@pytest.mark.parametrize("measure", ["accuracy", "NDCG@10"])
-def test_a_student_is_selected_by_a_set_of_the_user(
-    recipe_with: MakeRecipe, own: dict[str, Path], measure: str
+@pytest.mark.parametrize("measure", ["published", "accuracy", "NDCG@10"])
+def test_a_student_is_selected_by_its_dev_set(
+    recipe_with: MakeRecipe, both: Path, own: dict[str, Path], measure: str
 ) -> None:
-    recipe = recipe_with(f"evaluation.dev={own[measure]}", "evaluation.final_suites=[]", "evaluation.eval_steps=11")
+    chosen = (f"evaluation.data={both}", "evaluation.dev=stsb_sickr")
+    if measure != "published":
+        chosen = (f"evaluation.dev={own[measure]}", "evaluation.data=null")
+    recipe = recipe_with(*chosen, "evaluation.final_suites=[]", "evaluation.eval_steps=6", "training.max_steps=12")
     events: list[Event] = []
     result = run(recipe, Reporter(events.append))
-    dev = CustomDev.read(own[measure])
+    dev = read_labelled_dev(recipe) if measure == "published" else CustomDev.read(own[measure])
+    assert dev is not None and (measure == "published" or dev.name.endswith(f", {measure}"))
     scores = [event.score for event in events if isinstance(event, DevScore) and event.name == dev.name]
-    assert len(scores) == 3 and dev.name.endswith(f", {measure}")
     best = dev.score(VectorModel.of(Encoder.load(result.directory.model)))
-    assert max(scores) == pytest.approx(best, abs=1e-3)
+    assert len(scores) == 3 and max(scores) == pytest.approx(best, abs=1e-3)
 
 
 @pytest.mark.parametrize("measure", ["Spearman", "AUC"])

@@ -168,16 +168,13 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(Encoder.load(folder).state_dict())
 
 
-def test_a_recipe_is_read_by_its_key(file: Path, models: list[Path]) -> None:
+def test_a_recipe_is_read_by_its_key(file: Path, models: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     recipe = distcse.read_recipe(str(file), ["log_every=2"])
     assert isinstance(recipe, SoupRecipe) and recipe.soup == [str(model) for model in models] and recipe.log_every == 2
     assert isinstance(experiment_of(recipe), Soup)
     assert distcse.with_values(recipe, {"soup": ["a"]}).soup == ["a"]
     with pytest.raises(ArgumentError, match="BlendRecipe"):
         experiment_of(BlendRecipe.model_validate({"soup": ["a"]}))
-
-
-def test_a_mistake_names_the_nearest_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", str(file), "log_evry=2"]) == 2
     assert "log_every" in capsys.readouterr().err
 
@@ -226,6 +223,8 @@ def test_commands_that_do_not_know_it_name_it(file: Path, tmp_path: Path, capsys
     assert cli.main(["plan", str(file)]) == 2
     errors = capsys.readouterr().err
     assert ArgumentError.code in errors and "a model soup" in errors
+    with pytest.raises(SearchSpaceError, match="a model soup"):
+        _ = experiment_of(distcse.read_recipe(str(file))).trials
 
 
 def test_the_doctor_checks_its_models(file: Path) -> None:
@@ -238,17 +237,12 @@ def test_the_doctor_checks_its_models(file: Path) -> None:
     assert [check.verdict for check in check_recipe(broken) if check.name == "model"] == ["fail"]
 
 
-def test_the_default_trials_name_the_kind_of_run(file: Path) -> None:
-    found = experiment_of(distcse.read_recipe(str(file)))
-    with pytest.raises(SearchSpaceError, match="a model soup"):
-        _ = found.trials
-
-
 def test_the_way_from_the_command_to_the_loss_is_short(
     recipe_with: Callable[..., BaseRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The functions of distcse that are active when the first step computes ListNet, from `cli.main` on."""
-    recipe_with("objective.rank.form=list_net", "training.max_steps=1")  # writes recipe.yaml
+    without = ("evaluation.dev=none", "evaluation.final_suites=[]")
+    recipe_with()  # writes recipe.yaml
     ways: list[list[str]] = []
 
     def record(similarities: torch.Tensor, lists: torch.Tensor, **options: object) -> torch.Tensor:
@@ -257,7 +251,7 @@ def test_the_way_from_the_command_to_the_loss_is_short(
         return similarities.sum(dim=1)
 
     monkeypatch.setattr(sys.modules[ListNet.__module__], "list_net", record)
-    assert cli.main(["train", str(tmp_path / "recipe.yaml"), "--quiet"]) == 0
+    assert cli.main(["train", str(tmp_path / "recipe.yaml"), "training.max_steps=1", *without, "--quiet"]) == 0
     assert ways[0] == [
         "main",  # cli
         "exit_status",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from distcse.errors import (
     RunDirectoryError,
@@ -104,14 +111,6 @@ def test_a_waiting_start_continues_when_the_owner_ends(tmp_path: Path, start: St
     assert isinstance(note, LogMessage) and f"process {first.pid} on " in note.text and " embeds" in note.text
 
 
-def test_a_process_with_a_reused_id_is_not_the_owner(tmp_path: Path) -> None:
-    lease = Lease.acquire(tmp_path)
-    assert find_owner(tmp_path, Reporter()) is not None
-    change_owner(tmp_path, start_time="1")
-    assert find_owner(tmp_path, Reporter()) is None
-    lease.check()
-
-
 @pytest.mark.parametrize("kernel", ["of another machine", "of another container"])
 def test_an_owner_on_another_machine_is_lost_without_heartbeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
@@ -139,25 +138,6 @@ def test_an_owner_on_another_machine_is_lost_without_heartbeats(
             lost.check()
 
 
-def test_a_stop_while_waiting_names_the_folder(tmp_path: Path) -> None:
-    with Lease.held(tmp_path, Reporter()):
-        change_owner(tmp_path, kernel="of another machine", host="far")
-        with (
-            fails_with(StoppedEarlyError, str(tmp_path)),
-            Lease.held(tmp_path, Reporter(stop_requested=lambda: True), waits_for="embeds"),
-        ):
-            pass
-
-
-def test_an_expired_lease_is_taken_over_without_a_wait(tmp_path: Path) -> None:
-    Lease.acquire(tmp_path)
-    change_owner(tmp_path, kernel="of another machine")
-    os.utime(tmp_path / "lease", (time.time() - 3600,) * 2)
-    events: list[Event] = []
-    with Lease.held(tmp_path, Reporter(events.append)):
-        assert not events  # a start that waits reports the owner
-
-
 @pytest.mark.parametrize("kind", ["full", "read-only"])
 def test_a_far_owner_is_checked_on_storage_that_refuses_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -182,18 +162,139 @@ def test_a_lease_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("wait", ["another start", "a start on another machine", "lock"])
+def test_a_wait_for_another_process_is_reported_once_and_hears_a_stop(
+    wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LOCK_NOTICE_S", 0.0)
+    monkeypatch.setattr(leases, "POLL_S", 0.1)
+    asked, events = list[None](), list[Event]()
+    reporter = Reporter(events.append, lambda: len(asked) > 2 or asked.append(None) is not None)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    with ExitStack() as stack:
+        if wait == "lock":
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        else:
+            stack.enter_context(Lease.held(tmp_path, Reporter()))
+        if wait == "a start on another machine":
+            change_owner(tmp_path, kernel="of another machine", host="far")
+        with fails_with(StoppedEarlyError, str(tmp_path)), Lease.held(tmp_path, reporter, waits_for="embeds"):
+            pass
+        os.close(handle)
+    assert len([event for event in events if isinstance(event, LogMessage)]) == 1
+    with Lease.held(tmp_path, Reporter()):
+        pass
+
+
+def test_a_run_ends_though_the_lock_of_its_folder_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "RELEASE_WAIT_S", 0.0)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    with Lease.held(tmp_path, Reporter()):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    os.close(handle)
+    with Lease.held(tmp_path, Reporter()):  # this process no longer has the lease that was not released
+        pass
+
+
+class Clock:
+    """The time that waits of leases take; the owner on another machine beats at each wait while it is alive."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat, self._now = beat, 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        self._beat()
+
+
+class Starts(RuleBasedStateMachine):
+    """Starts of one run, on this machine and on others, that end, are lost, or continue after a later one began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.patch, self.beats = pytest.MonkeyPatch(), 0
+        self.patch.setattr(leases, "time", Clock(self.beat))
+        self.begun: list[tuple[Lease, ExitStack]] = []
+        self.latest: Lease | None = None
+        self.owner_is_alive = self.is_far = False
+
+    def teardown(self) -> None:
+        for _, held in self.begun:
+            held.close()
+        self.patch.undo()
+        shutil.rmtree(self.folder)
+
+    def beat(self) -> None:
+        if self.owner_is_alive and self.is_far:
+            self.beats += 1
+            os.utime(self.folder / "lease", (self.beats, time.time() + self.beats))
+
+    @rule(kernel=st.sampled_from(["", "of another machine", "of another container"]))
+    def begin(self, kernel: str) -> None:
+        held = ExitStack()
+        if self.owner_is_alive:
+            with fails_with(RunInUseError, str(self.folder), "process "):
+                held.enter_context(Lease.held(self.folder, Reporter()))
+            return
+        self.latest = held.enter_context(Lease.held(self.folder, Reporter()))
+        self.begun.append((self.latest, held))
+        self.owner_is_alive, self.is_far = True, bool(kernel)
+        if kernel:
+            change_owner(
+                self.folder, kernel=kernel, host="far", pid=2**22 + 1
+            )  # no process of this machine has this id
+
+    @precondition(lambda self: self.owner_is_alive)
+    @rule(age_s=st.sampled_from([0, 3600]))
+    def lose_the_owner(self, age_s: int) -> None:
+        """Its process is killed, and its id taken by another one; or its machine is lost, now or an hour ago."""
+        if not self.is_far:
+            change_owner(self.folder, start_time="1")
+        os.utime(self.folder / "lease", (time.time() - age_s,) * 2)
+        self.owner_is_alive = False
+
+    @precondition(lambda self: self.begun)
+    @rule(number=st.integers(0, 9))
+    def end(self, number: int) -> None:
+        """A start ends: the latest one frees the folder, an earlier one changes nothing."""
+        lease, held = self.begun.pop(number % len(self.begun))
+        before = (self.folder / "lease").read_text()
+        held.close()
+        if lease is self.latest:
+            self.owner_is_alive = False
+        else:
+            assert (self.folder / "lease").read_text() == before
+
+    @precondition(lambda self: self.latest is not None and not self.owner_is_alive)
+    @rule(content=st.sampled_from(["", "0123456789abcdef", "[]", '{"owner": 3}', '{"owner": {"pid": 1}}', "\0\xff"]))
+    def damage(self, content: str) -> None:
+        """A file without a valid owner is free."""
+        (self.folder / "lease").write_text(content)
+        self.latest = None
+
+    @invariant()
+    def only_the_latest_start_may_write(self) -> None:
+        assert (find_owner(self.folder, Reporter()) is not None) == self.owner_is_alive
+        for lease, _ in self.begun:
+            if lease is self.latest:
+                lease.check()
+            else:
+                with fails_with(RunTakenOverError, str(self.folder)):
+                    lease.check()
+
+
+TestStarts = Starts.TestCase
+TestStarts.settings = settings(max_examples=30, stateful_step_count=12, deadline=None)
+
+
 def test_an_earlier_start_does_not_touch_a_later_ones_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(leases, "HEARTBEAT_S", 0.02)
     with Lease.held(tmp_path, Reporter()):
         Lease.acquire(tmp_path)
         os.utime(tmp_path / "lease", (0, 0))
-        time.sleep(0.5)
+        time.sleep(0.2)
         assert (tmp_path / "lease").stat().st_mtime == 0
-    assert "owner" in json.loads((tmp_path / "lease").read_text())  # and does not release it
-
-
-@pytest.mark.parametrize("content", ["", "0123456789abcdef", "[]", '{"owner": 3}', '{"owner": {"pid": 1}}', "\0\xff"])
-def test_a_lease_without_a_valid_owner_is_free(tmp_path: Path, content: str) -> None:
-    (tmp_path / "lease").write_text(content)
-    with Lease.held(tmp_path, Reporter()) as lease:
-        lease.check()

@@ -19,7 +19,7 @@ from tests.jobs import embed_tables, make_recipe
 from tests.pairs import make_mutual_recipe
 
 LR = "training.lr"
-LONGER = ("training.epochs=3", "training.log_every=1", "evaluation.final_suites=[]")
+LONGER = ("training.log_every=1", "evaluation.final_suites=[]")
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -99,7 +99,9 @@ def test_a_stopped_trial_of_groups_is_not_finished(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
-    recipe = make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", "evaluation.final_suites=[]")
+    recipe = make_mutual_recipe(
+        tmp_path, models, sentences, "mutual.cycles=1", "bi.epochs=1", "evaluation.final_suites=[]"
+    )
     context = TrialContext(recipe, open_store(tmp_path / "trials"))
     with pytest.raises(StoppedEarlyError):
         run(context, "moved", {}, lambda: (context.trials.path / "moved" / "groups").exists())
