@@ -16,13 +16,13 @@ from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.report.card import write_cards
-from distcse.report.history import read_run
+from distcse.report.history import read_cycles, read_run
 from distcse.report.page import html, markdown
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
 from distcse.runs.mutual.dev_pairs import DevPairs
 from distcse.runs.mutual.label_exchange import LabelExchange
-from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phase_store import PhaseStore, best_phase, dev_scores
 from distcse.runs.mutual.phases import Phase, PhaseResult
 from distcse.runs.mutual.trials import CycleScores
 from distcse.storage import dump_checked_json, load_checked_json
@@ -89,14 +89,6 @@ def test_a_start_that_no_cycle_reaches_is_the_best_and_reports_say_so(make: Make
     assert overlaps["weak bi"] and not overlaps["good bi"]
 
 
-def test_by_default_the_best_cycle_is_taken_and_the_start_is_only_reported(make: MakeRecipe) -> None:
-    result = run_mutual(make(), Reporter())
-    assert not any(best.is_start for best in result.best)
-    cycles = read_run(result.directory.path).cycles
-    assert cycles is not None and not cycles.best_starts
-    assert cycles.dev["good bi"][0] == pytest.approx(100, abs=0.1)
-
-
 def test_a_resumed_run_knows_its_starts_or_scores_them_again(make: MakeRecipe) -> None:
     groups_at_work: list[Event] = []
 
@@ -138,14 +130,26 @@ def test_cycles_below_the_start_do_not_count_as_better(
     assert (store.stopped_after == Phase(4)) is stops
 
 
-@pytest.mark.parametrize(("overrides", "expected"), [((), [52.0, 54.0]), ((WITH_START,), [80.0, 80.0])])
-def test_a_trials_scores_are_those_of_the_models_it_ends_with(
-    make: MakeRecipe, tmp_path: Path, overrides: tuple[str, ...], expected: list[float]
+@pytest.mark.parametrize(
+    ("overrides", "scores", "best", "best_starts"),
+    [((), [52.0, 54.0], Phase(4), []), ((WITH_START,), [80.0, 80.0], Phase(0), ["good", "weak"])],
+)
+def test_trials_and_reports_have_the_scores_of_the_models_that_the_run_ends_with(
+    make: MakeRecipe,
+    tmp_path: Path,
+    overrides: tuple[str, ...],
+    scores: list[float],
+    best: Phase,
+    best_starts: list[str],
 ) -> None:
+    """By default the best cycle is taken, and the start is only reported."""
     recipe = make("mutual.cycles=2", *overrides)
-    post_two_cycles(recipe, tmp_path)
-    scores = CycleScores(recipe, tmp_path).of(GroupEvent("good", GroupActivity("", "finished")))
-    assert [score.score for score in scores] == expected
+    store = post_two_cycles(recipe, tmp_path)
+    found = CycleScores(recipe, tmp_path).of(GroupEvent("good", GroupActivity("", "finished")))
+    assert [score.score for score in found] == scores
+    assert best_phase(dev_scores(recipe, store, "good", "bi")) == best
+    cycles = read_cycles(tmp_path, ["good", "weak"], [], recipe.mutual.best_of)
+    assert cycles.best_starts == best_starts and cycles.dev["good bi"][0] == 90.0
 
 
 def test_a_selection_by_dev_scores_needs_them(make: MakeRecipe) -> None:

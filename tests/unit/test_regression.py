@@ -141,7 +141,8 @@ def test_training_moves_the_student_towards_its_targets(recipe_with: MakeRecipe,
     overrides = (
         *ALONE,
         f"objective.regression={{form: {form}, teachers: [1]}}",
-        "training.epochs=4",
+        "training.epochs=2",
+        "training.lr=3e-3",
         "evaluation.dev=none",
         "evaluation.final_suites=[]",
     )

@@ -198,13 +198,9 @@ def test_a_sweep_is_not_resumed_on_other_data(tmp_path: Path, tiny: Callable[...
         trials.prepare(LocalBackend(), Reporter(), directory)
 
 
-@pytest.mark.parametrize(
-    "key", ["training.engine_of_mine", "loggers_of_mine.tensorboard", "storage.cached", "training"]
-)
-def test_a_key_whose_name_begins_with_one_that_may_change_is_refused(
-    key: str, recipe_with: Callable[..., Recipe]
-) -> None:
-    recipe = recipe_with()
-    refuse_changes(recipe, ["training.engine", "training.deepspeed.bf16", "loggers", "loggers.mlflow.uri"])
-    with fails_with(FrozenKeyError, f"{key} cannot change"):
-        refuse_changes(recipe, ["training.engine", key])
+def test_a_key_whose_name_begins_with_one_that_may_change_is_refused(recipe: Path) -> None:
+    stored = read_recipe(str(recipe))
+    refuse_changes(stored, ["training.engine", "training.deepspeed.bf16", "loggers", "loggers.mlflow.uri"])
+    for key in ("training.engine_of_mine", "loggers_of_mine.tensorboard", "storage.cached", "training"):
+        with fails_with(FrozenKeyError, f"{key} cannot change"):
+            refuse_changes(stored, ["training.engine", key])

@@ -32,7 +32,6 @@ from distcse.models.encoder import KeptTokens
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.corpus import prepare_tokens
 from distcse.runs.distillation.dev_ensemble import score_ensemble
 from distcse.runs.distillation.dev_metric import make_dev_encode
 from distcse.runs.distillation.experiment import Distillation
@@ -160,6 +159,7 @@ VECTORS = (
     "evaluation.final_suites=[]",
 )
 EVERYTHING = (
+    "corpus.limit=120",
     "student.layers=auto",
     "student.num_layers=2",
     "objective={info_nce: null, consistency: null, regression: {form: cosine}}",
@@ -263,11 +263,6 @@ def verify_shards(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any
     return lambda reporter: prepare_tables(recipe, corpus, LocalBackend(), reporter)
 
 
-def tokenize_parts(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
-    recipe, corpus = corpus_of()
-    return lambda reporter: prepare_tokens(recipe, corpus, LocalBackend(), reporter)
-
-
 def compare_teachers(tmp: Path, corpus_of: Any, labelled: Path, cross: Path) -> Any:
     recipe, corpus = corpus_of()
     return lambda reporter: compare(recipe, corpus, 100, reporter)
@@ -351,7 +346,6 @@ def measurement(tmp: Path, corpus_of: Any, **sets: Any) -> Callable[[Reporter], 
     ("operation", "stage"),
     [
         (verify_shards, None),
-        (tokenize_parts, None),
         (compare_teachers, None),
         (score_teachers, None),
         (measure_student, "start"),
