@@ -66,20 +66,14 @@ def stopped_run(recipe: Path, runs: Path) -> Path:
 
 def test_the_same_command_resumes_a_stopped_run(recipe: Path, undisturbed: bytes, tmp_path: Path) -> None:
     begun = stopped_run(recipe, tmp_path)
+    moved = shutil.copy(
+        recipe.parent / "corpus.txt", begun / "moved.txt"
+    )  # files may move, if their contents are equal
     command = [str(recipe), *SETTINGS[:-1], "--run-id", "nightly", f"storage.runs={tmp_path}", "--quiet"]
-    assert cli.main(["train", *command]) == 0
+    assert cli.main(["train", *command, f"corpus.path={moved}"]) == 0
     assert (begun / "model" / "model.safetensors").read_bytes() == undisturbed
     assert [folder.name for folder in tmp_path.iterdir()] == ["nightly"]
     assert cli.main(["train", *command]) == 0, "a finished run is finished at every further start"
-
-
-@pytest.mark.slow
-def test_files_may_have_moved_if_their_contents_are_equal(recipe: Path, undisturbed: bytes, tmp_path: Path) -> None:
-    begun = stopped_run(recipe, tmp_path / "runs")
-    moved = shutil.copy(recipe.parent / "corpus.txt", tmp_path / "moved.txt")
-    settings = (*SETTINGS, f"storage.runs={tmp_path / 'runs'}")
-    run = api.run(str(recipe), *settings, f"corpus.path={moved}", listen=lambda event: None)
-    assert run.directory == begun and (run.model / "model.safetensors").read_bytes() == undisturbed
 
 
 def test_other_settings_are_refused_and_the_run_stays_as_it_is(recipe: Path, tmp_path: Path) -> None:
@@ -147,14 +141,6 @@ def test_a_start_that_was_killed_in_its_first_writes_is_repeated(recipe: Path, t
     with directory.leased(Reporter()):
         directory.request(settings)
     assert directory.requested() == settings
-
-
-@pytest.mark.slow
-def test_a_rerun_of_a_run_with_an_id_has_a_directory_of_its_own(recipe: Path, tmp_path: Path) -> None:
-    settings = (*SETTINGS, f"storage.runs={tmp_path}", "training.max_steps=1")
-    run = api.run(str(recipe), *settings, listen=lambda event: None)
-    again = api.rerun(run.directory, listen=lambda event: None)
-    assert again.directory != run.directory and again.compared is not None and again.compared.max_difference == 0
 
 
 def test_a_sweep_with_an_id_is_taken_up(recipe: Path, tmp_path: Path) -> None:
