@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-import yaml
 
 from distcse.cluster import embedding_actors, nodes
 from distcse.cluster.backend import RayBackend
@@ -124,13 +122,13 @@ def test_shards_of_an_actor_without_room_go_to_another_one(
 @pytest.mark.slow
 def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(recipe: Recipe) -> None:
     """Killed before and after the stop request: the first run ends with a checkpoint, and resumes to the same weights."""
-    overrides = (
-        "training.log_every=1",
-        "training.epochs=20",
-        "evaluation.eval_steps=100",
-        "evaluation.final_suites=[]",
-    )
-    undisturbed = run(with_values(recipe, _values(*overrides)), Reporter())
+    overrides = {
+        "training.log_every": 1,
+        "training.epochs": 20,
+        "evaluation.eval_steps": 100,
+        "evaluation.final_suites": [],
+    }
+    undisturbed = run(with_values(recipe, overrides), Reporter())
     steps: list[int] = []
     killed: list[int] = []
 
@@ -140,8 +138,8 @@ def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(re
             if event.step >= (4, 8, 999)[len(killed)] and kill_actor("EventActor"):
                 killed.append(event.step)
 
-    one_worker = ("training.workers=1", "training.cpus_per_worker=1")
-    first = run(with_values(recipe, _values(*overrides, *one_worker)), Reporter(kill, lambda: len(killed) == 2))
+    one_worker = {"training.workers": 1, "training.cpus_per_worker": 1}
+    first = run(with_values(recipe, {**overrides, **one_worker}), Reporter(kill, lambda: len(killed) == 2))
     assert (
         len(killed) == 2 and first.train_result.interrupted and first.train_result.state.step < first.train_result.steps
     )
@@ -150,10 +148,6 @@ def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(re
     second = run(resumed, Reporter(kill), directory)
     assert second.train_result.state.finished and steps[-1] == second.train_result.steps
     assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
-
-
-def _values(*overrides: str) -> dict[str, Any]:
-    return {key: yaml.safe_load(value) for key, _, value in (override.partition("=") for override in overrides)}
 
 
 @pytest.mark.parametrize(
@@ -188,15 +182,15 @@ def test_the_loss_of_a_necessary_actor_ends_the_run_with_one_line(
                 assert kill_actor(kind)
             killed.append(kind)
 
-    overrides = (
-        "training.workers=1",
-        "training.cpus_per_worker=1",
-        "training.log_every=1",
-        "training.epochs=8",
-        "training.max_failures=0",
-    )
+    changes = {
+        "training.workers": 1,
+        "training.cpus_per_worker": 1,
+        "training.log_every": 1,
+        "training.epochs": 8,
+        "training.max_failures": 0,
+    }
     with fails_with(ProcessLostError, *named, "--resume /") as raised:
-        run(with_values(recipe, _values(*overrides)), Reporter(kill))
+        run(with_values(recipe, changes), Reporter(kill))
     assert "\n" not in str(raised.value)
     deadline = time.monotonic() + 60
     while any(actor.class_name == "RayTrainWorker" for actor in list_actors(filters=[("state", "=", "ALIVE")])):
