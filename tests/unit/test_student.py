@@ -15,7 +15,6 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from distcse.errors import (
-    CheckpointError,
     CorpusTooSmallError,
     DistcseError,
     DivergedError,
@@ -37,8 +36,6 @@ from distcse.runs.distillation.final_evaluation import labelled_tasks, selected_
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.teachers.table import EmbeddingTable
 from distcse.training.checkpoint_files import (
-    ModelState,
-    TrainerState,
     load_model_state,
     load_trainer_state,
     load_weights,
@@ -247,30 +244,6 @@ def test_the_student_is_loaded_before_teachers_embed_but_not_for_tokenization(
     assert not list((tmp_path / "cache" / "tables").glob("*/shard-*"))
     prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     assert len(prepared.tokens.lengths(range(3))) == 3 and not prepared.initial_encoder.is_loaded
-
-
-SCORES = ((1, 5.0), (2, 9.0), (3, 7.0), (4, 8.0))
-
-
-def test_the_latest_two_and_the_weights_of_the_best_are_kept_and_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    checkpoints = CheckpointStore(tmp_path)
-    for step, score in SCORES:
-        scores = [(scored, value) for scored, value in SCORES if scored <= step]
-        checkpoints.save(
-            ModelState({"w": torch.full((2,), score)}, {"w": {"exp_avg": torch.ones(2)}}, step),
-            TrainerState(step, scores),
-        )
-    best, latest = checkpoints.best(), checkpoints.latest()
-    assert best is not None and latest is not None
-    kept = sorted((tmp_path / "checkpoints").glob("step-*"))
-    assert kept == [best, latest.with_name("step-000003"), latest] and best.name == "step-000002"
-    assert load_weights(best)["w"].tolist() == [9.0, 9.0]
-    with fails_with(CheckpointError, str(best), "exp_avg"):  # training resumes from the latest two
-        load_model_state(best)
-    assert [load_model_state(folder).updates for folder in kept[1:]] == [3, 4]
-    (latest / "weights.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
-    with fails_with(CheckpointError, str(latest)):
-        load_model_state(latest)
 
 
 def test_learning_rate_rises_then_falls() -> None:
