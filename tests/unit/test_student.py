@@ -129,7 +129,8 @@ def test_every_zero_stage_equals_the_torch_engine_and_resumes(
 ) -> None:
     """From stage 1 on with the settings in `cluster/deepspeed`, which do not change training."""
     both = (f"training.precision={precision}", "training.weight_decay=0.1", SHORT)
-    overrides, file = ["training.engine=deepspeed", f"training.zero_stage={stage}", *both], None
+    overrides = ["training.engine=deepspeed", f"training.zero_stage={stage}", *both]
+    file: Path | None = None
     if stage:
         file = ROOT / "cluster" / "deepspeed" / f"zero{stage}.yaml"
         overrides.append(f"training.deepspeed={file}")
