@@ -1,14 +1,13 @@
-"""Mutual distillation: equality with the paper's loop, labels of several groups, runs that are stopped, damaged and resumed."""
+"""Mutual distillation: equality with the paper's loop, several groups and their settings, dropped groups, reports and resumes."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import binary_cross_entropy_with_logits, cosine_similarity
 
+from distcse.devices.device import DeviceSpeed
 from distcse.errors import (
     CorpusNotFoundError,
     DivergedError,
@@ -24,32 +24,39 @@ from distcse.errors import (
     InvalidValueError,
     ModelFormatError,
     ModelNotFoundError,
-    RecipeError,
     RunRecordError,
-    RunTakenOverError,
     UnknownKeyError,
-    WorkFailedError,
 )
-from distcse.evaluation import LoadOptions, PairScores, VectorModel, open_candidate, read_table, sts_score
+from distcse.evaluation import (
+    LoadOptions,
+    PairScores,
+    RecordedScores,
+    VectorModel,
+    open_candidate,
+    read_table,
+    sts_score,
+)
 from distcse.evaluation.tasks.sts import ScoredPairs
-from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StepReport
+from distcse.events import DevScore, Event, GroupActivity, GroupEvent, Reporter, StageProgress, StepReport
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.pooling import Dense
 from distcse.models.st_format import DenseShape
+from distcse.preflight.precision import decide_precisions
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report.card import write_cards
 from distcse.report.history import read_run
 from distcse.report.page import html, markdown
+from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.lease import Lease
 from distcse.runs.mutual.dev_pairs import DevPairs
-from distcse.runs.mutual.group import SerializedGroup
-from distcse.runs.mutual.label_exchange import LabelExchange, combine
+from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.runs.mutual.pair_task import BiPairs, CrossPairs
 from distcse.runs.mutual.pairs import read_pairs
 from distcse.runs.mutual.phase_store import PhaseStore
 from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.processes import roles_on
 from distcse.runs.mutual.result import MutualResult
+from distcse.runs.mutual.start_scores import score_starts
 from distcse.storage import dump_checked_json, load_checked_json, open_store
 from distcse.text import BatchSampler, Pairs
 from distcse.training.dropout_rng import dropout_seed
@@ -58,26 +65,63 @@ from tests.backends import run, run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_encoder
-from tests.pairs import bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
+from tests.pairs import bi_tokens, cross_tokens, labels_of, make_mutual_recipe, make_pairs
 
 MakeRecipe = Callable[..., MutualRecipe]
 
 
-@pytest.fixture
-def alone(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    return lambda *overrides: make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    folder = tmp_path_factory.mktemp("alone")
+    return lambda *overrides: make_mutual_recipe(folder, {"bert": tiny("bert")}, sentences, *overrides)
 
 
-@pytest.fixture
-def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
-    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+    folder, models = tmp_path_factory.mktemp("both"), {"bert": tiny("bert"), "roberta": tiny("roberta")}
+    return lambda *overrides: make_mutual_recipe(folder, models, sentences, *overrides)
 
 
-def labels_of(result: MutualResult) -> list[np.ndarray]:
-    store = PhaseStore(result.directory.path)
-    found = [store.labels(Phase(number)) for number in range(2 * result.recipe.mutual.cycles + 1)]
-    return [labels for labels in found if labels is not None]
+class Finished(NamedTuple):
+    """A run, and the events that it has emitted."""
+
+    result: MutualResult
+    events: list[Event]
+
+    @property
+    def path(self) -> Path:
+        return self.result.directory.path
+
+    @property
+    def store(self) -> PhaseStore:
+        return PhaseStore(self.path)
+
+
+def finish(recipe: MutualRecipe) -> Finished:
+    events: list[Event] = []
+    return Finished(run_mutual(recipe, Reporter(events.append)), events)
+
+
+@pytest.fixture(scope="module")
+def one_group(alone: MakeRecipe) -> Finished:
+    """Two cycles of a group without dropout."""
+    return finish(alone("groups.0.dropout=0.0", "evaluation.eval_steps=4"))
+
+
+@pytest.fixture(scope="module")
+def two_groups(both: MakeRecipe) -> Finished:
+    """Two cycles of two groups, of which one has a greater weight and settings of its own; reported without labelled sets."""
+    own = ("groups.1.weight=3", "groups.1.bi.batch_size=8", "groups.1.cross.max_length=24")
+    return finish(both(*own, "bi.epochs=1", "evaluation.eval_steps=4", "evaluation.final_suites=null"))
+
+
+def reopened(run: Path, *overrides: str) -> tuple[MutualRecipe, RunDirectory]:
+    directory, recipe = RunDirectory.reopen(run, overrides)
+    assert isinstance(recipe, MutualRecipe)
+    return recipe, directory
+
+
+# -- the paper's loop -----------------------------------------------------------------------------------------------------
 
 
 class PlainLoop:
@@ -154,445 +198,15 @@ class PlainLoop:
         return best
 
 
-def test_one_group_equals_the_papers_loop(alone: MakeRecipe) -> None:
+def test_one_group_equals_the_papers_loop(one_group: Finished) -> None:
     """Without dropout, because `PlainLoop` pads each batch to its longest text, and a phase splits batches by length."""
-    result = run_mutual(alone("groups.0.dropout=0.0"), Reporter())
-    labels, devs = PlainLoop(result.recipe, result.directory.path).run()
-    found = labels_of(result)
-    assert len(found) == len(labels) == 5
-    for number, (ours, theirs) in enumerate(zip(found, labels, strict=True)):
+    labels, devs = PlainLoop(one_group.result.recipe, one_group.path).run()
+    assert len(labels) == 5
+    for number, theirs in enumerate(labels):
+        ours = one_group.store.labels(Phase(number))
         np.testing.assert_allclose(ours, theirs, atol=2e-4, err_msg=Phase(number).name)
-    store = PhaseStore(result.directory.path)
-    dev = [store.posted(Phase(number))["bert"]["dev"] for number in range(1, 5)]
+    dev = [one_group.store.posted(Phase(number))["bert"]["dev"] for number in range(1, 5)]
     assert dev == pytest.approx(devs, abs=0.5)  # two close pairs of the 30 may swap ranks
-
-
-def test_labels_of_several_groups() -> None:
-    table = [
-        np.array([0.1, 0.9, -0.2]),
-        np.array([0.5, 0.7, 0.1]),
-        np.array([0.6, 0.2, 0.4]),
-        np.array([0.2, 0.8, 0.0]),
-    ]
-    assert combine(table[:2], [1, 1], False) == pytest.approx([0.3, 0.8, -0.05])
-    assert combine(table[:2], [3, 1], False) == pytest.approx([0.2, 0.85, -0.125])
-
-
-def test_standardized_scores_of_a_narrow_band_count_as_much_as_others() -> None:
-    rng = np.random.default_rng(3)
-    wide = rng.normal(0.4, 0.2, 1000).astype(np.float32)
-    narrow = (0.8 + 0.01 * rng.normal(size=1000)).astype(np.float32)
-    standard = [
-        (scores - scores.mean()) / scores.std() for scores in (wide.astype(np.float64), narrow.astype(np.float64))
-    ]
-    for weights in ([1, 1], [3, 1]):
-        mean, deviation = np.average([[0.4, 0.2], [0.8, 0.01]], axis=0, weights=weights)
-        labels = combine([wide, narrow], weights, True)
-        expected = np.average(standard, axis=0, weights=weights)
-        np.testing.assert_allclose(labels, expected * deviation + mean, atol=0.02)
-        assert np.corrcoef(labels, expected)[0, 1] > 0.999999
-    assert combine([wide, wide], [1, 1], True) == pytest.approx(wide, abs=1e-6)
-    constant = np.full(3, 0.5, np.float32)
-    assert combine([constant], [1], True) == pytest.approx(constant)
-
-
-def test_two_groups_exchange_scores_and_keep_the_best(both: MakeRecipe) -> None:
-    events: list[Event] = []
-    result = run_mutual(both("groups.1.weight=3"), Reporter(events.append))
-    store = PhaseStore(result.directory.path)
-    for number in range(5):
-        one, other = (store.scores(name, Phase(number)) for name in ("bert", "roberta"))
-        np.testing.assert_allclose(store.labels(Phase(number)), 0.25 * one + 0.75 * other, atol=1e-6)
-    assert {(best.group, best.kind) for best in result.best} == {
-        (group, kind) for group in ("bert", "roberta") for kind in ("bi", "cross")
-    }
-    for best in result.best:
-        numbers = (2, 4) if best.kind == "bi" else (1, 3)
-        assert best.dev == max(store.posted(Phase(number))[best.group]["dev"] for number in numbers)
-    bert = Encoder.load(result.directory.path / "models" / "bert" / "bi")
-    assert (bert.pooling, bert.max_length) == ("mean", 16)
-    emitted = [event.event for event in events if isinstance(event, GroupEvent) and event.group == "roberta"]
-    assert {StepReport, DevScore} <= {type(event) for event in emitted}
-    assert [event.activity for event in emitted if isinstance(event, GroupActivity)][-1] == "finished"
-
-
-def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(both: MakeRecipe) -> None:
-    from sentence_transformers import CrossEncoder as Theirs
-
-    result = run_mutual(both("mutual.cycles=1"), Reporter())
-    pairs = list(Pairs.open(result.directory.path / "pairs").both())[:20]
-    for best in result.best:
-        if best.kind == "cross":
-            ours, theirs = CrossEncoder.load(best.model), Theirs(str(best.model), device="cpu")
-            assert ours.max_length == 32
-            np.testing.assert_allclose(ours.score(pairs), theirs.predict(pairs), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_models_of_a_group_can_teach_a_student(
-    alone: MakeRecipe, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    models = {best.kind: best.model for best in run_mutual(alone("mutual.cycles=1"), Reporter()).best}
-    teachers = [models["bi"], models["cross"]]
-    overrides = ("training.max_steps=8", "training.batch_size=8", "training.log_every=1")
-    events: list[Event] = []
-    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *overrides), Reporter(events.append))
-    assert result.train_result.state.finished
-    assert all(event.losses["rank"] > 0 for event in events if isinstance(event, StepReport))
-    assert result.evaluation is not None
-    assert [model.kind for model in result.evaluation.models[-2:]] == ["bi-encoder", "cross-encoder"]
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_same_labels(both: MakeRecipe) -> None:
-    uninterrupted = labels_of(run_mutual(both(), Reporter()))
-    for stop_at in (2, 5, 9, 20):
-        steps: list[Event] = []
-
-        def note(event: Event, steps: list[Event] = steps) -> None:
-            if isinstance(event, GroupEvent) and isinstance(event.event, StepReport):
-                steps.append(event)
-
-        first = run_mutual(both(), Reporter(note, lambda steps=steps, stop_at=stop_at: len(steps) >= stop_at))
-        assert first.interrupted and first.evaluation is None and not first.best
-        directory, recipe = RunDirectory.reopen(first.directory.path, [])
-        assert isinstance(recipe, MutualRecipe)
-        second = run_mutual(recipe, Reporter(), directory)
-        assert not second.interrupted
-        for ours, theirs in zip(labels_of(second), uninterrupted, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.slow
-def test_a_resumed_run_combines_labels_that_a_killed_driver_did_not(both: MakeRecipe) -> None:
-    result = run_mutual(both("mutual.cycles=1"), Reporter())
-    run = result.directory.path
-    expected = labels_of(result)
-    state = load_checked_json(run / "phases.json")
-    for number in ("1", "2"):
-        del state["labels"][number]
-    del state["posted"]["2"]
-    (run / "phases.json").write_text(dump_checked_json(state))
-    for group in ("bert", "roberta"):
-        shutil.rmtree(run / "groups" / group / "cycle-1-bi")
-    directory, recipe = RunDirectory.reopen(run, [])
-    assert isinstance(recipe, MutualRecipe)
-    for ours, theirs in zip(labels_of(run_mutual(recipe, Reporter(), directory)), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_evaluations_follow_optimizer_updates(alone: MakeRecipe) -> None:
-    found: list[tuple[int, int]] = []
-
-    def note(event: Event) -> None:
-        if isinstance(event, GroupEvent) and isinstance(event.event, DevScore):
-            found.append((event.event.step, event.event.total))
-
-    overrides = ("cross.gradient_accumulation=3", "cross.epochs=3", "bi.gradient_accumulation=2", "bi.epochs=3")
-    run_mutual(alone(*overrides, "mutual.cycles=1"), Reporter(note))
-    cross, bi = ([step for step, total in found if total == steps] for steps in (21, 8))
-    # Epochs have 7 and 3 steps. A score is due every 2 steps and at each epoch's end, and follows the next optimizer update.
-    assert cross == [3, 6, 9, 12, 15, 18, 21] and bi == [2, 4, 6, 8]
-
-
-def test_an_ending_run_drops_no_group_and_one_taken_over_writes_nothing(both: MakeRecipe, tmp_path: Path) -> None:
-    store = PhaseStore(tmp_path, Lease.acquire(tmp_path))
-    exchange = LabelExchange(both(), store, threading.Event())
-    exchange.end()
-    assert not exchange.drop("bert", "its actors were closed") and not store.dropped
-    Lease.acquire(tmp_path)
-    with fails_with(RunTakenOverError, str(tmp_path)):
-        store.drop("bert", "too late")
-    assert not PhaseStore(tmp_path).dropped
-
-
-def test_an_unexpected_error_names_its_group_and_phase() -> None:
-    class Full:
-        name = "bert"
-
-        def prepare(self, phase: Phase) -> None:
-            raise OSError(28, "No space left on device")
-
-    group: Any = Full()
-    with fails_with(WorkFailedError, "bert", "cycle-1-cross", "OSError", "No space left on device"):
-        SerializedGroup(group, threading.Lock()).prepare(Phase(1))
-
-
-@pytest.mark.slow
-def test_sequential_phases_start_from_the_previous_phases_model(alone: MakeRecipe, tmp_path: Path) -> None:
-    overrides = ("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9", "cross.lr=1e-9")
-    start = Encoder.from_section(alone().groups[0])
-    start.head.append(Dense(DenseShape(in_features=32, out_features=8)))
-    start.normalize = True
-    start.save(tmp_path / "with-pooling")
-    defined_by_model = (f"groups.0.backbone={tmp_path / 'with-pooling'}", "groups.0.pooling=null")
-    for settings in (overrides, overrides[1:], (*overrides, *defined_by_model)):
-        result = run_mutual(alone(*settings), Reporter())
-        trained = Encoder.load(result.directory.path / "models" / "bert" / "bi")
-        assert (len(trained.head), trained.normalize) == ((1, True) if defined_by_model[0] in settings else (0, False))
-        for name, tensor in trained.state_dict().items():
-            torch.testing.assert_close(start.state_dict()[name], tensor, atol=1e-5, rtol=0)
-    result = run_mutual(alone("mutual.initialization=sequential", "mutual.cycles=1", "bi.lr=1e-9"), Reporter())
-    cross = CrossEncoder.load(result.directory.path / "models" / "bert" / "cross").model.base_model.state_dict()
-    bi = Encoder.load(result.directory.path / "models" / "bert" / "bi").backbone.state_dict()
-    name = next(name for name in bi if name.endswith("word_embeddings.weight"))
-    torch.testing.assert_close(bi[name], cross[name], atol=1e-5, rtol=0)
-    assert not torch.equal(bi[name], start.backbone.state_dict()[name])
-
-
-def test_a_phases_initial_weights_are_mixed_into_its_scored_and_saved_bi_encoder(alone: MakeRecipe) -> None:
-    """Its training and the cross-encoders' are as without; the dev score is the saved model's, and the labels are its cosines."""
-    one_score = ("mutual.cycles=1", "evaluation.eval_steps=1000", "bi.epochs=1")
-    plain = run_mutual(alone(*one_score), Reporter())
-    mixed = run_mutual(alone(*one_score, "groups.0.init_weight_mix=0.25"), Reporter())
-    start = Encoder.from_section(mixed.recipe.groups[0]).state_dict()
-    trained, saved = (
-        Encoder.load(result.directory.path / "models" / "bert" / "bi", pooling="mean") for result in (plain, mixed)
-    )
-    for name, parameter in saved.named_parameters():
-        torch.testing.assert_close(parameter.data, 0.75 * trained.state_dict()[name] + 0.25 * start[name])
-    dev = DevPairs.of(mixed.recipe)
-    (best,) = (best for best in mixed.best if best.kind == "bi")
-    assert dev is not None and best.dev == pytest.approx(dev.score(VectorModel.of(saved)), abs=1e-4)
-    _, from_cross, from_bi = labels_of(mixed)
-    np.testing.assert_array_equal(labels_of(plain)[1], from_cross)
-    pairs = [*Pairs.open(mixed.directory.path / "pairs").both()]
-    np.testing.assert_allclose(VectorModel.of(saved).similarities(*zip(*pairs, strict=True)), from_bi, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_sequential_runs_first_cross_encoder_starts_from_the_labelling_bi_encoder(
-    alone: MakeRecipe, tmp_path: Path, sentences: list[str]
-) -> None:
-    language_model = make_encoder(tmp_path / "language-model", "bert", sentences, seed=5)
-    overrides = (f"groups.0.cross_backbone={language_model}", "mutual.cycles=1", "cross.lr=1e-12", "bi.lr=1e-12")
-    starts = {"refresh": language_model, "sequential": Path(alone().groups[0].backbone)}
-    assert starts["refresh"] != starts["sequential"]
-    for initialization, start in starts.items():
-        recipe = alone(*overrides, f"mutual.initialization={initialization}")
-        result = run_mutual(recipe, Reporter())
-        assert recipe.cross_start(recipe.groups[0]) == str(start)
-        trained = CrossEncoder.load(result.directory.path / "models" / "bert" / "cross").model.base_model.state_dict()
-        for name, tensor in Encoder.load(start, pooling="mean").backbone.state_dict().items():
-            torch.testing.assert_close(trained[name], tensor, atol=1e-6, rtol=0)
-        (card,) = (card for card in result.cards if card.title.endswith("cross-encoder"))
-        assert f"initialized from `{start.name}`" in card.sections[0]
-
-
-def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_has_a_folder(
-    both: MakeRecipe, tmp_path: Path, sentences: list[str]
-) -> None:
-    broken = make_encoder(tmp_path / "broken", "bert", sentences)
-    (broken / "model.safetensors").write_bytes(b"truncated")
-    recipe = both(f"groups.1.cross_backbone={broken}", "mutual.on_failure=drop")
-    with fails_with(ModelFormatError, str(broken)):
-        run_mutual(recipe, Reporter())
-    assert not Path(recipe.storage.runs).exists() or not list(Path(recipe.storage.runs).iterdir())
-
-
-def test_a_failed_group_is_dropped_or_ends_the_run(both: MakeRecipe, tmp_path: Path, sentences: list[str]) -> None:
-    broken = make_encoder(tmp_path / "broken", "bert", sentences)
-    file = broken / "model.safetensors"
-    save_file({name: weight * 1e30 for name, weight in load_file(file).items()}, file, {"format": "pt"})
-    override = f"groups.1.cross_backbone={broken}"
-    with fails_with(DivergedError, "not finite"):
-        run_mutual(both(override), Reporter())
-    with fails_with(DivergedError, "not finite"):  # the last group is not dropped
-        run_mutual(both(override, f"groups.0.cross_backbone={broken}", "mutual.on_failure=drop"), Reporter())
-    shutil.copytree(both().groups[1].backbone, tmp_path / "moved")
-    drop = (override, "mutual.on_failure=drop", f"groups.1.backbone={tmp_path / 'moved'}")
-    result = run_mutual(both(*drop), Reporter())
-    shutil.rmtree(tmp_path / "moved")  # a resumed run does not need the models of a dropped group
-    directory, recipe = RunDirectory.reopen(result.directory.path, [])
-    assert isinstance(recipe, MutualRecipe)
-    assert run_mutual(recipe, Reporter(), directory).best == result.best
-    assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
-    store = PhaseStore(result.directory.path)
-    np.testing.assert_array_equal(store.labels(Phase(1)), store.scores("bert", Phase(1)))
-    np.testing.assert_allclose(  # phase 0 includes the dropped group
-        store.labels(Phase(0)), (store.scores("bert", Phase(0)) + store.scores("roberta", Phase(0))) / 2, atol=1e-6
-    )
-
-
-@pytest.mark.slow
-def test_cycles_end_without_improvement(alone: MakeRecipe) -> None:
-    result = run_mutual(alone("mutual.cycles=6", "mutual.patience=1", "bi.lr=1e-9", "cross.lr=1e-9"), Reporter())
-    store = PhaseStore(result.directory.path)
-    assert store.stopped_after is not None and store.stopped_after.cycle < 6
-    assert store.labels(Phase(store.stopped_after.number + 1)) is None
-
-
-def test_ray_can_change_in_a_run_but_not_what_dropout_depends_on(alone: MakeRecipe) -> None:
-    """One worker computes what several do; see `test_mutual_streams.py`."""
-    recipe = alone("groups.0.workers=2", "ray=true", "bi.batch_size=4", "cross.batch_size=4")
-    run = RunDirectory.create(recipe).path
-    _, resumed = RunDirectory.reopen(run, ["ray=false"])
-    assert isinstance(resumed, MutualRecipe) and resumed.groups[0].rng_streams == 2
-    for key in ("workers", "max_workers"):
-        with fails_with(FrozenKeyError, f"groups.0.{key}"):
-            RunDirectory.reopen(run, [f"groups.0.{key}=4"])
-
-
-def test_a_resumed_run_checks_its_records(alone: MakeRecipe) -> None:
-    result = run_mutual(alone("mutual.cycles=1"), Reporter())
-    run = result.directory.path
-    directory, recipe = RunDirectory.reopen(run, ["bi.log_every=1"])
-    assert isinstance(recipe, MutualRecipe)
-    again = run_mutual(recipe, Reporter(), directory)
-    assert [best.dev for best in again.best] == [best.dev for best in result.best]
-    with fails_with(FrozenKeyError, "bi.lr"):
-        RunDirectory.reopen(run, ["bi.lr=2e-3"])
-    state = load_checked_json(run / "phases.json")
-    state["posted"].pop("2")
-    (run / "phases.json").write_text(dump_checked_json(state))
-    (damaged,) = run.glob("labels/cycle-1-cross.*.npy")
-    np.save(damaged, np.load(damaged) + 1)
-    shutil.rmtree(run / "groups" / "bert" / "cycle-1-bi")
-    with fails_with(RunRecordError, damaged.name, "checksum"):
-        run_mutual(recipe, Reporter(), directory)
-    (run / "phases.json").write_text("{")
-    with fails_with(RunRecordError, "phases.json"):
-        run_mutual(recipe, Reporter(), directory)
-
-
-@pytest.mark.parametrize(
-    ("override", "error", "named"),
-    [
-        ("pairs.task=sts", InvalidValueError, ("pairs", "path", "task")),
-        ("groups.1.name=bert", InvalidValueError, ("groups", "bert")),
-        ("groups.1.workers=3", InvalidValueError, ("roberta", "3", "bi.batch_size", "16")),
-        *(
-            (f"mutual.{key}", UnknownKeyError, (f"mutual.{key.partition('=')[0]}",))
-            for key in ("exchange=all", "clamp=true")
-        ),
-        ("groups.0.lr=1", UnknownKeyError, ("groups.0.lr",)),
-        (
-            "groups.0={name: one, backbone: x, init_weight_mix: 0.5, bi: {engine: deepspeed, zero_stage: 3}}",
-            InvalidValueError,
-            ("groups.0.init_weight_mix", "ZeRO 3", "bi.zero_stage: 2"),
-        ),
-        (
-            "groups.0={name: one, backbone: x, init_weight_mix: 0.5} mutual.initialization=sequential",
-            InvalidValueError,
-            ("groups.0.init_weight_mix", "write refresh"),
-        ),
-    ],
-)
-def test_invalid_recipes_are_refused(
-    both: MakeRecipe, override: str, error: type[RecipeError], named: tuple[str, ...]
-) -> None:
-    with fails_with(error, *named):
-        both(*re.split(r" (?=mutual)", override))
-
-
-def test_missing_columns_are_refused(both: MakeRecipe, tmp_path: Path) -> None:
-    both()
-    with fails_with(EvaluationFormatError, "pairs.tsv", "sentence3"):
-        run_mutual(both("pairs.columns=[sentence1, sentence3]"), Reporter())
-    (tmp_path / "nothing.tsv").write_text("sentence1\tsentence2\na\tb\n")
-    with fails_with(EvaluationFormatError, "nothing.tsv", "score", "label"):
-        run_mutual(both(f"evaluation.dev={tmp_path / 'nothing.tsv'}"), Reporter())
-
-
-@pytest.mark.parametrize("name", ["trans-encoder-mutual-base", "trans-encoder-bert-base"])
-def test_packaged_recipes_have_the_hyperparameters_of_table_16(name: str) -> None:
-    recipe = read_recipe(name, ["evaluation.data=x"])
-    assert isinstance(recipe, MutualRecipe)
-    bi, cross = recipe.bi, recipe.cross
-    assert (bi.lr, bi.batch_size, bi.epochs, bi.warmup, bi.weight_decay) == (5e-5, 128, 10, 0, 0.01)
-    assert (cross.lr, cross.batch_size, cross.epochs, cross.warmup, cross.weight_decay) == (2e-5, 32, 1, 0.1, 0.01)
-    assert recipe.mutual.cycles == 3 and recipe.mutual.initialization == "refresh" and recipe.seed == 2021
-    assert cross.max_length == 64 and {group.max_length for group in recipe.groups} == {32}
-
-
-@pytest.mark.slow
-def test_pages_and_cards_show_cycles_groups_and_contaminated_sets(both: MakeRecipe, labelled: Path) -> None:
-    overrides = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
-    pairs = (f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}", "mutual.on_failure=drop")
-    result = run_mutual(both(*overrides, *pairs), Reporter())
-    assert result.evaluation is not None
-    models = [info.name for info in result.evaluation.models]
-    assert models == [
-        *("bert start", "roberta start", "start ensemble"),
-        *("bert bi", "roberta bi", "bi ensemble", "bert cross", "roberta cross", "cross ensemble"),
-    ]
-    timed = [info.name for info in result.evaluation.models if info.sentences_per_s is not None]
-    assert timed == ["bert bi", "roberta bi", "bert cross", "roberta cross"]
-    values = next(row for row in result.evaluation.scores if (row.set, row.measure) == ("STS-B", "all")).values
-    assert set(values) == set(models)
-    history = read_run(result.directory.path)
-    assert history.cycles is not None and history.cycles.number == 2
-    seconds = {name: duration for name, duration, _ in history.stages}
-    assert (
-        list(seconds)[:6] == ["starts", "pairs", "tokens", "steps", "groups", "contamination"]
-        and seconds["groups"] > seconds["contamination"]
-    )
-    assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
-    assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
-    with fails_with(ModelNotFoundError, str(result.directory.path), "models/bert/bi, models/bert/cross"):
-        open_candidate("run", str(result.directory.path), LoadOptions())
-    page, text = html(result.evaluation, history), markdown(result.evaluation, history)
-    for part in ("Dev score by cycle", "Agreement between the groups", "bert – roberta", "‡"):
-        assert part in page and part in text
-    assert "Side by side" in page
-    write_cards(result)
-    for best in result.best:
-        card = (best.model / "README.md").read_text()
-        assert f"of cycle {best.phase.cycle}" in card and "‡" in card and "STS-B" in card
-        assert ("CrossEncoder" if best.kind == "cross" else "SentenceTransformer") in card
-
-
-def test_without_labelled_sets_reports_have_the_dev_scores_and_the_agreement_with_a_start(both: MakeRecipe) -> None:
-    result = run_mutual(both("evaluation.final_suites=null", "mutual.cycles=1"), Reporter())
-    assert result.evaluation is not None
-    found = {(score.suite, score.measure): score for score in result.evaluation.scores}
-    everywhere = {f"{group} {kind}" for group in ("bert", "roberta") for kind in ("start", "bi", "cross")}
-    everywhere |= {f"{kind} ensemble" for kind in ("start", "bi", "cross")}
-    assert set(found["dev", "all"].values) == everywhere
-    for best in result.best:
-        assert found["dev", "all"].values[f"{best.group} {best.kind}"] == pytest.approx(best.dev)
-    assert set(found["texts", "kept@1"].values) == {"roberta start", "bert bi", "roberta bi"}
-    history = read_run(result.directory.path)
-    with warnings.catch_warnings(action="error"):  # charts with a legend of three rows have room for their axes
-        page, text = html(result.evaluation, history), markdown(result.evaluation, history)
-    for part in (
-        "Dev score (Spearman",
-        "of the pairs' sentences, with bert start",
-        "checkpoints and cycles were chosen by",
-    ):
-        assert part in text
-    assert "Rows in italics" not in page and '<span class="mark">p' not in page
-    write_cards(result)
-    card = (result.models["bert bi"] / "README.md").read_text()
-    assert "model-index" not in card and "Warning: checkpoints and cycles were chosen by" in card
-
-
-def test_without_any_dev_set_reports_have_the_agreement_with_a_start(alone: MakeRecipe) -> None:
-    overrides = ("evaluation.final_suites=null", "evaluation.dev=none", "mutual.cycles=1")
-    result = run_mutual(alone(*overrides), Reporter())
-    assert result.evaluation is not None and not result.evaluation.warnings
-    assert {score.suite for score in result.evaluation.scores} == {"texts"}
-    assert {*result.evaluation.scores[0].values} == {"bert bi"}
-
-
-def test_pairs_of_a_task_are_transductive_by_name(alone: MakeRecipe, labelled: Path) -> None:
-    overrides = (f"evaluation.data={labelled}", "evaluation.dev=none", "evaluation.final_suites=[]", "mutual.cycles=1")
-    result = run_mutual(alone(*overrides, "pairs={task: mrpc}"), Reporter())
-    assert result.evaluation is None
-    write_cards(result)
-    card = (result.best[0].model / "README.md").read_text()
-    assert "80 unlabelled sentence pairs" in card and "**Transductive**: its pairs are those of the task `mrpc`" in card
-    with fails_with(CorpusNotFoundError, "pairs.task", "mrcp", "mrpc, sts12, stsb"):
-        run_mutual(alone(*overrides, "pairs={task: mrcp}"), Reporter())
-
-
-def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labelled: Path, tmp_path: Path) -> None:
-    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"), tmp_path / "stsb")
-    tables = [read_table(labelled / "sts" / "stsb" / f"{split}.tsv.gz") for split in ("dev", "test")]
-    expected = {
-        pair for table in tables for pair in zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)
-    }
-    assert set(pairs.both()) == expected and len(pairs) == len(expected)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -618,3 +232,412 @@ def test_batches_split_by_length_equal_one_padded_batch(
     logits = CrossPairs(cross)([tokens.batch(rows + 24, 0, cpu)])
     swapped = cross.score([(second[row], first[row]) for row in rows])
     np.testing.assert_allclose(logits.sigmoid().detach(), swapped, atol=1e-5)
+
+
+# -- groups ---------------------------------------------------------------------------------------------------------------
+
+
+def test_two_groups_exchange_scores_and_keep_the_best(two_groups: Finished) -> None:
+    store = two_groups.store
+    for number in range(5):
+        one, other = (store.scores(name, Phase(number)) for name in ("bert", "roberta"))
+        np.testing.assert_allclose(store.labels(Phase(number)), 0.25 * one + 0.75 * other, atol=1e-6)
+    assert {(best.group, best.kind) for best in two_groups.result.best} == {
+        (group, kind) for group in ("bert", "roberta") for kind in ("bi", "cross")
+    }
+    for best in two_groups.result.best:
+        numbers = (2, 4) if best.kind == "bi" else (1, 3)
+        assert best.dev == max(store.posted(Phase(number))[best.group]["dev"] for number in numbers)
+    bert = Encoder.load(two_groups.path / "models" / "bert" / "bi")
+    assert (bert.pooling, bert.max_length) == ("mean", 16)
+    emitted = [event.event for event in two_groups.events if isinstance(event, GroupEvent) and event.group == "roberta"]
+    assert {StepReport, DevScore} <= {type(event) for event in emitted}
+    assert [event.activity for event in emitted if isinstance(event, GroupActivity)][-1] == "finished"
+
+
+def test_a_group_trains_with_its_own_settings(two_groups: Finished) -> None:
+    steps = {name: entry["steps"] for name, entry in two_groups.store.posted(Phase(2)).items()}
+    pairs = len(Pairs.open(two_groups.path / "pairs"))
+    assert steps == {"bert": pairs // 16, "roberta": pairs // 8}
+    reopened(two_groups.path, "groups.1.bi.engine=auto")
+    with fails_with(FrozenKeyError, "groups.1.bi.lr"):
+        reopened(two_groups.path, "groups.1.bi.lr=1e-3")
+
+
+def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(two_groups: Finished) -> None:
+    from sentence_transformers import CrossEncoder as Theirs
+
+    pairs = list(Pairs.open(two_groups.path / "pairs").both())[:20]
+    for group, max_length in (("bert", 32), ("roberta", 24)):
+        model = two_groups.result.models[f"{group} cross"]
+        ours, theirs = CrossEncoder.load(model), Theirs(str(model), device="cpu")
+        assert ours.max_length == max_length
+        np.testing.assert_allclose(ours.score(pairs), theirs.predict(pairs), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_models_of_a_group_can_teach_a_student(
+    two_groups: Finished, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+) -> None:
+    teachers = [two_groups.result.models[f"bert {kind}"] for kind in ("bi", "cross")]
+    overrides = ("training.max_steps=8", "training.batch_size=8", "training.log_every=1")
+    events: list[Event] = []
+    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *overrides), Reporter(events.append))
+    assert result.train_result.state.finished
+    assert all(event.losses["rank"] > 0 for event in events if isinstance(event, StepReport))
+    assert result.evaluation is not None
+    assert [model.kind for model in result.evaluation.models[-2:]] == ["bi-encoder", "cross-encoder"]
+
+
+def test_a_failed_group_is_dropped_unless_it_is_the_last(
+    both: MakeRecipe, tmp_path: Path, sentences: list[str]
+) -> None:
+    broken = make_encoder(tmp_path / "broken", "bert", sentences)
+    file = broken / "model.safetensors"
+    save_file({name: weight * 1e30 for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    shutil.copytree(both().groups[1].backbone, tmp_path / "moved")
+    drop = (f"groups.1.cross_backbone={broken}", "mutual.on_failure=drop", "mutual.cycles=1")
+    with fails_with(DivergedError, "not finite"):
+        run_mutual(both(*drop, f"groups.0.cross_backbone={broken}"), Reporter())
+    result = run_mutual(both(*drop, f"groups.1.backbone={tmp_path / 'moved'}"), Reporter())
+    shutil.rmtree(tmp_path / "moved")  # a resumed run does not need the models of a dropped group
+    recipe, directory = reopened(result.directory.path)
+    assert run_mutual(recipe, Reporter(), directory).best == result.best
+    assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
+    store = PhaseStore(result.directory.path)
+    np.testing.assert_array_equal(store.labels(Phase(1)), store.scores("bert", Phase(1)))
+    np.testing.assert_allclose(  # phase 0 includes the dropped group
+        store.labels(Phase(0)), (store.scores("bert", Phase(0)) + store.scores("roberta", Phase(0))) / 2, atol=1e-6
+    )
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_has_a_folder(
+    both: MakeRecipe, tmp_path: Path, sentences: list[str]
+) -> None:
+    broken = make_encoder(tmp_path / "broken", "bert", sentences)
+    (broken / "model.safetensors").write_bytes(b"truncated")
+    runs = tmp_path / "runs"
+    recipe = both(f"groups.1.cross_backbone={broken}", "mutual.on_failure=drop", f"storage.runs={runs}")
+    with fails_with(ModelFormatError, str(broken)):
+        run_mutual(recipe, Reporter())
+    assert not runs.exists() or not list(runs.iterdir())
+
+
+def test_a_groups_own_precision_is_decided_by_its_own_devices(both: MakeRecipe) -> None:
+    fast = DeviceSpeed("H100", "gpu", frozenset({"fp16", "bf16"}), {})
+    slow = DeviceSpeed("old CPU", "cpu", frozenset(), {"bf16": 0.5})
+    automatic = ("bi.precision=auto", "cross.precision=auto", "groups.1.bi.precision=auto")
+    recipe = both(*automatic)
+    roles = roles_on(recipe, {"bert": [slow], "roberta": [fast]}, [slow])
+    decided = decide_precisions(recipe, roles, lambda event: None)
+    bert, roberta = decided.groups
+    assert [decided.bi_of(group).precision for group in (bert, roberta)] == ["fp32", "bf16"]
+    assert {decided.cross_of(group).precision for group in (bert, roberta)} == {"fp32"}
+    dropped = {role.key for role in roles_on(recipe, {"bert": [slow]}, [slow])}
+    assert "groups.1.bi.precision" not in dropped
+
+
+@pytest.mark.slow
+def test_phases_start_from_the_language_model_or_from_the_previous_phases_model(
+    alone: MakeRecipe, tmp_path: Path, sentences: list[str]
+) -> None:
+    """A sequential run's first cross-encoder starts from the bi-encoder that labels, and its bi-encoder keeps head and norm."""
+    language_model = make_encoder(tmp_path / "language-model", "bert", sentences, seed=5)
+    start = Encoder.from_section(alone().groups[0])
+    start.head.append(Dense(DenseShape(in_features=32, out_features=8)))
+    start.normalize = True
+    start.save(tmp_path / "start")
+    models = (f"groups.0.backbone={tmp_path / 'start'}", f"groups.0.cross_backbone={language_model}")
+    common = ("groups.0.pooling=null", *models, "mutual.cycles=1", "bi.lr=1e-12")
+    starts = {"refresh": Encoder.load(language_model, pooling="mean"), "sequential": start}
+    for initialization, expected in starts.items():
+        result = run_mutual(alone(*common, "cross.lr=1e-12", f"mutual.initialization={initialization}"), Reporter())
+        cross = CrossEncoder.load(result.models["bert cross"]).model.base_model.state_dict()
+        for name, tensor in expected.backbone.state_dict().items():
+            torch.testing.assert_close(cross[name], tensor, atol=1e-6, rtol=0)
+        trained = Encoder.load(result.models["bert bi"])
+        assert (len(trained.head), trained.normalize) == (1, True)
+        for name, tensor in trained.state_dict().items():
+            torch.testing.assert_close(start.state_dict()[name], tensor, atol=1e-6, rtol=0)
+        (card,) = (card for card in result.cards if card.title.endswith("cross-encoder"))
+        named = {"refresh": "language-model", "sequential": "start"}[initialization]
+        assert f"initialized from `{named}`" in card.sections[0]
+    result = run_mutual(alone(*common, "mutual.initialization=sequential"), Reporter())
+    cross = CrossEncoder.load(result.models["bert cross"]).model.base_model.state_dict()
+    bi = Encoder.load(result.models["bert bi"]).backbone.state_dict()
+    name = next(name for name in bi if name.endswith("word_embeddings.weight"))
+    torch.testing.assert_close(bi[name], cross[name], atol=1e-5, rtol=0)
+    assert not torch.equal(bi[name], start.backbone.state_dict()[name])
+
+
+def test_a_phases_initial_weights_are_mixed_into_its_scored_and_saved_bi_encoder(alone: MakeRecipe) -> None:
+    """Its training and the cross-encoders' are as without; the dev score is the saved model's, and the labels are its cosines.
+
+    Without any dev set, reports have the agreement with a start.
+    """
+    one_score = ("mutual.cycles=1", "evaluation.eval_steps=1000", "bi.epochs=1")
+    plain = finish(alone(*one_score, "evaluation.final_suites=null", "evaluation.dev=none"))
+    assert plain.result.evaluation is not None and not plain.result.evaluation.warnings
+    assert {score.suite for score in plain.result.evaluation.scores} == {"texts"}
+    assert {*plain.result.evaluation.scores[0].values} == {"bert bi"}
+    assert not start_notes(plain.events)
+    mixed = run_mutual(alone(*one_score, "groups.0.init_weight_mix=0.25"), Reporter())
+    start = Encoder.from_section(mixed.recipe.groups[0]).state_dict()
+    trained, saved = (Encoder.load(each.models["bert bi"], pooling="mean") for each in (plain.result, mixed))
+    for name, parameter in saved.named_parameters():
+        torch.testing.assert_close(parameter.data, 0.75 * trained.state_dict()[name] + 0.25 * start[name])
+    dev = DevPairs.of(mixed.recipe)
+    (best,) = (best for best in mixed.best if best.kind == "bi")
+    assert dev is not None and best.dev == pytest.approx(dev.score(VectorModel.of(saved)), abs=1e-4)
+    _, from_cross, from_bi = labels_of(mixed.directory.path)
+    np.testing.assert_array_equal(labels_of(plain.path)[1], from_cross)
+    pairs = [*Pairs.open(mixed.directory.path / "pairs").both()]
+    np.testing.assert_allclose(VectorModel.of(saved).similarities(*zip(*pairs, strict=True)), from_bi, atol=1e-5)
+
+
+# -- starts ---------------------------------------------------------------------------------------------------------------
+
+
+def start_notes(events: list[Event]) -> list[dict[str, float]]:
+    """Return the dev scores of the groups' starts, and of their first labels, that a run has reported."""
+    stages = [event for event in events if isinstance(event, StageProgress) and event.name == "starts"]
+    notes = [stage.note for stage in stages if stage.finished]
+    return [{name: float(score) for name, score in re.findall(r"(\w+) (-?[\d.]+)", note)} for note in notes]
+
+
+@pytest.fixture
+def weak(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MutualRecipe:
+    """A recipe of two groups whose dev scores are the first one's cosines: the other knows nothing of them."""
+    models = {"good": tiny("bert"), "weak": tiny("minilm")}
+    recipe, recorded = make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1"), RecordedScores()
+    dev = DevPairs.of(recipe)
+    assert dev is not None
+    dev.score(recorded.recording(VectorModel.of(Encoder.from_section(recipe.groups[0]))))
+    rows = [f"{score:.6f}\t{one}\t{other}" for (one, other), score in recorded.known.items()]
+    Path(recipe.evaluation.dev).write_text("\n".join(["score\tsentence1\tsentence2", *rows]))
+    return recipe
+
+
+def test_a_group_that_makes_the_first_labels_worse_is_named(weak: MutualRecipe, one_group: Finished) -> None:
+    events: list[Event] = []
+    (warning,) = score_starts(weak, weak.groups, LocalBackend(), Reporter(events.append)).warnings
+    (scores,) = start_notes(events)
+    assert scores["good"] == pytest.approx(100, abs=0.1) and scores["weak"] < scores["labels"] < scores["good"]
+    assert warning.code == "DCSE-W08" and "group weak" in warning.problem and "groups.1.weight" in warning.fix
+    assert f"{scores['labels']:.2f} with it and {scores['good']:.2f} without" in warning.problem
+    assert [[*scores] for scores in start_notes(one_group.events)] == [["bert"]]
+
+
+@pytest.mark.slow
+def test_run_and_dry_run_report_it(weak: MutualRecipe) -> None:
+    def reported_by(work: Callable[..., object]) -> tuple[list[dict[str, float]], list[str]]:
+        events: list[Event] = []
+        work(LocalBackend(), Reporter(events.append))
+        return start_notes(events), [event.text for event in events if "[DCSE-W08]" in getattr(event, "text", "")]
+
+    experiment = MutualDistillation(weak)
+    ran = reported_by(experiment.run)
+    assert ran == reported_by(experiment.check) and len(ran[1]) == 1
+
+
+# -- recipes --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_inherits_what_it_does_not_set(both: MakeRecipe) -> None:
+    recipe = both("groups.1.bi.batch_size=8", "groups.1.bi.lr=2e-3", "groups.1.cross.max_length=24", "bi.epochs=3")
+    bert, roberta = recipe.groups
+    assert recipe.bi_of(bert) == recipe.bi and recipe.cross_of(bert) == recipe.cross
+    assert recipe.bi_of(roberta) == recipe.bi.model_copy(update={"batch_size": 8, "lr": 2e-3})
+    assert recipe.cross_of(roberta) == recipe.cross.model_copy(update={"max_length": 24})
+    assert [section.batch_size for section in recipe.loop_sections] == [16, 16, 8, 16]
+    assert [recipe.loop_path(group, "bi") for group in recipe.groups] == ["bi", "groups.1.bi"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ("pairs.task=sts", "pairs … path … task"),
+        ("groups.1.name=bert", "groups … bert"),
+        ("groups.1.workers=3", "roberta … 3 … bi.batch_size … 16"),
+        ("groups.1.bi.batch_size=6 groups.1.workers=4", "roberta … groups.1.bi.batch_size 6 … groups.1.workers"),
+        ("groups.0.max_workers=3", "max_workers 3, which does not divide bi.batch_size 16"),
+        ("groups.0.max_workers=2 groups.0.workers=4", "max_workers 2, which is no multiple of its workers 4"),
+        (
+            "groups.0.max_workers=2 groups.0.bi.cuda_graphs=on",
+            "groups.0.bi.cuda_graphs records the step of one worker with one dropout stream; write groups.0.workers: 1",
+        ),
+        ("groups.1.cross.zero_stage=2", "groups.1.cross … DeepSpeed"),
+        ("groups.0.bi.lr=-1", "groups.0.bi.lr … -1"),
+        (
+            "groups.1.workers=2 groups.1.gpus_per_worker=0.5 groups.1.bi.batch_size=8 groups.1.bi.engine=auto",
+            "roberta … write groups.1.bi.engine: torch, or",
+        ),
+        (
+            "groups.0.init_weight_mix=0.5 groups.0.bi.engine=deepspeed groups.0.bi.zero_stage=3",
+            "groups.0.init_weight_mix … ZeRO 3 … bi.zero_stage: 2",
+        ),
+        ("groups.0.init_weight_mix=0.5 mutual.initialization=sequential", "groups.0.init_weight_mix … write refresh"),
+        ("mutual.shared_workers=auto groups.0.cpus_per_worker=2", "differ in cpus_per_worker"),
+        ("mutual.shared_workers=auto groups.0.node_labels={role: a}", "differ in node_labels"),
+    ],
+)
+def test_recipes_that_contradict_themselves_are_refused(both: MakeRecipe, overrides: str, named: str) -> None:
+    with fails_with(InvalidValueError, *named.split(" … ")):
+        both(*re.split(r" (?=groups|mutual)", overrides))
+
+
+@pytest.mark.parametrize("override", ["mutual.exchange=all", "groups.0.lr=1", "groups.0.bi.max_length=24"])
+def test_keys_that_no_section_has_are_refused(both: MakeRecipe, override: str) -> None:
+    with fails_with(UnknownKeyError, override.partition("=")[0]):
+        both(override)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("trans-encoder-bert-base", 1),
+        ("trans-encoder-mutual-base", 2),
+        ("trans-encoder-mutual-base-large", 4),
+    ],
+)
+def test_packaged_recipes_have_the_hyperparameters_of_table_16(name: str, groups: int) -> None:
+    recipe = read_recipe(name, ["evaluation.data=x"])
+    assert isinstance(recipe, MutualRecipe) and len(recipe.groups) == groups
+    assert recipe.mutual.cycles == 3 and recipe.mutual.initialization == "refresh" and recipe.seed == 2021
+    for group in recipe.groups:
+        bi, cross = recipe.bi_of(group), recipe.cross_of(group)
+        assert bi.batch_size == (64 if group.name.endswith("large") else 128)
+        assert (bi.lr, bi.epochs, bi.warmup, bi.weight_decay) == (5e-5, 10, 0, 0.01)
+        assert (cross.lr, cross.batch_size, cross.epochs, cross.warmup, cross.weight_decay) == (2e-5, 32, 1, 0.1, 0.01)
+        assert cross.max_length == 64 and group.max_length == 32
+        size = group.name.rpartition("-")[2] if groups == 4 else "base"
+        assert size in group.backbone and size in (group.cross_backbone or group.backbone)
+
+
+def test_ray_can_change_in_a_run_but_not_what_dropout_depends_on(alone: MakeRecipe) -> None:
+    """One worker computes what several do; see `test_mutual_steps.py`."""
+    run = RunDirectory.create(alone("groups.0.workers=2", "ray=true", "bi.batch_size=4", "cross.batch_size=4")).path
+    assert reopened(run, "ray=false")[0].groups[0].rng_streams == 2
+    for key in ("workers", "max_workers"):
+        with fails_with(FrozenKeyError, f"groups.0.{key}"):
+            reopened(run, f"groups.0.{key}=4")
+
+
+def test_a_resumed_run_checks_its_records(one_group: Finished, tmp_path: Path) -> None:
+    shutil.copytree(one_group.path, run := tmp_path / "run", symlinks=True)
+    recipe, directory = reopened(run, "bi.log_every=1")
+    again = run_mutual(recipe, Reporter(), directory)
+    assert [best.dev for best in again.best] == [best.dev for best in one_group.result.best]
+    with fails_with(FrozenKeyError, "bi.lr"):
+        reopened(run, "bi.lr=2e-3")
+    state = load_checked_json(run / "phases.json")
+    state["posted"].pop("4")
+    (run / "phases.json").write_text(dump_checked_json(state))
+    (damaged,) = run.glob("labels/cycle-2-cross.*.npy")
+    np.save(damaged, np.load(damaged) + 1)
+    shutil.rmtree(run / "groups" / "bert" / "cycle-2-bi")
+    with fails_with(RunRecordError, damaged.name, "checksum"):
+        run_mutual(recipe, Reporter(), directory)
+    (run / "phases.json").write_text("{")
+    with fails_with(RunRecordError, "phases.json"):
+        run_mutual(recipe, Reporter(), directory)
+
+
+# -- pairs, dev scores and reports ----------------------------------------------------------------------------------------
+
+
+def test_missing_columns_are_refused(both: MakeRecipe, tmp_path: Path) -> None:
+    both()
+    with fails_with(EvaluationFormatError, "pairs.tsv", "sentence3"):
+        run_mutual(both("pairs.columns=[sentence1, sentence3]"), Reporter())
+    (tmp_path / "nothing.tsv").write_text("sentence1\tsentence2\na\tb\n")
+    with fails_with(EvaluationFormatError, "nothing.tsv", "score", "label"):
+        run_mutual(both(f"evaluation.dev={tmp_path / 'nothing.tsv'}"), Reporter())
+
+
+def test_evaluations_follow_optimizer_updates_and_pairs_of_a_task_are_transductive(
+    alone: MakeRecipe, labelled: Path
+) -> None:
+    data = (f"evaluation.data={labelled}", "evaluation.eval_steps=4", "mutual.cycles=1")
+    accumulate = ("cross.gradient_accumulation=3", "cross.epochs=3", "bi.gradient_accumulation=2", "bi.epochs=3")
+    trained = finish(alone(*data, *accumulate, "pairs={task: mrpc}"))
+    scores = [event.event for event in trained.events if isinstance(event, GroupEvent)]
+    found = [(event.step, event.total) for event in scores if isinstance(event, DevScore)]
+    cross, bi = ([step for step, total in found if total == steps] for steps in (30, 14))
+    # Epochs have 10 and 5 steps. A score is due every 4 steps and at each epoch's end, and follows the next optimizer update.
+    assert cross == [6, 9, 12, 15, 18, 21, 24, 30] and bi == [4, 6, 10, 14]
+    assert trained.result.evaluation is None
+    write_cards(trained.result)
+    card = (trained.result.best[0].model / "README.md").read_text()
+    assert "80 unlabelled sentence pairs" in card and "**Transductive**: its pairs are those of the task `mrpc`" in card
+    with fails_with(CorpusNotFoundError, "pairs.task", "mrcp", "mrpc, sts12, stsb"):
+        run_mutual(alone(*data, "pairs={task: mrcp}"), Reporter())
+
+
+def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labelled: Path, tmp_path: Path) -> None:
+    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"), tmp_path / "stsb")
+    tables = [read_table(labelled / "sts" / "stsb" / f"{split}.tsv.gz") for split in ("dev", "test")]
+    expected = {
+        pair for table in tables for pair in zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)
+    }
+    assert set(pairs.both()) == expected and len(pairs) == len(expected)
+
+
+def test_without_labelled_sets_reports_have_the_dev_scores_and_the_agreement_with_a_start(two_groups: Finished) -> None:
+    result = two_groups.result
+    assert result.evaluation is not None
+    found = {(score.suite, score.measure): score for score in result.evaluation.scores}
+    everywhere = {f"{group} {kind}" for group in ("bert", "roberta") for kind in ("start", "bi", "cross")}
+    everywhere |= {f"{kind} ensemble" for kind in ("start", "bi", "cross")}
+    assert set(found["dev", "all"].values) == everywhere
+    for best in result.best:
+        assert found["dev", "all"].values[f"{best.group} {best.kind}"] == pytest.approx(best.dev)
+    assert set(found["texts", "kept@1"].values) == {"roberta start", "bert bi", "roberta bi"}
+    history = read_run(two_groups.path)
+    assert history.cycles is not None and history.cycles.number == 2
+    assert set(history.cycles.dev) == {"bert bi", "bert cross", "roberta bi", "roberta cross"}
+    assert list(history.cycles.agreement) == [Phase(number).name for number in range(5)]
+    with warnings.catch_warnings(action="error"):  # charts with a legend of three rows have room for their axes
+        page, text = html(result.evaluation, history), markdown(result.evaluation, history)
+    for part in ("Dev score by cycle", "Agreement between the groups", "bert – roberta"):
+        assert part in page and part in text
+    for part in (
+        "Dev score (Spearman",
+        "of the pairs' sentences, with bert start",
+        "checkpoints and cycles were chosen by",
+    ):
+        assert part in text
+    assert "Rows in italics" not in page and '<span class="mark">p' not in page and "Side by side" in page
+    write_cards(result)
+    for best in result.best:
+        card = (best.model / "README.md").read_text()
+        assert f"of cycle {best.phase.cycle}" in card and "Warning: checkpoints and cycles were chosen by" in card
+        assert ("CrossEncoder" if best.kind == "cross" else "SentenceTransformer") in card
+        assert "model-index" not in card
+    with fails_with(ModelNotFoundError, str(two_groups.path), "models/bert/bi, models/bert/cross"):
+        open_candidate("run", str(two_groups.path), LoadOptions())
+
+
+@pytest.mark.slow
+def test_pages_and_cards_mark_contaminated_sets(both: MakeRecipe, labelled: Path) -> None:
+    overrides = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
+    result = run_mutual(both(*overrides, f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}"), Reporter())
+    assert result.evaluation is not None
+    models = [info.name for info in result.evaluation.models]
+    assert models == [
+        *("bert start", "roberta start", "start ensemble"),
+        *("bert bi", "roberta bi", "bi ensemble", "bert cross", "roberta cross", "cross ensemble"),
+    ]
+    timed = [info.name for info in result.evaluation.models if info.sentences_per_s is not None]
+    assert timed == ["bert bi", "roberta bi", "bert cross", "roberta cross"]
+    values = next(row for row in result.evaluation.scores if (row.set, row.measure) == ("STS-B", "all")).values
+    assert set(values) == set(models)
+    history = read_run(result.directory.path)
+    seconds = {name: duration for name, duration, _ in history.stages}
+    assert list(seconds)[:6] == ["starts", "pairs", "tokens", "steps", "groups", "contamination"]
+    assert seconds["groups"] > seconds["contamination"]
+    assert "‡" in html(result.evaluation, history) and "‡" in markdown(result.evaluation, history)
+    write_cards(result)
+    for best in result.best:
+        card = (best.model / "README.md").read_text()
+        assert "‡" in card and "STS-B" in card

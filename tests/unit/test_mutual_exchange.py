@@ -1,85 +1,237 @@
-"""Labels: whose scores they combine, with which weights, and in which band."""
+"""Labels: whose scores they combine, with which weights, and in which band, whatever happens to the run."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from distcse.checks import require
-from distcse.errors import InvalidValueError, StoppedEarlyError
+from distcse.errors import InvalidValueError, RunRecordError, RunTakenOverError, StoppedEarlyError
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
-from distcse.runs.mutual.label_exchange import LabelExchange, dev_weight, to_band
-from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual import label_exchange
+from distcse.runs.mutual.label_exchange import LabelExchange, combine, dev_weight, to_band
+from distcse.runs.mutual.phase_store import PhaseStore, StoredScores
 from distcse.runs.mutual.phases import Phase, PhaseResult
 from distcse.runs.mutual.preflight import recipe_questions
+from distcse.storage import open_store, sha256
+from tests.disks import before_change
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., MutualRecipe]
-GROUPS = ("bert", "roberta")
+WEIGHTS = {"a": 1.0, "b": 3.0, "c": 2.0}
+LAST = 6
+"""The last phase of three cycles."""
+STARTS = {"a": 80.0, "b": 60.0, "c": -10.0}
+SETTINGS = [
+    ["patience=1"],
+    ["patience=1", "best_of=start_and_cycles", "standardize=true"],
+    ["standardize=true", "learn_from=both"],
+    ["standardize=true", "learn_from=both", "weigh_by=group_and_dev"],
+]
 
 
 @pytest.fixture
-def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    models = {name: tiny(name) for name in GROUPS}
-    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
+def three(tmp_path: Path, sentences: list[str]) -> MakeRecipe:
+    """Recipes of the groups a, b and c, whose models nobody loads."""
+    weights = [f"groups.{number}.weight={weight}" for number, weight in enumerate(WEIGHTS.values())]
+    models = {name: Path("none") for name in WEIGHTS}
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *weights, *overrides)
 
 
-class Run:
-    """The exchange of a run, to which groups post scores of three pairs that are all alike."""
+class Killed(BaseException):
+    """The driver's process ends."""
 
-    def __init__(self, recipe: MutualRecipe, folder: Path) -> None:
-        self._recipe, self._folder, self._lease = recipe, folder, Lease.acquire(folder)
+
+@cache
+def scores_of(group: str, phase: int) -> np.ndarray:
+    """Scores of six pairs, in a band of the group's."""
+    draw, place = np.random.default_rng([ord(group), phase]), "abc".index(group)
+    return draw.normal(0.3 * place, 0.05 + 0.1 * place, 6).astype(np.float32)
+
+
+def mean_of(scores: list[np.ndarray], weights: list[float], standardize: bool) -> np.ndarray:
+    """The definition of the labels, in as few lines as possible."""
+    table = np.array(scores, dtype=np.float64)
+    if standardize:
+        means, deviations = table.mean(1, keepdims=True), table.std(1, keepdims=True)
+        table = (table - means) / deviations * np.average(deviations, axis=0, weights=weights)
+        table += np.average(means, axis=0, weights=weights)
+    return np.average(table, axis=0, weights=weights)
+
+
+class DisturbedRun(RuleBasedStateMachine):
+    """Three groups post their scores while the driver is killed, resumed or replaced, and groups are dropped.
+
+    The labels must be those of a run in which only the posts and the drops have happened, in the same order.
+    """
+
+    recipe: MutualRecipe
+
+    @initialize(label_band=st.sampled_from(["shared", "own"]))
+    def begin(self, label_band: str) -> None:
+        a, b, c = self.recipe.groups
+        b = b.model_copy(update={"label_band": label_band})
+        self.disturbed, self.mutual = self.recipe.model_copy(update={"groups": [a, b, c]}), self.recipe.mutual
+        self.folder = Path(tempfile.mkdtemp())
+        self.posted: dict[int, dict[str, float]] = {number: {} for number in range(LAST + 1)}
+        """Dev scores of the groups by phase."""
+        self.members, self.labels = list(WEIGHTS), dict[int, np.ndarray]()
+        self.stopped_after: int | None = None
+        self.resume()
+        self.store.record_starts(STARTS)
+
+    @rule()
+    def resume(self) -> None:
+        self.store = PhaseStore(self.folder, Lease.acquire(self.folder))
+        self.ending = threading.Event()
+        self.exchange = LabelExchange(self.disturbed, self.store, self.ending)
+
+    @rule(group=st.sampled_from([*WEIGHTS]), dev=st.sampled_from([-10.0, 50.0, 90.0]), killed_at=st.integers(0, 24))
+    def post(self, group: str, dev: float, killed_at: int) -> None:
+        number = next((number for number in self.posted if group not in self.posted[number]), None)
+        if group not in self.members or number is None or number - 1 not in {-1, *self.labels}:
+            return
+        if self.stopped_after is not None and number > self.stopped_after:
+            return
+        trained = PhaseResult("model", 1, dev, 1) if number else None
+        self.killed_before(
+            killed_at, lambda: self.exchange.post(group, Phase(number), scores_of(group, number), trained)
+        )
+        if group not in self.store.posted(Phase(number)):  # killed before: the resumed group scores again
+            self.exchange.post(group, Phase(number), scores_of(group, number), trained)
+        self.posted[number][group] = dev if number else STARTS[group]
+        self.complete()
+
+    @rule(devs=st.lists(st.sampled_from([-10.0, 50.0, 90.0]), min_size=3, max_size=3))
+    def post_all(self, devs: list[float]) -> None:
+        for group, dev in zip(WEIGHTS, devs, strict=True):
+            self.post(group, dev, 0)
+
+    @rule(group=st.sampled_from([*WEIGHTS]), killed_at=st.integers(0, 12))
+    def drop(self, group: str, killed_at: int) -> None:
+        if group not in self.members:
+            return
+        if self.members == [group]:
+            assert not self.exchange.drop(group, "lost")
+            return
+        self.killed_before(killed_at, lambda: self.exchange.drop(group, "lost"))
+        assert group in self.store.dropped or self.exchange.drop(group, "lost")
+        self.members.remove(group)
+        self.complete()
+
+    @rule()
+    def take_over(self) -> None:
+        """An older start writes nothing."""
+        older, older_store = self.exchange, self.store
+        self.resume()
+        with fails_with(RunTakenOverError, str(self.folder)):
+            older_store.drop("a", "too late")
+        with fails_with(RunTakenOverError, str(self.folder)):
+            older.post("a", Phase(LAST), scores_of("b", 0), None)
+
+    @rule()
+    def end(self) -> None:
+        """An ending run waits for no labels, and drops no group: closing a group makes it fail."""
+        self.exchange.end()
+        with pytest.raises(StoppedEarlyError):
+            self.exchange.labels("a", Phase(1))
+        assert self.ending.is_set() and not self.exchange.drop("a", "its actors were closed")
         self.resume()
 
-    def resume(self) -> None:
-        self.store, self.ending = PhaseStore(self._folder, self._lease), threading.Event()
-        self.exchange = LabelExchange(self._recipe, self.store, self.ending)
+    @invariant()
+    def labels_are_those_of_an_undisturbed_run(self) -> None:
+        for number in range((LAST if self.stopped_after is None else self.stopped_after) + 1):
+            expected, found = self.labels.get(number), self.store.labels(Phase(number))
+            assert (found is None) == (expected is None)
+            following = Phase(number + 1)
+            assert self.exchange.has_labels(following) == (expected is not None) and self.exchange.has_labels(Phase(0))
+            missing = [name for name in self.members if name not in self.posted[number]]
+            assert self.exchange.missing(Phase(number)) == missing
+            if expected is None or found is None:
+                continue
+            np.testing.assert_allclose(found, expected, atol=1e-6)
+            for group in self.members:
+                stored = self.exchange.labels(group, following)
+                assert (stored is None) == (number == self.stopped_after)
+                if stored is None:
+                    continue
+                labels, start = stored.read(), scores_of(group, 0)
+                is_moved = group == "b" and following.kind == "bi" and self.disturbed.groups[1].label_band == "own"
+                if is_moved:
+                    assert (labels.mean(), labels.std()) == pytest.approx((start.mean(), start.std()), abs=1e-5)
+                    assert np.corrcoef(labels, found)[0, 1] == pytest.approx(1, abs=1e-5)
+                else:
+                    np.testing.assert_array_equal(labels, found)
+        assert self.store.stopped_after == (None if self.stopped_after is None else Phase(self.stopped_after))
 
-    def post(self, group: str, phase: int, score: float, dev: float = 0.5) -> None:
-        trained = PhaseResult("model", 1, dev, 1) if phase else None
-        self.exchange.post(group, Phase(phase), np.full(3, score, dtype=np.float32), trained)
+    def killed_before(self, change: int, work: Callable[[], object]) -> None:
+        """Do some work, and resume; with a number, end before that write of the work."""
 
-    def label(self, group: str, phase: int) -> float:
-        stored = self.exchange.labels(group, Phase(phase))
-        assert stored is not None
-        (label,) = {round(float(label), 6) for label in stored.read()}
-        return label
+        def kill() -> None:
+            raise Killed
+
+        with before_change(self.folder, change, kill, from_then_on=True), suppress(Killed):
+            work()
+        if change:
+            self.resume()
+
+    def complete(self) -> None:
+        """Combine the labels of each phase for which all members have posted: the undisturbed run."""
+        for number, posted in self.posted.items():
+            if number in self.labels or any(name not in posted for name in self.members):
+                continue
+            phases = [number, number - 1] if self.mutual.learn_from == "both" and number else [number]
+            taken = [(each, name) for each in phases for name in self.members]
+            weights = [WEIGHTS[name] * self.by_dev(self.posted[each][name]) for each, name in taken]
+            scores = [scores_of(name, each) for each, name in taken]
+            self.labels[number] = mean_of(scores, weights, self.mutual.standardize)
+            if self.mutual.patience and number in (4, 6) and not self.has_improved_in(number):
+                self.stopped_after = number
+
+    def has_improved_in(self, bi: int) -> bool:
+        """Return whether a cross-encoder or bi-encoder of the cycle that ends with this phase is a group's best one."""
+        has_start = self.mutual.best_of == "start_and_cycles"
+        older = {bi - 1: range(1, bi - 1, 2), bi: range(0 if has_start else 2, bi, 2)}
+        return any(
+            self.posted[number][name] > max(self.posted[each][name] for each in before)
+            for name in self.members
+            for number, before in older.items()
+        )
+
+    def by_dev(self, dev: float) -> float:
+        if self.mutual.weigh_by == "group":
+            return 1.0
+        rho = min(max(dev / 100, 0.01), 0.99)
+        return rho / (1 - rho**2)
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def test_labels_of_both_formulations_have_the_scores_of_the_phase_before(both: MakeRecipe, tmp_path: Path) -> None:
-    learn = ("mutual.standardize=true", "mutual.learn_from=both", "groups.1.weight=3")
-    run = Run(both(*learn), tmp_path)
-    for group, score in zip(GROUPS, (0.2, 0.4), strict=True):
-        run.post(group, 0, score)
-    assert run.label("bert", 1) == 0.35, "there is no older phase"
-    for group, score in zip(GROUPS, (0.9, 0.5), strict=True):
-        run.post(group, 1, score)
-    assert run.label("bert", 2) == 0.475  # (0.2 + 3 * 0.4 + 0.9 + 3 * 0.5) / 8
-    for group, score in zip(GROUPS, (0.1, 0.1), strict=True):
-        run.post(group, 2, score)
-    assert run.label("bert", 3) == 0.35  # (0.9 + 3 * 0.5 + 4 * 0.1) / 8: not the starts
-    run.resume()
-    assert run.label("bert", 2) == 0.475
-
-
-def test_scores_are_weighed_by_the_dev_scores_of_their_models(both: MakeRecipe, tmp_path: Path) -> None:
-    learn = ("mutual.standardize=true", "mutual.learn_from=both", "mutual.weigh_by=group_and_dev", "groups.1.weight=3")
-    run = Run(both(*learn), tmp_path)
-    run.store.record_starts({"bert": 80.0, "roberta": 60.0})
-    run.post("bert", 0, 0.2)
-    run.post("roberta", 0, 0.4)
-    weights = [0.8 / 0.36, 3 * 0.6 / 0.64]  # rho / (1 - rho²)
-    assert run.label("bert", 1) == pytest.approx(np.average([0.2, 0.4], weights=weights), abs=1e-6)
-    run.post("bert", 1, 0.9, dev=50.0)
-    run.post("roberta", 1, 0.5, dev=-10.0)  # worse than chance counts hardly
-    weights += [0.5 / 0.75, 3 * 0.01 / (1 - 1e-4)]
-    assert run.label("bert", 2) == pytest.approx(np.average([0.2, 0.4, 0.9, 0.5], weights=weights), abs=1e-6)
+@pytest.mark.parametrize("overrides", SETTINGS, ids=" ".join)
+def test_a_disturbed_run_makes_the_labels_of_an_undisturbed_one(
+    three: MakeRecipe, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no power failure here
+    recipe = three("mutual.cycles=3", *(f"mutual.{override}" for override in overrides))
+    monkeypatch.setattr(DisturbedRun, "recipe", recipe, raising=False)
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        DisturbedRun, settings=settings(max_examples=4, stateful_step_count=25, deadline=None, derandomize=True)
+    )
 
 
 def test_the_mean_by_dev_scores_is_the_best_one_of_independent_scores() -> None:
@@ -99,71 +251,64 @@ def test_the_mean_by_dev_scores_is_the_best_one_of_independent_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "named"),
+    ("overrides", "named"),
     [
-        ("mutual.standardize=false", "mutual.standardize: true"),
-        ("evaluation.dev=none", "name a dev set"),
+        (["mutual.learn_from=both"], "learn_from is both, "),
+        (["mutual.weigh_by=group_and_dev"], "mutual.standardize: true"),
+        (["mutual.weigh_by=group_and_dev", "mutual.standardize=true", "evaluation.dev=none"], "name a dev set"),
     ],
 )
-def test_weights_by_dev_scores_need_a_mean_of_standardized_scores(both: MakeRecipe, setting: str, named: str) -> None:
-    with pytest.raises(InvalidValueError, match=named):
-        both("mutual.standardize=true", "mutual.weigh_by=group_and_dev", setting)
+def test_labels_whose_scores_have_no_common_scale_are_refused(
+    three: MakeRecipe, overrides: list[str], named: str
+) -> None:
+    with fails_with(InvalidValueError, named):
+        three(*overrides)
 
 
-def test_weights_by_dev_scores_need_a_correlation(both: MakeRecipe, tmp_path: Path) -> None:
+def test_weights_by_dev_scores_need_a_correlation(three: MakeRecipe, tmp_path: Path) -> None:
     (tmp_path / "labelled.tsv").write_text("label\tsentence1\tsentence2\n1\ta\tb\n0\tc\td\n")
     learn = ("mutual.standardize=true", "mutual.weigh_by=group_and_dev", f"evaluation.dev={tmp_path / 'labelled.tsv'}")
     with fails_with(InvalidValueError, "give dev pairs with a column score"):
-        require(recipe_questions(both(*learn)))
+        require(recipe_questions(three(*learn)))
 
 
-def test_bi_encoders_labels_can_be_in_the_band_of_their_start(both: MakeRecipe, tmp_path: Path) -> None:
-    """Equal scores apart, they are an increasing line of the combined labels; cross-encoders learn the combined ones."""
-    run = Run(both("groups.0.label_band=own", "groups.1.label_band=own"), tmp_path)
+@pytest.mark.parametrize("standardize", [False, True])
+def test_labels_are_combined_in_parts_to_the_same_bits(standardize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standardized scores of a narrow band count as much as others; equal ones stay equal."""
     draw = np.random.default_rng(0)
-    bands = {"bert": (0.1, 0.3), "roberta": (0.76, 0.03)}
-    starts = {name: draw.normal(*band, 50).astype(np.float32) for name, band in bands.items()}
-    outputs = {name: draw.uniform(0, 1, 50).astype(np.float32) for name in GROUPS}
-    for number, scores in enumerate((starts, outputs, starts)):
-        for group in GROUPS:
-            assert run.exchange.has_labels(Phase(number))
-            trained = PhaseResult("model", 1, 0.5, 1) if number else None
-            run.exchange.post(group, Phase(number), scores[group], trained)
-    for _ in range(2):
-        for group in GROUPS:
-            cross, bi, second = (run.exchange.labels(group, Phase(number)) for number in (1, 2, 3))
-            assert cross is not None and bi is not None and second is not None
-            np.testing.assert_allclose(cross.read(), (starts["bert"] + starts["roberta"]) / 2, atol=1e-6)
-            np.testing.assert_allclose(second.read(), cross.read())
-            labels, common = bi.read(), (outputs["bert"] + outputs["roberta"]) / 2
-            assert labels.mean() == pytest.approx(starts[group].mean(), abs=1e-5)
-            assert labels.std() == pytest.approx(starts[group].std(), abs=1e-5)
-            assert np.corrcoef(labels, common)[0, 1] == pytest.approx(1, abs=1e-6)
-        run.resume()
+    scores = [draw.normal(0.1 * n, 0.01 + 0.1 * n, 1001).astype(np.float32) for n in range(9)]
+    weights = draw.uniform(0.5, 2, 9).tolist()
+    whole = combine(scores, weights, standardize)
+    np.testing.assert_allclose(whole, mean_of(scores, weights, standardize), atol=1e-6)
+    monkeypatch.setattr(label_exchange, "PAIRS_PER_PART", 10)
+    np.testing.assert_array_equal(combine(scores, weights, standardize), whole)
+    constant = np.full(30, 0.5, np.float32)
+    assert combine([constant], [1], standardize) == pytest.approx(constant)
 
 
-def test_labels_stay_cosines_in_a_band_that_reaches_farther() -> None:
-    labels = np.array([0.0] * 999 + [1.0], dtype=np.float32)
-    moved = to_band(labels, np.linspace(0.8, 1.0, 1000, dtype=np.float32))
-    assert moved.max() == 1 and (np.diff(moved) >= 0).all() and moved[0] == pytest.approx(0.898, abs=1e-3)
+@pytest.mark.parametrize(
+    ("labels", "cosines", "moved"),
+    [
+        ([0.3] * 4, [0.6, 0.8, 0.6, 0.8], [0.7] * 4),  # equal labels are moved only
+        ([0.0] * 19 + [1.0], [0.8, 1.0] * 10, [0.877] * 19 + [1.0]),  # labels stay cosines
+    ],
+)
+def test_labels_in_a_band_that_they_cannot_fill(labels: list[float], cosines: list[float], moved: list[float]) -> None:
+    found = to_band(np.array(labels, dtype=np.float32), np.array(cosines, dtype=np.float32))
+    assert found.tolist() == pytest.approx(moved, abs=1e-3)
 
 
-def test_a_band_of_equal_labels_is_moved_only() -> None:
-    moved = to_band(np.full(4, 0.3, dtype=np.float32), np.array([0.6, 0.8, 0.6, 0.8], dtype=np.float32))
-    np.testing.assert_allclose(moved, 0.7, atol=1e-6)
-
-
-def test_labels_of_both_formulations_have_one_scale(both: MakeRecipe) -> None:
-    with pytest.raises(InvalidValueError, match=r"learn_from is both, .* write mutual.standardize: true"):
-        both("mutual.learn_from=both")
-
-
-def test_a_dropped_group_is_not_waited_for(both: MakeRecipe, tmp_path: Path) -> None:
-    run = Run(both(), tmp_path)
-    run.post("bert", 0, 0.4)
-    assert not run.exchange.has_labels(Phase(1)) and run.exchange.missing(Phase(0)) == ["roberta"]
-    assert run.exchange.drop("roberta", "lost")
-    assert run.label("bert", 1) == 0.4
-    run.ending.set()
-    with pytest.raises(StoppedEarlyError):
-        run.label("bert", 2)
+def test_labels_are_one_mapped_file_for_all_groups(tmp_path: Path) -> None:
+    store = PhaseStore(tmp_path)
+    assert store.stored_labels(Phase(0)) is None
+    written = np.linspace(0, 1, 9, dtype=np.float32)
+    store.store_labels(Phase(0), written)
+    stored = store.stored_labels(Phase(0))
+    digest = sha256([written.tobytes()])
+    assert stored == StoredScores(open_store(tmp_path) / "labels", f"start.{digest[:12]}.npy", digest)
+    mapped = stored.read()
+    np.testing.assert_array_equal(mapped, written)
+    assert not mapped.flags.writeable and not mapped.flags.owndata
+    (tmp_path / "labels" / stored.name).unlink()
+    with fails_with(RunRecordError, stored.name):
+        stored.read()

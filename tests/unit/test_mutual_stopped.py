@@ -12,36 +12,39 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distcse.errors import StoppedEarlyError, WorkersLostError
-from distcse.events import Event, GroupActivity, GroupEvent, Reporter
+from distcse.errors import DistcseError, StoppedEarlyError, WorkersLostError, WorkFailedError
+from distcse.events import Event, GroupActivity, GroupEvent, Reporter, StageProgress, StepReport
 from distcse.recipe import MutualRecipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
+from distcse.runs.mutual import scoring
 from distcse.runs.mutual.experiment import run_groups
 from distcse.runs.mutual.group import LocalGroup, SerializedGroup
 from distcse.runs.mutual.label_exchange import LabelExchange
+from distcse.runs.mutual.pairs import load_pairs
 from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import GroupContext, Phase
-from distcse.runs.mutual.result import MutualResult
+from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult
 from distcse.runs.mutual.scoring import PairScorer
 from distcse.storage import open_store
 from tests.backends import run_mutual
-from tests.pairs import labels_of, make_mutual_recipe
+from tests.failures import fails_with
+from tests.pairs import assert_same_labels, make_mutual_recipe
 
 MakeRecipe = Callable[..., MutualRecipe]
 TIMEOUT_S = 10.0
 """Seconds within which a stopped run must end."""
 
 
-@pytest.fixture
-def both(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
     models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
-    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *overrides)
+    folder = tmp_path_factory.mktemp("both")
+    return lambda *overrides: make_mutual_recipe(folder, models, sentences, *overrides)
 
 
 class FakeGroup:
-    """A group that scores at once.
+    """A group that trains and scores at once.
 
     Args:
         name: The group's name.
@@ -58,8 +61,8 @@ class FakeGroup:
     def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
         pass
 
-    def train(self, phase: Phase, labels: Any) -> None:
-        raise AssertionError("trained without labels")
+    def train(self, phase: Phase, labels: Any) -> PhaseResult:
+        return PhaseResult("model", 1, 50.0, 1)
 
     def score(self, phase: Phase) -> Any:
         return np.zeros(3, dtype=np.float32) if self._scores is None else self._scores()
@@ -71,96 +74,59 @@ class FakeGroup:
         pass
 
 
-class Stop:
-    """A stop request, set when a group waits for labels."""
+class FakeRun:
+    """A run of fake groups.
 
-    def __init__(self) -> None:
-        self.requested = threading.Event()
+    Args:
+        recipe: The recipe.
+        folder: The run's folder.
+        roberta: The scoring of the group roberta. The group bert scores at once, and waits for it.
+    """
 
-    def on_event(self, event: Event) -> None:
-        if (
-            isinstance(event, GroupEvent)
-            and isinstance(event.event, GroupActivity)
-            and event.event.activity == "waiting"
-        ):
-            self.requested.set()
+    def __init__(self, recipe: MutualRecipe, folder: Path, roberta: Callable[[], Any] | None = None) -> None:
+        self._recipe = recipe
+        self._groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", roberta)]
+        self.store, self.ending = PhaseStore(folder, Lease.acquire(folder)), threading.Event()
+        self.waits, self.stop = threading.Event(), threading.Event()
+        """Set when a group waits for labels, and to request a stop."""
+        self.exchange = LabelExchange(recipe, self.store, self.ending, self.stop.is_set)
 
-    @property
-    def reporter(self) -> Reporter:
-        return Reporter(self.on_event, self.requested.is_set)
+    def __call__(self) -> bool:
+        def on_event(event: Event) -> None:
+            if isinstance(event, GroupEvent) and getattr(event.event, "activity", "") == "waiting":
+                self.waits.set()
+
+        return run_groups(self._recipe, self._groups, self.store, self.exchange, Reporter(on_event))
 
 
-def run_in_thread(recipe: MutualRecipe, run: Path, groups: list[Any], reporter: Reporter) -> list[bool]:
-    """Call `run_groups` in a thread, and return its result in a list; the list is empty if it hangs."""
-    store, ending = PhaseStore(run, Lease.acquire(run)), threading.Event()
-    exchange = LabelExchange(recipe, store, ending, reporter.stop_requested)
-    group_reporter = Reporter(reporter.emit, lambda: ending.is_set() or reporter.stop_requested())
-    returned: list[bool] = []
-    thread = threading.Thread(
-        target=lambda: returned.append(run_groups(recipe, groups, store, exchange, group_reporter)), daemon=True
-    )
+@pytest.mark.parametrize("error", [StoppedEarlyError("ended"), WorkersLostError("group roberta lost a worker")])
+def test_a_group_that_ends_wakes_one_that_waits_for_it(both: MakeRecipe, tmp_path: Path, error: DistcseError) -> None:
+    """A group that waits for cluster resources ends without an error of the run."""
+    ended: list[bool | DistcseError] = []
+
+    def end() -> None:
+        assert run.waits.wait(TIMEOUT_S)
+        raise error
+
+    def work() -> None:
+        try:
+            ended.append(run())
+        except DistcseError as failed:
+            ended.append(failed)
+
+    run = FakeRun(both(), tmp_path, end)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)
-    return returned
-
-
-def test_a_group_that_ends_wakes_a_group_that_waits_for_it(both: MakeRecipe, tmp_path: Path) -> None:
-    """A group that waits for cluster resources ends in this way."""
-
-    def ends() -> None:
-        time.sleep(0.3)
-        raise StoppedEarlyError("ended")
-
-    assert run_in_thread(both(), tmp_path, [FakeGroup("bert"), FakeGroup("roberta", ends)], Reporter()) == [True]
-
-
-def test_an_error_of_a_group_wakes_a_group_that_waits_for_it(both: MakeRecipe, tmp_path: Path) -> None:
-    stop, raised = Stop(), list[WorkersLostError]()
-    store, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
-
-    def fail() -> None:
-        assert stop.requested.wait(TIMEOUT_S), "the other group does not wait"
-        raise WorkersLostError("group roberta lost a worker")
-
-    def run() -> None:
-        groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", fail)]
-        try:
-            run_groups(both(), groups, store, LabelExchange(both(), store, ending), Reporter(stop.on_event))
-        except WorkersLostError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(2 * TIMEOUT_S)
-    assert not thread.is_alive() and len(raised) == 1
+    assert ended == [True if isinstance(error, StoppedEarlyError) else error]
 
 
 def test_a_stop_request_wakes_a_waiting_group_though_the_other_does_not_react(both: MakeRecipe, tmp_path: Path) -> None:
-    exchange = LabelExchange(
-        both(), PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event(), (stop := Stop()).requested.is_set
-    )
-    exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
-    threading.Timer(0.3, stop.requested.set).start()
+    run = FakeRun(both(), tmp_path)
+    run.exchange.post("bert", Phase(0), np.zeros(3, dtype=np.float32), None)
+    threading.Timer(0.1, run.stop.set).start()
     with pytest.raises(StoppedEarlyError):
-        exchange.labels("bert", Phase(1))
-
-
-def test_a_group_that_waits_for_the_lock_does_not_start(both: MakeRecipe) -> None:
-    done: list[str] = []
-    stop, lock = Stop(), threading.Lock()
-    group = SerializedGroup(FakeGroup("bert", lambda: done.append("scored")), lock, stop.requested.is_set)
-
-    def score() -> None:
-        with pytest.raises(StoppedEarlyError):
-            group.score(Phase(0))
-        done.append("ended")
-
-    with lock:
-        waits = threading.Thread(target=score, daemon=True)
-        waits.start()
-        stop.requested.set()
-    waits.join(TIMEOUT_S)
-    assert done == ["ended"]
+        run.exchange.labels("bert", Phase(1))
 
 
 @pytest.fixture
@@ -174,19 +140,17 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_waiting_groups(both: MakeRecipe, tmp_path: Path) -> None:
     """It ends the run without waiting for the group that hangs; the waiting group ends too."""
-    hangs, recipe, stop = threading.Event(), both(), Stop()
-    store, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
-    exchange = LabelExchange(recipe, store, ending)  # without a stop request, as if nothing reacted to the first Ctrl-C
+    hangs = threading.Event()
+    run = FakeRun(both(), tmp_path, hangs.wait)  # without a stop request, as if nothing reacted to the first Ctrl-C
 
     def second() -> None:
-        stop.requested.wait(TIMEOUT_S)
+        run.waits.wait(TIMEOUT_S)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", hangs.wait)]
     threading.Thread(target=second, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        run_groups(recipe, groups, store, exchange, Reporter(stop.on_event))
-    assert ending.is_set()
+        run()
+    assert run.ending.is_set()
     deadline = time.monotonic() + TIMEOUT_S
     while sum(thread.name.startswith("group") for thread in threading.enumerate()) > 1:
         assert time.monotonic() < deadline
@@ -194,73 +158,120 @@ def test_a_second_ctrl_c_ends_waiting_groups(both: MakeRecipe, tmp_path: Path) -
     hangs.set()
 
 
-def resumed(first: MutualResult) -> MutualResult:
-    directory, recipe = RunDirectory.reopen(first.directory.path, [])
-    assert isinstance(recipe, MutualRecipe)
-    return run_mutual(recipe, Reporter(), directory)
+def test_cycles_end_without_improvement(both: MakeRecipe, tmp_path: Path) -> None:
+    run = FakeRun(both("mutual.cycles=6", "mutual.patience=1"), tmp_path)
+    assert not run(), "it was not stopped"
+    assert run.store.stopped_after == Phase(4) and run.store.labels(Phase(5)) is None
+
+
+def test_groups_in_one_process_take_turns_and_name_their_errors() -> None:
+    """A group that waits for its turn does not start once a stop is requested."""
+    stop, lock, done = threading.Event(), threading.Lock(), list[str]()
+
+    def fail() -> None:
+        done.append("scored")
+        raise OSError(28, "No space left on device")
+
+    group = SerializedGroup(FakeGroup("bert", fail), lock, stop.is_set)
+    with fails_with(WorkFailedError, "bert", "cycle-1-cross", "OSError", "No space left on device"):
+        group.score(Phase(1))
+
+    def score() -> None:
+        with pytest.raises(StoppedEarlyError):
+            group.score(Phase(0))
+        done.append("ended")
+
+    with lock:
+        waits = threading.Thread(target=score, daemon=True)
+        waits.start()
+        stop.set()
+    waits.join(TIMEOUT_S)
+    assert done == ["scored", "ended"]
+
+
+# -- runs of real models --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(both: MakeRecipe) -> Path:
+    """The folder of a run that nothing stops."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 20)
+        return run_mutual(both("mutual.cycles=1"), Reporter()).directory.path
 
 
 @pytest.mark.parametrize(
-    ("activity", "phase"), [("waiting", 2), *(pytest.param("scoring", n, marks=pytest.mark.slow) for n in (0, 1))]
+    ("phase", "stopped_at"),
+    [
+        ("cycle-1-cross", StepReport),
+        ("cycle-1-cross", StageProgress("scoring", 20, 60, "pairs")),
+        ("cycle-1-bi", GroupActivity("cycle-1-bi", "waiting", ["roberta"], 2)),
+        pytest.param("start", GroupActivity("start", "scoring", phase_index=0), marks=pytest.mark.slow),
+        pytest.param("cycle-1-bi", StepReport, marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_stopped_while_a_group_waits_or_scores_resumes_to_the_same_labels(
-    both: MakeRecipe, activity: str, phase: int, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_run_resumes_to_the_same_labels(
+    both: MakeRecipe, undisturbed: Path, phase: str, stopped_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With tiny models in this process. A stopped group scores again after the resume."""
-    uninterrupted = labels_of(run_mutual(both("mutual.cycles=1"), Reporter()).directory.path)
-    stopped_at: list[GroupActivity] = []
-    waits, score = threading.Event(), SerializedGroup.score
+    """A stopped group continues from its checkpoint, and scores the shards that are not stored."""
+    waits, stop, phases = threading.Event(), threading.Event(), dict[str, str]()
+    scored, score_shard, score = list[str](), PairScorer.score_shard, SerializedGroup.score
+    monkeypatch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 20)
+    monkeypatch.setattr(scoring, "REPORT_S", 0.0)
+    if "waiting" not in str(stopped_at):
+        waits.set()
 
-    def score_late(self: SerializedGroup, scored: Phase) -> Any:
-        """Delay these scores, so that the other group waits for them regardless of the order of the groups."""
-        if (activity, self.name, scored.number) == ("waiting", "roberta", phase - 1):
-            assert waits.wait(30)
-        return score(self, scored)
+    def note(self: PairScorer, model: Any, scored_phase: Phase, *rest: Any) -> Any:
+        scored.append(scored_phase.name)
+        return score_shard(self, model, scored_phase, *rest)
 
+    def score_late(self: SerializedGroup, scored_phase: Phase) -> Any:
+        """Delay roberta's scores of phase 1, so that bert waits for them regardless of the order of the groups."""
+        assert (self.name, scored_phase.number) != ("roberta", 1) or waits.wait(30)
+        return score(self, scored_phase)
+
+    monkeypatch.setattr(PairScorer, "score_shard", note)
     monkeypatch.setattr(SerializedGroup, "score", score_late)
 
     def on_event(event: Event) -> None:
-        inner = event.event if isinstance(event, GroupEvent) else event
-        if (
-            isinstance(inner, GroupActivity)
-            and (inner.activity, inner.phase_index) == (activity, phase)
-            and not stopped_at
-        ):
-            stopped_at.append(inner)
+        if not isinstance(event, GroupEvent):
+            return
+        if isinstance(event.event, GroupActivity):
+            phases[event.group] = event.event.phase
+        if phases[event.group] == phase and stopped_at in (event.event, type(event.event)):
+            stop.set()
             waits.set()
 
-    first = run_mutual(both("mutual.cycles=1"), Reporter(on_event, lambda: bool(stopped_at)))
-    assert first.interrupted and not first.best
-    monkeypatch.undo()
-    second = resumed(first)
-    assert not second.interrupted
-    for ours, theirs in zip(labels_of(second.directory.path), uninterrupted, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    first = run_mutual(both("mutual.cycles=1"), Reporter(on_event, stop.is_set))
+    assert first.interrupted and first.evaluation is None and not first.best
+    directory, recipe = RunDirectory.reopen(first.directory.path, [])
+    assert isinstance(recipe, MutualRecipe)
+    assert not run_mutual(recipe, Reporter(), directory).interrupted
+    assert_same_labels(directory.path, undisturbed, tolerance=0)
+    assert not list(directory.path.glob("groups/*/*/scores")), "shards of posted scores remain"
+    assert len(scored) == 3 * 2 * 3, "a shard was scored twice"
 
 
 def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scoring a slice of pairs takes minutes with a large model; a forward pass takes less than a second."""
     recipe = both()
     directory = RunDirectory.create(recipe)
-    with directory.leased(Reporter()) as lease:
-        from distcse.runs.mutual.pairs import load_pairs
+    load_pairs(recipe, directory.path, LocalBackend(), Reporter())
+    context = GroupContext(recipe, 0, open_store(directory.path, Lease.acquire(directory.path)), {})
+    passes: list[tuple[int, int]] = []
+    original = PairScorer.score
 
-        load_pairs(recipe, directory.path, LocalBackend(), Reporter())
-        context = GroupContext(recipe, 0, open_store(directory.path, lease), {})
-        passes: list[tuple[int, int]] = []
-        original = PairScorer.score
+    def score(self: PairScorer, *arguments: Any, on_progress: Any, **more: Any) -> Any:
+        def note(done: int, total: int) -> None:
+            passes.append((done, total))
+            on_progress(done, total)
 
-        def score(self: PairScorer, *arguments: Any, on_progress: Any, **more: Any) -> Any:
-            def note(done: int, total: int) -> None:
-                passes.append((done, total))
-                on_progress(done, total)
+        return original(self, *arguments, on_progress=note, **more)
 
-            return original(self, *arguments, on_progress=note, **more)
-
-        monkeypatch.setattr(PairScorer, "score", score)
-        monkeypatch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: [[n] for n in range(len(ids))])
-        with pytest.raises(StoppedEarlyError):
-            LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
+    monkeypatch.setattr(PairScorer, "score", score)
+    monkeypatch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: [[n] for n in range(len(ids))])
+    with pytest.raises(StoppedEarlyError):
+        LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]
 
 

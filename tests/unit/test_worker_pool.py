@@ -1,10 +1,13 @@
-"""The pool of workers that groups of a mutual distillation share."""
+"""The pool of workers that the groups of a mutual distillation share: how many each group has, and what it loses."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +20,6 @@ from distcse.errors import (
     ClusterTooSmallError,
     DistcseError,
     DivergedError,
-    InvalidValueError,
     ObjectStorageError,
     OutOfMemoryError,
     RunTakenOverError,
@@ -26,7 +28,7 @@ from distcse.errors import (
     WorkersLostError,
     WorkFailedError,
 )
-from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned, ignore
+from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
@@ -37,7 +39,14 @@ from distcse.runs.mutual.phase_store import PhaseStore, Scores, StoredScores
 from distcse.runs.mutual.phases import Phase, PhaseResult
 from distcse.runs.mutual.pooled_group import PooledGroup, SlotsLost
 from distcse.runs.mutual.processes import Parameters, count_parameters, plan_groups, with_max_workers
-from distcse.runs.mutual.scheduling import StepTimes
+from distcse.runs.mutual.scheduling import (
+    START_SLACK,
+    RemainingWork,
+    StepTimes,
+    allocate_workers,
+    makespan_bound,
+    worker_counts,
+)
 from distcse.runs.mutual.worker_pool import FIRST_PAUSE_S, PhaseCosts, PoolMember, WorkerPool
 from tests.failures import fails_with
 from tests.models import make_encoder
@@ -52,6 +61,120 @@ STEPS = 100
 def three(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
     models = {name: tiny("bert") for name in ("a", "b", "c")}
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", *overrides)
+
+
+# -- scheduling -----------------------------------------------------------------------------------------------------------
+
+
+def make_work(group: str, cost: float, workers: int = 0, pause_s: float = 0.0, serial: float = 0.0) -> RemainingWork:
+    """Make a group of `cost` seconds on one worker, of which `serial` are not shortened, that can have 1, 2, 4 or 8."""
+    seconds = {count: cost * (serial + (1 - serial) / count) for count in (1, 2, 4, 8)}
+    return RemainingWork(group, seconds, workers, pause_s)
+
+
+def random_work(drawn: random.Random, groups: int) -> list[RemainingWork]:
+    return [
+        make_work(str(index), math.exp(drawn.uniform(0, 4)), serial=drawn.uniform(0, 0.3)) for index in range(groups)
+    ]
+
+
+def test_workers_divide_the_global_batch() -> None:
+    assert worker_counts(32, 20) == [1, 2, 4, 8, 16]
+    assert worker_counts(6, 20) == [1, 2, 3, 6]
+    assert worker_counts(32, 20, least=3) == [4, 8, 16]
+    for streams, slots, least in [(32, 3, 3), (7, 6, 2), (4, 20, 5)]:
+        with fails_with(ClusterTooSmallError, f"batch of {streams} parts on at least {least} workers"):
+            worker_counts(streams, slots, least)
+
+
+def test_measured_steps_correct_the_estimate() -> None:
+    times = StepTimes(alone_s=1.0, serial_share=0.2)
+    assert times.seconds(4) == pytest.approx(0.4)
+    times.measure(1, 1.3)
+    assert times.seconds(1) == pytest.approx(1.3)
+    assert times.seconds(4) == pytest.approx(0.4 * 1.3)  # wrong by the same factor, until it is measured
+    times.measure(8, 0.6)
+    assert times.seconds(8) == pytest.approx(0.6)
+    assert times.seconds(4) == pytest.approx(0.4 * 0.6 / 0.3)  # 8 is nearer to 4 than 1 is
+    assert times.seconds(2) == pytest.approx(0.6 * 1.3)
+    times.measure(8, 0.3)
+    assert times.seconds(4) == pytest.approx(0.4)
+
+
+def test_the_bound_is_the_best_that_fixed_numbers_of_workers_reach() -> None:
+    """A group at work counts with the slots that it holds, or more."""
+    drawn = random.Random(0)
+    assert makespan_bound([], 8) == 0
+    for _ in range(100):
+        work, slots = random_work(drawn, drawn.randint(1, 4)), drawn.randint(8, 12)
+        held = drawn.choice([0, 1, 4])
+        work[0] = make_work("held", drawn.uniform(1, 50), workers=held, serial=drawn.choice([0.1, 1.0]))
+        best = min(
+            max(
+                max(group.seconds[count] for group, count in zip(work, counts, strict=True)),
+                sum(group.seconds[count] * count for group, count in zip(work, counts, strict=True)) / slots,
+            )
+            for counts in itertools.product((1, 2, 4, 8), repeat=len(work))
+            if counts[0] >= held
+        )
+        assert makespan_bound(work, slots) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("work", "slots", "expected"),
+    [
+        ([], 8, {}),
+        # Longer groups start with more workers.
+        (
+            [make_work("short", 1), make_work("long", 8), make_work("middle", 2)],
+            11,
+            {"short": 1, "middle": 2, "long": 8},
+        ),
+        # More groups than slots run in waves from the longest; more workers would not help these.
+        ([make_work(str(cost), cost, serial=1.0) for cost in (1, 2, 3, 4)], 2, {"4": 1, "3": 1, "2": 0, "1": 0}),
+        (
+            [make_work("1", 1, serial=1.0), make_work("2", 2, serial=1.0), make_work("4", 1, workers=1, serial=1.0)],
+            2,
+            {"4": 1, "2": 1, "1": 0},
+        ),
+        # Free slots go to the group that ends last.
+        ([make_work("fast", 4, workers=1), make_work("slow", 12, workers=2)], 5, {"fast": 1, "slow": 4}),
+        ([make_work("fast", 4, workers=1), make_work("slow", 12, workers=2)], 6, {"fast": 2, "slow": 4}),
+        # No group grows while another waits.
+        ([make_work("working", 100, workers=1), make_work("waiting", 400)], 5, {"working": 1, "waiting": 4}),
+        ([make_work("working", 100, workers=1), make_work("waiting", 400)], 4, {"working": 1, "waiting": 0}),
+        # A group grows only if that pays for its pause.
+        ([make_work("last", 12, workers=1, pause_s=5.9)], 2, {"last": 2}),
+        ([make_work("last", 12, workers=1, pause_s=6.0)], 2, {"last": 1}),
+        # A group at work never shrinks; the workers of a lost node count until they end.
+        ([make_work("large", 1, workers=8), make_work("new", 100)], 8, {"large": 8, "new": 0}),
+        ([make_work("large", 1, workers=8), make_work("new", 100)], 4, {"large": 8, "new": 0}),
+    ],
+)
+def test_slots_of_the_groups(work: list[RemainingWork], slots: int, expected: dict[str, int]) -> None:
+    assert allocate_workers(work, slots) == expected
+
+
+def test_a_group_starts_with_the_fewest_workers_that_let_it_end_with_the_others() -> None:
+    """There are never more workers than slots, and some group starts."""
+    drawn = random.Random(1)
+    for _ in range(200):
+        work, slots = random_work(drawn, drawn.randint(1, 30)), drawn.randint(8, 30)
+        limit_s = START_SLACK * makespan_bound(work, slots)
+        allocated = allocate_workers(work, slots)
+        assert 0 < sum(allocated.values()) <= slots
+        for group in work:
+            if not all(allocated.values()) and (count := allocated[group.group]):
+                assert group.seconds[count] <= limit_s
+                assert count == 1 or group.seconds[count // 2] > limit_s
+
+
+# -- the pool -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distcse.runs.mutual.worker_pool._POLL_S", 0.02)
 
 
 def make_member(step_s: float, counts: Sequence[int] = (1, 2, 4)) -> PoolMember:
@@ -100,21 +223,13 @@ class Pool:
             assert not thread.is_alive()
 
 
-def test_nothing_is_decided_before_all_groups_have_said_what_they_need() -> None:
-    pool = Pool(5, short=1.0, long=4.0)
-    pool.acquire("short")
-    time.sleep(0.1)
-    assert pool.slots("short") == {"short": 0}
-    pool.acquire("long")
-    pool.wait(short=1, long=4)
-    pool.stop()
-    assert sorted(pool.members["short"].slots + pool.members["long"].slots) == [0, 1, 2, 3, 4]
-
-
 def test_groups_without_room_run_later_and_the_last_one_grows() -> None:
     pool = Pool(2, long=4.0, short=2.0, last=1.0)
-    for name in ("last", "short", "long"):
+    for name in ("last", "short"):
         pool.acquire(name)
+    time.sleep(0.1)
+    assert pool.slots("last", "short") == {"last": 0, "short": 0}, "decided before all groups have said what they need"
+    pool.acquire("long")
     pool.wait(long=1, short=1, last=0)
     assert not pool.pool.wants_more("long")
     assert len(pool.pool.begin_scoring("short")) == 1
@@ -183,22 +298,11 @@ def test_slots_of_lost_nodes_are_not_given_away() -> None:
     ]
 
 
-def test_scores_are_measured_at_the_end_of_a_phase() -> None:
-    pool = Pool(1, only=1.0)
-    pool.acquire("only")
-    pool.wait(only=1)
-    pool.now = 40.0
-    pool.pool.measure_steps("only", 1, 6.0)
-    pool.pool.begin_scoring("only")
-    pool.now = 60.0
-    pool.pool.release("only")
-    assert pool.members["only"].costs.scoring_alone_s["cross"] == 20.0
-    assert pool.members["only"].costs.times["cross"].seconds(1) == 6.0
-    pool.stop()
-
-
 def test_the_measured_costs_of_a_phase_are_those_without_the_loss_of_its_node() -> None:
-    """Steps from the last checkpoint on are repeated, and stored scores are not, so that neither time is that of a phase."""
+    """Steps from the last checkpoint on are repeated, and stored scores are not, so that neither time is that of a phase.
+
+    Scores of the next cycle are measured at their end.
+    """
     pool = Pool(1, only=1.0)
     pool.acquire("only")
     pool.wait(only=1)
@@ -209,13 +313,22 @@ def test_the_measured_costs_of_a_phase_are_those_without_the_loss_of_its_node() 
     pool.now = 65.0
     pool.pool.measure_steps("only", 15, 1.0)
     assert pool.pool.pause_s == (FIRST_PAUSE_S + 10) / 2
+    costs = pool.members["only"].costs
+    assert costs.times["cross"].seconds(1) == 1.0
     pool.pool.begin_scoring("only")
     pool.now = 95.0
-    estimate = dict(pool.members["only"].costs.scoring_alone_s)
+    estimate = dict(costs.scoring_alone_s)
     assert pool.pool.exchange("only", Reporter()) == [0]
     pool.now = 96.0
     pool.pool.release("only")
-    assert pool.members["only"].costs.scoring_alone_s == estimate
+    assert costs.scoring_alone_s == estimate
+    pool.acquire("only", 3)
+    pool.wait(only=1)
+    pool.pool.measure_steps("only", 1, 6.0)
+    pool.pool.begin_scoring("only")
+    pool.now = 116.0
+    pool.pool.release("only")
+    assert costs.scoring_alone_s["cross"] == 20.0 and costs.times["cross"].seconds(1) == 6.0
     pool.stop()
 
 
@@ -244,6 +357,9 @@ def test_parameters_of_layers_and_embeddings_are_counted(three: MakeRecipe) -> N
     assert one_layer == (layers[0], sum(weights.values()) - layers[1] - layers[2])
 
 
+# -- groups that share workers --------------------------------------------------------------------------------------------
+
+
 class FakeWorkers:
     """Workers of a group that take steps of some milliseconds (see `ResizableGroup`).
 
@@ -258,6 +374,7 @@ class FakeWorkers:
         self._step_s, self._in_use, self._slots = step_s, in_use, list[int]()
         self._done_steps = 0
         self.reporter = Reporter()
+        self.events: list[Event] = []
 
     def use(self, slots: Sequence[int]) -> None:
         for slot in self._slots:
@@ -288,6 +405,31 @@ class FakeWorkers:
         self.use([])
 
 
+def finish(
+    recipe: MutualRecipe,
+    folder: Path,
+    pool: WorkerPool,
+    workers: Sequence[FakeWorkers],
+    in_use: Mapping[int, str],
+) -> PhaseStore:
+    """Run groups to their end; their workers collect their events."""
+    store, ending = PhaseStore(folder, Lease.acquire(folder)), threading.Event()
+    groups: list[Group] = []
+    for each in workers:
+        each.reporter = pool.observed(each.name, Reporter())
+        groups.append(PooledGroup(each, pool, Reporter(each.events.append, ending.is_set)))
+    try:
+        assert not run_groups(recipe, groups, store, LabelExchange(recipe, store, ending), Reporter())
+    finally:
+        assert not in_use
+    return store
+
+
+def assert_labels_of_all(folder: Path) -> None:
+    for number, labels in enumerate(labels_of(folder)):
+        np.testing.assert_allclose(labels, ord("b") + number)
+
+
 def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     three: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,129 +437,97 @@ def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     in_use: dict[int, str] = {}
     steps = {"a": 0.012, "b": 0.001, "c": 0.001}
     pool = WorkerPool({name: make_member(seconds, (1, 2)) for name, seconds in steps.items()}, lambda: range(2))
-    workers = {name: FakeWorkers(name, seconds, in_use) for name, seconds in steps.items()}
-    groups: list[Group] = []
-    assigned: dict[str, list[int]] = {name: [] for name in workers}
-    for name, each in workers.items():
-        each.reporter = pool.observed(name, Reporter())
-
-        def emit(event: Event, name: str = name) -> None:
-            if isinstance(event, WorkersAssigned):
-                assigned[name].append(event.workers)
-
-        groups.append(PooledGroup(each, pool, Reporter(emit)))
-    store, ending = PhaseStore(tmp_path, Lease.acquire(tmp_path)), threading.Event()
-    assert not run_groups(three(), groups, store, LabelExchange(three(), store, ending), Reporter())
-    assert not in_use
-    for number, labels in enumerate(labels_of(tmp_path)):
-        np.testing.assert_allclose(labels, ord("b") + number)
-    assert 2 in workers["a"].numbers, "the slowest group took no worker of the others"
-    assert 2 in assigned["a"]
-    for numbers in assigned.values():
+    workers = [FakeWorkers(name, seconds, in_use) for name, seconds in steps.items()]
+    finish(three(), tmp_path, pool, workers, in_use)
+    assert_labels_of_all(tmp_path)
+    assert 2 in workers[0].numbers, "the slowest group took no worker of the others"
+    for each in workers:
+        numbers = [event.workers for event in each.events if isinstance(event, WorkersAssigned)]
         assert numbers.count(0) == 3 and numbers[-1] == 0, "workers that were released after a phase were not reported"
         assert all(number != following for number, following in pairwise(numbers))
+        assert 2 in numbers or each.name != "a"
 
 
-def test_a_group_exchanges_a_slot_that_will_be_lost(three: MakeRecipe, tmp_path: Path) -> None:
-    """Slot 0 is usable until the first group has taken steps on it, as one of a node that Ray begins to drain."""
-    usable, in_use = [0, 1], dict[int, str]()
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_a_group_continues_in_other_slots_after_a_node_was_lost(
+    three: MakeRecipe, tmp_path: Path, is_drained: bool
+) -> None:
+    """Group a loses a node while it trains its first cross-encoder, or Ray begins to drain that node.
 
-    class Drained(FakeWorkers):
-        def train(
-            self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
-        ) -> PhaseResult | None:
-            def drains() -> bool:
-                if self._done_steps == STEPS // 2 and 0 in usable:
-                    usable.remove(0)
-                return 0 in self._slots and 0 not in usable
-
-            return super().train(phase, labels, lambda: should_pause() or drains())
-
-    pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: usable)
-    groups: list[Group] = [PooledGroup(Drained(name, 0.0001, in_use), pool, Reporter()) for name in "abc"]
-    store = PhaseStore(tmp_path, Lease.acquire(tmp_path))
-    assert not run_groups(three(), groups, store, LabelExchange(three(), store, threading.Event()), Reporter())
-    assert usable == [1] and not in_use
-    for number, labels in enumerate(labels_of(tmp_path)):
-        np.testing.assert_allclose(labels, ord("b") + number)
-
-
-def test_a_group_continues_in_other_slots_after_a_node_was_lost(three: MakeRecipe, tmp_path: Path) -> None:
-    """Group a loses a node while it trains its first cross-encoder. When it scores, that node is back, and it loses the other."""
-    usable = [0, 1]
-    losses: list[str] = []
+    When the group scores, that node is back, and it loses the other.
+    """
+    usable, losses, in_use = [0, 1], list[str](), dict[int, str]()
 
     class LosesNodes(FakeWorkers):
-        def lose(self, activity: str, phase: Phase) -> None:
+        def loses(self, activity: str, phase: Phase) -> bool:
             assert set(self._slots) <= set(usable)
-            if self.name == "a" and phase == Phase(1) and activity not in losses:
-                losses.append(activity)
-                usable[:] = [slot for slot in (0, 1) if slot not in self._slots]
-                raise SlotsLost
+            if self.name != "a" or phase != Phase(1) or activity in losses:
+                return False
+            losses.append(activity)
+            usable[:] = [slot for slot in (0, 1) if slot not in self._slots]
+            return True
 
         def train(
             self, phase: Phase, labels: StoredScores, should_pause: Callable[[], bool] = lambda: False
         ) -> PhaseResult | None:
-            self.lose("training", phase)
+            if self.loses("training", phase):
+                if is_drained:
+                    return None
+                raise SlotsLost
             return super().train(phase, labels, should_pause)
 
         def score(self, phase: Phase) -> Scores:
-            self.lose("scoring", phase)
+            if self.loses("scoring", phase):
+                raise SlotsLost
             return super().score(phase)
 
-    in_use: dict[int, str] = {}
     pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: usable)
-    events: list[Event] = []
-    groups: list[Group] = [
-        PooledGroup(LosesNodes(name, 0.0001, in_use), pool, Reporter(events.append if name == "a" else ignore))
-        for name in "abc"
-    ]
-    store = PhaseStore(tmp_path, Lease.acquire(tmp_path))
-    assert not run_groups(three(), groups, store, LabelExchange(three(), store, threading.Event()), Reporter())
-    assert losses == ["training", "scoring"] and not in_use
-    for number, labels in enumerate(labels_of(tmp_path)):
-        np.testing.assert_allclose(labels, ord("b") + number)
-    assert [event.text for event in events if isinstance(event, LogMessage)] == [
+    workers = [LosesNodes(name, 0.0001, in_use) for name in "abc"]
+    finish(three(), tmp_path, pool, workers, in_use)
+    assert losses == ["training", "scoring"]
+    assert_labels_of_all(tmp_path)
+    lost, continued = (
         "lost a node in cycle-1-cross; other shared workers continue",
         "continuing cycle-1-cross with 1 workers",
-    ] * 2
-    activities = [event.activity for event in events if isinstance(event, GroupActivity)]
+    )
+    texts = [event.text for event in workers[0].events if isinstance(event, LogMessage)]
+    assert texts == [*([] if is_drained else [lost]), continued, lost, continued]
+    activities = [event.activity for event in workers[0].events if isinstance(event, GroupActivity)]
     assert [activity for activity in activities if activity != "waiting"] == ["training", "scoring"]
 
 
 @pytest.mark.parametrize(
-    ("error", "is_dropped"),
+    ("error", "on_failure", "is_dropped"),
     [
-        (WorkersLostError("lost"), True),
-        (DivergedError("diverged"), True),
-        (OutOfMemoryError("too large"), True),
-        (StorageWriteError("disk full"), False),
-        (ObjectStorageError("not reached"), False),
-        (RunTakenOverError("taken over"), False),
-        (WorkFailedError("OSError"), False),
+        (WorkersLostError("lost"), "drop", True),
+        (WorkersLostError("lost"), "stop", False),
+        (DivergedError("diverged"), "drop", True),
+        (OutOfMemoryError("too large"), "drop", True),
+        (StorageWriteError("disk full"), "drop", False),
+        (ObjectStorageError("not reached"), "drop", False),
+        (RunTakenOverError("taken over"), "drop", False),
+        (WorkFailedError("OSError"), "drop", False),
     ],
 )
 def test_only_errors_of_a_group_drop_it(
-    three: MakeRecipe, tmp_path: Path, error: DistcseError, is_dropped: bool
+    three: MakeRecipe, tmp_path: Path, error: DistcseError, on_failure: str, is_dropped: bool
 ) -> None:
     class Fails(FakeWorkers):
         def score(self, phase: Phase) -> Scores:
             raise error
 
-    in_use, ending = dict[int, str](), threading.Event()
-    reporter = Reporter(stop_requested=ending.is_set)
+    in_use = dict[int, str]()
     pool = WorkerPool({name: make_member(0.0001, (1,)) for name in "abc"}, lambda: range(1))
-    groups: list[Group] = [
-        PooledGroup((Fails if name == "b" else FakeWorkers)(name, 0.0001, in_use), pool, reporter) for name in "abc"
-    ]
-    recipe = three("mutual.on_failure=drop")
-    store = PhaseStore(tmp_path, Lease.acquire(tmp_path))
-    exchange = LabelExchange(recipe, store, ending)
+    workers = [(Fails if name == "b" else FakeWorkers)(name, 0.0001, in_use) for name in "abc"]
+    recipe = three(f"mutual.on_failure={on_failure}")
     with nullcontext() if is_dropped else fails_with(type(error), str(error)):
-        assert not run_groups(recipe, groups, store, exchange, Reporter())
-    assert list(store.dropped) == ["b"] * is_dropped and not in_use
+        finish(recipe, tmp_path, pool, workers, in_use)
+    assert list(PhaseStore(tmp_path).dropped) == ["b"] * is_dropped
     if is_dropped:
         np.testing.assert_allclose(labels_of(tmp_path)[2], ord("b") + 2)
+
+
+# -- the cluster ----------------------------------------------------------------------------------------------------------
 
 
 def nodes_of(*resources: dict[str, float]) -> list[Node]:
@@ -451,18 +561,6 @@ def test_a_cluster_without_room_for_a_group_is_refused(three: MakeRecipe) -> Non
     recipe = three("ray=true", "mutual.shared_workers=2", "groups.1.workers=4")
     with fails_with(ClusterTooSmallError, "4 of 2 shared workers", "groups.N.workers"):
         plan_groups(recipe, recipe.groups, nodes_of({"CPU": 2.0}))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("groups.0.cpus_per_worker=2", "differ in cpus_per_worker"),
-        ("groups.0.node_labels={role: a}", "differ in node_labels"),
-    ],
-)
-def test_settings_that_contradict_are_refused(three: MakeRecipe, override: str, message: str) -> None:
-    with fails_with(InvalidValueError, message):
-        three("mutual.shared_workers=auto", override)
 
 
 def test_larger_models_take_more_workers(three: MakeRecipe, tmp_path: Path, sentences: list[str]) -> None:
