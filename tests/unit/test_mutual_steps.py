@@ -125,8 +125,8 @@ def without_groups(events: list[Event]) -> list[Event]:
 
 def test_a_group_without_memory_continues_from_its_checkpoint_to_the_same_labels(recipe_with: MakeRecipe) -> None:
     """The cross-encoder runs out of memory once, after its first checkpoint; the bi-encoder does not."""
-    short = ("mutual.cycles=1", "groups.0.dropout=0.0", "cross.epochs=2", "cross.log_every=1", "cross.cuda_graphs=off")
-    recipe, events = recipe_with(*short), list[Event]()
+    short = ("mutual.cycles=1", "pairs.limit=32", "bi.epochs=1", "cross.epochs=2", "groups.0.dropout=0.0")
+    recipe, events = recipe_with(*short, "cross.log_every=1", "cross.cuda_graphs=off"), list[Event]()
     with simulated() as gpu, ExitStack() as failing:
         undisturbed = run_mutual(recipe, Reporter())
 
