@@ -110,7 +110,7 @@ def one_group(alone: MakeRecipe) -> Finished:
 
 @pytest.fixture(scope="module")
 def two_groups(both: MakeRecipe) -> Finished:
-    """Two cycles of two groups, of which one has a greater weight and settings of its own; reported without labelled sets."""
+    """Two cycles of two groups, of which one has a greater weight and separate settings; reported without labelled sets."""
     own = ("groups.1.weight=3", "groups.1.bi.batch_size=8", "groups.1.cross.max_length=24")
     return finish(both(*own, "bi.epochs=1", "evaluation.eval_steps=4", "evaluation.final_suites=null"))
 
