@@ -172,11 +172,6 @@ def test_a_group_starts_with_the_fewest_workers_that_let_it_end_with_the_others(
 # -- the pool -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distcse.runs.mutual.worker_pool._POLL_S", 0.02)
-
-
 def make_member(step_s: float, counts: Sequence[int] = (1, 2, 4)) -> PoolMember:
     """Make a group whose phases take 100 steps, and as long as ten steps to score."""
     times = {"bi": StepTimes(step_s, 0.0), "cross": StepTimes(step_s, 0.0)}
