@@ -51,13 +51,18 @@ def cosines(pairs: Pairs, recipe: MutualRecipe) -> np.ndarray:
 
 
 def test_the_requested_number_of_different_pairs_is_mined(mine: Mine) -> None:
-    pairs, _, events = mine()
+    """The memory to reserve for it depends on the width of the vectors."""
+    pairs, recipe, events = mine()
     assert len(pairs) == 300 == len({frozenset(pair) for pair in pairs.both()})
     assert all(one != other for one, other in pairs.both())
     assert mine()[0].fingerprint == pairs.fingerprint
     assert mine("seed=3")[0].fingerprint != pairs.fingerprint
     notes = [event.note for event in events if isinstance(event, StageProgress) and event.finished]
     assert len(notes) == 4 and "BM25" in notes[-1]
+    corpus, width, model = prepare_mining(recipe, Reporter()), 32, recipe.groups[0].backbone
+    assert mining_memory(recipe, corpus) - model_memory(model) == len(corpus) * (1000 + 3 * 4 * width)
+    unknown = recipe.model_copy(update={"groups": [recipe.groups[0].model_copy(update={"backbone": "nobody/nothing"})]})
+    assert mining_memory(unknown, corpus) - model_memory("nobody/nothing") == len(corpus) * (1000 + 3 * 4 * 1024)
 
 
 @pytest.mark.parametrize("package", ["faiss", "bm25s"])
@@ -89,8 +94,7 @@ def test_bm25_finds_sentences_that_share_words(mine: Mine) -> None:
 
 def test_other_sources_make_up_for_one_with_too_few_pairs(mine: Mine) -> None:
     band = "pairs.mine.bands=[{low: -1.0, high: -0.99}]"  # an empty band
-    pairs, _, _ = mine(band, "pairs.mine.bm25_share=0")
-    assert len(pairs) == 300
+    assert len(mine(band, "pairs.mine.bm25_share=0")[0]) == 300
     with fails_with(CorpusTooSmallError, "0 different pairs", "batch_size"):
         mine(band, "pairs.mine.bm25_share=0", "pairs.mine.random_share=0")
     with fails_with(InvalidValueError, "pairs.mine", "share"):
@@ -153,15 +157,6 @@ def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighb
         exact = np.argsort(-(vectors @ vectors[row]))[:11]
         found += len(set(exact.tolist()) & set(rows[row].tolist()))
     assert found / (51 * 11) > 0.95
-
-
-def test_the_memory_to_reserve_depends_on_the_width_of_the_vectors(mine: Mine, tiny: Callable[..., Path]) -> None:
-    _, recipe, _ = mine()
-    corpus, width = prepare_mining(recipe, Reporter()), 32
-    grown = mining_memory(recipe, corpus) - model_memory(str(tiny("bert")))
-    assert grown == len(corpus) * (1000 + 3 * 4 * width)
-    unknown = recipe.model_copy(update={"groups": [recipe.groups[0].model_copy(update={"backbone": "nobody/nothing"})]})
-    assert mining_memory(unknown, corpus) - model_memory("nobody/nothing") == len(corpus) * (1000 + 3 * 4 * 1024)
 
 
 def test_the_number_of_bm25_queries_depends_on_the_number_of_pairs(mine: Mine) -> None:

@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import spearmanr
 from torch.nn import Linear
 
-from distcse.errors import CorpusTooSmallError, EvaluationFormatError, RunRecordError
+from distcse.errors import CorpusTooSmallError, EvaluationFormatError, StoppedEarlyError
 from distcse.evaluation import VectorModel, models, read_table, stream_texts
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.models import CrossEncoder, Encoder, TokenizerSpec
@@ -20,17 +20,15 @@ from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report import history
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.mutual import label_exchange, mining
+from distcse.runs.mutual import mining
 from distcse.runs.mutual.experiment import MutualDistillation
-from distcse.runs.mutual.pairs import fit_to_pairs, read_pairs, report_extent
-from distcse.runs.mutual.phase_store import PhaseStore, StoredScores
+from distcse.runs.mutual.pairs import fit_to_pairs, prepare_tokens, read_pairs, report_extent
+from distcse.runs.mutual.phase_store import PhaseStore
 from distcse.runs.mutual.phases import Phase
 from distcse.runs.mutual.trials import MutualTrials
-from distcse.storage import open_store, sha256
-from distcse.text import Pairs, PairTokenTable, TokenTable
-from tests.backends import run_mutual
+from distcse.storage import sha256
+from distcse.text import Pairs
 from tests.failures import fails_with
-from tests.models import KINDS
 from tests.pairs import bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
 
 
@@ -83,8 +81,11 @@ def test_a_limit_samples_the_pairs_that_it_sampled_in_memory(
     different = list(dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)))
     sample = np.random.Generator(np.random.PCG64([5, 2**31])).permutation(len(different))[:20]
     assert list(read_pairs(recipe, tmp_path / "pairs").both()) == [different[row] for row in np.sort(sample)]
+    short = make_mutual_recipe(
+        tmp_path, {"bert": tiny("bert")}, sentences, "pairs.limit=20", "groups.0.bi.batch_size=32"
+    )
     with fails_with(CorpusTooSmallError, "20 different pairs", "32"):
-        read_pairs(recipe.model_copy(update={"bi": recipe.bi.model_copy(update={"batch_size": 32})}), tmp_path / "few")
+        read_pairs(short, tmp_path / "few")
     assert not (tmp_path / "few").exists()
 
 
@@ -117,17 +118,24 @@ def test_default_batches_follow_few_pairs(number: int, overrides: list[str], exp
 
 
 def test_a_run_on_few_pairs_keeps_the_batches_that_it_lowered(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ("mutual.cycles=1", "bi.batch_size=128", "cross.batch_size=128", "bi.epochs=4")
     given = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
     number = len(read_pairs(given.with_given_keys([]), tmp_path / "all"))
     with fails_with(CorpusTooSmallError, f"{number} different pairs", "128"):
         read_pairs(read_recipe(str(tmp_path / "recipe.yaml"), overrides), tmp_path / "few")
-    result = MutualDistillation(given).run(LocalBackend(), Reporter())
-    assert (result.recipe.bi.batch_size, result.recipe.cross.batch_size) == (number // 3, number // 5)
-    _, stored = RunDirectory.reopen(result.directory.path, [])
-    assert stored == result.recipe
+
+    def stop(*arguments: object) -> None:
+        raise StoppedEarlyError("decided")
+
+    monkeypatch.setattr("distcse.runs.mutual.experiment.prepare_tokens", stop)
+    with fails_with(StoppedEarlyError, "decided"):
+        MutualDistillation(given).run(LocalBackend(), Reporter())
+    (run,) = (tmp_path / "runs").iterdir()
+    _, stored = RunDirectory.reopen(run, [])
+    assert isinstance(stored, MutualRecipe)
+    assert (stored.bi.batch_size, stored.cross.batch_size) == (number // 3, number // 5)
 
 
 @pytest.mark.parametrize("ending", [".tsv", ".jsonl"])
@@ -154,7 +162,7 @@ def test_blank_lines_between_rows_are_malformed_rows(tmp_path: Path) -> None:
 # -- tokens ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["bert", "roberta", "t5"])
 def test_tables_have_the_tokens_that_the_models_read(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], kind: str
 ) -> None:
@@ -180,56 +188,26 @@ def test_tables_have_the_tokens_that_the_models_read(
     assert len(cross_tokens(cross, pairs, both_orders=False)) == len(pairs)
 
 
-@pytest.mark.slow
 def test_groups_of_one_tokenizer_share_tables_and_a_second_run_reuses_them(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
     backbones = {"one": tiny("bert"), "two": tiny("bert"), "three": tiny("roberta")}
-    recipe = make_mutual_recipe(tmp_path, backbones, sentences, "mutual.cycles=1", "bi.epochs=1")
-    notes: list[list[str]] = []
-    for _ in range(2):
-        events: list[StageProgress] = []
-        run_mutual(recipe, Reporter(lambda event, events=events: events.append(event)))  # type: ignore[misc]
+    recipe = make_mutual_recipe(tmp_path, backbones, sentences)
+    pairs = read_pairs(recipe, tmp_path / "folder")
+    for expected in (
+        ["one: tokenized", "three: tokenized", "two: reused"],
+        ["one: reused", "three: reused", "two: reused"],
+    ):
+        events: list[Event] = []
+        prepare_tokens(recipe, recipe.groups, pairs, LocalBackend(), Reporter(events.append))
         finished = [event for event in events if isinstance(event, StageProgress) and event.name == "tokens"]
-        notes.append([event.note for event in finished if event.finished])
-        for kind in (TokenTable, PairTokenTable):
-            folder = tmp_path / "cache" / ("tokens" if kind is TokenTable else "pair_tokens")
-            assert len([entry for entry in folder.iterdir() if not entry.name.startswith(".")]) == 2
-    assert notes[0] == ["one: tokenized", "two: reused", "three: tokenized"]
-    assert notes[1] == ["one: reused", "two: reused", "three: reused"]
+        assert sorted(event.note for event in finished if event.finished) == expected
+        for kind in ("tokens", "pair_tokens"):
+            entries = (tmp_path / "cache" / kind).iterdir()
+            assert len([entry for entry in entries if not entry.name.startswith(".")]) == 2
 
 
-# -- labels and scores ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("standardize", [False, True])
-@pytest.mark.parametrize("groups", [2, 9, 20])
-def test_labels_combined_in_parts_are_bit_equal(
-    standardize: bool, groups: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draw = np.random.default_rng(0)
-    scores = [draw.uniform(-0.2, 1, 1001).astype(np.float32) for _ in range(groups)]
-    weights = draw.uniform(0.5, 2, groups).tolist()
-    whole = label_exchange.combine(scores, weights, standardize)
-    monkeypatch.setattr(label_exchange, "PAIRS_PER_PART", 10)
-    np.testing.assert_array_equal(label_exchange.combine(scores, weights, standardize), whole)
-    assert whole.dtype == np.float32
-
-
-def test_labels_are_one_mapped_file_for_all_groups(tmp_path: Path) -> None:
-    store = PhaseStore(tmp_path)
-    assert store.stored_labels(Phase(0)) is None
-    written = np.linspace(0, 1, 9, dtype=np.float32)
-    store.store_labels(Phase(0), written)
-    stored = store.stored_labels(Phase(0))
-    digest = sha256([written.tobytes()])
-    assert stored == StoredScores(open_store(tmp_path) / "labels", f"start.{digest[:12]}.npy", digest)
-    mapped = stored.read()
-    np.testing.assert_array_equal(mapped, written)
-    assert not mapped.flags.writeable and not mapped.flags.owndata
-    (tmp_path / "labels" / stored.name).unlink()
-    with fails_with(RunRecordError, stored.name):
-        stored.read()
+# -- scores ---------------------------------------------------------------------------------------------------------------
 
 
 def test_cosines_computed_in_blocks_are_bit_equal(monkeypatch: pytest.MonkeyPatch) -> None:

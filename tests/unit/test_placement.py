@@ -122,13 +122,17 @@ def test_an_elastic_run_divides_the_batch_for_every_number_of_workers() -> None:
 
 @pytest.mark.parametrize("first", range(3))
 def test_requests_with_the_fewest_options_are_placed_first(first: int) -> None:
-    """For any order of the nodes."""
+    """For any order of the nodes; but in the order of their starts, nodes fill up that later requests need."""
     nodes = [node(8, 1, role="teachers"), node(8, 1), node(8, 1)]
     nodes = nodes[first:] + nodes[:first]
     students, servers = workers(2, 1, 1), workers(1, 1, 1, {"role": "teachers"})
     assert find_shortfall([students, servers], nodes) is None
     assert find_shortfall([workers(2, 8), workers(1, 1, 1)], [node(8, 1), *[node(8)] * 2]) is None
     assert find_shortfall([workers(3, 1, 1), servers], nodes) is not None
+    found = find_shortfall([students, servers], nodes, in_start_order=True)
+    assert found is not None and "1 of workers=1" in found and "role=teachers" in found
+    assert find_shortfall([servers, students], nodes, in_start_order=True) is None
+    assert find_shortfall([workers(2, 1), servers], nodes, in_start_order=True) is None
 
 
 def test_a_server_that_spills_to_another_node_keeps_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,14 +158,3 @@ def test_a_lost_node_warns_once_of_what_the_start_order_may_leave_waiting(monkey
         watchdog.check()
         assert len(warnings) == expected
     assert "role=teachers may wait forever" in warnings[0] and "--resume" in warnings[0]
-
-
-@pytest.mark.parametrize("first", range(3))
-def test_the_start_order_fills_nodes_that_later_requests_need(first: int) -> None:
-    nodes = [node(8, 1, role="teachers"), node(8, 1), node(8, 1)]
-    nodes = nodes[first:] + nodes[:first]
-    students, servers = workers(2, 1, 1), workers(1, 1, 1, {"role": "teachers"})
-    found = find_shortfall([students, servers], nodes, in_start_order=True)
-    assert found is not None and "1 of workers=1" in found and "role=teachers" in found
-    assert find_shortfall([servers, students], nodes, in_start_order=True) is None
-    assert find_shortfall([workers(2, 1), workers(1, 1, 1, {"role": "teachers"})], nodes, in_start_order=True) is None

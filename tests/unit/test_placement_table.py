@@ -32,97 +32,59 @@ class Row(NamedTuple):
 
     gpus: str
     """GPUs of each node, with the node's role if it has a label: `8`, `4 4`, `2:students`."""
-    overrides: str
+    overrides: list[str]
     """What the recipe sets, besides two teachers."""
     gets: str
-    """The plan of the training."""
-    too_few: str
-    """The sum of an error, if the plan does not fit."""
+    """The plan of the training workers and their helpers."""
+    needs: str
+    """The sum of GPUs in an error, if the plan does not fit."""
 
 
-def row(gpus: str, *overrides: str, gets: str = "", too_few: str = "") -> Row:
-    return Row(gpus, "\n".join(overrides), gets, too_few)
+def row(gpus: str, workers: int, *overrides: str, gets: str = "", needs: str = "") -> Row:
+    return Row(gpus, [f"training.workers={workers}", *overrides], gets, needs)
 
 
 RUNS = [
     # No GPUs: nothing to share, nothing to say.
-    row("0", "training.workers=4", gets="training workers none"),
+    row("0", 4, gets="none"),
     # A GPU for a worker, a quarter for a helper.
-    row("1", "training.workers=1", gets="training workers 1 x 1"),
-    row("4", "training.workers=4", gets="training workers 4 x 1"),
-    row("0 4", "training.workers=4", gets="training workers 4 x 1"),
-    row("4", "training.workers=1", LIVE, gets="training workers 1 x 1, teacher servers 2 x 0.25"),
-    row("2", "training.workers=1", RANK, gets="training workers 1 x 1, teacher servers 1 x 0.25"),
-    row("2", "training.workers=1", ASYNC, gets="training workers 1 x 1, dev-score evaluator 1 x 0.25"),
-    row(
-        "8",
-        "training.workers=4",
-        "teachers.num_servers=3",
-        RANK,
-        gets="training workers 4 x 1, teacher servers 3 x 0.25",
-    ),
+    row("1", 1, gets="1 x 1"),
+    row("0 4", 4, gets="4 x 1"),
+    row("4", 1, LIVE, gets="1 x 1, teacher servers 2 x 0.25"),
+    row("2", 1, ASYNC, gets="1 x 1, dev-score evaluator 1 x 0.25"),
+    row("8", 4, "teachers.num_servers=3", RANK, gets="4 x 1, teacher servers 3 x 0.25"),
     # Too few: one error with the sum.
-    row("1", "training.workers=1", ASYNC, too_few="needs 1.25 GPUs"),
-    row("1", "training.workers=1", RANK, too_few="needs 1.25 GPUs"),
-    row("1", "training.workers=1", LIVE, too_few="needs 1.5 GPUs"),
-    row("1", "training.workers=1", LIVE, ASYNC, too_few="needs 1.75 GPUs"),
-    row("8", "training.workers=8", ASYNC, too_few="needs 8.25 GPUs"),
-    row("4 4", "training.workers=8", LIVE, too_few="needs 8.5 GPUs"),
-    row("4", "training.workers=4", LIVE, ASYNC, too_few="needs 4.75 GPUs"),
-    row("1", "training.workers=1", RANK, "teachers.num_servers=12", too_few="needs 4 GPUs"),
-    row("8", "training.workers=8", "evaluation.async_eval={gpus: 0.5}", too_few="needs 8.5 GPUs"),
-    row("7", "training.workers=8", too_few="needs 8 GPUs"),
-    row("7", "training.workers=8", LIVE, ASYNC, too_few="needs 8.75 GPUs"),
-    row("8:teachers 2:students", "training.workers=4", STUDENTS, too_few="needs 4 GPUs"),
+    row("1", 1, ASYNC, needs="1.25"),
+    row("1", 1, RANK, needs="1.25"),
+    row("1", 1, LIVE, needs="1.5"),
+    row("1", 1, LIVE, ASYNC, needs="1.75"),
+    row("4 4", 8, LIVE, needs="8.5"),
+    row("1", 1, RANK, "teachers.num_servers=12", needs="4"),
+    row("8", 8, "evaluation.async_eval={gpus: 0.5}", needs="8.5"),
+    row("7", 8, needs="8"),
+    row("8:teachers 2:students", 4, STUDENTS, needs="4"),
     # What the recipe sets is kept.
-    row(
-        "1",
-        "training.workers=1",
-        "training.gpus_per_worker=0.5",
-        LIVE,
-        gets="training workers 1 x 0.5, teacher servers 2 x 0.25",
-    ),
+    row("1", 1, "training.gpus_per_worker=0.5", LIVE, gets="1 x 0.5, teacher servers 2 x 0.25"),
     row(
         "2",
-        "training.workers=2",
+        2,
         "training.gpus_per_worker=0.6",
         LIVE,
         "teachers.gpus_per_actor=0.2",
-        gets="training workers 2 x 0.6, teacher servers 2 x 0.2",
+        gets="2 x 0.6, teacher servers 2 x 0.2",
     ),
-    row(
-        "1",
-        "training.workers=1",
-        LIVE,
-        "teachers.gpus_per_actor=0",
-        gets="training workers 1 x 1, teacher servers none",
-    ),
-    row("7", "training.workers=8", "training.min_workers=1", gets="training workers up to 8 x 1"),
-    row("7", "training.workers=8", "training.gpus_per_worker=0.5", gets="training workers 8 x 0.5"),
-    row("7", "training.workers=8", "training.gpus_per_worker=0", gets="training workers none"),
+    row("1", 1, LIVE, "teachers.gpus_per_actor=0", gets="1 x 1, teacher servers none"),
+    row("7", 8, "training.min_workers=1", gets="up to 8 x 1"),
+    row("7", 8, "training.gpus_per_worker=0.5", gets="8 x 0.5"),
+    row("7", 8, "training.gpus_per_worker=0", gets="none"),
     # Labels.
-    row("8:teachers 0:students", "training.workers=4", STUDENTS, gets="training workers none"),
-    row(
-        "1:teachers 2:students",
-        "training.workers=2",
-        STUDENTS,
-        TEACHERS,
-        LIVE,
-        gets="training workers 2 x 1, teacher servers 2 x 0.25",
-    ),
-    row("1:teachers 1", "training.workers=1", TEACHERS, LIVE, gets="training workers 1 x 1, teacher servers 2 x 0.25"),
-    row("2:teachers 2", "training.workers=2", TEACHERS, LIVE, gets="training workers 2 x 1, teacher servers 2 x 0.25"),
-    row(
-        "2:students 8",
-        "training.workers=1",
-        STUDENTS,
-        LIVE,
-        ASYNC,
-        gets="training workers 1 x 1, teacher servers 2 x 0.25, dev-score evaluator 1 x 0.25",
-    ),
-    row("1:students 8", "training.workers=1", STUDENTS, ASYNC, too_few="needs 1.25 GPUs"),
+    row("8:teachers 0:students", 4, STUDENTS, gets="none"),
+    row("1:teachers 2:students", 2, STUDENTS, TEACHERS, LIVE, gets="2 x 1, teacher servers 2 x 0.25"),
+    row("1:teachers 1", 1, TEACHERS, LIVE, gets="1 x 1, teacher servers 2 x 0.25"),
+    row("2:students 8", 1, STUDENTS, LIVE, ASYNC, gets="1 x 1, teacher servers 2 x 0.25, dev-score evaluator 1 x 0.25"),
+    row("1:students 8", 1, STUDENTS, ASYNC, needs="1.25"),
     # No GPU for anything.
-    row("8", "training.workers=8", LIVE, "resources.gpu=none", gets="training workers none, teacher servers none"),
+    row("8", 8, LIVE, "resources.gpu=none", gets="none, teacher servers none"),
 ]
 
 
@@ -139,14 +101,14 @@ def plan_of(recipe: Recipe, nodes: Sequence[Node]) -> GpuPlan:
     return plan_run(recipe, nodes).gpus
 
 
-@pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.gpus} GPUs: {' '.join(case.overrides.split())}")
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: f"{case.gpus} GPUs: {' '.join(case.overrides)}")
 def test_a_run(case: Row, recipe_with: MakeRecipe) -> None:
-    nodes, recipe = nodes_of(case.gpus), recipe_with(*case.overrides.split("\n"))
-    if case.too_few:
-        with fails_with(ClusterTooSmallError, case.too_few, "training.gpus_per_worker"):
+    nodes, recipe = nodes_of(case.gpus), recipe_with(*case.overrides)
+    if case.needs:
+        with fails_with(ClusterTooSmallError, f"needs {case.needs} GPUs", "training.gpus_per_worker"):
             plan_of(recipe, nodes)
         return
-    assert plan_of(recipe, nodes).describe() == case.gets
+    assert plan_of(recipe, nodes).describe() == f"training workers {case.gets}"
 
 
 GROUPS = [
@@ -192,21 +154,29 @@ TRIALS = [
 ]
 
 
+SWEEP = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
+
+
 @pytest.mark.parametrize(("gpus", "overrides", "expected"), TRIALS)
 def test_trials(gpus: str, overrides: tuple[str, ...], expected: str, recipe_with: MakeRecipe) -> None:
-    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
-    recipe, nodes = recipe_with("training.workers=1", *overrides), nodes_of(gpus)
-    plan = trial_resources(recipe, sweep, nodes).gpu_plans[-1]
-    assert plan.describe() == expected
+    recipe = recipe_with("training.workers=1", *overrides)
+    assert trial_resources(recipe, SWEEP, nodes_of(gpus)).gpu_plans[-1].describe() == expected
 
 
-@pytest.mark.parametrize("overrides", [(LIVE,), ("training.workers=2",)])
-def test_trials_without_room_are_refused(overrides: tuple[str, ...], recipe_with: MakeRecipe) -> None:
-    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
-    with fails_with(ClusterTooSmallError, "training workers of 1 CPU and 1 GPU each", "training.gpus_per_worker"):
-        trial_resources(
-            recipe_with("training.workers=1", "training.cpus_per_worker=1", *overrides), sweep, nodes_of("1")
-        )
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "named"),
+    [
+        ("1", (LIVE,), ("training workers of 1 CPU and 1 GPU each", "training.gpus_per_worker")),
+        ("1", ("training.workers=2",), ("training workers of 1 CPU and 1 GPU each", "training.gpus_per_worker")),
+        ("0", (LIVE, "teachers.gpus_per_actor=0.25"), ("needs 0.5 GPUs", "teachers.gpus_per_actor")),
+    ],
+)
+def test_trials_without_room_are_refused(
+    gpus: str, overrides: tuple[str, ...], named: tuple[str, ...], recipe_with: MakeRecipe
+) -> None:
+    recipe = recipe_with("training.workers=1", "training.cpus_per_worker=1", *overrides)
+    with fails_with(ClusterTooSmallError, *named):
+        trial_resources(recipe, SWEEP, nodes_of(gpus))
 
 
 def test_a_required_gpu_that_is_missing_is_refused(recipe_with: MakeRecipe) -> None:
@@ -316,13 +286,6 @@ def test_decided_shares_that_do_not_fit_are_refused(recipe_with: MakeRecipe) -> 
     recipe = recipe_with("training.workers=2", "training.gpus_per_worker=1", LIVE, "teachers.gpus_per_actor=1")
     with fails_with(ClusterTooSmallError, "needs 4 GPUs", "teachers.gpus_per_actor"):
         plan_run(recipe, nodes_of("3"))
-
-
-def test_a_sweep_whose_servers_cannot_start_is_refused(recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with("training.workers=1", LIVE, "teachers.gpus_per_actor=0.25")
-    sweep = Sweep(name="s", parameters={"training.lr": {"values": [1e-3]}})  # type: ignore[dict-item]
-    with fails_with(ClusterTooSmallError, "needs 0.5 GPUs", "teachers.gpus_per_actor"):
-        trial_resources(recipe, sweep, [Node("", {"CPU": 32.0}, {})])
 
 
 def test_gpus_that_ray_cannot_give_are_refused(
