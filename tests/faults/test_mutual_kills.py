@@ -42,35 +42,17 @@ def three_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) 
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *one_worker, *overrides)
 
 
-def test_parallel_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
-    recipe_with: MakeRecipe, cluster: None
+@pytest.mark.parametrize("shares_workers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
+    recipe_with: MakeRecipe, three_with: MakeRecipe, cluster: None, shares_workers: bool
 ) -> None:
-    """Ray restarts a killed event channel, without a restart of the group. `max_failures` counts each phase anew."""
-    disturbed = _run_with_killed_and_hanging_actors(recipe_with)
-    cycles = read_run(disturbed.directory.path).cycles
-    assert cycles is not None
-    for kind in ("cross", "bi"):
-        bert, roberta = (
-            next(
-                span
-                for span in cycles.spans
-                if (span.group, span.phase, span.activity) == (name, f"cycle-1-{kind}", "training")
-            )
-            for name in ("bert", "roberta")
-        )
-        assert bert.begin < roberta.end and roberta.begin < bert.end  # they overlap
+    """One group is disturbed in each phase. `max_failures` counts each phase anew.
 
-
-@pytest.mark.slow
-def test_three_groups_that_share_workers_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
-    three_with: MakeRecipe, cluster: None
-) -> None:
-    _run_with_killed_and_hanging_actors(three_with, "groups.2.cpus_per_worker=1", "mutual.shared_workers=2")
-
-
-def _run_with_killed_and_hanging_actors(recipe_with: MakeRecipe, *overrides: str) -> MutualResult:
-    """Run groups on Ray, disturb one of them in each phase, and check the labels."""
-    uninterrupted = run_mutual(recipe_with(), Reporter())
+    Ray restarts a killed event channel, without a restart of the group.
+    """
+    recipe_of = three_with if shares_workers else recipe_with
+    overrides = ("groups.2.cpus_per_worker=1", "mutual.shared_workers=2") if shares_workers else ()
+    uninterrupted = run_mutual(recipe_of(), Reporter())
     disturbed_actors: list[str] = []
     warnings: list[str] = []
 
@@ -97,7 +79,7 @@ def _run_with_killed_and_hanging_actors(recipe_with: MakeRecipe, *overrides: str
             disturbed_actors.append("hanging scorer")
 
     limits = ("mutual.max_failures=1", "mutual.heartbeat_timeout_s=10")
-    disturbed = run_mutual(recipe_with(*ON_RAY, *limits, *overrides), Reporter(strike))
+    disturbed = run_mutual(recipe_of(*ON_RAY, *limits, *overrides), Reporter(strike))
     assert len(disturbed_actors) == 5
     assert [text.partition(",")[0].partition(";")[0] for text in warnings] == [
         "lost a worker in cycle-1-cross",
@@ -109,7 +91,14 @@ def _run_with_killed_and_hanging_actors(recipe_with: MakeRecipe, *overrides: str
     ]
     assert all("10 s (mutual.heartbeat_timeout_s)" in text for text in warnings if "of group" in text)
     assert_same_labels(uninterrupted.directory.path, disturbed.directory.path)
-    return disturbed
+    cycles = read_run(disturbed.directory.path).cycles
+    assert cycles is not None
+    for phase in ("cycle-1-cross", "cycle-1-bi"):
+        spans = [span for span in cycles.spans if (span.phase, span.activity) == (phase, "training")]
+        bert, roberta = (next(span for span in spans if span.group == name) for name in ("bert", "roberta"))
+        assert shares_workers or (bert.begin < roberta.end and roberta.begin < bert.end), (
+            "groups do not train in parallel"
+        )
 
 
 @pytest.mark.slow
