@@ -116,12 +116,12 @@ def undisturbed(
     return folder / "recipe.yaml", run_mutual(recipe, Reporter()).directory.path
 
 
-def test_a_run_resumes_after_its_driver_was_killed_twice(undisturbed: tuple[Path, Path]) -> None:
-    """Once while cross-encoders train, and once while bi-encoders do."""
+def test_a_run_resumes_after_its_drivers_were_stopped_and_killed(undisturbed: tuple[Path, Path]) -> None:
+    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders train; the last one finishes the run."""
     recipe, expected = undisturbed
     with Driver([str(recipe), *LONG, *SHARED]) as first:
         first.wait_for_steps("cycle-1-cross")
-        first.end(signal.SIGKILL)
+        first.end(signal.SIGTERM)
     run = first.run
     with Driver(["--resume", str(run)]) as second:
         second.wait_for_steps("cycle-1-bi")

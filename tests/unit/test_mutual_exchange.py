@@ -229,7 +229,7 @@ def test_a_disturbed_run_makes_the_labels_of_an_undisturbed_one(
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # no power failure here
     recipe = three("mutual.cycles=3", *(f"mutual.{override}" for override in overrides))
     monkeypatch.setattr(DisturbedRun, "recipe", recipe, raising=False)
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         DisturbedRun, settings=settings(max_examples=4, stateful_step_count=25, deadline=None, derandomize=True)
     )
 
