@@ -98,7 +98,7 @@ def holder_messages(runs: Path, pid: int) -> list[dict[str, Any]]:
 
 
 def test_two_runs_share_an_embedding_pass_and_one_takes_over_when_the_other_is_killed(
-    recipe_with: MakeRecipe, start: Start, tmp_path: Path
+    recipe_with: MakeRecipe, start: Start, tmp_path: Path, labelled: Path
 ) -> None:
     """The second run waits for the first, and embeds the rest when the first is killed. A third run reuses the table."""
     recipe = recipe_with(f"teachers.shard_rows={SHARD}", "training.max_steps=3", "evaluation.eval_steps=3")
@@ -116,6 +116,9 @@ def test_two_runs_share_an_embedding_pass_and_one_takes_over_when_the_other_is_k
     waiter = start(second)
     wait_for(lambda: holder_messages(tmp_path / "second", killed.pid))
     assert holder_messages(tmp_path / "second", killed.pid)[-1] == events(tmp_path / "second", "LogMessage")[-1]
+    (folder,) = (tmp_path / "first").iterdir()
+    with fails_with(ModelNotFoundError, str(folder)):  # it has no model before its end
+        measure({"student": str(folder)}, labelled, ["pairs"])
     killed.kill()
     killed.join()
     complete = {label: label.stat().st_mtime_ns for label in tmp_path.glob("cache/tables/*/shard-*.json")}
@@ -129,48 +132,35 @@ def test_two_runs_share_an_embedding_pass_and_one_takes_over_when_the_other_is_k
     assert_equal_weights(weights_of(third.directory.path), weights_of(other))
 
 
-def test_a_running_run_is_in_use_and_can_be_resumed_once_killed(
+def test_a_resumed_run_is_in_use_can_be_evaluated_and_can_be_resumed_once_killed(
     recipe_with: MakeRecipe, start: Start, tmp_path: Path, labelled: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The model of the interrupted run is evaluated while another process continues the run, here between two of its steps."""
     recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
     uninterrupted = run(with_runs_in(recipe, tmp_path / "uninterrupted"), Reporter())
-    process = start(recipe)
-    runs = tmp_path / "runs"
-    wait_for(lambda: [event for event in events(runs, "StepReport") if event["step"] > 25])
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    (folder,) = runs.iterdir()
-    capsys.readouterr()
-    for command in (["--resume", str(folder)], ["--rerun", str(folder)]):
-        assert cli.main(["train", *command]) == 1
-        loading, error = capsys.readouterr().err.splitlines()
-        assert "loading   PyTorch" in loading
-        assert f"[{RunInUseError.code}]" in error and str(folder) in error and f"process {process.pid} on" in error
-    with fails_with(ModelNotFoundError, str(folder)):  # it has no model before its end
-        measure({"student": str(folder)}, labelled, ["pairs"])
-    process.kill()
-    process.join()
-    assert cli.main(["train", "--resume", str(folder), "--quiet"]) == (NO_GAIN if uninterrupted.unchanged else 0)
-    assert_equal_weights(weights_of(uninterrupted.directory.path), weights_of(folder))
-
-
-def test_the_model_of_an_interrupted_run_is_evaluated_while_the_run_continues(
-    recipe_with: MakeRecipe, start: Start, labelled: Path
-) -> None:
-    recipe = recipe_with("training.max_steps=300", "evaluation.eval_steps=20")
     steps: list[Event] = []
     stops_while_training = Reporter(steps.append, lambda: sum(isinstance(event, StepReport) for event in steps) > 20)
-    interrupted_run = run(recipe, stops_while_training)
-    assert interrupted_run.train_result.interrupted
-    folder = interrupted_run.directory.path
+    interrupted = run(recipe, stops_while_training)
+    assert interrupted.train_result.interrupted
+    folder = interrupted.directory.path
 
     def figure() -> float:
         measured = measure({"student": str(folder)}, labelled, ["sts"], listen=ignore)
         return measured.score("sts", "STS-B", "all", "student")
 
     before = figure()
-    resumed = start(recipe, folder)
+    process = start(recipe, folder)
     wait_for(lambda: [event for event in events(folder.parent, "StepReport") if event["step"] > 30])
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
     assert figure() == before
-    resumed.join(300)
-    assert resumed.exitcode == 0
+    capsys.readouterr()
+    for command in (["--resume", str(folder)], ["--rerun", str(folder)]):
+        assert cli.main(["train", *command]) == 1
+        loading, error = capsys.readouterr().err.splitlines()
+        assert "loading   PyTorch" in loading
+        assert f"[{RunInUseError.code}]" in error and str(folder) in error and f"process {process.pid} on" in error
+    process.kill()
+    process.join()
+    assert cli.main(["train", "--resume", str(folder), "--quiet"]) == (NO_GAIN if uninterrupted.unchanged else 0)
+    assert_equal_weights(weights_of(uninterrupted.directory.path), weights_of(folder))
