@@ -115,6 +115,14 @@ def test_the_reference_can_be_chosen(texts: Path, tiny: Callable[..., Path]) -> 
     assert choice is not None and choice.model is not None and choice.model.name == "teacher"
 
 
+def test_one_model_alone_has_size_and_speed(
+    texts: Path, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tiny()), "--texts", str(texts), "--pooling", "mean"]) == 0
+    shown = capsys.readouterr().out
+    assert "Size and speed" in shown and "Agreement" not in shown
+
+
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     models = {"student": tiny("bert"), "teacher": tiny("minilm")}
     few, table = tmp_path / "few.txt", tmp_path / "table.jsonl"
