@@ -92,6 +92,24 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
     assert score["measure"] == "agreement" and score["values"]["student"] > 0
 
 
+def test_a_local_cluster_is_reached_from_this_machine_only() -> None:
+    """In a process of its own: Ray reads the variable that binds its ports when it is imported."""
+    script = """
+import psutil
+from distcse.cluster.cluster import cluster
+with cluster(cpus=1):
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        for place in process.net_connections(kind="inet"):
+            if place.status == psutil.CONN_LISTEN:
+                print(place.laddr.ip)
+"""
+    done = run_command([sys.executable, "-c", script])
+    assert done.returncode == 0, done.stderr
+    listening = done.stdout.split()
+    assert len(listening) > 5 and {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
 @pytest.mark.slow
 def test_workers_find_the_modules_of_the_current_directory(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]

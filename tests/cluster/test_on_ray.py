@@ -6,12 +6,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import distcse
@@ -247,7 +245,7 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         channel.close()
 
 
-def test_a_local_cluster_is_checked_is_not_waited_for_and_is_reached_from_this_machine_only(
+def test_a_local_cluster_is_checked_and_not_waited_for(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
@@ -257,12 +255,6 @@ def test_a_local_cluster_is_checked_is_not_waited_for_and_is_reached_from_this_m
     with RayBackend.cluster.scaled_up([request], 3600.0, Reporter(events.append)):
         assert not events
     assert was_started_here()
-    here, addresses = psutil.Process(), list[str]()
-    for process in (here, *here.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):  # Ray ends idle workers
-            places = process.net_connections(kind="inet")
-            addresses += [place.laddr.ip for place in places if place.status == psutil.CONN_LISTEN]
-    assert len(addresses) > 5 and {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
     (found,) = health.check_cluster({"storage.runs": tmp_path, "storage.cache": tmp_path / "not created yet"})
     assert found.verdict == "ok" and "1 nodes, 6 CPUs" in found.found
