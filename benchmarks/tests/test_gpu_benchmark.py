@@ -1,4 +1,4 @@
-"""The GPU benchmark runs to its end on the simulated GPU, and imports only what a bare GPU image has."""
+"""The GPU benchmark: it runs to its end on the simulated GPU, imports only what a bare GPU image has, and keeps its figures."""
 
 from __future__ import annotations
 
@@ -10,46 +10,58 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import BertConfig, BertModel
 
 from benchmarks import gpu
 from benchmarks.protocol import Figure, Report, counted, machine
+from benchmarks.reference_style import list_mle, through_layers
 from distcse.events import StepReport
+from tests.conftest import ROOT
+from tests.meta_device import META, use_meta_device
 
-ROOT = Path(__file__).parents[2]
 _WITHOUT = """
-import importlib.abc, sys
-
-class Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"ray", "deepspeed", "datasets", "pyarrow"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
+import sys
+sys.modules.update(dict.fromkeys(["ray", "deepspeed", "datasets", "pyarrow"]))
 import benchmarks.gpu
 """
 
 
-@pytest.mark.slow
-def test_it_imports_neither_ray_nor_deepspeed_datasets_or_pyarrow() -> None:
-    done = subprocess.run([sys.executable, "-c", _WITHOUT], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.mark.slow
 def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "sim", "--tiny", "--budget", "3600"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    rows = {int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("  row ")}
+    python("-c", _WITHOUT)
+    shown = python("-m", "benchmarks.gpu", "--device", "sim", "--tiny", "--budget", "3600")
+    rows = {int(line.split()[1]) for line in shown.splitlines() if line.startswith("  row ")}
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 23, 31, 33}
 
 
 @pytest.mark.slow
 def test_two_workers_recorded_steps_learn_what_eager_ones_do() -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu_workers", "--device", "sim", "--tiny"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("losses apart by 0.0e+00") == 2 and "eager / recorded" in done.stdout
+    shown = python("-m", "benchmarks.gpu_workers", "--device", "sim", "--tiny")
+    assert shown.count("losses apart by 0.0e+00") == 2 and "eager / recorded" in shown
+
+
+def test_losses_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On PyTorch's `meta` device no operation mixes devices, and no value is read: the benchmark stops at the first failure."""
+    use_meta_device(monkeypatch)
+    # transformers would read from the device whether a mask is all ones.
+    monkeypatch.setattr("transformers.masking_utils._ignore_bidirectional_mask_sdpa", lambda *_, **__: False)
+    bench = gpu.Bench(META, tiny=True)
+    ours = gpu.Student(bench, "base", gpu.RANKCSE, "fp32")
+    theirs = gpu.Reference(bench, ours, ("base", "large"), None, half_teachers=False)
+    ours.teacher_lists = gpu.cosines_of(theirs)
+    ranks = gpu.RankReference(bench, ours, theirs.teachers[0].model, torch.empty(20, 64, device=META))
+    assert {loss.device for loss in (ours.loss_of_next(), theirs.loss(), ranks.loss())} == {META}
+    cosines, mask = torch.empty(8, 8, device=META), torch.ones(8, 7, dtype=torch.long, device=META)
+    model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    hidden = through_layers(model.to(META), torch.empty(8, 7, 8, device=META), mask)
+    assert hidden.device == list_mle(cosines, cosines, 0.05).device == META
 
 
 def test_a_step_of_train_is_timed_after_all_shapes_were_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,43 +75,40 @@ def test_a_step_of_train_is_timed_after_all_shapes_were_recorded(monkeypatch: py
     assert clock.step_and_fixed_seconds(300) == (1.0, 150.0)
 
 
-def test_an_interrupted_benchmark_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with a GPU may be taken back at any moment."""
-
-    def first(bench: gpu.Bench) -> Iterator[Figure]:
-        yield counted(15, "fused step, BERT-base", 1.0, "here")
-
-    def second(bench: gpu.Bench) -> Iterator[Figure]:
-        yield counted(14, "N = 128", 2.0, "here")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu, "PARTS", {(15,): first, (14,): second})
-    options = Namespace(tiny=False, call_by_call=False, rows=None, budget=60.0, out=tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        gpu.measure("cpu", options)
-    (file,) = tmp_path.rglob("gpu.json")
-    report = Report.read(file)
-    assert [figure.row for figure in report.figures] == [15, 14]
-    assert report.not_run["row 14, N = 1024"] == "not run" and "row 14, N = 128" not in report.not_run
-
-
-def test_chosen_rows_replace_theirs_and_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are kept from a report of the same settings only."""
-    values = iter([1.0, 2.0, 3.0, 4.0])
+def test_figures_are_kept_when_it_is_interrupted_and_replaced_when_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with a GPU may be taken back at any moment. Chosen rows replace theirs in a report of the same settings."""
+    values = iter(range(1, 6))
+    interrupted = True
 
     def part(row: int, name: str) -> Callable[[gpu.Bench], Iterator[Figure]]:
-        return lambda bench: iter([counted(row, name, next(values), "here")])
+        def measure(bench: gpu.Bench) -> Iterator[Figure]:
+            yield counted(row, name, next(values), "here")
+            if interrupted and row == 14:
+                raise KeyboardInterrupt
+
+        return measure
 
     monkeypatch.setattr(gpu, "PARTS", {(15,): part(15, "fused step, BERT-base"), (14,): part(14, "N = 128")})
 
-    def measured(rows: list[int] | None, call_by_call: bool = False) -> dict[int, float]:
-        options = Namespace(tiny=False, call_by_call=call_by_call, rows=rows, budget=60.0, out=tmp_path)
-        gpu.measure("cpu", options)
-        (file,) = tmp_path.rglob("gpu.json")
-        return {figure.row: figure.value for figure in Report.read(file).figures}
+    def measured(rows: list[int] | None) -> Report:
+        gpu.measure("cpu", Namespace(tiny=False, call_by_call=False, rows=rows, budget=60.0, out=tmp_path))
+        return stored()
 
-    assert measured(None) == {15: 1.0, 14: 2.0}
-    assert measured([14]) == {15: 1.0, 14: 3.0}
+    def stored() -> Report:
+        (file,) = tmp_path.rglob("gpu.json")
+        return Report.read(file)
+
+    def figures(report: Report) -> dict[int, float]:
+        return {figure.row: figure.value for figure in report.figures}
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(None)
+    assert figures(stored()) == {15: 1, 14: 2}
+    assert stored().not_run["row 14, N = 1024"] == "not run" and "row 14, N = 128" not in stored().not_run
+    interrupted = False
+    assert figures(measured([14])) == {15: 1, 14: 3}
     here = machine()
     monkeypatch.setattr(gpu, "machine", lambda: {**here, "torch": "another version"})
-    assert measured([14]) == {14: 4.0}
+    assert figures(measured([14])) == {14: 4}

@@ -1,4 +1,4 @@
-"""The comparison of teachers on the user's corpus, and the embedding pass."""
+"""The comparison of teachers on the user's corpus, the embedding pass, and weights fitted to a labelled dev set."""
 
 from __future__ import annotations
 
@@ -18,42 +18,13 @@ from distcse.events import Reporter
 from distcse.recipe import Recipe, load_recipe
 from distcse.report.terminal import print_comparison
 from distcse.runs.distillation.dev_ensemble import DevEnsemble
-from distcse.teachers.comparison import compare, kendall, overlap
+from distcse.teachers.comparison import compare
 from distcse.text import Corpus
 from tests.commands import command
 
 main = command("embed")
 
 MakeRecipe = Callable[..., Recipe]
-
-
-def test_measures_by_hand() -> None:
-    one = np.array([[0.9, 0.8, 0.1, 0.0], [0.1, 0.2, 0.3, 0.4]])
-    other = np.array([[0.9, 0.1, 0.8, 0.0], [0.4, 0.3, 0.2, 0.1]])
-    assert kendall(one, one) == pytest.approx(100) and kendall(one, other) == pytest.approx(100 * (2 / 3 - 1) / 2)
-    assert overlap(one, other, nearest=2) == pytest.approx(25)  # one of two in common, and none of two
-
-
-def test_a_comparison_on_the_users_corpus(
-    recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe_with()
-    assert main([str(tmp_path / "recipe.yaml"), "--compare", "--sentences", "60"]) == 0
-    output = capsys.readouterr().out
-    assert "60 sentences" in output and "teacher 0 and teacher 1" in output
-    row = next(line for line in output.splitlines() if line.startswith("teacher 0 and teacher 1"))
-    tau, common = (float(cell) for cell in row.split()[-2:])
-    assert -100 <= tau < 100 and 0 <= common <= 100
-    assert "disagree most" in output
-    assert main([str(tmp_path / "recipe.yaml"), "--compare", "--sentences", "60"]) == 0
-    assert without_speeds(capsys.readouterr().out) == without_speeds(output) != output
-    assert not (tmp_path / "runs").exists() and not (tmp_path / "cache" / "tables").exists()
-
-
-def without_speeds(output: str) -> str:
-    """Drop the speeds of the cards, the only figures that two comparisons don't share."""
-    return re.sub(r"(?m) +\d+( +\d+% +\d+%)$", r"\1", output)
-
 
 PLANTED = """
 import numpy as np
@@ -66,19 +37,26 @@ class Planted:
 """
 
 
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], str]:
+    """Returns a teacher with random vectors of a seed around an offset, as recipes name it."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda seed, offset: (
+        f"{{backbone: p{seed}, class_path: 'planted:Planted', kwargs: {{seed: {seed}, offset: {offset}}}}}"
+    )
+
+
 def test_a_comparison_equals_one_by_hand(
     recipe_with: MakeRecipe,
+    planted: Callable[[int, int], str],
     sentences: list[str],
     tiny_cross: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two teachers with random vectors follow a cross-encoder: the indices are those of the recipe."""
-    (tmp_path / "planted.py").write_text(PLANTED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    custom = "{backbone: p%d, class_path: 'planted:Planted', kwargs: {seed: %d}}"
-    recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {custom % (1, 1)}, {custom % (2, 2)}]")
+    recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {planted(1, 0)}, {planted(2, 0)}]")
     found = compare(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"), 1000, Reporter())
     assert found.teachers[1:] == ["p1", "p2"] and found.compared == [1, 2] and found.sentences == len(sentences)
     from planted import Planted
@@ -88,9 +66,8 @@ def test_a_comparison_equals_one_by_hand(
     nearest = [[set(np.argsort(-row)[:10]) for row in one] for one in lists]
     (pairing,) = found.pairings
     assert (pairing.first, pairing.second) == (1, 2)
-    assert pairing.kendall == pytest.approx(
-        100 * np.mean([kendalltau(*rows).statistic for rows in zip(*lists, strict=True)]), abs=0.05
-    )
+    taus = [kendalltau(*rows).statistic for rows in zip(*lists, strict=True)]
+    assert pairing.kendall == pytest.approx(100 * np.mean(taus), abs=0.05)
     assert pairing.overlap == pytest.approx(np.mean([10 * len(a & b) for a, b in zip(*nearest, strict=True)]), abs=0.05)
     spreads = [np.std([cosine for row in one for cosine in row]) for one in lists]
     for card, one, spread in zip(found.cards, lists, spreads, strict=True):
@@ -114,45 +91,56 @@ def test_a_comparison_equals_one_by_hand(
     assert "teacher 1  p1" in output and "teacher 1 and teacher 2" in output and "teacher 0" not in output
 
 
-def test_a_comparison_warns_of_a_teacher_that_counts_for_little(
-    recipe_with: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_comparison_repeats_and_warns_of_a_teacher_that_counts_for_little(
+    recipe_with: MakeRecipe, planted: Callable[[int, int], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "planted.py").write_text(PLANTED)
-    monkeypatch.syspath_prepend(str(tmp_path))
     recipe_with()
-    planted = "{backbone: p%d, class_path: 'planted:Planted', kwargs: {seed: 1, offset: %d}}"
-    for offset, warns in ((0, False), (4, True)):
-        teachers = f"teachers.encoders=[{planted % (0, 0)}, {planted % (1, offset)}]"
+    outputs = []
+    for offset in (0, 0, 4):
+        teachers = f"teachers.encoders=[{planted(0, 0)}, {planted(1, offset)}]"
         assert main([str(tmp_path / "recipe.yaml"), teachers, "--compare", "--sentences", "60"]) == 0
-        error = capsys.readouterr().err
-        assert ("DCSE-W02" in error and "teacher 1, p1, has a narrow band" in error) == warns
+        captured = capsys.readouterr()
+        outputs.append(re.sub(r"(?m) +\d+( +\d+% +\d+%)$", r"\1", captured.out))  # without the cards' speeds
+        assert ("DCSE-W02" in captured.err and "teacher 1, p1, has a narrow band" in captured.err) == (offset == 4)
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert "60 sentences" in outputs[0] and "disagree most" in outputs[0]
+    row = next(line for line in outputs[0].splitlines() if line.startswith("teacher 0 and teacher 1"))
+    tau, common = (float(cell) for cell in row.split()[-2:])
+    assert -100 <= tau < 100 and 0 <= common <= 100
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "cache" / "tables").exists()
 
 
-def test_a_dry_run_of_a_comparison(
-    recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Callable[..., Path]
-) -> None:
+def test_a_dry_run_of_a_comparison(recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe_with()
-    arguments = [str(tmp_path / "recipe.yaml"), "--compare", "--dry-run"]
-    assert main(arguments) == 0
+    assert main([str(tmp_path / "recipe.yaml"), "--compare", "--dry-run"]) == 0
     captured = capsys.readouterr()
     assert "comparison" in captured.out and "to be embedded" not in captured.err
-    teacher = f"teachers.encoders=[{{backbone: '{tiny('minilm')}', pooling: mean}}]"
-    assert main([*arguments, teacher]) == 1
-    error = capsys.readouterr().err
-    assert ComparisonError.code in error and "teachers.encoders has 1" in error
-    assert main([*arguments[:2], "--sentences", "5"]) == 1
-    error = capsys.readouterr().err
-    assert ComparisonError.code in error and "12 sentences, not 5" in error and "--sentences" in error
 
 
-def test_a_comparison_needs_two_teachers(
-    recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny: Callable[..., Path]
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--compare ONE", ["teachers.encoders has 1"]),
+        ("--compare --dry-run ONE", ["teachers.encoders has 1"]),
+        ("--compare --sentences 5", ["12 sentences, not 5", "--sentences"]),
+        ("--fit-weights", ["evaluation.dev=stsb and evaluation.data=FOLDER"]),
+        ("--fit-weights --dry-run", ["evaluation.dev=stsb and evaluation.data=FOLDER"]),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: str,
+    named: list[str],
+    recipe_with: MakeRecipe,
+    tiny: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe_with()
-    teacher = f"teachers.encoders=[{{backbone: '{tiny('minilm')}', pooling: mean}}]"
-    assert main([str(tmp_path / "recipe.yaml"), teacher, "--compare"]) == 1
+    one = f"teachers.encoders=[{{backbone: '{tiny('minilm')}', pooling: mean}}]"
+    arguments = [one if word == "ONE" else word for word in words.split()]
+    assert main([str(tmp_path / "recipe.yaml"), *arguments]) == 1
     error = capsys.readouterr().err
-    assert ComparisonError.code in error and "teachers.encoders has 1" in error
+    assert ComparisonError.code in error and all(text in error for text in named)
 
 
 def test_the_embedding_pass_completes_the_tables(
@@ -167,22 +155,18 @@ def test_the_embedding_pass_completes_the_tables(
     assert not (tmp_path / "runs").exists()
 
 
-def planted_dev(pairs: int) -> tuple[LabelledDev, np.ndarray]:
-    """A dev set, and the cosines of three teachers: one good with a narrow band, one with a wide one, and one that guesses."""
-    random = np.random.default_rng(0)
-    gold = random.uniform(0, 5, pairs)
-    texts = [f"sentence {number}" for number in range(pairs)]
-    dev = LabelledDev((ScoredPairs("planted", texts, texts[::-1], gold, np.array([""] * pairs)),))
-    noise = random.standard_normal((3, pairs))
-    signal = (gold - gold.mean()) / gold.std()
-    return dev, np.stack([0.8 + 0.02 * (signal + noise[0]), 0.1 * (signal + noise[1]), 0.1 * noise[2]])
-
-
 def test_fitted_weights_give_each_teacher_its_due() -> None:
-    dev, cosines = planted_dev(1500)
+    """A good teacher with a narrow band, one with a wide band, and one that guesses."""
+    random = np.random.default_rng(0)
+    gold = random.uniform(0, 5, 1500)
+    texts = [f"sentence {number}" for number in range(1500)]
+    dev = LabelledDev((ScoredPairs("planted", texts, texts[::-1], gold, np.array([""] * 1500)),))
+    noise = random.standard_normal((3, 1500))
+    signal = (gold - gold.mean()) / gold.std()
+    cosines = np.stack([0.8 + 0.02 * (signal + noise[0]), 0.1 * (signal + noise[1]), 0.1 * noise[2]])
     ensemble = DevEnsemble(dev, cosines, [0.03, 0.14, 0.1])
     equal = [1.0, 1.0, 1.0]
-    assert ensemble.score(equal) == pytest.approx(100 * spearmanr(cosines.sum(axis=0), dev.gold).statistic)
+    assert ensemble.score(equal) == pytest.approx(100 * spearmanr(cosines.sum(axis=0), gold).statistic)
     useful, wide, guessing = ensemble.losses_without(equal)
     assert wide > useful > 0 > guessing
     fitted = ensemble.fit(equal)
@@ -209,12 +193,7 @@ def test_weights_are_fitted_on_cached_vectors(
     assert recipes["alphas"] == pytest.approx([2 / 3, 4 / 3])
     assert [file.stat().st_mtime_ns for file in tables] == written  # nothing was embedded again
     assert main([*arguments, "--fit-weights"]) == 0
-    (overrides,) = (
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("teachers.encoders.0.alpha=")
-    )
+    lines = capsys.readouterr().out.splitlines()
+    (overrides,) = (line for line in lines if line.startswith("teachers.encoders.0.alpha="))
     encoders = load_recipe(arguments[0], overrides.split()).teachers.encoders
     assert [teacher.alpha for teacher in encoders] == pytest.approx(fitted["alphas"], rel=0.01)
-    for dry_run in ([], ["--dry-run"]):
-        assert main([arguments[0], "--fit-weights", *dry_run]) == 1
-        error = capsys.readouterr().err
-        assert ComparisonError.code in error and "evaluation.dev=stsb and evaluation.data=FOLDER" in error

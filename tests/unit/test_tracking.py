@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,42 +36,49 @@ from tests.tensorboard import scalars
 
 STEPS = StepReport(step=4, total=22, losses={"loss": 3.5}, lr=1e-3, seconds=0.5, teacher_wait_s=0.1)
 DEV = DevScore(step=6, total=22, name="agreement", score=51.0, best=52.0, best_step=0)
+LR = "training.lr"
+METRICS = [TrialMetric(5, 25.0, 60.0, 1.0), TrialMetric(10, 50.0, 58.0, 2.0), TrialMetric(20, 100.0, 63.0, 4.0)]
+
+MakeRecipe = Callable[..., Recipe]
+
+
+class MlflowFolder:
+    """A folder of MLflow, and a client that reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+        self.uri = folder.as_uri()
+        self.client = mlflow.tracking.MlflowClient(tracking_uri=self.uri)
+
+    def runs(self, experiment: str) -> list[Any]:
+        return list(self.client.search_runs([self.client.get_experiment_by_name(experiment).experiment_id]))
+
+    def history(self, run: Any, name: str) -> list[tuple[int, float]]:
+        return sorted((metric.step, metric.value) for metric in self.client.get_metric_history(run.info.run_id, name))
 
 
 @pytest.fixture
-def mlruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Any]:
-    """The address of a folder of MLflow, and a client that reads it."""
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+def mlruns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowFolder:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = (tmp_path / "mlruns").as_uri()
-    return uri, mlflow.tracking.MlflowClient(tracking_uri=uri)
+    return MlflowFolder(tmp_path / "mlruns")
 
 
-def runs_of(client: Any, experiment: str) -> list[Any]:
-    return list(client.search_runs([client.get_experiment_by_name(experiment).experiment_id]))
-
-
-def test_a_resumed_run_continues_the_same_tracker_run(
-    mlruns: tuple[str, Any], recipe_with: Callable[..., Recipe]
-) -> None:
-    uri, client = mlruns
-    recipe = recipe_with(f"loggers={{tensorboard: true, mlflow: {{uri: '{uri}', experiment: mine}}}}")
+def test_a_resumed_run_continues_the_same_tracker_run(mlruns: MlflowFolder, recipe_with: MakeRecipe) -> None:
+    recipe = recipe_with(f"loggers={{tensorboard: true, mlflow: {{uri: '{mlruns.uri}', experiment: mine}}}}")
     events: list[Event] = []
     first = run(
         recipe, listen=events.append, stop_requested=lambda: any(isinstance(e, DevScore) and e.step for e in events)
     )
     assert first.interrupted
-    (tracked,) = runs_of(client, "mine")
+    (tracked,) = mlruns.runs("mine")
     assert (tracked.info.run_name, tracked.info.status) == (first.directory.name, "KILLED")
     assert tracked.data.params["objective.rank.tau2"] == "0.1"
 
     resumed = resume(first.directory, listen=events.append)
-    (tracked,) = runs_of(client, "mine")
+    (tracked,) = mlruns.runs("mine")
     assert tracked.info.status == "FINISHED"
     reported = {(event.step, event.losses["loss"]) for event in events if isinstance(event, StepReport)}
-    history = client.get_metric_history(tracked.info.run_id, "train/loss")
-    assert {(metric.step, metric.value) for metric in history} == reported
-    assert max(step for step, _ in reported) == 22
+    assert {*mlruns.history(tracked, "train/loss")} == reported and max(step for step, _ in reported) == 22
     logged = scalars(resumed.directory / "tensorboard")
     assert [step for step, _ in logged["train/loss"]] == sorted(step for step, _ in reported)
     assert any(name.startswith("final/agreement/") for name in logged)
@@ -80,19 +87,31 @@ def test_a_resumed_run_continues_the_same_tracker_run(
     assert not [text for text in warnings if not text.startswith(expected)]
 
 
-def test_characters_that_mlflow_forbids_are_replaced(
-    mlruns: tuple[str, Any], tmp_path: Path, recipe_with: Callable[..., Recipe]
+def test_metrics_of_groups_have_group_and_phase_as_prefix_and_names_that_mlflow_allows(
+    mlruns: MlflowFolder, tmp_path: Path, recipe_with: MakeRecipe
 ) -> None:
-    uri, client = mlruns
-    with track_run(recipe_with(f"loggers.mlflow={{uri: '{uri}'}}"), tmp_path, pytest.fail) as trackers:
+    loggers = recipe_with(f"loggers={{tensorboard: true, mlflow: {{uri: '{mlruns.uri}'}}}}")
+    with track_run(loggers, tmp_path, pytest.fail) as trackers:
         trackers.on_event(replace(STEPS, losses={"recall@10": 0.5}))
-        trackers.on_event(GroupEvent("one", DEV))
-    (tracked,) = runs_of(client, "distcse")
-    assert tracked.data.metrics["train/recall_10"] == 0.5 and tracked.data.metrics["one/dev"] == 51.0
+        for phase in ("cycle-1-cross", "cycle-1-bi"):
+            trackers.on_event(GroupEvent("bert", GroupActivity(phase, "training")))
+            trackers.on_event(GroupEvent("bert", DEV))
+    logged = scalars(tmp_path / "tensorboard")
+    assert logged["bert/cycle-1-cross/dev"] == logged["bert/cycle-1-bi/dev"] == [(6, 51.0)]
+    (tracked,) = mlruns.runs("distcse")
+    assert tracked.data.metrics["train/recall_10"] == 0.5 and tracked.data.metrics["bert/cycle-1-bi/dev"] == 51.0
     assert tracked.info.status == "FAILED", "`end` was not called"
 
 
-def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:
+def wait_for(files: Sequence[Path], text: bytes, count: int) -> None:
+    """Wait until each file has a text: a separate process of wandb writes them with a delay."""
+    until = time.monotonic() + 60
+    while not all(file.read_bytes().count(text) >= count for file in files):
+        assert time.monotonic() < until, f"{text!r} is missing"
+        time.sleep(0.1)
+
+
+def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: MakeRecipe) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     recipe, events = recipe_with("loggers.wandb={project: mine}"), []
     for _ in range(2):
@@ -104,25 +123,8 @@ def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: 
     wait_for(files, b"train/loss", 1)
 
 
-def wait_for(files: Sequence[Path], text: bytes, count: int) -> None:
-    """Wait until each file has a text: a separate process of wandb writes them with a delay."""
-    until = time.monotonic() + 60
-    while not all(file.read_bytes().count(text) >= count for file in files):
-        assert time.monotonic() < until, f"{text!r} is missing"
-        time.sleep(0.2)
-
-
-def test_metrics_of_groups_have_group_and_phase_as_prefix(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:
-    with track_run(recipe_with("loggers.tensorboard=true"), tmp_path, pytest.fail) as trackers:
-        for phase in ("cycle-1-cross", "cycle-1-bi"):
-            trackers.on_event(GroupEvent("bert", GroupActivity(phase, "training")))
-            trackers.on_event(GroupEvent("bert", DEV))
-    logged = scalars(tmp_path / "tensorboard")
-    assert logged["bert/cycle-1-cross/dev"] == logged["bert/cycle-1-bi/dev"] == [(6, 51.0)]
-
-
 def test_event_files_of_a_run_in_object_storage_are_uploaded(
-    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploaded: list[tuple[Path, int]] = []
 
@@ -142,7 +144,7 @@ def test_event_files_of_a_run_in_object_storage_are_uploaded(
 
 
 def test_an_unreachable_server_is_warned_of_once(
-    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -155,170 +157,137 @@ def test_an_unreachable_server_is_warned_of_once(
     assert isinstance(warning, LogMessage) and warning.warning and "loggers.mlflow" in warning.text
 
 
-class BlockedTracker:
-    """A tracker whose calls return only once `released` is set."""
-
+def test_a_slow_tracker_does_not_delay_the_run() -> None:
     released = threading.Event()
 
-    def log_metrics(self, values: Mapping[str, float], step: int) -> None:
-        self.released.wait()
+    class Blocked:
+        def log_metrics(self, values: Mapping[str, float], step: int) -> None:
+            released.wait()
 
-    def finish(self, status: RunStatus) -> None:
-        self.released.wait()
+        def finish(self, status: RunStatus) -> None:
+            released.wait()
 
-
-def test_a_slow_tracker_does_not_delay_the_run() -> None:
-    thread = TrackerThread("slow", BlockedTracker)
+    thread = TrackerThread("slow", Blocked)
     trackers = Tracking([thread], lambda event: None)
     for _ in range(1000):
         trackers.on_event(STEPS)
     thread.close(timeout_s=0.1)
-    assert not BlockedTracker.released.is_set()
-    BlockedTracker.released.set()
+    released.set()
     assert thread.failure is not None and "0.1 s" in thread.failure
 
 
-def test_a_missing_package_is_an_error_before_the_run(
-    recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with fails_with(LoggerSetupError, "loggers.wandb", 'pip install "wandb>='):
-        require(recipe_questions(recipe_with("loggers.wandb={}")))
-
-
-LR = "training.lr"
-FIRST, SECOND, THIRD = (
-    TrialMetric(5, 25.0, 60.0, 1.0),
-    TrialMetric(10, 50.0, 58.0, 2.0),
-    TrialMetric(20, 100.0, 63.0, 4.0),
-)
-
-
-def make_sweep(*loggers: str) -> Sweep:
-    return Sweep.model_validate({"name": "small", "parameters": {LR: {"values": [1e-3]}}, "loggers": list(loggers)})
-
-
-def record(context: TrialContext, reporter: Reporter, trial: Trial) -> None:
-    """Write a trial's record and report it, as a sweep does at each dev score and at the trial's end."""
-    (context.trials.path / trial.name).mkdir(parents=True, exist_ok=True)
-    trial.write(context.trials.path / trial.name)
-    reporter.emit(TrialUpdate(trial.name, trial.status, 0.0, None, None, trial.values, trial.reason))
-
-
-def test_each_trial_of_a_sweep_has_its_own_tracker_run(
-    mlruns: tuple[str, Any], tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uri, client = mlruns
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    context, sweep = (
-        TrialContext(recipe_with(), open_store(tmp_path / "lr-search" / "trials")),
-        make_sweep("tensorboard", "mlflow"),
-    )
-    one, two = Trial("one", {LR: 1e-3}, metrics=[FIRST]), Trial("two", {LR: 1e-5}, metrics=[FIRST, SECOND])
-    events: list[Event] = []
-    with track_trials(sweep, context, Reporter(events.append)) as reporter:
-        record(context, reporter, one)
-        record(context, reporter, two)
-        record(context, reporter, replace(one, metrics=[FIRST, SECOND, THIRD], status="finished"))
-    with track_trials(sweep, context, Reporter(events.append)) as reporter:  # a resumed sweep
-        record(context, reporter, replace(two, metrics=[FIRST, SECOND, THIRD], status="failed"))
-        record(context, reporter, Trial("three", {LR: 1e-2}, status="diverged"))
-    assert [type(event) for event in events] == [TrialUpdate] * 5, "a tracker failed"
-
-    runs = runs_of(client, "small")
-    assert {(run.info.run_name, run.data.params[LR], run.info.status, run.data.tags["sweep"]) for run in runs} == {
-        ("one", "0.001", "FINISHED", "lr-search"),
-        ("two", "1e-05", "FAILED", "lr-search"),
-        ("three", "0.01", "FAILED", "lr-search"),
-    }
-    expected = {"dev": [(5, 60.0), (10, 58.0), (20, 63.0)], "best_dev": [(5, 60.0), (10, 60.0), (20, 63.0)]}
-    for run_ in (run_ for run_ in runs if run_.info.run_name != "three"):
-        folder = context.trials.path / run_.info.run_name / "tensorboard"
-        logged = scalars(folder)
-        for name, values in expected.items():
-            history = client.get_metric_history(run_.info.run_id, name)
-            assert sorted((metric.step, metric.value) for metric in history) == values
-            assert logged[name] == values
-        content = b"".join(file.read_bytes() for file in folder.iterdir())
-        assert b"_hparams_" in content and b"training.lr" in content
-
-
-def test_wandb_logs_several_trials_at_once(
-    tmp_path: Path, recipe_with: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    context, sweep = TrialContext(recipe_with(), open_store(tmp_path / "trials")), make_sweep("wandb")
-    require_trial_loggers(sweep.loggers)
-    trials = [Trial("one", {LR: 1e-3}, metrics=[FIRST]), Trial("two", {LR: 1e-5}, metrics=[FIRST])]
-    events: list[Event] = []
-    with track_trials(sweep, context, Reporter(events.append)) as reporter:
-        for trial in trials:
-            record(context, reporter, trial)
-        for trial in trials:
-            record(context, reporter, replace(trial, metrics=[FIRST, SECOND], status="finished"))
-    assert [type(event) for event in events] == [TrialUpdate] * 4, "a tracker failed"
-    files = [
-        file for trial in trials for file in (context.trials.path / trial.name).glob("wandb/offline-run-*/*.wandb")
-    ]
-    assert len(files) == 2
-    wait_for(files, b"best_dev", 2)
-
-
-def test_loggers_of_a_sweep_are_checked_before_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr("wandb.login", lambda **settings: False)
-    with fails_with(LoggerSetupError, "loggers: wandb", "WANDB_API_KEY"):
-        require_trial_loggers(["tensorboard", "wandb"])
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with fails_with(LoggerSetupError, "loggers: mlflow", 'pip install "mlflow-skinny>='):
-        require_trial_loggers(["mlflow"])
-
-
 @pytest.mark.parametrize("uri", ["https://me:s3cret@host/", "postgresql://host/runs?password=s3cret"])
-def test_a_secret_in_a_recipe_is_refused_and_not_repeated(uri: str, recipe_with: Callable[..., Recipe]) -> None:
+def test_a_secret_in_a_recipe_is_refused_and_not_repeated(uri: str, recipe_with: MakeRecipe) -> None:
     with fails_with(InvalidValueError, "MLFLOW_TRACKING_USERNAME") as refused:
         recipe_with(f"loggers.mlflow={{uri: '{uri}'}}")
     assert "s3cret" not in str(refused.value)
 
 
+def test_a_missing_package_or_key_is_an_error_before_the_run(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("wandb.login", lambda **settings: False)
+    with fails_with(LoggerSetupError, "loggers: wandb", "WANDB_API_KEY"):
+        require_trial_loggers(["tensorboard", "wandb"])
+    for package in ("mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with fails_with(LoggerSetupError, "loggers: mlflow", 'pip install "mlflow-skinny>='):
+        require_trial_loggers(["mlflow"])
+    with fails_with(LoggerSetupError, "loggers.wandb", 'pip install "wandb>='):
+        require(recipe_questions(recipe_with("loggers.wandb={}")))
+
+
 @contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """Start a real MLflow server on the loopback interface, and wait until it responds."""
+def tracked_trials(
+    trials: Path, recipe: Recipe, events: list[Event], *loggers: str
+) -> Iterator[Callable[[Trial], None]]:
+    """Yields a function that writes a trial's record and reports it, as a sweep does at each dev score and at the trial's end."""
+    sweep = Sweep.model_validate({"name": "small", "parameters": {LR: {"values": [1e-3]}}, "loggers": [*loggers]})
+    require_trial_loggers(sweep.loggers)
+    with track_trials(sweep, TrialContext(recipe, open_store(trials)), Reporter(events.append)) as reporter:
+
+        def record(trial: Trial) -> None:
+            (trials / trial.name).mkdir(parents=True, exist_ok=True)
+            trial.write(trials / trial.name)
+            reporter.emit(TrialUpdate(trial.name, trial.status, 0.0, None, None, trial.values, trial.reason))
+
+        yield record
+    assert {type(event) for event in events} == {TrialUpdate}, "a tracker failed"
+
+
+def test_each_trial_of_a_sweep_has_its_own_tracker_run(
+    mlruns: MlflowFolder, tmp_path: Path, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlruns.uri)
+    place, recipe, events = tmp_path / "lr-search" / "trials", recipe_with(), []
+    one, two = Trial("one", {LR: 1e-3}, metrics=METRICS[:1]), Trial("two", {LR: 1e-5}, metrics=METRICS[:2])
+    with tracked_trials(place, recipe, events, "tensorboard", "mlflow") as record:
+        record(one)
+        record(two)
+        record(replace(one, metrics=METRICS, status="finished"))
+    with tracked_trials(place, recipe, events, "tensorboard", "mlflow") as record:  # a resumed sweep
+        record(replace(two, metrics=METRICS, status="failed"))
+        record(Trial("three", {LR: 1e-2}, status="diverged"))
+    assert len(events) == 5
+
+    runs = mlruns.runs("small")
+    assert {(each.info.run_name, each.data.params[LR], each.info.status, each.data.tags["sweep"]) for each in runs} == {
+        ("one", "0.001", "FINISHED", "lr-search"),
+        ("two", "1e-05", "FAILED", "lr-search"),
+        ("three", "0.01", "FAILED", "lr-search"),
+    }
+    expected = {"dev": [(5, 60.0), (10, 58.0), (20, 63.0)], "best_dev": [(5, 60.0), (10, 60.0), (20, 63.0)]}
+    for tracked in (each for each in runs if each.info.run_name != "three"):
+        folder = place / tracked.info.run_name / "tensorboard"
+        logged = scalars(folder)
+        for name, values in expected.items():
+            assert mlruns.history(tracked, name) == logged[name] == values
+        content = b"".join(file.read_bytes() for file in folder.iterdir())
+        assert b"_hparams_" in content and b"training.lr" in content
+
+
+def test_wandb_logs_several_trials_at_once(
+    tmp_path: Path, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trials = [Trial("one", {LR: 1e-3}, metrics=METRICS[:1]), Trial("two", {LR: 1e-5}, metrics=METRICS[:1])]
+    events: list[Event] = []
+    with tracked_trials(tmp_path, recipe_with(), events, "wandb") as record:
+        for trial in (*trials, *(replace(trial, metrics=METRICS[:2], status="finished") for trial in trials)):
+            record(trial)
+    files = [file for trial in trials for file in (tmp_path / trial.name).glob("wandb/offline-run-*/*.wandb")]
+    assert len(events) == 4 and len(files) == 2
+    wait_for(files, b"best_dev", 2)
+
+
+@pytest.mark.slow
+def test_a_real_server(tmp_path: Path, recipe_with: MakeRecipe) -> None:
+    pytest.importorskip("flask", reason="the server is in the package mlflow; mlflow-skinny is the client alone")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     uri = f"http://127.0.0.1:{(port := free_port())}"
-    arguments = ["--host", "127.0.0.1", "--port", str(port), "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    process = subprocess.Popen(
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
+    server = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", *arguments, "--workers", "1"],
         env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
         start_new_session=True,
     )
-    try:
-        deadline = time.monotonic() + 300
-        while not is_up(uri):
-            assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.5)
-        yield uri
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def is_up(uri: str) -> bool:
-    try:
-        return requests.get(f"{uri}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
-
-
-@pytest.mark.slow
-def test_a_real_server(tmp_path: Path, recipe_with: Callable[..., Recipe]) -> None:
-    pytest.importorskip("flask", reason="the server is in the package mlflow; mlflow-skinny is the client alone")
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     events: list[Event] = []
-    with server(tmp_path) as uri:
+    try:
+        is_up, deadline = False, time.monotonic() + 300
+        while not is_up:
+            assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.5)
+            with suppress(requests.RequestException):
+                is_up = requests.get(f"{uri}/health", timeout=5).ok
         with track_run(recipe_with(f"loggers.mlflow={{uri: '{uri}'}}"), tmp_path, events.append) as trackers:
             trackers.on_event(STEPS)
             trackers.end(interrupted=False, evaluation=None)
-        (tracked,) = runs_of(mlflow.tracking.MlflowClient(tracking_uri=uri), "distcse")
+        client = mlflow.tracking.MlflowClient(tracking_uri=uri)
+        (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
     assert events == [] and tracked.data.metrics["train/loss"] == 3.5 and tracked.info.status == "FINISHED"
