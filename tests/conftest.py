@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +71,14 @@ def checkpoints_are_waited_for() -> Iterator[None]:
         yield
 
 
+def data_folder() -> Path:
+    return (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve()
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder of the labelled sets and the Wikipedia sentences."""
-    folder = (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve()
+    folder = data_folder()
     if not folder.is_dir():
         pytest.skip(f"no evaluation data at {folder}; set DISTCSE_DATA")
     return folder
@@ -82,7 +87,7 @@ def data() -> Path:
 @pytest.fixture(scope="session")
 def oracles() -> dict[str, Any]:
     """Numeric references, by case name."""
-    file = (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve().parent / "oracles.json"
+    file = data_folder().parent / "oracles.json"
     if not file.exists():
         pytest.skip(f"no {file}; set DISTCSE_DATA to the data folder next to it")
     return {case["name"]: case for case in json.loads(file.read_text())["cases"]}
@@ -99,26 +104,11 @@ def minilm() -> str:
 @pytest.fixture(scope="session")
 def sentences() -> list[str]:
     """A few hundred different sentences."""
-    subjects = [
-        "A man",
-        "The old woman",
-        "My neighbour",
-        "A small dog",
-        "The president",
-        "A child",
-        "Our teacher",
-        "The cat",
-    ]
-    verbs = ["is playing", "reads about", "has bought", "talks of", "was painting", "sees", "wants", "dreams of"]
-    objects = [
-        "a guitar",
-        "the house by the river",
-        "three green apples",
-        "the news",
-        "a broken bicycle",
-        "nothing at all",
-    ]
-    return [f"{s} {v} {o}." for s in subjects for v in verbs for o in objects]
+    subjects = "A man, The old woman, My neighbour, A small dog, The president, A child, Our teacher, The cat"
+    verbs = "is playing, reads about, has bought, talks of, was painting, sees, wants, dreams of"
+    objects = "a guitar, the house by the river, three green apples, the news, a broken bicycle, nothing at all"
+    parts = product(subjects.split(", "), verbs.split(", "), objects.split(", "))
+    return [f"{' '.join(words)}." for words in parts]
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def test_a_run_its_student_and_its_scores(
     recipe_with()  # writes recipe.yaml
     capsys.readouterr()
     events: list[Event] = []
-    run = distcse.run(tmp_path / "recipe.yaml", "training.max_steps=6", "training.log_every=1", listen=events.append)
+    run = distcse.run(tmp_path / "recipe.yaml", "training.max_steps=3", "training.log_every=1", listen=events.append)
     assert not run.interrupted and run.models == {"student": run.model} and run.model.is_dir()
     assert any(isinstance(event, DevScore) for event in events) and capsys.readouterr().err == ""
     assert {file.name for file in run.reports} == {"report.html", "report.md"} and all(f.is_file() for f in run.reports)
@@ -133,7 +133,7 @@ def test_a_recipe_is_read_from_a_path_and_an_encoder_names_its_settings(tiny: Ca
 
 
 def test_a_run_that_is_stopped_goes_on(recipe_with: Callable[..., Recipe]) -> None:
-    recipe = recipe_with("training.log_every=1", "training.max_steps=8")
+    recipe = recipe_with("training.log_every=1", "training.max_steps=3")
     steps: list[Event] = []
     stopped = distcse.run(
         recipe,

@@ -153,22 +153,29 @@ def test_the_version_is_the_packages_and_needs_no_heavy_import() -> None:
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_calls_itself_as_it_was_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "usages"),
+    [
+        ("distcse.cli", {"train": "distcse train", "plan": "distcse plan"}),
+        ("distcse.__main__", {"train": "python -m distcse train", "plan": "python -m distcse plan"}),
+        (
+            "distcse.train",
+            {
+                "train": "python -m distcse.train",
+                "tune": "python -m distcse.tune",
+                "plan": "python -m distcse plan",
+            },
+        ),
+    ],
+)
+def test_a_command_calls_itself_as_it_was_called(
+    module: str, usages: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`distcse train --help` and `python -m distcse train --help` show the form that the user typed, in the example too."""
-
-    def help_of_command(module: str | None = None) -> str:
-        if module is not None:
-            monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(module, None))
-        return build_parser()[1].choices[name].format_help()
-
-    assert help_of_command().startswith(f"usage: distcse {name}")
-    for module, form in (
-        ("distcse.__main__", f"python -m distcse {name}"),
-        ("distcse.train", f"python -m distcse.{name}" if name in ("train", "tune") else f"python -m distcse {name}"),
-    ):
-        text = help_of_command(module)
-        assert text.startswith(f"usage: {form}") and f"Example: distcse {name}" not in text
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(module, None))
+    for name, form in usages.items():
+        text = build_parser()[1].choices[name].format_help()
+        assert text.startswith(f"usage: {form}") and f"Example: {form}" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,14 @@ def test_it_fails_as_the_run_does_before_anything_is_embedded(
     how: list[str], file: Path, tiny_cross: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cross = [*VECTORS, f"teachers.encoders.1.backbone={tiny_cross}"]
-    for overrides, kind, *named in (
-        (["teachers.encoders.1.backbone=./nowhere"], ModelNotFoundError, "nowhere"),
-        (["evaluation.num_heldout=380"], CorpusTooSmallError, "4", "16", "training.batch_size"),
-        (["student.layers=[0, 9]"], EncoderSettingError, "layers", "9"),
-        (cross, UnsuitableTeacherError, "objective.regression", "teacher 1"),
-        ([*VECTORS, "teachers.mode=live"], UnsuitableTeacherError, "objective.regression", "teacher 0"),
-    ):
+    cases: list[tuple[list[str], type[DistcseError], list[str]]] = [
+        (["teachers.encoders.1.backbone=./nowhere"], ModelNotFoundError, ["nowhere"]),
+        (["evaluation.num_heldout=380"], CorpusTooSmallError, ["4", "16", "training.batch_size"]),
+        (["student.layers=[0, 9]"], EncoderSettingError, ["layers", "9"]),
+        (cross, UnsuitableTeacherError, ["objective.regression", "teacher 1"]),
+        ([*VECTORS, "teachers.mode=live"], UnsuitableTeacherError, ["objective.regression", "teacher 0"]),
+    ]
+    for overrides, kind, named in cases:
         assert_error(capsys, ["train", str(file), *overrides, *how], kind, *named)
     assert not list((file.parent / "cache").rglob("shard-*"))
 
@@ -105,14 +106,15 @@ def test_groups_fail_as_their_run_does(
 ) -> None:
     test = next((labelled / "sts" / "stsb").glob("test.tsv*"))
     test_as_dev = [f"evaluation.data={labelled}", f"evaluation.dev={test}", "evaluation.final_suites=[sts]"]
-    for overrides, kind, *named in (
-        (["groups.1.backbone=./nowhere"], ModelNotFoundError, "nowhere"),
-        (["groups.1.cross_backbone=./nowhere"], ModelNotFoundError, "nowhere"),
-        (["groups.0.layers=[0, 9]"], EncoderSettingError, "layers", "9"),
-        ([f"pairs.path={groups.parent}/nothing.tsv"], EvaluationDataError, "nothing.tsv"),
-        ([f"evaluation.dev={groups.parent}/nothing.tsv"], EvaluationDataError, "nothing.tsv"),
-        (test_as_dev, InvalidValueError, "dev", "STS-B"),
-    ):
+    cases: list[tuple[list[str], type[DistcseError], list[str]]] = [
+        (["groups.1.backbone=./nowhere"], ModelNotFoundError, ["nowhere"]),
+        (["groups.1.cross_backbone=./nowhere"], ModelNotFoundError, ["nowhere"]),
+        (["groups.0.layers=[0, 9]"], EncoderSettingError, ["layers", "9"]),
+        ([f"pairs.path={groups.parent}/nothing.tsv"], EvaluationDataError, ["nothing.tsv"]),
+        ([f"evaluation.dev={groups.parent}/nothing.tsv"], EvaluationDataError, ["nothing.tsv"]),
+        (test_as_dev, InvalidValueError, ["dev", "STS-B"]),
+    ]
+    for overrides, kind, named in cases:
         assert_error(capsys, ["train", str(groups), *overrides, *how], kind, *named)
 
 

@@ -492,19 +492,19 @@ def test_a_run_keeps_the_values_that_it_lowered(recipe_with: Callable[..., Recip
     assert [text for text in texts if "[DCSE-W07]" in text or "[DCSE-W11]" in text] == curve != []
 
 
-@pytest.mark.parametrize(("given", "expected"), [((), (4, 3)), ((("evaluation", "num_heldout"),), (8, 3))])
 def test_a_sweep_lowers_the_defaults_once_and_a_resumed_one_keeps_them(
-    recipe_with: Callable[..., Recipe], tmp_path: Path, given: tuple[tuple[str, str], ...], expected: tuple[int, int]
+    recipe_with: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     (tmp_path / "space.yaml").write_text("parameters:\n  training.lr: {values: [1e-4, 1e-3]}\n")
+    given = {("evaluation", "num_heldout")}
     recipe = recipe_with("corpus.limit=40", "evaluation.num_heldout=8").with_given_keys(given)
     folder = begin(recipe, read_sweep(str(tmp_path / "space.yaml")))
     stored, _ = reopen(folder, recipe.given_keys)
-    assert isinstance(stored, Recipe) and stored.given_keys == {*given}
+    assert isinstance(stored, Recipe) and stored.given_keys == given
     DistillationTrials(stored).prepare(LocalBackend(), Reporter(), RunDirectory(folder))
     resumed, _ = reopen(folder)
     assert isinstance(resumed, Recipe)
-    assert (resumed.evaluation.num_heldout, resumed.training.batch_size) == expected
+    assert (resumed.evaluation.num_heldout, resumed.training.batch_size) == (8, 3)
     assert fit_to_corpus(resumed, 40, Reporter()) == resumed
 
 
