@@ -16,7 +16,6 @@ import pytest
 from distcse.checks import Check, answers, ok
 from distcse.cluster import health
 from distcse.devices import host
-from distcse.errors import RecipeNotFoundError
 from distcse.preflight import machine
 from distcse.preflight.inputs import input_questions
 from distcse.preflight.models import check_model, model_questions
@@ -320,9 +319,3 @@ def test_the_command_prints_checks_and_leaves_no_files(
     assert main([file, "student.backbone=/nowhere", "--json"]) == 1
     checks = json.loads(capsys.readouterr().out)
     assert any(check["verdict"] == "fail" and "/nowhere" in check["found"] and check["fix"] for check in checks)
-
-
-def test_an_unknown_recipe_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["minilm-3lyer"]) == 2
-    shown = capsys.readouterr().err
-    assert f"[{RecipeNotFoundError.code}]" in shown and "minilm-3lyer" in shown

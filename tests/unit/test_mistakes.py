@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from distcse import cli, run
 from distcse.checks import require
 from distcse.devices.process import refuse_launchers
-from distcse.errors import ArgumentError, CorpusNotFoundError, EncoderSettingError
+from distcse.errors import ArgumentError, EncoderSettingError
 from distcse.models import Encoder
 from distcse.preflight.models import model_questions
 from distcse.recipe import BaseRecipe, Recipe, read_recipe, recipe_yaml
@@ -256,15 +256,6 @@ def test_a_recipe_is_printed_with_what_would_change(place: Place, capsys: pytest
     ):
         assert cli.main(["train", *words, "--print-recipe"]) == 0
         assert printed in capsys.readouterr().out
-
-
-def test_for_programs_the_error_is_an_object(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", str(place.recipe), "corpus.path=/nowhere.txt", "--json"]) == 1
-    shown = capsys.readouterr()
-    last = json.loads(shown.out.splitlines()[-1])
-    message = last.pop("message")
-    assert last == {"event": "Error", "code": CorpusNotFoundError.code, "kind": "CorpusNotFoundError"}
-    assert "/nowhere.txt" in message and "corpus.path" in message
 
 
 def test_an_endpoint_that_refuses_or_is_not_there(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from pydantic import Field
 
 from distcse.recipe import MutualRecipe, Recipe, Sweep, packaged_recipes, read_recipe
 from distcse.recipe.loading import parse_document
-from distcse.recipe.schema import describe_type, reference, schema_documents, schema_json
-from distcse.recipe.section import Section, sections_of
+from distcse.recipe.schema import reference, schema_documents, schema_json
+from distcse.recipe.section import sections_of
 from tests.commands import command
 from tests.conftest import ROOT
 
@@ -87,21 +86,6 @@ def test_every_section_and_key_is_described() -> None:
             silent = [name for name, field in section.model_fields.items() if not field.description]
             assert not silent, f"{path}: {silent}"
             assert not [name for name in section.model_fields if f"`{name}`" not in page]
-
-
-def test_types_are_described_in_words() -> None:
-    class Some(Section):
-        count: Annotated[int, Field(ge=2, le=5000)] | None = None
-        layers: list[Annotated[int, Field(ge=0)]] | Literal["auto"] = "auto"
-        shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-        parts: list[Section] = Field(default_factory=list)
-
-    assert {name: describe_type(field) for name, field in Some.model_fields.items()} == {
-        "count": "integer ≥ 2, ≤ 5,000 or null",
-        "layers": "list of integer ≥ 0 or `auto`",
-        "shares": "number > 0 by name",
-        "parts": "list of sections",
-    }
 
 
 # Schemas
