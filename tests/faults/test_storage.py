@@ -1,13 +1,17 @@
-"""Paths and object storage, on a real server behind a gate that refuses requests at every point."""
+"""Folders and object storage: every writer is refused or killed at every point, on disks and on a real server behind a gate."""
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import pickle
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from distcse import cli
 from distcse.cluster.teacher_servers import live_teacher, table_teacher
 from distcse.errors import (
     CheckpointError,
+    CorpusCacheError,
     EmbeddingTableError,
     InvalidValueError,
     ModelNotFoundError,
@@ -32,7 +37,7 @@ from distcse.errors import (
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.models import Encoder, StaticEncoder, resolve_model
 from distcse.preflight.machine import check_location
-from distcse.recipe import FamilyRecipe, MutualRecipe, Recipe
+from distcse.recipe import CorpusSection, FamilyRecipe, MutualRecipe, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import read_corpus
@@ -40,16 +45,19 @@ from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.distillation.tables import prepare_tables
 from distcse.runs.family.experiment import Family
 from distcse.runs.lease import Lease, has_local_changes
-from distcse.runs.mutual.phases import GroupContext
+from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phases import GroupContext, Phase
 from distcse.runs.reference_run import ReferenceRun
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.text import Corpus, Pairs
 from distcse.text.row_keys import RowKeys
 from distcse.training.checkpoint_files import ModelState, TrainerState, load_model_state
 from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.trial import TrialContext
 from tests.backends import run
+from tests.disks import KINDS, before_change, disk
 from tests.failures import fails_with
 from tests.jobs import make_recipe, rows_embedded
 from tests.s3 import BUCKET, CREDENTIALS, Gate, Server, emulating_google, environment, gated, serving
@@ -141,42 +149,38 @@ def test_malformed_addresses_are_refused_and_not_repeated(
 # Files and folders
 
 
-def test_files_are_uploaded_and_downloaded(bucket: str, machine: Callable[[str], None], server: Server) -> None:
-    run = open_store(f"{bucket}/run")
-    assert not run.fetch("recipe.yaml") and run.read("recipe.yaml") is None
-    run.write_text("recipe.yaml", "one")
-    assert server.read(f"{key_of(run.uri)}/recipe.yaml") == b"one"
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_location_has_files_and_folders_that_another_machine_finds(
+    kind: str, bucket: str, machine: Callable[[str], None], tmp_path: Path
+) -> None:
+    address = f"{bucket}/run" if kind == "bucket" else str(tmp_path / "run")
+    store = open_store(address)
+    store.path.mkdir(parents=True)
+    assert not store.fetch("recipe.yaml") and store.read("recipe.yaml") is None and store.read_json("none") is None
+    store.write_text("recipe.yaml", "one")
+    store.write_json("a/b.json", {"x": [1]})
+    with (store / "m").write_folder() as folder:
+        (folder / "w").write_text("1")
+    (store / "m").publish()
+    packed = pickle.dumps(store)
     machine("other")
-    run = open_store(f"{bucket}/run")
-    assert run.fetch("recipe.yaml") and (run.path / "recipe.yaml").read_text() == "one"
-    assert run.list_names() == {"recipe.yaml"}
-    run.write_text("recipe.yaml", "")
-    assert run.read("recipe.yaml") == b""
-
-
-def test_a_store_is_pickled_as_its_address(bucket: str, machine: Callable[[str], None], tmp_path: Path) -> None:
-    packed = pickle.dumps(open_store(bucket) / "run")
-    machine("other")
-    unpacked = pickle.loads(packed)
-    assert unpacked == open_store(bucket) / "run" and str(unpacked) == f"{bucket}/run"
-    assert unpacked.path.is_relative_to(tmp_path / "other")
-    assert unpacked.name == "run" and unpacked.parent == open_store(bucket)
-
-
-def test_json_files_have_their_own_checksum(bucket: str, tmp_path: Path) -> None:
-    for store in (open_store(bucket), open_store(tmp_path)):
-        assert store.read_json("layers/x.json") is None
-        store.write_json("layers/x.json", {"a": 1})
-        assert store.read_json("layers/x.json") == {"a": 1}
-        store.write_text("layers/x.json", '{"a": 2}')
-        with pytest.raises(ValueError, match="checksum"):
-            store.read_json("layers/x.json")
-
-
-def test_a_file_in_a_deleted_folder_is_not_written(tmp_path: Path) -> None:
-    with fails_with(StorageWriteError, str(tmp_path / "run")):
-        open_store(tmp_path / "run").write_text("recipe.yaml", "one")
-    assert not (tmp_path / "run").exists()
+    found = pickle.loads(packed)
+    assert found == open_store(address) and str(found) == address and found.name == "run"
+    assert (found / "a").parent == found and found.is_remote == found.path.is_relative_to(tmp_path / "other")
+    assert found.list_names() == {"recipe.yaml", "a", "m"} and found.read("a/b.json/c") is None
+    assert found.fetch("recipe.yaml") and (found.path / "recipe.yaml").read_text() == "one"
+    assert found.read_json("a/b.json") == {"x": [1]} == (found / "a").read_json("b.json")
+    assert (found / "m").has_folder() and (found / "m").fetch_folder() and content_of(found / "m") == {"w": "1"}
+    found.write_text("a/b.json", '{"x": [2]}')
+    with pytest.raises(ValueError, match="checksum"):
+        found.read_json("a/b.json")
+    found.write_text("recipe.yaml", "")
+    assert found.read("recipe.yaml") == b""
+    found.probe()
+    (found / "m").delete_folder()
+    assert not (found / "m").has_folder() and found.list_names() == {"recipe.yaml", "a"}
+    found.delete_all()
+    assert not found.path.exists() and not found.list_names()
 
 
 def test_folders_are_uploaded_and_downloaded_as_a_unit(
@@ -210,15 +214,6 @@ def test_unchanged_files_are_not_uploaded_again(bucket: str, gate: Gate) -> None
     model.publish()
     uploads = [change for change in gate.changes if change.startswith("PUT") and not change.endswith("/")]
     assert len(uploads) == 4  # card and record; config and weights are copied within the storage
-
-
-def test_nothing_is_copied_in_a_shared_folder(tmp_path: Path) -> None:
-    folder = fill(open_store(tmp_path / "x"), a="1")
-    folder.publish()
-    assert folder.fetch_folder() and folder.has_folder() and content_of(folder) == {"a": "1"}
-    assert not folder.fetch("b") and folder.list_names() == {"a"}
-    folder.delete_folder()
-    assert not folder.path.exists()
 
 
 def test_damaged_objects_are_an_error(bucket: str, machine: Callable[[str], None], server: Server) -> None:
@@ -344,88 +339,258 @@ def test_a_damaged_mirror_is_repaired(bucket: str) -> None:
 # Every point at which a writer may fail
 
 
-def fail_at_every_point(gate: Gate, work: Callable[[], None], check: Callable[[bool], None]) -> int:
-    """Repeat some work with the storage refusing after 0, 1, 2, … changes, until it succeeds; check after each attempt.
+class Killed(BaseException):
+    """Ends a writer as SIGKILL does: no clause for errors catches it, and each later change raises it again."""
 
-    Args:
-        gate: The gate before the storage.
-        work: Uploads something.
-        check: Called with whether the work succeeded.
 
-    Returns:
-        The number of changes of the work.
-    """
-    for number in range(200):
+def kill() -> None:
+    raise Killed
+
+
+def refuse() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Writer(NamedTuple):
+    """Writes the versions 0 and 1 of something into a location; its files have more than 4 KiB."""
+
+    write: Callable[[ArtifactStore, int], None]
+    read: Callable[[ArtifactStore], Any]
+    """Returns what a reader of the location finds: equal values for equal versions."""
+
+
+def write_model(location: ArtifactStore, version: int) -> None:
+    """Of three files, one is the same in both versions, one is another, and one is new."""
+    names = {"config": "same", "weights": f"{version}", **({"card": "new"} if version else {})}
+    model = location / "model"
+    with model.write_folder() as folder:
+        for name, text in names.items():
+            (folder / name).write_text(text * 5000)
+    model.publish()
+
+
+def read_model(location: ArtifactStore) -> dict[str, str] | None:
+    model = location / "model"
+    return content_of(model) if model.fetch_folder() else None
+
+
+def keep_one_file(location: ArtifactStore, version: int) -> None:
+    if version:
+        (location / "model").keep_only({"config", "absent"})
+    else:
+        write_model(location, 1)
+
+
+def delete_model(location: ArtifactStore, version: int) -> None:
+    if version:
+        (location / "model").delete_folder()
+    else:
+        write_model(location, 0)
+
+
+def delete_location(location: ArtifactStore, version: int) -> None:
+    if version:
+        location.delete_all()
+    else:
+        write_model(location, 0)
+
+
+def make_state(step: int) -> ModelState:
+    return ModelState({"w": torch.full((5000,), float(step))}, {"w": {"exp_avg": torch.ones(5000)}}, step)
+
+
+def make_position(step: int, best: int = 0) -> TrainerState:
+    return TrainerState(step, [(s, 50.0 if s == best else 10.0) for s in range(0, step + 1, 10)])
+
+
+def save_checkpoint(location: ArtifactStore, version: int) -> None:
+    for step in (20,) if version else (0, 10):
+        CheckpointStore(location.path).save(make_state(step), make_position(step, best=20 * version))
+
+
+def read_checkpoint(location: ArtifactStore) -> tuple[int, float, str]:
+    checkpoints = CheckpointStore(location.path)
+    restored, best = checkpoints.restore(), checkpoints.best()
+    assert restored is not None and best is not None
+    return restored[0].step, float(restored[1].weights["w"][0]), best.name
+
+
+def open_table(location: ArtifactStore) -> EmbeddingTable:
+    return EmbeddingTable.locate(location.path, TableIdentity("m", "c", 8, "mean", 16, "", "fp32", shard_rows=4))
+
+
+def write_shard(location: ArtifactStore, version: int) -> None:
+    open_table(location).write_shard(version, np.eye(4, 2000, dtype=np.float32))
+
+
+def read_shards(location: ArtifactStore) -> Any:
+    missing = open_table(location).missing_shards()
+    rows = [row for row in range(8) if row // 4 not in missing]
+    return missing, open_table(location).vectors(rows).tolist()
+
+
+def post_scores(location: ArtifactStore, version: int) -> None:
+    PhaseStore(location.path).post(f"group {version}", Phase(0), np.full(5000, version, dtype=np.float32), None)
+
+
+def read_scores(location: ArtifactStore) -> dict[str, list[float]]:
+    store = PhaseStore(location.path)
+    return {group: store.scores(group, Phase(0)).tolist() for group in store.posted(Phase(0))}
+
+
+def source_of(location: ArtifactStore, version: int) -> CorpusSection:
+    file = location.path.parent / f"source-{version}.txt"
+    if not file.exists():
+        file.write_text("\n".join(f"sentence {number} of {version}" for number in range(400)))
+    return CorpusSection(path=str(file))
+
+
+def prepare_corpus(location: ArtifactStore, version: int) -> None:
+    Corpus.prepare(source_of(location, version), location.path)
+
+
+def find_corpora(location: ArtifactStore) -> list[list[str] | None]:
+    found = [Corpus.find(source_of(location, version), location.path) for version in (0, 1)]
+    return [None if corpus is None else corpus.texts(range(len(corpus))) for corpus in found]
+
+
+def write_pairs(location: ArtifactStore, version: int) -> None:
+    Pairs.write(location.path / f"pairs-{version}", [(f"{number} of {version}", "b") for number in range(999)])
+
+
+def read_pairs(location: ArtifactStore) -> list[list[tuple[str, str]]]:
+    return [list(Pairs.open_verified(folder).both()) for folder in sorted(location.path.glob("pairs-*"))]
+
+
+IN_BOTH = {
+    "file": Writer(
+        lambda location, version: location.write_text("a/x.yaml", f"{version}" * 5000),
+        lambda location: location.read("a/x.yaml"),
+    ),
+    "folder": Writer(write_model, read_model),
+    "new folder": Writer(lambda location, version: write_model(location, 1) if version else None, read_model),
+    "checkpoint": Writer(save_checkpoint, read_checkpoint),
+    "shard": Writer(write_shard, read_shards),
+    "labels": Writer(post_scores, read_scores),
+}
+IN_FOLDERS = {
+    **IN_BOTH,
+    "corpus": Writer(prepare_corpus, find_corpora),
+    "pairs": Writer(write_pairs, read_pairs),
+}
+IN_BUCKETS = {
+    **IN_BOTH,
+    "fewer files": Writer(keep_one_file, read_model),
+    "deleted folder": Writer(delete_model, read_model),
+    "deleted location": Writer(delete_location, read_model),
+}
+
+
+def writes(writer: Writer, location: ArtifactStore) -> bool:
+    """Write the new version, and return whether it succeeded. A refusal is one error that names the location."""
+    try:
+        writer.write(location, 1)
+    except Killed:
+        return False
+    except (StorageWriteError, CorpusCacheError, ObjectStorageError) as refused:
+        assert str(location) in str(refused)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", IN_FOLDERS)
+def test_a_reader_of_a_folder_sees_the_old_content_or_the_new_one_at_every_point(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses one change, or the writer is killed before it."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no power failure here
+    writer = IN_FOLDERS[name]
+
+    def start(folder: str) -> ArtifactStore:
+        location = open_store(tmp_path / folder / "location")
+        location.path.mkdir(parents=True)
+        writer.write(location, 0)
+        return location
+
+    undisturbed = start("undisturbed")
+    old = writer.read(undisturbed)
+    with before_change(undisturbed.path, 0, kill) as changes:
+        writer.write(undisturbed, 1)
+    new = writer.read(undisturbed)
+    assert old != new
+    for number, change in enumerate(changes, start=1):
+        for act in (refuse, kill) if "rmtree" not in change else (kill,):
+            location = start(f"{number} {act.__name__}")
+            with before_change(location.path, number, act, from_then_on=act is kill):
+                succeeded = writes(writer, location)
+            seen = writer.read(location)
+            # A folder is renamed before another one takes its name; a killed process cannot rename it back.
+            is_between = name == "folder" and act is kill and seen is None
+            assert seen == new or (not succeeded and (seen == old or is_between)), f"{act.__name__} before {change}"
+            writer.write(location, 1)
+            assert writer.read(location) == new
+
+
+@pytest.mark.parametrize("name", IN_BUCKETS)
+def test_a_reader_of_a_bucket_sees_the_old_content_or_the_new_one_at_every_point(
+    name: str, bucket: str, gate: Gate, machine: Callable[[str], None]
+) -> None:
+    """The storage refuses after 0, 1, 2, … changes; each reader is another machine."""
+    writer, readers = IN_BUCKETS[name], itertools.count()
+
+    def open_on(computer: str, folder: object) -> ArtifactStore:
+        machine(computer)
+        location = open_store(f"{bucket}/{folder}")
+        location.path.mkdir(parents=True, exist_ok=True)
+        return location
+
+    def read(folder: object) -> Any:
+        found = writer.read(open_on(f"reader {next(readers)}", folder))
+        machine("writer")
+        return found
+
+    location, contents = open_on("writer", "undisturbed"), []
+    for version in (0, 1, 0, 1):  # also where files of this content are stored already
+        writer.write(location, version)
+        contents.append(read("undisturbed"))
+    old, new, _, again = contents
+    assert old != new == again
+    for number in itertools.count():
+        location = open_on("writer", number)
+        writer.write(location, 0)
         gate.refuse_from(number)
-        try:
-            work()
-        except ObjectStorageError:
-            gate.open()
-            check(False)
-        else:
-            gate.open()
-            check(True)
-            return number
-    raise AssertionError("the work never succeeded")
+        succeeded = writes(writer, location)
+        gate.open()
+        seen = read(number)
+        assert seen == new or (seen == old and not succeeded), f"{number} changes"
+        if succeeded:
+            break
+    assert number > 0
 
 
-def publish_unhindered(gate: Gate, folder: str, content: dict[str, str]) -> None:
-    """Store a folder while the gate refuses nothing, and forget the requests that it took."""
-    refuses, gate.refuses = gate.refuses, lambda method, path: None
-    fill(open_store(folder), **content).publish()
-    gate.refuses = refuses
-    gate.changes.clear()
+@pytest.mark.parametrize("name", IN_FOLDERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_refuses_content_is_one_error_and_changes_nothing(kind: str, name: str, tmp_path: Path) -> None:
+    writer = IN_FOLDERS[name]
+    with disk(tmp_path / "disk", kind) as storage:
+        location = open_store(storage.path / "location")
+        location.path.mkdir()
+        writer.write(location, 0)
+        source_of(location, 1)
+        before = files_of(location.path)
+        with storage.refusing():
+            assert not writes(writer, location)
+        assert files_of(location.path) == before
+        writer.write(location, 1)
+        assert files_of(location.path) != before
 
 
-def test_a_reader_sees_the_old_folder_or_the_new_one(
-    bucket: str, gate: Gate, machine: Callable[[str], None], tmp_path: Path
-) -> None:
-    old, new = {"config": "1", "weights": "old"}, {"config": "1", "weights": "new", "card": "c"}
-    number = 0
-
-    def replace() -> None:
-        machine("writer")
-        nonlocal number
-        number += 1
-        publish_unhindered(gate, f"{bucket}/{number}/model", old)
-        fill(open_store(f"{bucket}/{number}/model"), **new).publish()
-
-    def check_reader(succeeded: bool) -> None:
-        machine(f"reader{number}")
-        folder = open_store(f"{bucket}/{number}/model")
-        assert folder.fetch_folder()
-        assert content_of(folder) == new or (not succeeded and content_of(folder) == old)
-
-    assert fail_at_every_point(gate, replace, check_reader) >= 4
+def files_of(folder: Path) -> dict[Path, bytes]:
+    """Read all files of a folder, including hidden ones."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in sorted(folder.rglob("*"))}
 
 
-def test_a_reader_sees_a_folder_with_all_files_or_with_those_that_are_kept(
-    bucket: str, gate: Gate, machine: Callable[[str], None]
-) -> None:
-    content, kept = {"a": "1", "b": "2", "c": "3"}, {"a": "1"}
-    number = 0
-
-    def reduce() -> None:
-        machine("writer")
-        nonlocal number
-        number += 1
-        publish_unhindered(gate, f"{bucket}/{number}/x", content)
-        open_store(f"{bucket}/{number}/x").keep_only({"a", "z"})
-
-    def check_reader(succeeded: bool) -> None:
-        machine(f"reader{number}")
-        folder = open_store(f"{bucket}/{number}/x")
-        assert folder.fetch_folder()
-        assert content_of(folder) == kept or (not succeeded and content_of(folder) == content)
-
-    assert fail_at_every_point(gate, reduce, check_reader) >= 3
-    machine("writer")
-    reduced = open_store(f"{bucket}/{number}/x")
-    assert content_of(reduced) == kept
-    fill(reduced, **content).publish()  # the same content again: what is stored is not copied to itself
-    machine("other")
-    assert open_store(f"{bucket}/{number}/x").fetch_folder()
-    assert content_of(open_store(f"{bucket}/{number}/x")) == content
+# Storage that refuses to delete, and what is not made again
 
 
 def refuse_to_delete(gate: Gate) -> None:
@@ -475,91 +640,6 @@ def test_a_checkpoint_is_complete_if_the_storage_refuses_to_delete_earlier_ones(
     assert steps == ["step-000000", *["step-000030"] * 2, *["step-000040"] * 2]  # the best keeps its weights only
 
 
-def test_a_reader_sees_all_of_a_new_or_deleted_folder_or_none(
-    bucket: str, gate: Gate, machine: Callable[[str], None]
-) -> None:
-    content = {"a": "1", "b": "2"}
-
-    def check_reader(succeeded: bool) -> None:
-        machine("reader")
-        folder = open_store(f"{bucket}/x")
-        assert folder.fetch_folder() == (folder.path.exists() and content_of(folder) == content)
-        shutil.rmtree(folder.path, ignore_errors=True)
-        machine("writer")
-
-    machine("writer")
-    points = fail_at_every_point(gate, lambda: fill(open_store(f"{bucket}/x"), **content).publish(), check_reader)
-    assert points == 3
-    fail_at_every_point(gate, lambda: open_store(f"{bucket}/x").delete_folder(), check_reader)
-    assert not open_store(f"{bucket}/x").has_folder()
-    fill(open_store(f"{bucket}/x"), **content).publish()
-    fail_at_every_point(gate, lambda: open_store(f"{bucket}").delete_all(), check_reader)
-    assert not open_store(bucket).list_names() - {"x"}
-
-
-def make_state(step: int) -> ModelState:
-    return ModelState({"w": torch.full((3,), float(step))}, {"w": {"exp_avg": torch.ones(3)}}, step)
-
-
-def make_position(step: int, best: int = 0) -> TrainerState:
-    return TrainerState(step, [(s, 50.0 if s == best else 10.0) for s in range(0, step + 1, 10)])
-
-
-def test_a_reader_sees_the_old_checkpoint_or_the_new_one(
-    bucket: str, gate: Gate, machine: Callable[[str], None]
-) -> None:
-    seen_steps: list[int] = []
-    number = 0
-
-    def save() -> None:
-        nonlocal number
-        number += 1
-        machine("writer")
-        checkpoints = CheckpointStore(resolve_path(f"{bucket}/{number}"))
-        refuses, gate.refuses = gate.refuses, lambda method, path: None
-        checkpoints.save(make_state(0), make_position(0))
-        checkpoints.save(make_state(10), make_position(10))
-        gate.refuses = refuses
-        gate.changes.clear()
-        checkpoints.save(make_state(20), make_position(20, best=20))
-
-    def check_reader(succeeded: bool) -> None:
-        machine(f"reader{number}")
-        checkpoints = CheckpointStore(resolve_path(f"{bucket}/{number}"))
-        found = checkpoints.restore()
-        best = checkpoints.best()
-        assert found is not None and best is not None
-        assert float(found[1].weights["w"][0]) == found[0].step and found[0].step in (10, 20)
-        assert best.name in ("step-000000", "step-000020")
-        seen_steps.append(found[0].step)
-
-    assert fail_at_every_point(gate, save, check_reader) >= 5
-    assert seen_steps[0] == 10 and seen_steps[-1] == 20 and seen_steps == sorted(seen_steps)
-
-
-def test_a_table_has_all_of_a_shard_or_none(bucket: str, gate: Gate, machine: Callable[[str], None]) -> None:
-    identity = TableIdentity("m", "c", 8, "mean", 16, "", "fp32", shard_rows=4)
-    vectors = torch.eye(4).numpy()
-    cache = f"{bucket}/cache"
-    EmbeddingTable.locate(resolve_path(cache), identity).write_shard(0, vectors)
-
-    def embed() -> None:
-        machine("builder")
-        EmbeddingTable.locate(resolve_path(cache), identity).write_shard(1, vectors)
-
-    def check_reader(succeeded: bool) -> None:
-        machine("server")
-        table = EmbeddingTable.locate(resolve_path(cache), identity)
-        if missing := table.missing_shards():
-            assert missing == [1] and not succeeded
-        else:
-            assert succeeded or gate.changes
-            assert table.vectors([5]).tolist() == [[0, 1, 0, 0]]
-        assert table.vectors([2]).tolist() == [[0, 0, 1, 0]]
-
-    assert fail_at_every_point(gate, embed, check_reader) >= 4  # table.json, two files and the record
-
-
 def test_a_grown_corpus_reuses_a_table_that_another_machine_stored(
     bucket: str, machine: Callable[[str], None], tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
@@ -594,10 +674,12 @@ def recipe(bucket: str, tmp_path: Path, tiny: Callable[..., Path], sentences: li
     overrides = (
         f"storage.runs={bucket}/runs",
         f"storage.cache={bucket}/cache",
-        "training.max_steps=12",
+        "training.max_steps=6",
+        "training.log_every=2",
+        "evaluation.eval_steps=3",
         "evaluation.final_suites=[]",
     )
-    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *overrides)
+    return make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences[:150], *overrides)
 
 
 def test_messages_to_other_machines_contain_no_path_of_a_mirror(
@@ -635,7 +717,7 @@ def test_a_run_continues_on_another_machine_and_ends_with_the_same_weights(
     expected = run(on_disk, Reporter()).directory.model / "model.safetensors"
     events: list[Event] = []
     stopped = run(recipe, Reporter(events.append, lambda: any(isinstance(event, StepReport) for event in events)))
-    assert stopped.train_result.interrupted and 0 < stopped.train_result.state.step < 12
+    assert stopped.train_result.interrupted and 0 < stopped.train_result.state.step < 6
     address = to_uri(stopped.directory.path)
     machine("other")
     directory, reopened = RunDirectory.reopen(resolve_path(address), [])
@@ -691,24 +773,24 @@ def test_a_family_continues_on_another_machine_in_the_same_space(
 def test_a_run_without_storage_ends_and_continues_from_its_local_checkpoint(
     recipe: Recipe, gate: Gate, machine: Callable[[str], None]
 ) -> None:
-    def refuse_after_step_6(event: object) -> None:
-        if getattr(event, "step", None) == 6 and type(event).__name__ == "DevScore":
+    def refuse_after_step_3(event: object) -> None:
+        if getattr(event, "step", None) == 3 and type(event).__name__ == "DevScore":
             gate.refuses = lambda method, path: (0, "")
 
     with fails_with(ObjectStorageError, recipe.storage.runs, "http://127.0.0.1", "--resume") as lost:
-        run(recipe, Reporter(refuse_after_step_6))
+        run(recipe, Reporter(refuse_after_step_3))
     assert "Sentinel" not in str(lost.value)
     gate.open()
     (name,) = open_store(recipe.storage.runs).list_names()
     address = f"{recipe.storage.runs}/{name}"
     assert CheckpointStore(resolve_path(address)).latest() == resolve_path(address) / "checkpoints" / "step-000000"
-    assert (resolve_path(address) / "checkpoints" / "step-000006").is_dir()
+    assert (resolve_path(address) / "checkpoints" / "step-000003").is_dir()
     notes: list[str] = []
     directory, reopened = RunDirectory.reopen(resolve_path(address), [])
     result = run(
         reopened, Reporter(lambda event: notes.append(event.text) if isinstance(event, LogMessage) else None), directory
     )
-    assert any("step-000006" in note for note in notes)
+    assert any("step-000003" in note for note in notes)
     assert result.train_result.state.finished
 
 
