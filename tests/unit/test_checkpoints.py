@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import itertools
-import json
-import multiprocessing
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +28,9 @@ from distcse.errors import (
 )
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport, ignore
 from distcse.recipe import Recipe, TrainingSection
-from distcse.storage import checksum, open_store, storage_errors
+from distcse.storage import checksum, storage_errors
 from distcse.storage.artifact_store import FolderStore
-from distcse.training import checkpoint_manager
+from distcse.training import checkpoint_manager, step_log
 from distcse.training.checkpoint_files import (
     WEIGHTS,
     ModelState,
@@ -47,9 +44,9 @@ from distcse.training.checkpoints import CheckpointStore
 from distcse.training.engines import TorchEngine
 from distcse.training.engines.deepspeed_engine import DeepSpeedEngine
 from distcse.training.snapshot import Entry, SnapshotTaker
-from distcse.training.step_log import INTERVAL_S
 from distcse.training.task import StepInputs
 from distcse.training.trainer import TrainResult, finished_state, train
+from tests.disks import before_change
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.weights import assert_equal_weights
@@ -90,6 +87,12 @@ class LineTask:
     def compute_loss(self, inputs: None, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss = (output - 1).square().mean()
         return loss, {"square": loss.detach()}
+
+
+class ShortTask(LineTask):
+    """Ends after two checkpoints of trained models."""
+
+    steps = 6
 
 
 class SlowStore(CheckpointStore):
@@ -141,38 +144,19 @@ def gpu() -> Iterator[Simulation]:
 
 
 def test_training_continues_while_a_checkpoint_is_written(gpu: Simulation, tmp_path: Path) -> None:
-    store, events, seen_steps = SlowStore(tmp_path, step=3), [], []  # type: ignore[var-annotated]
-
-    def emit(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, StepReport):
-            seen_steps.append(event.step)
-
-    task = LineTask()
-    task.at_step = lambda step: store.go.set() if step == 5 else None  # steps 3 and 4 are taken
-    fit(store, task, emit)
+    """That of step 9 is written after step 11, and has the content of one that training waits for."""
+    store, at_once, events, task = SlowStore(tmp_path / "slow", step=9), CheckpointStore(tmp_path), [], LineTask()  # type: ignore[var-annotated]
+    task.at_step = lambda step: store.go.set() if step == 11 else None
+    fit(store, task, events.append)
+    fit(at_once)
     saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
-    assert saved == [0, 3, 6, 9, 12] and seen_steps == [2, 4, 6, 8, 10, 12]
+    steps = [event.step for event in events if isinstance(event, StepReport)]
+    assert saved == [0, 3, 6, 9, 12] and steps == [2, 4, 6, 8, 10, 12]
     order = [(type(event).__name__, event.step) for event in events if not isinstance(event, LogMessage | StepReport)]
     assert order == [entry for step in saved for entry in (("DevScore", step), ("CheckpointSaved", step))]
-    report = next(event for event in events if isinstance(event, StepReport) and event.step == 4)
-    position = next(
-        number
-        for number, event in enumerate(events)
-        if event == CheckpointSaved(3, str(tmp_path / "checkpoints" / "step-000003"))
-    )
-    assert events.index(report) < position
-
-
-def test_a_checkpoint_contains_its_own_step(gpu: Simulation, tmp_path: Path) -> None:
-    """The checkpoint of step 9, written after later steps, equals that of a run which ends there."""
-    stores = [SlowStore(tmp_path / name, step=9) for name in ("late", "at once")]
-    stores[1].go.set()
-    late, at_once = LineTask(), LineTask()
-    late.at_step = lambda step: stores[0].go.set() if step == 11 else None
-    for store, task in zip(stores, (late, at_once), strict=True):
-        fit(store, task)
-    folders = [tmp_path / name / "checkpoints" / "step-000009" for name in ("late", "at once")]
+    report = next(event for event in events if isinstance(event, StepReport) and event.step == 10)
+    folders = [folder / "checkpoints" / "step-000009" for folder in (tmp_path / "slow", tmp_path)]
+    assert events.index(report) < events.index(CheckpointSaved(9, str(folders[0])))
     states = [load_model_state(folder) for folder in folders]
     assert_equal_weights(states[0].weights, states[1].weights)
     assert states[0].updates == states[1].updates == 9
@@ -194,25 +178,38 @@ class RisingTask(LineTask):
 
 
 @pytest.mark.parametrize(
-    ("scores", "saved"),
+    ("scores", "written_at", "saved"),
     [
         # The best waits and is written before the last, and what is not the best is left out.
-        ({0: 1, 3: 2, 6: 1, 9: 1, 12: 1}, [0, 3, 12]),
+        ({0: 1, 3: 2, 6: 1, 9: 1, 12: 1}, 12, [0, 3, 12]),
         # A better one replaces it.
-        ({0: 1, 3: 2, 6: 3, 9: 1, 12: 1}, [0, 6, 12]),
-        ({0: 1, 3: 2, 6: 3, 9: 2, 12: 4}, [0, 12]),
-        ({0: 5, 3: 2, 6: 3, 9: 2, 12: 4}, [0, 12]),
+        ({0: 1, 3: 2, 6: 3, 9: 1, 12: 1}, 12, [0, 6, 12]),
+        ({0: 5, 3: 2, 6: 3, 9: 2, 12: 4}, 12, [0, 12]),
+        # The best is written although the write before it ends during an evaluation; more may be written then.
+        ({0: 1, 3: 2, 6: 1, 9: 1, 12: 1}, 6, None),
     ],
 )
 def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
-    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: dict[int, float], saved: list[int]
+    gpu: Simulation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scores: dict[int, float],
+    written_at: int,
+    saved: list[int] | None,
 ) -> None:
-    """The first checkpoint is written until the last evaluation, after which none is left out."""
+    """The first checkpoint is written until an evaluation; after the last one, none is left out."""
     monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
     store, events, task = SlowStore(tmp_path, step=0), list[Event](), RisingTask(scores)
-    task.at_evaluation = lambda step: store.go.set() if step == 12 else None
+
+    def finish_write(step: int) -> None:
+        if step == written_at:
+            store.go.set()
+            while written_at < 12 and is_writing():
+                time.sleep(0.01)
+
+    task.at_evaluation = finish_write
     result = fit(store, task, events.append)
-    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
+    assert saved is None or [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
     assert result.state.scores == list(scores.items())
     best, latest = store.best(), store.latest()
     assert best is not None and latest is not None
@@ -223,26 +220,6 @@ def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
     for found, expected in ((best, whole.best()), (latest, whole.latest())):
         assert expected is not None
         assert_equal_weights(load_weights(found), load_weights(expected))
-
-
-def test_the_best_is_written_although_the_write_before_it_ends_during_an_evaluation(
-    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
-    store, task = SlowStore(tmp_path, step=0), RisingTask({0: 1, 3: 2, 6: 1, 9: 1, 12: 1})
-    evaluate = task.evaluate
-
-    def evaluate_slowly() -> float:
-        if task.step == 6:
-            store.go.set()
-            while is_writing():
-                time.sleep(0.01)
-        return evaluate()
-
-    task.evaluate = evaluate_slowly  # type: ignore[method-assign]
-    fit(store, task)
-    best = store.best()
-    assert best is not None and best.name == "step-000003"
 
 
 def test_a_run_that_is_killed_during_a_slow_write_resumes_to_the_same_scores_and_weights(
@@ -302,8 +279,7 @@ def test_tensors_may_be_created_while_they_are_copied(gpu: Simulation) -> None:
     }
 
 
-@pytest.mark.parametrize("step", [3, 12])
-@pytest.mark.parametrize("error", [StorageWriteError, RunTakenOverError, ObjectStorageError])
+@pytest.mark.parametrize(("error", "step"), [(StorageWriteError, 3), (RunTakenOverError, 12), (ObjectStorageError, 3)])
 def test_an_error_of_the_writer_ends_the_run(
     gpu: Simulation, tmp_path: Path, error: type[DistcseError], step: int
 ) -> None:
@@ -334,61 +310,29 @@ def test_weights_that_are_not_finite_are_not_stored(gpu: Simulation, tmp_path: P
     assert latest is not None and latest.name == "step-000001"
 
 
-def test_another_error_waits_for_the_checkpoint(gpu: Simulation, tmp_path: Path) -> None:
-    store, events, task = SlowStore(tmp_path, step=3), [], LineTask()  # type: ignore[var-annotated]
-    task.at_step = failing_at(4, store)
+@pytest.mark.parametrize("failure", [None, StorageWriteError("the disk is full")], ids=["written", "refused"])
+def test_another_error_waits_for_the_checkpoint(gpu: Simulation, tmp_path: Path, failure: DistcseError | None) -> None:
+    """If writing fails too, both failures are reported."""
+    store, events, task = SlowStore(tmp_path, 3, failure), list[Event](), LineTask()
+    task.at_step = failing_at(3 if failure else 4, store)
     with pytest.raises(ZeroDivisionError):
         fit(store, task, events.append)
+    warnings = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
     latest = store.latest()
-    assert latest is not None and latest.name == "step-000003" and CheckpointSaved(3, str(latest)) in events
+    assert latest is not None and latest.name == ("step-000000" if failure else "step-000003")
+    assert CheckpointSaved(int(latest.name[-6:]), str(latest)) in events
+    assert len(warnings) == (failure is not None) and all("the disk is full" in text for text in warnings)
 
 
-def test_two_failures_are_both_reported(gpu: Simulation, tmp_path: Path) -> None:
-    store = SlowStore(tmp_path, 3, StorageWriteError("the disk is full"))
-    events, task = [], LineTask()  # type: ignore[var-annotated]
-    task.at_step = failing_at(3, store)
-    with pytest.raises(ZeroDivisionError):
-        fit(store, task, events.append)
-    (warning,) = (event for event in events if isinstance(event, LogMessage))
-    assert warning.warning and "the disk is full" in warning.text
-
-
-def test_a_run_waits_for_the_gpu_only_at_reports_and_evaluations(gpu: Simulation, tmp_path: Path) -> None:
-    task = LineTask()
-    task.at_step = lambda step: gpu.reset() if step == 0 else None  # the model is on the GPU
-    with gpu.counting():
-        fit(CheckpointStore(tmp_path), task)
-    here = {wait.partition(":")[0].rpartition("/")[2] for wait in gpu.waits if "checkpoint-writer" not in wait}
-    assert here == {"step_log.py"}, gpu.waits
-
-
-def test_a_resumed_run_ends_at_the_same_weights(gpu: Simulation, tmp_path: Path) -> None:
-    whole, resumed = CheckpointStore(tmp_path / "whole"), CheckpointStore(tmp_path / "resumed")
-    fit(whole)
-    task = LineTask()
-
-    def fail(step: int) -> None:
-        if step == 7:
-            raise ZeroDivisionError
-
-    task.at_step = fail
-    with pytest.raises(ZeroDivisionError):
-        fit(resumed, task)
-    assert fit(resumed).state.finished
-    folders = whole.latest(), resumed.latest()
-    assert folders[0] is not None and folders[1] is not None
-    assert_equal_weights(load_weights(folders[0]), load_weights(folders[1]))
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_run_of_slow_steps_stops_between_reports(tmp_path: Path, accumulation: int) -> None:
+def test_a_run_of_slow_steps_stops_between_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a step that takes longer than the interval and ends an update; its report covers the steps so far."""
+    monkeypatch.setattr(step_log, "INTERVAL_S", 0.01)
     whole, stopped = CheckpointStore(tmp_path / "whole"), CheckpointStore(tmp_path / "stopped")
-    training = section().model_copy(update={"log_every": 1000, "gradient_accumulation": accumulation})
+    training = section().model_copy(update={"log_every": 1000, "gradient_accumulation": 2})
     train(LineTask(), training, whole, Reporter())
     task, events = LineTask(), list[Event]()
-    task.at_step = lambda step: time.sleep(1.1 * INTERVAL_S)
-    result = train(task, training, stopped, Reporter(events.append, lambda: task.step >= 5 - accumulation))
+    task.at_step = lambda step: time.sleep(0.02)
+    result = train(task, training, stopped, Reporter(events.append, lambda: task.step >= 3))
     assert result.interrupted and result.state.step == 4
     assert [event.step for event in events if isinstance(event, StepReport)] == [4]
     assert train(LineTask(), training, stopped, Reporter()).state.finished
@@ -445,8 +389,7 @@ class ScoresBySteps:
 
 
 @pytest.mark.parametrize(
-    ("scores", "saved"),
-    [([2, 1, 1, 1], [3, 12]), ([1, 2, 1, 1], [3, 6, 12]), ([1, 2, 3, 1], [3, 6, 9, 12]), ([1, 1, 1, 2], [3, 12])],
+    ("scores", "saved"), [([1, 2, 1, 1], [3, 6, 12]), ([1, 2, 3, 1], [3, 6, 9, 12]), ([1, 1, 1, 2], [3, 12])]
 )
 def test_the_best_of_an_evaluators_scores_is_written_although_a_write_is_slow(
     gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float], saved: list[int]
@@ -471,108 +414,102 @@ def test_the_best_of_an_evaluators_scores_is_written_although_a_write_is_slow(
     assert latest is not None and latest.name == "step-000012"
 
 
-def train_until_killed(folder: Path, flush: int) -> None:
-    """Train, and kill this process before the writer's flush of this number."""
-    flushes, fsync = itertools.count(1), os.fsync
-
-    def kill_or_flush(handle: int) -> None:
-        if threading.current_thread().name == "checkpoint-writer" and next(flushes) == flush:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fsync(handle)
-
-    os.fsync = kill_or_flush
-    with simulated():
-        fit(CheckpointStore(folder))
+class Killed(BaseException):
+    """Ends a process as SIGKILL does: no clause for errors catches it, and each later change raises it again."""
 
 
-@pytest.mark.parametrize("flush", [2, 6, 11, 14, 16])
-def test_a_kill_while_a_checkpoint_is_written_leaves_it_complete_or_absent(
-    gpu: Simulation, tmp_path: Path, flush: int
+def kill() -> None:
+    raise Killed
+
+
+def test_a_run_that_is_killed_at_any_change_resumes_to_the_same_weights(
+    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Flushes 1 to 8 are of the first checkpoint, 9 to 16 of the second: files, folders and pointers."""
-    process = multiprocessing.get_context("forkserver").Process(target=train_until_killed, args=(tmp_path, flush))
-    process.start()
-    process.join(TIMEOUT_S)
-    assert process.exitcode == -signal.SIGKILL
-    folders = list((tmp_path / "checkpoints").glob("step-*"))
-    assert len(folders) == (flush >= 4) + (flush >= 14)
-    for folder in folders:
-        assert load_model_state(folder).first_not_finite() is None
-    undisturbed, resumed = CheckpointStore(tmp_path / "undisturbed"), CheckpointStore(tmp_path)
-    fit(undisturbed)
-    assert fit(resumed).state.finished
-    expected, latest = undisturbed.latest(), resumed.latest()
-    assert expected is not None and latest is not None
-    assert_equal_weights(load_weights(expected), load_weights(latest))
+    """Before each rename and deletion of the writer's thread; every checkpoint is complete or absent."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # no power failure here
+    undisturbed = CheckpointStore(tmp_path / "undisturbed")
+    with before_change(tmp_path / "undisturbed", 0, kill) as changes:
+        expected = fit(undisturbed, ShortTask()).state
+    weights = load_weights(undisturbed.latest() or tmp_path)
+    for number, change in enumerate(changes, start=1):
+        if not change.startswith(("os.rename", "shutil.rmtree")):
+            continue
+        run = tmp_path / str(number)
+        with before_change(run, number, kill, from_then_on=True), suppress(Killed):
+            fit(CheckpointStore(run), ShortTask())
+        for folder in (run / "checkpoints").glob("step-*"):
+            assert load_model_state(folder).first_not_finite() is None, change
+        resumed = CheckpointStore(run)
+        assert (finished_state(resumed) or fit(resumed, ShortTask()).state) == expected, change
+        assert_equal_weights(weights, load_weights(resumed.latest() or tmp_path))
 
 
-def fail_in_a_group(folder: Path) -> str:
-    """Write in the background of two workers, the first of which fails, and return the error's class."""
-    task = LineTask()
-    with simulated():
-        engine = TorchEngine(task.model, section(), None)
-        store = SlowStore(folder, 1, StorageWriteError("the disk is full"))
+def save_in_a_group(folder: Path) -> dict[str, Any]:
+    """Save on two workers, of which the first writes; return what a worker finds.
+
+    In turn: its write fails; it has no memory for a snapshot; and of four scored models, the first one's write is slow.
+    """
+    task = RisingTask({0: 2, 3: 1, 6: 3, 9: 1})
+
+    def saving(store: CheckpointStore, engine: TorchEngine) -> CheckpointManager:
+        return CheckpointManager(task, engine, store, lambda _: None, None, None)
+
+    def failed_write() -> None:
+        store = SlowStore(folder / "failed", 1, StorageWriteError("the disk is full"))
         store.go.set()
-        try:
-            with CheckpointManager(task, engine, store, lambda _: None, None, None) as manager:
-                manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
-                while rank() == 0 and manager.writer.is_busy():
-                    pass
-                manager.collect(TrainerState(1))
-        except DistcseError as error:
-            return type(error).__name__
-    return "none"
+        with saving(store, TorchEngine(task.model, section(), None)) as manager:
+            manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
+            while rank() == 0 and manager.writer.is_busy():
+                pass
+            manager.collect(TrainerState(1))
 
+    def no_memory() -> None:
+        engine = TorchEngine(task.model, section(), None)
+        if rank() == 0:
+            engine.snapshot = out_of_memory  # type: ignore[method-assign]
+        with saving(CheckpointStore(folder / "absent"), engine) as manager:
+            manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
 
-def leave_out_in_a_group(folder: Path) -> list[tuple[int, float]]:
-    """Score three models on two workers while the first one's checkpoint is written; return a worker's scores."""
-    task, state = RisingTask({0: 2, 3: 1, 6: 3, 9: 1}), TrainerState(0)
-    checkpoint_manager.PATIENCE_S = 0.0
-    with simulated():
-        engine, store = TorchEngine(task.model, section(), None), SlowStore(folder, 0)
-        with CheckpointManager(task, engine, store, lambda _: None, None, None) as manager:
+    def slow_write() -> list[tuple[int, float]]:
+        checkpoint_manager.PATIENCE_S = 0.0
+        store, state = SlowStore(folder, 0), TrainerState(0)
+        with saving(store, TorchEngine(task.model, section(), None)) as manager:
             for step in (0, 3, 6, 9):
                 task.step = step
                 if step == 9:
                     store.go.set()
                 state = TrainerState(step, state.scores, finished=step == 9)
                 state = manager.evaluate_and_save(state, should_evaluate=True)
-    return state.scores
+        return state.scores
+
+    with simulated():
+        return {"failed": error_of(failed_write), "absent": error_of(no_memory), "scores": slow_write()}
 
 
-def test_all_workers_leave_out_the_same_checkpoints(tmp_path: Path) -> None:
-    assert run_workers(leave_out_in_a_group, 2, tmp_path) == [[(0, 2.0), (3, 1.0), (6, 3.0), (9, 1.0)]] * 2
-    store = CheckpointStore(tmp_path)
-    folders = store.best(), store.latest()
-    assert [folder.name for folder in folders if folder is not None] == ["step-000006", "step-000009"]
-    assert not (tmp_path / "checkpoints" / "step-000003").exists()
+def out_of_memory() -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def test_all_workers_raise_the_error_of_the_writer(tmp_path: Path) -> None:
-    assert run_workers(fail_in_a_group, 2, tmp_path) == ["StorageWriteError"] * 2
-
-
-def snapshot_without_memory(folder: Path) -> str:
-    """Save on two workers, the first of which has no memory for the snapshot, and return the error's class."""
-    task = LineTask()
-    engine = TorchEngine(task.model, section(), None)
-
-    def refuse() -> None:
-        if rank() == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    engine.snapshot = refuse  # type: ignore[method-assign,assignment]
+def error_of(call: Callable[[], object]) -> str:
     try:
-        with CheckpointManager(task, engine, CheckpointStore(folder), lambda _: None, None, None) as manager:
-            manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
+        call()
     except DistcseError as error:
         return type(error).__name__
     return "none"
 
 
-def test_all_workers_hear_that_one_has_no_memory_for_a_snapshot(tmp_path: Path) -> None:
-    assert run_workers(snapshot_without_memory, 2, tmp_path) == ["OutOfMemoryError"] * 2
-    assert CheckpointStore(tmp_path).latest() is None
+def test_all_workers_hear_of_a_failure_and_leave_out_the_same_checkpoints(tmp_path: Path) -> None:
+    expected = {
+        "failed": "StorageWriteError",
+        "absent": "OutOfMemoryError",
+        "scores": [(0, 2.0), (3, 1.0), (6, 3.0), (9, 1.0)],
+    }
+    assert run_workers(save_in_a_group, 2, tmp_path) == [expected] * 2
+    assert CheckpointStore(tmp_path / "absent").latest() is None
+    store = CheckpointStore(tmp_path)
+    folders = store.best(), store.latest()
+    assert [folder.name for folder in folders if folder is not None] == ["step-000006", "step-000009"]
+    assert not (tmp_path / "checkpoints" / "step-000003").exists()
 
 
 def zero_without_memory(stage: int) -> tuple[str, int]:
@@ -714,31 +651,3 @@ def test_an_ended_run_keeps_the_weights_of_its_last_and_its_best_checkpoint(tmp_
     events = list[Event]()
     assert store.restore(events.append) is None
     assert all(isinstance(event, LogMessage) and "trains again" in event.text for event in events) and len(events) == 2
-
-
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_checkpoint_is_complete_if_earlier_ones_cannot_be_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
-) -> None:
-    """Of the best one, the initial model, moments are to be deleted."""
-
-    monkeypatch.setattr(FolderStore, "keep_only", refuse)
-    events: list[Event] = []
-    with simulated() if in_background else nullcontext():
-        assert fit(CheckpointStore(tmp_path), emit=events.append).state.finished
-    saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
-    warnings = [event.text for event in events if isinstance(event, LogMessage) and event.warning]
-    assert saved == [0, 3, 6, 9, 12] and len(warnings) == 3
-    assert "step-000006 is complete, but earlier ones cannot be deleted" in warnings[0]
-    assert "Operation not permitted" in warnings[0]
-
-
-def test_a_folder_keeps_only_some_files(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "folder")
-    with store.write_folder() as folder:
-        for name in ("a", "b", "c"):
-            (folder / name).write_text(json.dumps(name))
-    store.keep_only({"a", "c", "d"})
-    assert sorted(file.name for file in store.path.iterdir()) == ["a", "c"]
-    open_store(tmp_path / "absent").keep_only({"a"})
-    assert not (tmp_path / "absent").exists()
