@@ -158,7 +158,6 @@ def _wait_for_result(
         name in _WAITING
         or (name == "repeat_interleave" and kwargs.get("output_size") is None)
         or (name == "histc" and (args[2:4] in ((), (0, 0))))
-        or (name == "isin" and _sorts(args))
     ):
         _wait(simulation, "item" if name == "_local_scalar_dense" else name)
 
@@ -166,12 +165,6 @@ def _wait_for_result(
 def _wait(simulation: Simulation, kind: str) -> None:
     simulation.wait(kind)
     current_stream().finish()
-
-
-def _sorts(args: Sequence[Any]) -> bool:
-    """Return whether `isin` sorts, which makes values unique: from a number of test values on (ATen's isin)."""
-    elements, tests = args[0], args[1]
-    return isinstance(tests, Tensor) and tests.numel() >= 10 * elements.numel() ** 0.145
 
 
 def _check_devices(simulation: Simulation, function: Any, name: str, on_host: Sequence[Tensor]) -> None:

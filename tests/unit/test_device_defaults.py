@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import distcse
 from distcse.devices.device import CPU, GPU, DeviceSpeed, auto_precision, defaults_of
 from distcse.devices.distributed import rank
-from distcse.errors import CUDAGraphError, EvaluationOptionError, OutOfMemoryError
-from distcse.events import Event, LogMessage, StageProgress
+from distcse.errors import EvaluationOptionError, OutOfMemoryError
+from distcse.events import Event, StageProgress
 from distcse.losses import list_mle, list_net
 from distcse.models import Encoder
 from distcse.models.folder import overflows_fp16
@@ -28,8 +28,6 @@ from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.batch_loader import BatchLoader
 from distcse.runs.distillation.dev_metric import encode_shares
 from distcse.teachers.kinds.base import frozen_weight_dtype
-from distcse.training import trainer
-from distcse.training.engines import TorchEngine
 from distcse.training.engines.deepspeed_engine import deepspeed_config
 from distcse.training.engines.torch_engine import GradientBuckets, all_reduce_gradients
 from distcse.training.out_of_memory import OutOfMemoryAdvice
@@ -37,7 +35,6 @@ from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_spec, train
 from tests.pairs import make_mutual_recipe
-from tests.weights import assert_equal_weights, weights_of
 from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
@@ -148,74 +145,6 @@ def test_widths_are_kept_where_the_loss_counts_padding(recipe_with: MakeRecipe) 
         assert loader.batch(0, torch.device("gpu"), 16).streams[0][0].ids.shape == narrow.ids.shape
 
 
-def messages(events: list[Event]) -> list[str]:
-    return [event.text for event in events if isinstance(event, LogMessage)]
-
-
-@pytest.fixture
-def exact_rates(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make all learning rates exact in float32, in which recorded steps read them; return the override for the rate."""
-    monkeypatch.setattr(trainer, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
-    return f"training.lr={2**-10}"
-
-
-def test_steps_are_recorded_by_default_on_a_gpu(
-    recipe_with: MakeRecipe, exact_rates: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`engine: auto` is then PyTorch's engine. Recorded steps give the weights of eager ones."""
-    engines: list[Any] = []
-    make_engine = trainer.make_engine  # type: ignore[attr-defined]
-    monkeypatch.setattr(trainer, "make_engine", lambda *args: engines.append(make_engine(*args)) or engines[-1])
-    runs = []
-    for overrides in (("training.engine=auto",), ("training.cuda_graphs=off",)):
-        spec, tables = make_spec(recipe_with("training.max_steps=5", exact_rates, *overrides))
-        events: list[Event] = []
-        with simulated():
-            train(spec, tables, events)
-        runs.append((weights_of(spec.run.path), messages(events)))
-    assert isinstance(engines[0], TorchEngine)
-    assert_equal_weights(runs[0][0], runs[1][0])
-    said = [any("recorded as CUDA graphs" in text for text in texts) for _, texts in runs]
-    assert said == [True, False]
-
-
-@pytest.mark.slow
-def test_a_failed_recording_continues_with_eager_steps(
-    recipe_with: MakeRecipe, exact_rates: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A loss that reads a number on the host cannot be recorded."""
-    from distcse.losses import objective
-
-    shares = objective.cosine_shares
-
-    def read_a_number(views: Any) -> dict[str, Tensor]:
-        assert views.z1.sum().item() == views.z1.sum().item()
-        return shares(views)
-
-    monkeypatch.setattr(objective, "cosine_shares", read_a_number)
-    runs, texts = [], []
-    for mode in ("auto", "off"):
-        spec, tables = make_spec(recipe_with("training.max_steps=5", exact_rates, f"training.cuda_graphs={mode}"))
-        events: list[Event] = []
-        with simulated():
-            assert train(spec, tables, events).state.finished
-        runs.append(weights_of(spec.run.path))
-        texts.append([text for text in messages(events) if "steps run eagerly" in text])
-    assert_equal_weights(*runs)
-    assert len(texts[0]) == 1 and "operation not permitted when stream is capturing" in texts[0][0] and not texts[1]
-    spec, tables = make_spec(recipe_with("training.max_steps=5", "training.cuda_graphs=on"))
-    with simulated(), fails_with(CUDAGraphError, "operation not permitted", "training.cuda_graphs=off"):
-        train(spec, tables)
-
-
-def test_a_step_that_cannot_be_recorded_says_why(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("training.max_steps=1", "training.gradient_accumulation=2"))
-    events: list[Event] = []
-    with simulated():
-        train(spec, tables, events)
-    assert [text for text in messages(events) if "to record them, write training.gradient_accumulation: 1" in text]
-
-
 def two_layers(seed: int) -> tuple[nn.Sequential, nn.Linear]:
     """Return a model whose gradients need several buckets, and a part of it that gets no gradient."""
     torch.manual_seed(seed)
@@ -249,14 +178,6 @@ def summed_in_buckets(bucket_bytes: int) -> list[list[Tensor | None]]:
     return results
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20])
-def test_buckets_sum_the_same_bits_as_one_reduction(bucket_bytes: int) -> None:
-    by_rank = run_workers(summed_in_buckets, 2, bucket_bytes)
-    for after, in_buckets in by_rank:
-        assert all(torch.equal(first, second) for first, second in zip(after, in_buckets, strict=True))
-    assert all(torch.equal(first, second) for first, second in zip(by_rank[0][1], by_rank[1][1], strict=True))
-
-
 def encoded_in_shares(count: int, failing: int | None) -> Any:
     """Return each worker's gathered vectors; worker `failing` fails."""
 
@@ -276,11 +197,20 @@ def hash_of(text: str) -> int:
     return sum(map(ord, text)) % 97
 
 
-def test_workers_share_the_sentences_of_a_dev_score() -> None:
-    for count in (1, 2, 9):
-        for texts, vectors in run_workers(encoded_in_shares, 2, count, None):
-            assert vectors.tolist() == [[len(text), hash_of(text)] for text in texts]
-    assert run_workers(encoded_in_shares, 2, 9, 1) == ["failed", "failed"]
+def all_in_a_group() -> tuple[list[Any], list[Any]]:
+    """Return a worker's sums for three sizes of buckets, and its vectors of several texts."""
+    sums = [summed_in_buckets(bucket_bytes) for bucket_bytes in (1, 300, 2**20)]
+    return sums, [encoded_in_shares(*case) for case in ((1, None), (2, None), (9, None), (9, 1))]
+
+
+def test_workers_sum_gradients_in_buckets_and_share_the_sentences_of_a_dev_score() -> None:
+    """Buckets sum the same bits as one reduction; a worker that cannot encode its share ends the score on all workers."""
+    (sums, encoded), (other_sums, other_encoded) = run_workers(all_in_a_group, 2)
+    for (after, in_buckets), (_, in_other) in zip(sums, other_sums, strict=True):
+        assert all(map(torch.equal, after, in_buckets)) and all(map(torch.equal, in_buckets, in_other))
+    for texts, vectors in [*encoded[:3], *other_encoded[:3]]:
+        assert vectors.tolist() == [[len(text), hash_of(text)] for text in texts]
+    assert encoded[3] == other_encoded[3] == "failed"
 
 
 def test_a_step_without_memory_says_how_to_continue(recipe_with: MakeRecipe) -> None:

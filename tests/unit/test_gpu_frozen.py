@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -64,17 +64,63 @@ def waits_of(gpu: Simulation, call: Callable[[], Any]) -> tuple[Any, int]:
     return result, gpu.waits.total()
 
 
-@pytest.mark.parametrize(("kind", "pooling"), [("bert", "cls"), ("roberta", "mean"), ("distilbert", "first_last_avg")])
-def test_encoding_waits_once_per_call(
-    gpu: Simulation, tiny: Callable[..., Path], sentences: list[str], kind: str, pooling: str
+class Pass(NamedTuple):
+    """A frozen pass of a model."""
+
+    model: Encoder | CrossEncoder
+    call: Callable[[], Any]
+    waits: int
+    """How often the host waits for the device."""
+    atol: float = 2e-6
+
+
+def make_passes(encoder: Encoder, scorer: CrossEncoder, corpus: Corpus, labelled: Path) -> dict[str, Pass]:
+    columns, rows, texts = np.arange(24).reshape(3, 8), slice(2, 6), corpus.texts(range(90))
+    pairs = list(zip(texts[:45], texts[45:], strict=True))
+    dev = labelled_dev(labelled)
+    chunks = -(-len({*dev.first, *dev.second}) // frozen_pass.CHUNK_TEXTS)
+    live, pairwise = LiveTeacher(encoder, corpus, "fp32", None), PairTeacher(scorer, corpus, "fp32", None)
+    return {
+        "encode": Pass(encoder, lambda: encoder.encode(texts), 1),
+        "score": Pass(scorer, lambda: scorer.score(pairs), 1),
+        "similarities": Pass(scorer, lambda: pair_model(scorer, "fp32").similarities(*zip(*pairs, strict=True)), 1),
+        "live teacher": Pass(encoder, lambda: live.similarities(columns, rows), 1),
+        "cross-encoder teacher": Pass(scorer, lambda: pairwise.similarities(columns, rows), len(columns)),
+        "dev score": Pass(encoder, lambda: sts_score(VectorModel(encoder.encode), dev), chunks, 0.1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling", "name"),
+    [
+        *(("bert", "cls", name) for name in ("encode", "score", "similarities", "live teacher", "dev score")),
+        *(("roberta", "mean", name) for name in ("encode", "score", "cross-encoder teacher")),  # no token types
+        ("distilbert", "first_last_avg", "encode"),
+    ],
+)
+def test_a_frozen_pass_waits_once_and_survives_a_full_memory(
+    kind: str,
+    pooling: str,
+    name: str,
+    gpu: Simulation,
+    tmp_path: Path,
+    tiny: Callable[..., Path],
+    corpus: Corpus,
+    labelled: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    encoder, texts = Encoder.load(tiny(kind), pooling=pooling, max_length=24), sentences[:90]
-    expected = encoder.encode(texts)
-    encoder.to("gpu")
-    done: list[int] = []
-    vectors, waits = waits_of(gpu, lambda: encoder.encode(texts, on_progress=done.append))
-    np.testing.assert_allclose(vectors, expected, atol=2e-6)
-    assert waits == 1 and len(done) > 3 and done[-1] == len(set(texts))  # after each of several passes
+    """Out of memory, it computes the same in smaller passes, with one warning."""
+    encoder = Encoder.load(tiny(kind), pooling=pooling, max_length=24)
+    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny(kind)), max_length=40)
+    model, call, expected_waits, atol = make_passes(encoder, scorer, corpus, labelled)[name]
+    expected = call()
+    model.to("gpu")
+    found, waits = waits_of(gpu, call)
+    np.testing.assert_allclose(found, expected, atol=atol)
+    assert waits == expected_waits and not caplog.records
+    with gpu.out_of_memory("distcse/models/frozen_pass.py", after=30):
+        np.testing.assert_allclose(call(), expected, atol=atol)
+    assert len(caplog.records) == 1 and "out of memory" in caplog.text
 
 
 def test_chunks_grow_so_that_the_device_begins_early() -> None:
@@ -125,24 +171,8 @@ def test_an_error_of_the_caller_ends_the_pass_and_keeps_the_mode(
     assert encoder.training and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta"])  # with token types, and without
-def test_scoring_pairs_waits_once_per_call(
-    gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], kind: str
-) -> None:
-    scorer = CrossEncoder.load(make_cross_encoder(tmp_path, tiny(kind)), max_length=40)
-    pairs = list(zip(sentences[:60], sentences[60:120], strict=True))
-    expected = scorer.score(pairs)
-    scorer.to("gpu")
-    scores, waits = waits_of(gpu, lambda: scorer.score(pairs))
-    np.testing.assert_allclose(scores, expected, atol=1e-6)
-    assert waits == 1 and scorer.score([]).shape == (0,)
-    similarities, waits = waits_of(gpu, lambda: pair_model(scorer, "fp32").similarities(*zip(*pairs, strict=True)))
-    np.testing.assert_allclose(similarities, expected, atol=1e-6)
-    assert waits == 1
-
-
 def test_a_table_waits_once_per_shard(
-    gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], corpus: Corpus
+    gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], corpus: Corpus, caplog: pytest.LogCaptureFixture
 ) -> None:
     teacher = TeacherSection(backbone=str(tiny("bert")), pooling="mean", precision="fp32")
     section = TeachersSection(encoders=[teacher], shard_rows=40)
@@ -150,6 +180,10 @@ def test_a_table_waits_once_per_shard(
     embedder = kind_of(teacher).open_embedder()
     rows, waits = waits_of(gpu, lambda: list(embed_shards(embedder, corpus, table, table.missing_shards(), None)))
     assert waits == 3 and rows == [40, 40, 20] and not table.missing_shards()
+    caplog.clear()
+    with gpu.out_of_memory("distcse/models/frozen_pass.py", after=30):
+        assert list(embed_shards(embedder, corpus, table, [0, 1, 2], None)) == [40, 40, 20]
+    assert len(caplog.records) == 1 and "out of memory" in caplog.text
     expected = Encoder.from_section(teacher).encode(corpus.texts(range(100)), normalize=True)
     np.testing.assert_allclose(table.vectors(range(100)), expected, atol=1e-3)
     (table.directory / "shard-00001.npy").write_bytes(b"damage")
@@ -170,42 +204,18 @@ def test_the_next_shard_is_queued_before_a_shard_is_stored(
     np.testing.assert_allclose(vectors, encoder.encode(sentences[:40]), atol=2e-6)
 
 
-def test_live_teachers_wait_once_per_request_or_step(
-    gpu: Simulation, tmp_path: Path, tiny: Callable[..., Path], corpus: Corpus
-) -> None:
-    columns, rows = np.arange(24).reshape(3, 8), slice(2, 6)
-    encoder = Encoder.load(tiny("bert"), pooling="mean")
-    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny("bert")))
-    for model, teacher, most in (
-        (encoder, LiveTeacher(encoder, corpus, "fp32", None), 1),
-        (scorer, PairTeacher(scorer, corpus, "fp32", None), len(columns)),
-    ):
-        expected = teacher.similarities(columns, rows)
-        model.to("gpu")
-        lists, waits = waits_of(gpu, lambda teacher=teacher: teacher.similarities(columns, rows))  # type: ignore[misc]
-        np.testing.assert_allclose(lists, expected, atol=2e-6)
-        assert waits == most
-
-
-def test_a_dev_score_waits_once_per_chunk(gpu: Simulation, tiny: Callable[..., Path], labelled: Path) -> None:
-    encoder, pairs = Encoder.load(tiny("bert"), pooling="mean"), labelled_dev(labelled)
-    expected = sts_score(VectorModel(encoder.encode), pairs)
-    encoder.to("gpu")
-    chunks = -(-len({*pairs.first, *pairs.second}) // frozen_pass.CHUNK_TEXTS)
-    score, waits = waits_of(gpu, lambda: sts_score(VectorModel(encoder.encode), pairs))
-    assert waits == chunks and score == pytest.approx(expected, abs=0.1)
-
-
 def test_out_of_memory_halves_the_passes_for_good(
     gpu: Simulation, tiny: Callable[..., Path], sentences: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     encoder = Encoder.load(tiny("bert"), pooling="mean", max_length=24)
     expected = encoder.encode(sentences[:90])
     encoder.to("gpu")
+    done: list[int] = []
     with gpu.out_of_memory("distcse/models/encoder.py", after=60):
-        vectors, waits = waits_of(gpu, lambda: encoder.encode(sentences[:90]))
+        vectors, waits = waits_of(gpu, lambda: encoder.encode(sentences[:90], on_progress=done.append))
     np.testing.assert_allclose(vectors, expected, atol=2e-6)
     assert waits == 1 and len(caplog.records) == 1
+    assert len(done) > 3 and done[-1] == len(set(sentences[:90]))  # after each of several passes
     lowered = encoder.token_budget.tokens(None, torch.device("gpu"))
     assert 100 <= lowered <= 128 and f"at most {lowered} " in caplog.text and "out of memory" in caplog.text
     caplog.clear()
@@ -214,50 +224,6 @@ def test_out_of_memory_halves_the_passes_for_good(
     assert not caplog.records
     ids = encoder.token_ids(list(dict.fromkeys(sentences[:90])))
     assert again.calls == len(by_length(ids, lowered, 1.0))
-
-
-@pytest.mark.parametrize("process", ["embedding actor", "live teacher", "cross-encoder teacher", "scorer"])
-def test_out_of_memory_ends_no_frozen_process(
-    process: str,
-    gpu: Simulation,
-    tmp_path: Path,
-    tiny: Callable[..., Path],
-    corpus: Corpus,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """It computes the same in smaller passes, with one warning."""
-    columns, rows, texts = np.arange(24).reshape(3, 8), slice(2, 6), list(corpus.texts(range(100)))
-    encoder = Encoder.load(tiny("bert"), pooling="mean")
-    scorer = CrossEncoder.load(make_cross_encoder(tmp_path / "cross", tiny("bert")))
-    teacher = TeacherSection(backbone=str(tiny("bert")), pooling="mean", precision="fp32")
-    table = table_of(teacher, corpus, tmp_path, shard_rows=40)
-
-    def embed() -> np.ndarray:
-        embedder = kind_of(teacher).open_embedder()
-        assert list(embed_shards(embedder, corpus, table, table.missing_shards(), None)) == [40, 40, 20]
-        return table.vectors(range(100))
-
-    calls: dict[str, tuple[Any, Callable[[], np.ndarray], float]] = {
-        "embedding actor": (encoder, embed, 1e-3),  # the table is in fp16
-        "live teacher": (
-            encoder,
-            lambda: LiveTeacher(encoder, corpus, "fp32", None).similarities(columns, rows),
-            2e-6,
-        ),
-        "cross-encoder teacher": (
-            scorer,
-            lambda: PairTeacher(scorer, corpus, "fp32", None).similarities(columns, rows),
-            2e-6,
-        ),
-        "scorer": (scorer, lambda: scorer.score(list(zip(texts[:50], texts[50:], strict=True))), 1e-6),
-    }
-    model, call, tolerance = calls[process]
-    expected = encoder.encode(texts, normalize=True) if process == "embedding actor" else call()
-    model.to("gpu")
-    with gpu.out_of_memory("distcse/models/frozen_pass.py", after=30):
-        found = call()
-    np.testing.assert_allclose(found, expected, atol=tolerance)
-    assert len(caplog.records) == 1 and "out of memory" in caplog.text
 
 
 def test_a_memory_that_holds_few_tokens_computes_the_same(

@@ -27,7 +27,8 @@ WITHOUT_EVALUATION = (
     "evaluation.dev=none",
     "evaluation.num_heldout=0",
     "evaluation.final_suites=[]",
-    "training.max_steps=4",
+    "training.max_steps=3",
+    "student.layers=[1]",
 )
 DETECTION = ("objective.rank=null", "student.projection=batch_norm_mlp", "objective.detection.weight=0.5")
 
@@ -55,22 +56,20 @@ def assert_equal(one: Recipe, other: Recipe) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_the_gradient_equals_that_of_the_full_batch(recipe_with: MakeRecipe, dropout: float, precision: str) -> None:
-    overrides = (
-        *WITHOUT_EVALUATION,
-        f"student.dropout={dropout}",
-        f"training.precision={precision}",
-        "student.pooling=cls",
+    chunks, streams = (
+        recipe_with(
+            *WITHOUT_EVALUATION,
+            f"student.dropout={dropout}",
+            f"training.precision={precision}",
+            "student.pooling=cls",
+            part,
+        )
+        for part in ("training.grad_cache_chunk=4", "training.dropout_rng_streams=4")
     )
     if precision == "fp32":
-        assert_equal(
-            recipe_with(*overrides, "training.grad_cache_chunk=4"),
-            recipe_with(*overrides, "training.dropout_rng_streams=4"),
-        )
+        assert_equal(chunks, streams)
     else:  # in both runs, bf16 rounds the gradients of weights once per chunk
-        (loss, found), (expected_loss, expected) = (
-            loss_and_gradient(recipe_with(*overrides, part))
-            for part in ("training.grad_cache_chunk=4", "training.dropout_rng_streams=4")
-        )
+        (loss, found), (expected_loss, expected) = loss_and_gradient(chunks), loss_and_gradient(streams)
         assert torch.equal(loss, expected_loss)
         both = [torch.cat([each[name].flatten() for name in found]) for each in (found, expected)]
         assert torch.cosine_similarity(*both, dim=0) > 0.9999
@@ -117,31 +116,23 @@ def test_saved_activations_do_not_grow_with_the_batch(recipe_with: MakeRecipe) -
     assert large[0] == pytest.approx(small[0], rel=0.1) and 0 < small[0] < full[0] / 6
 
 
-def _train(spec: Any, tables: Any) -> Any:
-    return train(spec, tables)
+def _train_both(*runs: Any) -> None:
+    for spec, tables in runs:
+        train(spec, tables)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_stages_and_two_workers_give_the_same_weights(recipe_with: MakeRecipe, stage: int) -> None:
+def test_two_workers_and_deepspeed_give_the_same_weights(recipe_with: MakeRecipe) -> None:
     """Lists contain both workers' chunks."""
-    alone, tables = make_spec(recipe_with(*WITHOUT_EVALUATION, "training.grad_cache_chunk=4"))
-    train(alone, tables)
-    engine = ("training.engine=deepspeed", f"training.zero_stage={stage}")
-    sharded, tables = make_spec(recipe_with(*WITHOUT_EVALUATION, "training.grad_cache_chunk=4", *engine))
-    if stage == 2:
-        run_workers(_train, 2, sharded, tables)
-    else:
-        train(sharded, tables)
-    assert_same_learning(weights_of(alone.run.path), weights_of(sharded.run.path))
 
+    def spec_of(*overrides: str) -> Any:
+        return make_spec(recipe_with(*WITHOUT_EVALUATION, "training.grad_cache_chunk=4", *overrides))
 
-def test_two_workers_of_the_torch_engine_give_the_same_weights(recipe_with: MakeRecipe) -> None:
-    overrides = (*WITHOUT_EVALUATION, "training.grad_cache_chunk=4")
-    alone, tables = make_spec(recipe_with(*overrides))
-    train(alone, tables)
-    together, tables = make_spec(recipe_with(*overrides))
-    run_workers(_train, 2, together, tables)
-    assert_same_learning(weights_of(alone.run.path), weights_of(together.run.path))
+    alone, together = spec_of(), spec_of()
+    stages = [spec_of("training.engine=deepspeed", f"training.zero_stage={stage}") for stage in (2, 3)]
+    _train_both(alone, stages[1])
+    run_workers(_train_both, 2, together, stages[0])
+    for spec, _ in (together, *stages):
+        assert_same_learning(weights_of(alone[0].run.path), weights_of(spec.run.path))
 
 
 @pytest.mark.parametrize(

@@ -1,142 +1,56 @@
-"""Recorded steps on a CPU, where the recording is the call itself, repeated on the tensors that it was recorded with."""
+"""Which steps are recorded as CUDA graphs, and what is said of others. Equal weights: tests/unit/test_gpu_steps.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from distcse.errors import CUDAGraphError, InvalidValueError
-from distcse.events import Event, Listener, LogMessage, StepReport
+from distcse.events import Event, LogMessage
+from distcse.losses import objective
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import BatchLoader
 from distcse.training import cuda_graphs as graphs
-from distcse.training import trainer
 from distcse.training.cuda_graphs import CudaGraphStep
-from distcse.training.dropout_rng import recorded_rng
-from distcse.training.task import StepInputs, TakeStep
+from distcse.training.task import StepInputs
 from tests.failures import fails_with
-from tests.jobs import make_spec, train, train_with_and_without_interruption
+from tests.gpusim import simulated
+from tests.jobs import make_spec, train
 from tests.weights import assert_equal_weights, weights_of
 
 MakeRecipe = Callable[..., Recipe]
-Parts = dict[str, Tensor]
 GRAPHS = "training.cuda_graphs=on"
 
 
-class CpuRecorder:
-    """Replays a call by calling it again and copying the result into the first result's tensors; counts its calls."""
+class Recorder:
+    """Counts recordings."""
 
-    def __init__(self) -> None:
-        self.warmed = self.recorded = self.replayed = 0
+    recorded = 0
 
-    @contextmanager
-    def warming(self) -> Iterator[None]:
-        self.warmed += 1
-        yield
+    def warming(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
-    def record(self, call: Callable[[], Parts], seeds: Sequence[int]) -> Callable[[Sequence[int]], Parts]:
+    def record(
+        self, call: Callable[[], dict[str, Tensor]], seeds: Sequence[int]
+    ) -> Callable[[Sequence[int]], dict[str, Tensor]]:
         self.recorded += 1
-        result: Parts = {}
-
-        def replay(new_seeds: Sequence[int]) -> Parts:
-            self.replayed += 1
-            with recorded_rng(ReplacedSeeds(dict(zip(seeds, new_seeds, strict=True))).drawing):
-                terms = call()
-            for name, part in terms.items():
-                result.setdefault(name, torch.empty_like(part)).copy_(part)
-            return result
-
-        return replay
-
-
-class ReplacedSeeds(NamedTuple):
-    """Seeds of a replay by those of the recording, in whose place they are set."""
-
-    seeds: dict[int, int]
-
-    @contextmanager
-    def drawing(self, seed: int) -> Iterator[None]:
-        with torch.random.fork_rng([]):
-            torch.manual_seed(self.seeds[seed])
-            yield
-
-
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> CpuRecorder:
-    """Replace the recorder of CUDA graphs in training steps."""
-    found = CpuRecorder()
-
-    def open_step(
-        take_step: TakeStep, device: torch.device, mode: graphs.GraphMode, emit: Listener, key: str
-    ) -> TakeStep:
-        return take_step if mode == "off" else CudaGraphStep(take_step, found)
-
-    monkeypatch.setattr(trainer, "open_step", open_step)
-    return found
-
-
-@pytest.mark.parametrize("max_graphs", [8, 2])
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        *(
-            pytest.param(overrides, marks=pytest.mark.slow)
-            for overrides in (
-                ("student.dropout=0.0", "training.precision=bf16"),
-                ("objective.rank.form=list_mle",),
-                ("objective.rank=null", "objective.regression={}", "student.projection=none"),
-                ("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
-            )
-        ),
-    ],
-    ids=lambda overrides: " ".join(overrides) or "RankCSE",
-)
-def test_recorded_steps_give_the_same_weights_as_eager_ones(
-    overrides: tuple[str, ...],
-    max_graphs: int,
-    recipe_with: MakeRecipe,
-    recorder: CpuRecorder,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bitwise, with several batch shapes, dropout, a changing learning rate, dev scores and checkpoints in between.
-
-    The kernel reads a learning rate tensor in float32, so all rates here are exact in float32.
-    """
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", max_graphs)
-    monkeypatch.setattr(trainer, "warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
-    runs, losses = [], []
-    for more in (("training.cuda_graphs=off",), (GRAPHS,)):
-        events: list[Event] = []
-        spec, tables = make_spec(recipe_with("training.epochs=3", f"training.lr={2**-10}", *overrides, *more))
-        result = train(spec, tables, events)
-        runs.append(weights_of(spec.run.path))
-        losses.append([event.losses for event in events if isinstance(event, StepReport)])
-    assert_equal_weights(*runs)
-    assert losses[0] == losses[1] and len({terms["loss"] for terms in losses[0]}) > 2
-    assert 0 < recorder.recorded <= min(max_graphs, recorder.warmed)
-    assert recorder.warmed + recorder.replayed == result.steps
-    assert recorder.replayed > result.steps / 2 or max_graphs == 2
+        return lambda new_seeds: call()
 
 
 @pytest.mark.parametrize(("streams", "recorded"), [(2, 8), (8, 4), (16, 2)])
-def test_shapes_of_many_streams_are_recorded_less_often(
-    streams: int, recorded: int, recipe_with: MakeRecipe, recorder: CpuRecorder
-) -> None:
+def test_shapes_of_many_streams_are_recorded_less_often(streams: int, recorded: int) -> None:
     """Twelve shapes, each twice: a step is recorded when its shape comes again."""
-    spec, _ = make_spec(recipe_with(GRAPHS, f"training.dropout_rng_streams={streams}"))
-    batch, engine = BatchLoader(spec, 0, 1).batch(0, torch.device("cpu")), SimpleNamespace(device=torch.device("cpu"))
-    step = CudaGraphStep(lambda *_: {"loss": torch.zeros(())}, recorder)
+    recorder, seeds = Recorder(), tuple(range(streams))
+    step = CudaGraphStep(lambda *_: {"loss": torch.zeros(())}, recorder)  # type: ignore[arg-type]
+    engine = SimpleNamespace(device=torch.device("cpu"))
     for number in [*range(12), *range(12)]:
-        step(engine, None, StepInputs(batch, torch.zeros(number + 1)), 0.1)  # type: ignore[arg-type]
+        step(engine, None, StepInputs(seeds, torch.zeros(number + 1)), 0.1)  # type: ignore[arg-type]
     assert recorder.recorded == recorded
 
 
@@ -163,28 +77,49 @@ def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
     rng.require_all()
 
 
-def test_a_resumed_run_takes_eager_steps_that_were_replayed_before(
-    recipe_with: MakeRecipe, recorder: CpuRecorder
+def test_a_failed_recording_is_an_error_or_continues_with_eager_steps(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are bitwise equal, also with learning rates that are not exact in float32."""
-    undisturbed, resumed = train_with_and_without_interruption(recipe_with(GRAPHS, "training.epochs=2"))
-    assert recorder.replayed > 10
-    assert_equal_weights(weights_of(undisturbed.run.path), weights_of(resumed.run.path))
+    """A loss that reads a number on the host cannot be recorded."""
+    monkeypatch.setattr("distcse.training.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
+    shares = objective.cosine_shares
 
+    def read_a_number(views: Any) -> dict[str, Tensor]:
+        assert views.z1.sum().item() == views.z1.sum().item()
+        return shares(views)
 
-def test_a_step_that_cannot_be_recorded_is_an_error(
-    recipe_with: MakeRecipe, recorder: CpuRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(call: Callable[[], Parts], seeds: Sequence[int]) -> Callable[[Sequence[int]], Parts]:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
-
-    monkeypatch.setattr(recorder, "record", refuse)
-    spec, tables = make_spec(recipe_with(GRAPHS))
-    with fails_with(CUDAGraphError, "(operation not permitted when stream is capturing)", "training.cuda_graphs=off"):
+    monkeypatch.setattr(objective, "cosine_shares", read_a_number)
+    runs, said = [], []
+    for mode in ("auto", "off"):
+        spec, tables = make_spec(
+            recipe_with(
+                "training.max_steps=3", "evaluation.dev=none", f"training.lr={2**-10}", f"training.cuda_graphs={mode}"
+            )
+        )
+        events: list[Event] = []
+        with simulated():
+            assert train(spec, tables, events).state.finished
+        runs.append(weights_of(spec.run.path))
+        said.append([text for text in messages(events) if "steps run eagerly" in text])
+    assert_equal_weights(*runs)
+    assert len(said[0]) == 1 and "operation not permitted when stream is capturing" in said[0][0] and not said[1]
+    spec, tables = make_spec(recipe_with("training.max_steps=3", "evaluation.dev=none", GRAPHS))
+    with simulated(), fails_with(CUDAGraphError, "operation not permitted", "training.cuda_graphs=off"):
         train(spec, tables)
     _, recipe = RunDirectory.reopen(spec.run.path, ["training.cuda_graphs=off"])
-    assert isinstance(recipe, Recipe)
-    assert train(replace(spec, recipe=recipe), tables).state.finished
+    assert isinstance(recipe, Recipe) and recipe.training.cuda_graphs == "off"
+
+
+def messages(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, LogMessage)]
+
+
+def test_a_step_that_cannot_be_recorded_says_why(recipe_with: MakeRecipe) -> None:
+    spec, tables = make_spec(recipe_with("training.max_steps=1", "training.gradient_accumulation=2"))
+    events: list[Event] = []
+    with simulated():
+        train(spec, tables, events)
+    assert [text for text in messages(events) if "to record them, write training.gradient_accumulation: 1" in text]
 
 
 def test_the_first_error_of_a_recording_is_raised() -> None:
@@ -202,39 +137,11 @@ def test_the_first_error_of_a_recording_is_raised() -> None:
 
 
 def test_attention_that_computes_the_padding_in_a_step_is_refused(
-    recipe_with: MakeRecipe, recorder: CpuRecorder, tiny: Callable[..., Any]
+    recipe_with: MakeRecipe, tiny: Callable[..., Any]
 ) -> None:
     spec, tables = make_spec(recipe_with(GRAPHS, f"student.backbone={tiny('modernbert')}"))
     with fails_with(CUDAGraphError, spec.recipe.student.backbone, "training.cuda_graphs=off"):
         train(spec, tables)
-
-
-def test_a_graphs_tensors_keep_their_addresses(recipe_with: MakeRecipe, recorder: CpuRecorder) -> None:
-    """Scoring interpolated weights and saving a checkpoint write into tensors and do not replace them."""
-    addresses: list[set[int]] = []
-    make_engine = trainer.make_engine  # type: ignore[attr-defined]
-
-    def make_recording_engine(*arguments: Any) -> Any:
-        engine: Any = make_engine(*arguments)
-        update = engine.step
-
-        def step(lr: Any) -> None:
-            update(lr)
-            tensors = [*engine.model.state_dict().values(), engine.optimizer.updates]
-            tensors += [moment for kinds in engine.optimizer.moments.values() for moment in kinds.values()]
-            addresses.append({tensor.data_ptr() for tensor in tensors})
-            assert all(parameter.grad is None for parameter in engine.parameters.values())
-
-        engine.step = step
-        return engine
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_engine", make_recording_engine)
-        overrides = ("training.epochs=2", "student.init_weight_mix=0.2", "student.projection=batch_norm_mlp")
-        spec, tables = make_spec(recipe_with(GRAPHS, *overrides))
-        result = train(spec, tables)
-    assert len(addresses) == result.steps and len(result.state.scores) > 2
-    assert all(each == addresses[0] for each in addresses)
 
 
 def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeRecipe) -> None:

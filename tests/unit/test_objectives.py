@@ -85,8 +85,8 @@ def test_gradients_of_all_views_equal_finite_differences(rank: str, consistency:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tau", [1e-4, 1e-2, 1.0, 10.0])
-@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("tau", [1e-4, 10.0])
+@pytest.mark.parametrize("rank", ["list_net", "list_mle without positive", "list_mle eps"])
 @pytest.mark.parametrize("kind", ["random", "identical", "opposite", "zero"])
 def test_extreme_inputs_have_finite_losses_and_gradients(dtype: torch.dtype, tau: float, rank: str, kind: str) -> None:
     z = seeded(8, 5, dtype=torch.float32)

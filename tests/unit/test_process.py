@@ -1,7 +1,8 @@
-"""Memory that a training frees is returned to the kernel."""
+"""Memory of a process: what a training frees is returned to the kernel, and imports pause the garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 from distcse.devices import host
+from distcse.devices.process import gc_paused
 from tests.conftest import ROOT
 
 _PROGRAM = """
@@ -36,3 +38,16 @@ def test_release_memory_returns_free_memory() -> None:
         [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
     )
     assert float(done.stdout) > 300
+
+
+def test_the_collectors_state_is_restored() -> None:
+    assert gc.isenabled()
+    with gc_paused():
+        assert not gc.isenabled()
+        with gc_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ModuleNotFoundError), gc_paused():
+        import no_such_library  # type: ignore[import-not-found]  # noqa: F401
+    assert gc.isenabled()
