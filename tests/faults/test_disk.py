@@ -140,7 +140,8 @@ def test_a_damaged_layer_selection_is_computed_again(recipe_with: MakeRecipe) ->
     corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
     chosen = with_chosen_layers(recipe, corpus, LocalBackend(), Reporter())
     (file,) = (Path(recipe.storage.cache) / "layers").iterdir()
-    for damage in (flip, Path.unlink):
+    damages: tuple[Damage, ...] = (flip, Path.unlink)
+    for damage in damages:
         damage(file)
         assert with_chosen_layers(recipe, corpus, LocalBackend(), Reporter()) == chosen
         assert load_checked_json(file)["layers"] == chosen.student.layers

@@ -369,6 +369,11 @@ def write_model(location: ArtifactStore, version: int) -> None:
     model.publish()
 
 
+def write_new_model(location: ArtifactStore, version: int) -> None:
+    if version:
+        write_model(location, 1)
+
+
 def read_model(location: ArtifactStore) -> dict[str, str] | None:
     model = location / "model"
     return content_of(model) if model.fetch_folder() else None
@@ -468,7 +473,7 @@ IN_BOTH = {
         lambda location: location.read("a/x.yaml"),
     ),
     "folder": Writer(write_model, read_model),
-    "new folder": Writer(lambda location, version: write_model(location, 1) if version else None, read_model),
+    "new folder": Writer(write_new_model, read_model),
     "checkpoint": Writer(save_checkpoint, read_checkpoint),
     "shard": Writer(write_shard, read_shards),
     "labels": Writer(post_scores, read_scores),
@@ -549,7 +554,7 @@ def test_a_reader_of_a_bucket_sees_the_old_content_or_the_new_one_at_every_point
         machine("writer")
         return found
 
-    location, contents = open_on("writer", "undisturbed"), []
+    location, contents = open_on("writer", "undisturbed"), list[Any]()
     for version in (0, 1, 0, 1):  # also where files of this content are stored already
         writer.write(location, version)
         contents.append(read("undisturbed"))
