@@ -1,4 +1,4 @@
-"""Which steps are recorded as CUDA graphs, and what is said of others. Equal weights: tests/unit/test_gpu_steps.py."""
+"""Which steps are recorded as CUDA graphs, and the messages about others. Equal weights: tests/unit/test_gpu_steps.py."""
 
 from __future__ import annotations
 
