@@ -93,7 +93,7 @@ def test_a_run_starts_ray_stops_at_ctrl_c_and_resumes_to_a_model(recipe_file: Pa
 
 
 def test_a_local_cluster_is_reached_from_this_machine_only() -> None:
-    """In a process of its own: Ray reads the variable that binds its ports when it is imported."""
+    """In a separate process: Ray reads the variable that binds its ports when it is imported."""
     script = """
 import psutil
 from distcse.cluster.cluster import cluster

@@ -16,7 +16,7 @@ PACKAGE = {file.relative_to(ROOT / "distcse").as_posix(): file.read_text() for f
 
 
 def test_no_module_imports_from_a_layer_above() -> None:
-    """In a process of its own: import-linter would silence the loggers of this one."""
+    """In a separate process: import-linter would silence the loggers of this one."""
     pytest.importorskip("importlinter", reason="import-linter is not installed")
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
