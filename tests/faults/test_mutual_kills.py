@@ -1,4 +1,4 @@
-"""Mutual distillation on a Ray cluster while actors are killed, stopped or wait for resources."""
+"""Mutual distillation on a Ray cluster while actors and drivers are killed, stopped or wait for resources."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from distcse.errors import OutOfMemoryError, WorkersLostError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.recipe import LoopSection, MutualRecipe
 from distcse.report.history import read_run
+from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.phases import GroupContext, Kind
 from distcse.runs.mutual.result import MutualResult
 from tests.backends import run_mutual
+from tests.drivers import Driver
 from tests.failures import fails_with
 from tests.kills import CpuHolder, kill_actor
 from tests.pairs import assert_same_labels, make_mutual_recipe
@@ -97,6 +99,29 @@ def test_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupt
         assert shares_workers or (bert.begin < roberta.end and roberta.begin < bert.end), (
             "groups do not train in parallel"
         )
+
+
+@pytest.mark.slow
+def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: MakeRecipe, tmp_path: Path) -> None:
+    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders train; the last one finishes the run."""
+    uninterrupted = run_mutual(recipe_with(), Reporter())
+    recipe_with(*ON_RAY)
+    arguments = [str(tmp_path / "recipe.yaml"), *LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
+    run = _run_until(arguments, "cycle-1-cross", signal.SIGTERM)
+    assert _run_until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
+    directory, recipe = RunDirectory.reopen(run, ["ray=false"])
+    assert isinstance(recipe, MutualRecipe)
+    resumed = run_mutual(recipe, Reporter(), directory)
+    assert resumed.best and not resumed.interrupted
+    assert_same_labels(uninterrupted.directory.path, resumed.directory.path)
+
+
+def _run_until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
+    """Start `distcse train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
+    with Driver(arguments) as driver:
+        driver.wait_for_steps(phase)
+        driver.end(stop)
+        return driver.run
 
 
 @pytest.mark.parametrize(
