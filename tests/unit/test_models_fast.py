@@ -24,6 +24,7 @@ from distcse.models.cpu_kernels import Dropout, is_faster, use_mkldnn_linear
 from distcse.rank_space import rank_space
 from distcse.recipe import Recipe, TeacherSection, read_recipe, recipe_yaml, with_values
 from distcse.teachers.kinds import kind_of
+from distcse.text.collate import collate
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -109,6 +110,24 @@ def test_the_switch_reaches_every_encoder_section_and_other_processes(
     assert stored.models.fast == "off", "YAML reads off as false"
     with fails_with(InvalidValueError, "models.fast", "'auto' or 'off'"):
         with_values(recipe, {"models.fast": "on"})
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet"])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_vectors_and_gradients_are_equal_without_shortcuts(tiny: Callable[..., Path], kind: str, pooling: Any) -> None:
+    vectors, gradients = [], []
+    for is_fast in (True, False):
+        encoder = Encoder.load(tiny(kind), is_fast=is_fast, pooling=pooling, max_length=16).eval()
+        assert encoder.is_fast == is_fast
+        tokens = collate([np.arange(5, 5 + length) for length in (3, 12, 7)], 1, with_token_index=True)
+        output = encoder(tokens.ids, tokens.mask, tokens.token_index)
+        output.pow(2).sum().backward()
+        vectors.append(output.detach())
+        gradients.append({name: weight.grad for name, weight in encoder.named_parameters() if weight.grad is not None})
+    torch.testing.assert_close(vectors[0], vectors[1], atol=2e-6, rtol=1e-5)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-4)
 
 
 def test_dropout_layers_are_replaced_only_with_the_switch(tiny: Callable[..., Path]) -> None:
