@@ -76,6 +76,18 @@ def test_troubleshooting_quotes_messages_that_there_are() -> None:
     assert not [part for message in quoted for part in re.split(r"\s*…\s*", message) if part and part not in joined]
 
 
+def test_the_tests_that_hold_promises_are_there() -> None:
+    named = re.findall(
+        r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`", (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    )
+    assert len(named) > 100
+    for file, function in named:
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(encoding="utf-8") or not function, (
+            file,
+            function,
+        )
+
+
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_is_committed_as_run_from_top_to_bottom(file: Path) -> None:
     code = [cell for cell in json.loads(file.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
