@@ -92,8 +92,8 @@ class Pass:
         self.embedded, self.events = rows_embedded(events), events
 
     def never_exceeds_its_total(self) -> bool:
-        stages = [event for event in self.events if isinstance(event, StageProgress) and event.total]
-        return all(event.done <= event.total for event in stages)
+        stages = [event for event in self.events if isinstance(event, StageProgress)]
+        return all(event.done <= total for event in stages if (total := event.total))
 
     def stored(self) -> np.ndarray:
         """The first teacher's vectors as they are stored."""
