@@ -41,6 +41,7 @@ def make_encoder(
         "bert": bert,
         "minilm": {**bert, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 192},
         "roberta": {**bert, "type_vocab_size": 1},
+        "mpnet": bert,
         "distilbert": {
             "max_position_embeddings": 66,
             "hidden_dim": 2 * width,
