@@ -465,7 +465,7 @@ ASKS = {
     "cluster/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
     "cluster/teacher_servers:co_located_servers": "tests/faults/test_kills.py",
     "cluster/train_workers:_run_trainer": "tests/faults/test_kills.py",
-    "cluster/tune:TrialListener.on_step_end": "tests/faults/test_sweeps.py",
+    "cluster/tune:TrialListener.on_step_end": "tests/cluster/test_sweep.py",
     "runs/lease:_wait": "test_lease.py",
     "runs/lease:_local_lock": "test_lease.py",
     "teachers/comparison:compare": _PASS,
