@@ -360,8 +360,8 @@ class CheckpointManager:
         try:
             with self._blocking():
                 score = broadcast(self._task.evaluate())
-        except StoppedEarlyError:
-            self._emit(LogMessage(f"step {state.step} has no dev score yet: stopped in it"))
+        except StoppedEarlyError as stopped:
+            self._emit(LogMessage(f"step {state.step} has no dev score yet: {stopped}"))
             self.stopped = True
             return state
         return self._with_score(state, state.step, score)

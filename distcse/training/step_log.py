@@ -104,7 +104,7 @@ def stop_of_score(reporter: Reporter, together: bool) -> Callable[..., None]:
     def check(*_: object) -> None:
         stop = rank() == 0 and reporter.stop_requested()
         if broadcast(stop) if together else stop:
-            raise StoppedEarlyError("stopped in the dev score, which the resumed run computes")
+            raise StoppedEarlyError("stopped in it")
 
     return check
 
