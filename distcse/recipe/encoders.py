@@ -19,13 +19,13 @@ class EncoderSection(Section):
     backbone: HubName
     """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package."""
     pooling: Pooling | None = None
-    """How token vectors are pooled into one sentence vector; null reads it from the folder (sentence-transformers layout)."""
+    """Pooling of token vectors into a sentence vector; null reads it from the folder."""
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = None
-    """Maximum tokens per sentence, special tokens included; longer sentences are truncated. null reads it from the folder."""
+    """Maximum tokens per sentence, special tokens included; longer ones are truncated. null reads it from the folder."""
     prompt: str = ""
     """Text prepended to every sentence, or a template that contains `{sentence}`."""
     trust_remote_code: bool = False
-    """Run Python code from the model's folder. Set it only for code that you have read."""
+    """Run Python code from the model's folder. Read that code first."""
 
     _is_fast: bool = PrivateAttr(default=True)
 
@@ -43,15 +43,15 @@ class TrainedSection(EncoderSection):
     """An encoder that is trained and saved."""
 
     pooling: Pooling | None = "cls"
-    """How token vectors are pooled into one sentence vector; saved with the model. null reads it from the folder."""
+    """Pooling of token vectors into a sentence vector, saved with the model; null reads it from the folder."""
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = 32
-    """Maximum tokens per sentence, in training and in the saved model; longer sentences are truncated. null reads it from the
+    """Maximum tokens per sentence, in training and in the saved model; longer ones are truncated. null reads it from the
     folder."""
     layers: list[Annotated[int, Field(ge=0)]] | Literal["auto"] | None = None
-    """Indices of the backbone's layers to keep, ascending: [0, 2, 4] makes a three-layer student; null keeps all. `auto`
-    (students only, with `num_layers`) tests before training which layers agree best with the teachers."""
+    """Layers of the backbone to keep, as ascending indices such as [0, 2, 4]; null keeps all. `auto` (students only, with
+    `num_layers`) selects those that agree best with the teachers before training."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Dropout probability of the backbone in training; null keeps the backbone's configuration."""
+    """Dropout probability of the backbone in training; null keeps the backbone's."""
 
     @property
     def named_layers(self) -> list[int] | None:
@@ -78,15 +78,15 @@ class StudentSection(TrainedSection):
     """The student encoder."""
 
     num_layers: Annotated[int, Field(ge=1)] | None = None
-    """Number of layers to keep with `layers: auto`; null otherwise."""
+    """Layers to keep with `layers: auto`; null otherwise."""
     embedding_size: Annotated[int, Field(ge=2)] | None = None
-    """Size of the word embeddings, reduced from the backbone's by principal components: for very small students, most of
-    whose weights are vocabulary. The saved model is then an ELECTRA. null keeps the backbone's size."""
+    """Width of the word embeddings, reduced by principal components; the saved model is then an ELECTRA. null keeps the
+    backbone's."""
     init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Weight of the initial parameters in the evaluated and saved model (WiSE-FT interpolation, Wortsman et al. 2022, Eq. 1).
-    Training continues from the uninterpolated parameters. 0 saves the trained parameters unchanged."""
+    """Weight of the initial parameters in the evaluated and saved model (WiSE-FT, Wortsman et al. 2022, Eq. 1). Training
+    continues from the unmixed ones."""
     projection: Projection = "tanh_mlp"
-    """Projection head between the pooled vector and the objective. It is used in training only and never saved."""
+    """Projection head between pooled vector and objective, in training only; it is not saved."""
 
     @model_validator(mode="after")
     def _depth_belongs_to_auto(self) -> Self:
@@ -99,12 +99,11 @@ class StudentSection(TrainedSection):
 
 
 class ModelsSection(Section):
-    """How all models of a run are computed: those that are trained, teachers, scorers and evaluated ones."""
+    """How all models of a run are computed."""
 
     fast: Literal["auto", "off"] = "auto"
-    """Exact shortcuts of the forward pass. `auto` uses each where it saves time: no padding in training, oneDNN's weight layout
-    for frozen models and dropout from 16-bit random numbers (on CPUs), and a last layer for the one token that is pooled.
-    Results differ by rounding, and dropout draws other masks. `off` computes models as transformers does."""
+    """Exact shortcuts of the forward pass ([which](../explanation/faq.md)): results differ by rounding, and dropout draws
+    other masks. `off` computes models as transformers does."""
 
     @field_validator("fast", mode="before")
     @classmethod

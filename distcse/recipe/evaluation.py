@@ -16,12 +16,12 @@ _DEV_SCORES = ("auto", "stsb", "sickr", "stsb_sickr", "agreement", "none")
 
 
 class AsyncEvalSection(Section):
-    """Resources of the process that computes dev scores during training, on one of the nodes that may train."""
+    """Process that computes dev scores during training, on a node that may train."""
 
     cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPUs of the process."""
     gpus: Gpus | None = None
-    """GPUs of the process, or a fraction of one; null assigns a quarter of one, where the nodes have GPUs."""
+    """GPUs, or a fraction of one; null assigns a quarter where nodes have GPUs."""
 
 
 class RankInferenceSection(Section):
@@ -30,46 +30,44 @@ class RankInferenceSection(Section):
     weight: Annotated[float, Field(ge=0, le=1)] = 0.1
     """λ, from 0 (cosine only) to 1 (ranks only)."""
     num_references: Annotated[int, Field(ge=2)] = 100_000
-    """Corpus sentences that are ranked: the same as those of a rank-space teacher, and all of a smaller corpus."""
+    """Corpus sentences that are ranked, those of a rank-space teacher; at most all."""
     normalize: bool = True
-    """Rank the references by cosine; false ranks them by inner product, as the public code does at inference."""
+    """Rank by cosine; false ranks by inner product, as the public code does."""
     rank_method: Literal["sort", "histogram"] = "sort"
-    """How references are ranked, as for teachers: `sort` is exact, `histogram` faster with tens of thousands on CPUs."""
+    """As [for teachers](#teachersencoders): `sort` is exact, `histogram` faster on CPUs."""
 
 
 class EvaluationSection(Section):
     """Evaluation during training and at its end."""
 
     data: str | None = None
-    """Folder of labelled sets: `sts/stsb/dev.tsv.gz`, `sts/sts12/test.tsv.gz` and so on."""
+    """Folder of labelled sets ([layout](../how-to/evaluate.md#the-data-folder))."""
     dev: str = "auto"
-    """Score that selects the best checkpoint: `stsb` (Spearman correlation on STS-B dev), `sickr` (on SICK-R trial),
-    `stsb_sickr` (the mean of both), `agreement` with the teachers on held-out rows, [a path of
-    yours](../how-to/evaluate.md#the-dev-set), or `none`, which takes the last checkpoint. `auto` is `stsb` where `data` is
-    set, else `agreement` where there are teachers, else `none`."""
+    """Score that selects the checkpoint: Spearman's correlation on `stsb` (dev), `sickr` (trial) or `stsb_sickr` (their mean);
+    `agreement` with the teachers on held-out rows; [your own set](../how-to/evaluate.md#the-dev-set); or `none`, which takes
+    the last. `auto` is `stsb` with `data`, else `agreement` with teachers, else `none`."""
     dev_is_test: bool = False
-    """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
+    """Allow a test set as dev set; its scores are then no measurement."""
     num_heldout: Annotated[int, Field(ge=0)] = 512
-    """Rows of the corpus that are excluded from training, as are those with the same text; `agreement` is computed on them.
-    This default, or a packaged recipe's, is lowered to a tenth of a smaller corpus. A value of yours is kept."""
+    """Corpus rows excluded from training, with their duplicates; `agreement` is computed on them. For a small corpus, a value
+    that you didn't set is lowered to a tenth of the rows."""
     eval_steps: Annotated[int, Field(ge=1)] = 125
-    """Steps between two dev scores. Each dev score also writes a checkpoint."""
+    """Steps between dev scores; each also writes a checkpoint."""
     async_eval: AsyncEvalSection | None = None
-    """Compute dev scores in a separate process while the workers continue; `{}` uses one CPU. A score arrives at most one
-    checkpoint later, so early stopping stops one checkpoint later. null computes them in the workers, as trials of a sweep
-    do."""
+    """Compute dev scores in a separate process (`{}`: on one CPU) while training continues; early stopping then acts one
+    checkpoint later. null computes them in the workers, as trials of a sweep do."""
     precision: Precision = "auto"
-    """Precision of dev scores and of the final evaluation. `auto` is bf16 where the evaluating devices have fast bf16 units,
-    else fp32; the report names it."""
+    """Precision of dev scores and final evaluation; `auto` is bf16 where all evaluating devices have fast bf16 units, else
+    fp32."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop after this many dev scores without a new best; null disables early stopping."""
+    """Dev scores without a new best after which the run stops; null never stops early."""
     final_suites: list[Measure] | Literal["with_transfer"] | None = None
-    """Suites for the final evaluation of the initial model, the student and the teachers. null runs `sts`, `ranking`,
-    `geometry` and `retrieval` where `data` is set, else `agreement`. `with_transfer` adds `transfer` where `data` is set,
-    which takes minutes per model ([how many](../how-to/evaluate.md#in-a-training-run))."""
+    """Suites of the final evaluation of start, student and teachers. null runs `sts`, `ranking`, `geometry` and `retrieval`
+    with `data`, else `agreement`. `with_transfer` adds `transfer`, which takes
+    [minutes per model](../how-to/evaluate.md#in-a-training-run)."""
     rank_inference: RankInferenceSection | None = None
-    """Also measure the student with ranks at inference, on the suites of pairs, and store it with its references as `ranker`
-    in the run's folder; `{}` has RankEncoder's settings. null does not."""
+    """Also measure the student with ranks at inference, on the suites of pairs, and store it as `ranker` in the run's folder;
+    `{}` has RankEncoder's settings."""
 
     @field_validator("dev")
     @classmethod

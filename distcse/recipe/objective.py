@@ -67,9 +67,9 @@ class FalseNegativesSection(Section):
     """Treatment of in-batch negatives that the teachers rate as near-identical."""
 
     threshold: Annotated[float, Field(gt=-1, lt=1)] = 0.9
-    """Similarity (the teachers' weighted mean) from which a pair counts as a false negative."""
+    """Similarity, the teachers' weighted mean, from which a pair is a false negative."""
     form: Literal["mask", "soften"] = "mask"
-    """`mask` excludes false negatives; `soften` decreases their weight from 1 at `threshold` to 0 at similarity 1."""
+    """`mask` excludes them; `soften` lowers their weight from 1 at `threshold` to 0 at similarity 1."""
 
 
 class InfoNCESection(LossSection):
@@ -81,7 +81,7 @@ class InfoNCESection(LossSection):
     """Weight of the term in the sum."""
 
     false_negatives: FalseNegativesSection | None = None
-    """Treatment of false negatives, which needs teachers; null keeps all negatives."""
+    """Treatment of false negatives, by the teachers' similarities; null keeps all."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         masking = self.false_negatives.model_dump() if self.false_negatives is not None else {}
@@ -101,7 +101,7 @@ class ConsistencySection(LossSection):
     beta: Weight = 1.0
     """Weight β of the term in the sum."""
     form: Literal["js", "neg_entropy"] = "js"
-    """`js` is the paper's Jensen–Shannon divergence; `neg_entropy` is what the public code computes."""
+    """`js`: the paper's Jensen–Shannon divergence; `neg_entropy`: the public code's term."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         return "distcse.losses.consistency:Consistency", {"tau1": tau1, "form": self.form}
@@ -113,8 +113,7 @@ class RankSection(LossSection):
     weight_key = "gamma"
 
     form: Literal["list_net", "list_mle"] = "list_net"
-    """`list_net` (ListNet) matches the top-one distribution; `list_mle` (ListMLE) maximises the likelihood of the teachers'
-    order."""
+    """`list_net` matches top-one distributions; `list_mle` maximises the likelihood of the teachers' order."""
     gamma: Weight = 1.0
     """Weight γ of the term in the sum."""
     tau2: Temperature = 0.05
@@ -122,11 +121,11 @@ class RankSection(LossSection):
     tau3: Temperature = 0.025
     """Temperature of the teachers' list (ListNet only)."""
     exclude_positive: bool | None = None
-    """Exclude the sentence itself from its list; null is the paper's choice: true for ListNet, false for ListMLE."""
+    """Exclude the sentence itself from its list; null is true for ListNet, false for ListMLE, as in the paper."""
     list_reduction: Literal["sum", "mean"] = "sum"
-    """ListMLE's reduction over a list; `mean` divides by the list's length."""
+    """ListMLE's reduction over a list."""
     eps: Annotated[float, Field(gt=0, le=1e-3)] | None = None
-    """ListMLE only: constant added inside the logarithm, 1e-10 or 1e-7 in the public codes; null adds none."""
+    """Constant inside ListMLE's logarithm, 1e-10 or 1e-7 in public codes; null adds none."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         is_list_net = self.form == "list_net"
@@ -156,7 +155,7 @@ class RankRegressionSection(LossSection):
     upper: Annotated[float, Field(ge=-2, le=2)] = 0.8
     """τu: exclude pairs above this similarity; 0.9999 excludes only the sentence itself."""
     student_similarity: Literal["cross_view", "same_view"] = "cross_view"
-    """Cosine between a pair's different views, as in the public code, or between its first views."""
+    """Cosine between a pair's different views, as in the public code, or its first views."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> RankRegressionSection:
@@ -180,15 +179,14 @@ class RegressionSection(LossSection):
     weight: Weight = 1.0
     """Weight of the term in the sum."""
     form: Literal["cosine", "mse"] = "cosine"
-    """`cosine` is 1 - cos; `mse` is the squared distance, which also fits the norm."""
+    """`cosine` is 1 - cos; `mse`, the squared distance, also fits the norm."""
     teachers: list[Annotated[int, Field(ge=0)]] | None = None
-    """Indices of the teachers whose vectors, weighted by alpha, are concatenated into the target; null takes all. A single
-    teacher of the student's width is used unchanged; any other target is projected to the student's width."""
+    """Indices of the teachers whose vectors, weighted by `alpha`, are joined into the target; null takes all. Unless it is one
+    teacher of the student's width, the target is projected to that width."""
 
     projection: str | None = None
-    """Run (folder, or address in object storage) whose projection is used: this student then lies in the same space as that
-    run's, and searches its index. Text, teachers and their weights are the same, and the student has the same width. null fits
-    a projection, rotated towards the student's initial vectors."""
+    """Run, by folder or address, whose projection is used, so that this student can search that one's index; text, teachers,
+    weights and width must be equal. null fits a projection, rotated towards the student's initial vectors."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         return "distcse.losses.regression:Regression", {"form": self.form}
@@ -204,21 +202,20 @@ class DetectionSection(LossSection):
     weight: Weight = 0.005
     """Weight λ of the term in the sum."""
     generator: HubName
-    """Folder or hub id of a masked language model with the student's vocabulary."""
+    """Masked language model with the student's vocabulary: folder or hub id."""
     masking_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Share of tokens that are masked, drawn separately for each view."""
+    """Share of tokens that are masked, drawn per view."""
     replace: Literal["all_positions", "masked_only"] = "all_positions"
-    """Where the generator's tokens replace the sentence's: at all positions, as in the public code, or only at masked ones."""
+    """Where the generator's tokens replace the sentence's; `all_positions` as in the public code."""
     sampling: Literal["argmax", "sample"] = "argmax"
-    """How the generator's token is chosen: the most likely one, as in the public code, or sampled, as in the paper."""
+    """The generator's token: `argmax` as in the public code, `sample` as in the paper."""
     reduction: Literal["all", "nonpad"] = "all"
-    """`all` averages over all positions including padding, as in the public code, for which λ is tuned; `nonpad` averages
-    over tokens. Padding is that of the global batch, for any number of workers, dropout streams and
-    chunks."""
+    """`all` averages over all positions of the padded global batch, as in the public code, for which λ is tuned; `nonpad` over
+    tokens."""
     condition: Literal["projected", "pooled"] = "projected"
-    """Sentence vector that conditions the discriminator: after the projection, or before it."""
+    """Vector that conditions the discriminator: after or before the projection."""
     generator_dropout: bool = True
-    """Apply dropout in the frozen generator, as the public code does."""
+    """Dropout in the frozen generator, as in the public code."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         return "distcse.losses.detection:ReplacedTokenDetection", {}
@@ -229,14 +226,14 @@ class DetectionSection(LossSection):
 
 
 class CustomLossSection(LossSection):
-    """A custom loss term ([how to write one](../how-to/extend.md))."""
+    """A custom loss term ([how to write one](../how-to/extend.md#add-a-loss))."""
 
     class_path: ClassPath
     """`module:Class`, importable on every worker of the run."""
     weight: Weight = 1.0
     """Weight of the term in the sum."""
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
-    """Keyword arguments of the class's constructor."""
+    """Arguments of its constructor."""
 
     def term(self, tau1: float) -> ClassAndArguments:
         return self.class_path, self.kwargs
@@ -257,16 +254,15 @@ class ObjectiveSection(Section):
     rank: RankSection | None = RankSection()
     """Ranking distillation term; needs teachers."""
     rank_regression: RankRegressionSection | None = None
-    """RankEncoder's term; needs teachers, which the paper has in rank space."""
+    """RankEncoder's term; needs teachers, the paper's in rank space."""
     regression: RegressionSection | None = None
-    """Vector regression term, in addition to list terms or instead of them; needs teachers with tables."""
+    """Vector regression term; needs teachers with tables."""
     detection: DetectionSection | None = None
     """DiffCSE's term."""
     custom: dict[Name, CustomLossSection] = Field(default_factory=dict)
     """Custom terms, by the name that reports use."""
     combine: Literal["sum", "hinge"] = "sum"
-    """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5), plus the other
-    terms."""
+    """`sum` of all terms; `hinge` is max(InfoNCE, λ · rank regression) of the batch (RankEncoder Eq. 5) plus the others."""
 
     @property
     def unread_keys(self) -> Mapping[str, str]:

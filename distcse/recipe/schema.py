@@ -23,21 +23,17 @@ _SPACE = (
 _HEAD = """\
 # Recipe reference
 
-All keys of recipes and search spaces, with type, default and meaning. This page is generated from the types by
-`python -m distcse recipe reference`; a test checks that it is up to date. A key's path is the path of its section, a dot, and the
-key. On the command line, `objective.rank.tau2=0.025` is
+All keys of recipes and search spaces, written by `python -m distcse recipe reference`. A key's path is its section's, a dot, and
+the key. On the command line, `objective.rank.tau2=0.025` is
 
 ```yaml
 objective:
   rank: {tau2: 0.025}
 ```
 
-A `*` is an index in a list, counted from 0, as in `teachers.encoders.0.alpha=2`, or a name. A section whose default is null is
-disabled unless one of its keys is set; `key: null` disables a section. `python -m distcse.train --print-recipe RECIPE` prints a
-recipe with all its values.
-
-A recipe may begin with [`extends: NAME`](command-line.md#a-recipe-that-changes-another): sections are merged key by key,
-lists and values are replaced, and `null` disables a section.
+A `*` is a name, or an index in a list, counted from 0: `teachers.encoders.0.alpha=2`. A section whose default is null is disabled
+unless one of its keys is set; `key: null` disables one. `--print-recipe` prints a recipe with all values. A recipe may begin with
+[`extends: NAME`](command-line.md#a-recipe-that-changes-another).
 """
 _PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
 _MANY = {"section": "sections", "text": "texts", "number": "numbers", "integer": "integers"}

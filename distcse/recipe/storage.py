@@ -32,21 +32,18 @@ def parse_bytes(text: str) -> int:
 
 
 class StorageSection(Section):
-    """Where runs and caches are stored ([how](../how-to/storage.md)).
-
-    A folder (on a cluster of several nodes: shared storage), or object storage: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`.
-    """
+    """Where runs and caches are stored ([how](../how-to/storage.md)): folders, which all nodes share, or addresses in object
+    storage, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`."""
 
     runs: str = "runs"
-    """Folder of run directories; each run creates a new one."""
+    """Folder of run directories."""
     run_id: Name | None = None
-    """Name of the run's directory. The same command begins the run, and resumes it once it has begun; null names every run by
-    recipe and time."""
+    """Name of the run's directory: the same command begins the run, or resumes it. null names each run by recipe and time."""
     cache: str = "~/.cache/distcse"
-    """Folder of tokenised corpora and teacher tables, shared by all runs. DISTCSE_CACHE overrides the default."""
+    """Folder of tokenised corpora and teacher tables of all runs. `DISTCSE_CACHE` overrides the default."""
     local_budget: str | None = None
-    """Size of the teachers' tables that each node may copy from object storage, such as `200GiB`. A table that does not fit is
-    read row by row where it is stored, in a folder too: many rows at the same time, ahead of the step. null has no limit."""
+    """Disk, such as `200GiB`, that each node may use for copies of tables in object storage. A table that does not fit is read
+    row by row where it is stored, in a folder too. null has no limit."""
 
     @field_validator("runs", "cache")
     @classmethod
@@ -78,7 +75,7 @@ class StorageSection(Section):
 
 
 class MLflowSection(Section):
-    """An MLflow server. MLflow reads user, password and token from the environment (`MLFLOW_TRACKING_USERNAME` and so on)."""
+    """An MLflow server. Credentials come from the environment (`MLFLOW_TRACKING_USERNAME`, …)."""
 
     uri: str | None = None
     """Tracking URI, such as http://host:5000; null uses `MLFLOW_TRACKING_URI`."""
@@ -96,7 +93,7 @@ class MLflowSection(Section):
 
 
 class WandbSection(Section):
-    """Weights & Biases. wandb reads the API key from `WANDB_API_KEY` or `wandb login`."""
+    """Weights & Biases. The API key comes from `WANDB_API_KEY` or `wandb login`."""
 
     project: Name = "distcse"
     """Project of the run."""
@@ -107,7 +104,7 @@ class WandbSection(Section):
 
 
 class LoggersSection(Section):
-    """Experiment trackers, which the driver process writes to. A failing tracker neither stops nor slows the run."""
+    """Experiment trackers. A failing one neither stops nor slows the run."""
 
     tensorboard: bool = False
     """Write event files to `<run>/tensorboard`."""

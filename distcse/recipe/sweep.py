@@ -20,17 +20,17 @@ class ParameterSection(Section):
     """Values of one searched parameter: exactly one of the keys."""
 
     values: Annotated[list[Value], Field(min_length=1)] | None = None
-    """A choice from this list; a grid tries each."""
+    """One of a list; a grid tries each."""
     uniform: Bounds | None = None
-    """A number between two bounds, uniformly distributed."""
+    """A number between two bounds, uniformly."""
     log_uniform: Bounds | None = None
-    """A number between two positive bounds, uniformly distributed on a log scale."""
+    """A number between two positive bounds, uniformly on a log scale."""
     integers: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
     """An integer between two bounds, both included."""
     expression: str | None = None
-    """Arithmetic on other parameters, each named by its path or the path's last part: `tau2 / 2`."""
+    """Arithmetic on other parameters, by path or its last part: `tau2 / 2`."""
     simplex: bool = False
-    """Weights that sum to 1, uniformly distributed on the simplex. The path contains a `*`: teachers.encoders.*.alpha."""
+    """Weights that sum to 1, uniform on the simplex; the path contains a `*`: `teachers.encoders.*.alpha`."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
@@ -58,42 +58,40 @@ class SearchSection(Section):
     """How the next trial is chosen."""
 
     algorithm: Literal["grid", "random", "tpe"] = "tpe"
-    """`grid` tries every combination of `values`; `random` draws independently; `tpe` is Optuna's multivariate TPE, which
-    uses the results of earlier trials."""
+    """`grid` tries every combination of `values`; `random` draws independently; `tpe` is Optuna's multivariate TPE."""
     trials: Annotated[int, Field(ge=1)] = 24
-    """Total trials; a grid runs all its combinations instead."""
+    """Number of trials; a grid runs all combinations."""
     n_startup_trials: Annotated[int, Field(ge=1)] = 8
     """Random trials before TPE starts."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the search."""
     concurrent: Annotated[int, Field(ge=1)] | None = None
-    """Concurrent trials; null runs as many as the cluster has room for."""
+    """Concurrent trials; null runs as many as fit on the cluster."""
     max_failures: Annotated[int, Field(ge=0)] = 2
-    """Restarts of a trial from its last checkpoint after losing its process."""
+    """Restarts of a trial after losing its process."""
     hours: Annotated[float, Field(gt=0)] | None = None
-    """Stop the search, including its running trials, after this many hours; null sets no limit."""
+    """Hours after which search and running trials stop; null sets no limit."""
 
 
 class ScheduleSection(Section):
     """Which trials are stopped early."""
 
     kind: Literal["none", "asha", "pbt"] = "asha"
-    """`asha` stops a trial whose best dev score is not among the best of the trials that reached the same rung. `pbt`
-    continues a trial from a better one's checkpoint with other values, so it searches only parameters that may change during
-    training."""
+    """`asha` stops trials whose best dev score is not among the best at their rung. `pbt` continues a trial from a better one's
+    checkpoint with other values, so it searches only parameters that may change during training."""
     grace_period: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of a training that every trial runs (ASHA), or between two exchanges (PBT)."""
+    """Share of a training that each trial completes (ASHA), or between two exchanges (PBT)."""
     reduction_factor: Annotated[float, Field(gt=1)] = 3
-    """Of this many trials that reach a rung, one continues (ASHA)."""
+    """ASHA continues one of this many trials at a rung."""
 
 
 class FinalRunsSection(Section):
     """Runs and evaluation after the search."""
 
     seeds: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = Field(default_factory=lambda: [1, 2, 3])
-    """Seeds to train the best configuration with; an empty list ends the sweep with the search."""
+    """Seeds to train the best values with; an empty list ends the sweep after the search."""
     compare: bool = True
-    """Also train the unmodified recipe with the same seeds, as a baseline."""
+    """Also train the original recipe with these seeds."""
 
     @model_validator(mode="after")
     def _seeds_differ(self) -> Self:
@@ -116,7 +114,7 @@ class Sweep(Section):
     final_runs: FinalRunsSection = FinalRunsSection()
     """Runs and evaluation after the search."""
     loggers: list[Tracker] = Field(default_factory=lambda: list[Tracker](["tensorboard"]))
-    """Trackers of trials, in addition to the sweep's tables. MLflow and W&B are configured by their environment variables."""
+    """Trackers of trials; MLflow and W&B are configured by their environment variables."""
 
     @model_validator(mode="after")
     def _can_be_searched(self) -> Self:

@@ -18,19 +18,19 @@ class EndpointSection(Section):
     """An OpenAI-compatible embeddings endpoint."""
 
     url: str
-    """Base URL, such as http://host:8080/v1; requests go to its `/embeddings`, before a query (Azure's
-    `?api-version=…`). The teacher's `backbone` is the model name there."""
+    """Base URL, such as http://host:8080/v1, without `/embeddings`; a query (Azure's `?api-version=…`) is kept. `backbone` is
+    the model's name there."""
     api_key_env: str = "OPENAI_API_KEY"
-    """Environment variable that holds the API key, if the endpoint needs one. Recipes never contain the key."""
+    """Environment variable with the API key, if one is needed; never the key itself."""
     batch_size: Annotated[int, Field(ge=1)] = 64
-    """Sentences per request, at most. A request that the server finds too large is halved, and so are later ones."""
+    """Most sentences per request. If the server refuses one as too large, it and later ones are halved."""
     connections: Annotated[int, Field(ge=1)] = 4
     """Concurrent requests."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds to wait for a response."""
     retries: Annotated[int, Field(ge=0)] = 5
-    """Retries after a lost connection or a status such as 429 or 503. The delay is what the server asks for (`Retry-After`, at
-    most 15 minutes), or else starts at 0.5 s, times 2 for each retry."""
+    """Retries after a lost connection or a status such as 429 or 503, after `Retry-After` (at most 15 minutes), else after 0.5 s,
+    doubled each time."""
 
     @field_validator("url")
     @classmethod
@@ -66,32 +66,30 @@ _IGNORED_KEYS = {"class_path": ("max_length", "prompt"), "endpoint": ("max_lengt
 
 
 class TeacherSection(EncoderSection):
-    """One frozen teacher: a bi-encoder or a cross-encoder (read from its folder), an endpoint, or a custom class."""
+    """One frozen teacher: a bi-encoder or cross-encoder, an endpoint, or a custom class."""
 
     backbone: str
-    """Folder, hub id, or `package:NAME/FOLDER` for a model inside an installed Python package. With `endpoint`, the model's
-    name there; with `class_path`, any name."""
+    """Folder, hub id, or `package:NAME/FOLDER`; with `endpoint` the model's name there, with `class_path` any name."""
     endpoint: EndpointSection | None = None
-    """HTTP endpoint that computes the embeddings; null loads the model."""
+    """HTTP endpoint that computes the vectors; null loads the model."""
     class_path: ClassPath | None = None
-    """`module:Class` of a custom teacher ([how to write one](../how-to/extend.md)); `backbone` is then its name."""
+    """`module:Class` of a [custom teacher](../how-to/extend.md#add-a-kind-of-teacher)."""
     kwargs: dict[str, CustomKwarg] = Field(default_factory=dict)
-    """Keyword arguments of `class_path`'s constructor."""
+    """Arguments of its constructor."""
 
     alpha: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of this teacher's cosines, divided by the sum over teachers: 1 and 2 are the paper's α = 1/3 and 1 − α (RankCSE
-    §4.4, the unnumbered formula)."""
+    """Weight of this teacher's cosines, divided by the sum over teachers: 1 and 2 are RankCSE's α = 1/3 and 1 − α (§4.4)."""
     similarity: Literal["cosine", "rank"] = "cosine"
-    """Similarity in the lists: cosine, or rank-space similarity (RankEncoder Eq. 4) over `num_references` sentences."""
+    """Similarity in the lists: cosine, or rank-space similarity (RankEncoder Eq. 4)."""
     num_references: Annotated[int, Field(ge=2)] = 100_000
-    """Corpus sentences that a rank-space teacher ranks: the same for every seed, and all of a smaller corpus."""
+    """Corpus sentences that a rank-space teacher ranks, the same for every seed; at most all."""
     rank_method: Literal["sort", "histogram"] = "sort"
-    """How a rank-space teacher ranks them: `sort` is exact; `histogram` counts into 65,536 bins, which is faster on CPUs for
-    tens of thousands of sentences and changes a similarity by at most 1e-5 (1e-6 for 100,000). GPUs sort in either case."""
+    """`sort` is exact; `histogram` counts into 65,536 bins: faster on CPUs for tens of thousands of sentences, off by at most
+    1e-5 (1e-6 for 100,000). GPUs always sort."""
     precision: FrozenPrecision = "auto"
-    """Precision of the frozen forward pass and, on a GPU, of its matrices. fp16 changes cosines by up to 3.3e-4, bf16 by 4e-3
-    ([how measured](../explanation/gpus.md#precision-of-teachers)); tables are stored in fp16 either way. `auto` is fp16 if
-    only GPUs may host this teacher (bf16 for T5 and Gemma), bf16 where all devices have fast bf16 units, else fp32."""
+    """Precision of the forward pass; tables are always fp16. fp16 changes cosines by up to 3.3e-4, bf16 by 4e-3
+    ([table](../explanation/gpus.md#precision-of-teachers)). `auto` is fp16 if only GPUs may host this teacher (bf16 for T5 and
+    Gemma), bf16 where all devices have fast bf16 units, else fp32."""
 
     @property
     def loads_model(self) -> bool:
@@ -144,35 +142,34 @@ class TeacherSection(EncoderSection):
 
 
 class TeachersSection(Section):
-    """The frozen teachers and the actors that host them."""
+    """The frozen teachers and their actors."""
 
     encoders: list[TeacherSection] = Field(default_factory=list)
-    """The teachers; without any, terms that need teachers must be null."""
+    """The teachers; without any, terms that need them must be null."""
     mode: Literal["auto", "table", "live"] = "auto"
-    """`table` embeds the corpus once and serves lists from disk; `live` runs the teacher for every list; `auto` is `table`
-    wherever the rows are fixed. Cross-encoders have no sentence vectors and always run live."""
+    """`table` embeds the corpus once and reads vectors from disk; `live` runs the teacher for every list, as cross-encoders
+    always do. `auto` is `table` wherever the rows are fixed."""
     serve: Literal["auto", "actor"] = "auto"
-    """Where lists of cosines from a table are computed. `auto`: in every training worker, which reads the vectors of its rows
-    and gathers those of the others. `actor`: in servers, on CPUs; without Ray, in a thread of this process. Lists are bitwise
-    equal on CPUs, and to 1e-6 on GPUs. Live, cross-encoder and rank-space teachers always have servers."""
+    """Where lists are computed from tables: `auto` in every training worker, `actor` in servers on CPUs (without Ray, in a
+    thread). Lists are bitwise equal on CPUs, and to 1e-6 on GPUs. Live, cross-encoder and rank-space teachers always have
+    servers."""
     embedding_workers: Annotated[int, Field(ge=1)] | None = None
-    """Actors that embed the corpus in parallel; null starts one per CPU (or GPU) of the cluster. Those that find none free
-    wait without work, and take part once there is one."""
+    """Actors that embed the corpus in parallel, as soon as each finds a free device; null starts one per CPU (or GPU) of the
+    cluster."""
     gpus_per_actor: Gpus | None = None
-    """GPUs, or a fraction of one, of each embedding actor and of each server that runs live or in rank space. null assigns
-    embedding actors one GPU each, and servers, which run during training, a quarter of one, where the nodes have GPUs."""
+    """GPUs, or a fraction of one, of each embedding actor, and of each server that is live or in rank space. null: one for
+    actors, a quarter for servers, where nodes have GPUs."""
     node_labels: Labels | None = None
-    """Node labels that embedding actors and servers require; null allows any node."""
+    """Node labels that embedding actors and servers require; null is any node."""
     num_servers: Annotated[int, Field(ge=1)] = 1
-    """List servers per teacher; workers are distributed evenly over them."""
+    """List servers per teacher, shared evenly by the workers."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Seconds without a heartbeat before a server, an embedding actor or the dev-score process counts as hung and is killed
-    and restarted. Heartbeats are sent during work, however long a list or a shard takes."""
+    """Seconds without a heartbeat after which a server, embedding actor or dev-score process is killed and restarted. Heartbeats
+    continue during long work."""
     prefetch_steps: Annotated[int, Field(ge=1, le=1024)] = 32
-    """Steps whose lists are sent, or whose vectors a worker reads, as one block; the next block is always prefetched."""
+    """Steps whose lists or vectors are one block; the next block is always prefetched."""
     shard_rows: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Rows per table shard, which is the most work lost when an embedding actor is killed. `auto` is 4,096 for up to 2,500
-    shards, and twice that, four times that, … for more rows, because a process keeps a limited number of shards open."""
+    """Rows per table shard, the most work that a killed embedding actor loses. `auto` is 4,096, doubled until there are at most
+    2,500 shards."""
     tokens_per_batch: Annotated[int, Field(ge=64)] | None = None
-    """Tokens per forward pass of a teacher, with padding. null is 2,048 on a CPU and 65,536 on a GPU; a GPU that runs out of
-    memory continues with half, and logs it."""
+    """Tokens per forward pass, with padding; halved when a GPU runs out of memory. null is 2,048 on a CPU, 65,536 on a GPU."""

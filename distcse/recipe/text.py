@@ -15,26 +15,25 @@ class CorpusSection(Section):
     """The unlabelled sentences: exactly one of `path` and `dataset`."""
 
     path: str | list[str] | None = None
-    """File or list of files: .txt, .jsonl, .ndjson, .json (a list of objects), .csv or .tsv, each also compressed (.gz, .bz2,
-    .xz, .zst), or .parquet, with one sentence per line or row. `package:NAME/FILE` is a file inside an installed package."""
+    """File or files with a sentence per line or row: .txt, .jsonl, .csv, .tsv or .parquet
+    ([all formats](../how-to/corpus.md)). `package:NAME/FILE` is a file inside an installed package."""
     dataset: HubDataSetName | None = None
-    """Name of a Hugging Face data set, or a local folder. Only a name that is not a folder is looked up on the hub."""
+    """Hugging Face data set: a local folder, or else a name on the hub."""
     dataset_config: str | None = None
-    """Configuration of `dataset`, for data sets that have several."""
+    """Configuration of `dataset`, if it has several."""
     split: str = "train"
     """Split of `dataset`."""
     streaming: bool = False
-    """Download only the first `limit` rows of `dataset` instead of all its files. They are cached like any corpus."""
+    """Download only the first `limit` rows of `dataset`."""
     column: str = "text"
-    """Column (.csv, .parquet, data set) or key (.jsonl) of the sentence."""
+    """Column, or key of JSON objects, of the sentence."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Use only the first N sentences; null uses all."""
+    """First sentences to use; null uses all."""
     deduplicate: Literal["exact", "none"] = "none"
-    """`exact` leaves out sentences that equal an earlier one; `limit` counts them. `none` trains on
-    them as often as they occur. Teachers embed them once either way."""
+    """`exact` leaves out sentences that equal an earlier one (`limit` counts them); `none` keeps them. Teachers embed them once
+    either way."""
     exclude_evaluation: bool = False
-    """Drop sentences that occur in a labelled set of `evaluation.data` or in the dev set, ignoring case, punctuation and
-    spacing."""
+    """Drop sentences of the labelled sets in `evaluation.data` and of the dev set, ignoring case, punctuation and spacing."""
 
     @property
     def unread_keys(self) -> Mapping[str, str]:
@@ -78,7 +77,7 @@ class MiningSection(Section):
     pairs: Annotated[int, Field(ge=2)] = 10_000
     """Number of pairs to mine."""
     num_neighbors: Annotated[int, Field(ge=1)] = 20
-    """Nearest neighbors considered per sentence, by the first group's initial bi-encoder and by BM25."""
+    """Nearest neighbors per sentence, by the first group's start and by BM25."""
     bands: list[BandSection] = Field(
         default_factory=lambda: [
             BandSection(low=0.9, high=2.0),
@@ -88,9 +87,9 @@ class MiningSection(Section):
     )
     """Cosine bands that neighbors are drawn from."""
     bm25_share: Weight = 1.0
-    """Share of pairs found by BM25: similar in words, whatever their cosine."""
+    """Share of pairs found by BM25, similar in words."""
     random_share: Weight = 1.0
-    """Share of pairs drawn at random, which are rarely similar."""
+    """Share of pairs drawn at random."""
 
     @model_validator(mode="after")
     def _takes_something(self) -> Self:
@@ -103,18 +102,18 @@ class PairsSection(Section):
     """The unlabelled sentence pairs: exactly one of `path`, `task` and `mine`."""
 
     path: str | list[str] | None = None
-    """File or list of files with two columns of sentences: .tsv, .csv, .jsonl (each also .gz) or .parquet."""
+    """File or files with two columns of sentences: .tsv, .csv, .jsonl (each also .gz) or .parquet."""
     columns: Annotated[list[str], Field(min_length=2, max_length=2)] = Field(
         default_factory=lambda: ["sentence1", "sentence2"]
     )
     """Names of the two columns."""
     task: Name | None = None
-    """Task whose pairs are used, test pairs included: all files of `pairs/TASK` in `evaluation.data`, or of `sts/TASK` if there
-    is no such folder. This is transductive, and reports mark it."""
+    """Task whose pairs are used, test pairs included (transductive): all files of `pairs/TASK`, or else `sts/TASK`, in
+    `evaluation.data`."""
     mine: MiningSection | None = None
     """Mine pairs from raw text."""
     limit: Annotated[int, Field(ge=2)] | None = None
-    """Use N distinct pairs, drawn by the seed; null uses all."""
+    """Number of distinct pairs, drawn by the seed; null uses all."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

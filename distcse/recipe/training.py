@@ -35,43 +35,37 @@ class LoopSection(Section):
     """Training loop: batch, optimiser, learning-rate schedule and engine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Sentences (or pairs) per step over all workers, which is also the length of every list. This default, or a packaged
-    recipe's, is lowered where it would leave fewer than ten steps. A value of yours is kept: one in your file, override or
-    code."""
+    """Sentences (or pairs) per step over all workers, the length of every list. A value that you didn't set is lowered where it
+    would leave fewer than ten steps."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 4
     """Passes over the corpus; fractions are allowed."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    """Stop (and end the schedule) after this many steps, whatever `epochs` is; null sets no limit."""
+    """Steps after which training and schedule end, whatever `epochs` is; null sets no limit."""
     lr: Annotated[float, Field(gt=0, le=1)] = 3e-5
     """Peak learning rate of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled weight decay of weight matrices; biases and norms have none."""
+    """Decoupled weight decay of matrices; biases and norms have none."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of steps over which the learning rate rises linearly from 0; it then falls linearly to 0."""
+    """Share of steps in which the learning rate rises linearly from 0; then it falls linearly to 0."""
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Maximum norm of the gradient; 0 disables clipping."""
     gradient_accumulation: Annotated[int, Field(ge=1)] = 1
-    """Steps whose gradients are averaged before each optimiser step. Lists stay `batch_size` long."""
+    """Steps whose gradients are averaged per optimiser step; lists stay `batch_size` long."""
     precision: Precision = "auto"
-    """Precision of the forward and backward passes. `bf16` runs them under autocast; parameters, losses and optimiser stay
-    fp32. `auto` is bf16 where all devices that may train have fast bf16 units (reported by PyTorch, and measured on a CPU),
-    else fp32."""
+    """Precision of forward and backward passes: `bf16` by autocast, with parameters, losses and optimiser in fp32. `auto` is bf16
+    where all devices that may train have fast bf16 units, else fp32."""
     engine: Literal["auto", "deepspeed", "torch"] = "auto"
-    """`auto` is plain PyTorch where steps are captured as CUDA graphs, else DeepSpeed where it is installed, else plain
-    PyTorch."""
+    """`auto` is PyTorch where steps are captured as CUDA graphs or DeepSpeed is missing, else DeepSpeed."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
     """DeepSpeed ZeRO stage; 0 is fastest for small students."""
     deepspeed: dict[str, Any] | None = None
-    """DeepSpeed settings that no recipe key sets: a mapping, or the path of a YAML or JSON file (such as those in
-    cluster/deepspeed), which is read into the recipe."""
+    """DeepSpeed settings that no recipe key sets: a mapping, or a YAML or JSON file, which is read into the recipe."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """On a GPU, capture the step as a CUDA graph and launch it by one call instead of thousands. `auto` does so where it can:
-    one worker, PyTorch's engine (which `engine: auto` then is), no accumulation, at most 16 dropout streams or chunks (in
-    mutual distillation a single stream), no custom term; where the capture fails, steps run eagerly. `on` refuses or fails
-    instead, and needs `engine: torch`; outside mutual distillation it also captures the steps of several workers, not tried
-    on several GPUs. [Details](../explanation/gpus.md#recorded-steps)."""
+    """On a GPU, capture the step as CUDA graphs. `auto` does so for one worker
+    [where it can](../explanation/gpus.md#recorded-steps), else steps run eagerly. `on` fails instead, needs `engine: torch`, and
+    outside mutual distillation also captures the steps of several workers."""
     log_every: Annotated[int, Field(ge=1)] = 10
-    """Steps between two reports of loss and learning rate."""
+    """Steps between reports of loss and learning rate."""
 
     @model_validator(mode="after")
     def _stage_has_its_engine(self) -> Self:
@@ -134,31 +128,29 @@ class TrainingSection(LoopSection):
     """Training loop of a student, and its workers."""
 
     workers: Annotated[int, Field(ge=0)] = 1
-    """Ray Train workers; 0 runs the loop in the calling process, without Ray."""
+    """Ray Train workers; 0 trains in the calling process, without Ray."""
     min_workers: Annotated[int, Field(ge=1)] | None = None
-    """Elastic training: fewest workers to start or continue with when nodes have no room for all. The run takes the largest
-    number up to `workers` that divides the batch. null waits ten minutes for room for all. Batches, lists and dropout masks
-    do not depend on the number. A restarted run uses more workers if there is room."""
+    """Elastic training: fewest workers to start or continue with. The run takes the largest number up to `workers` that fits and
+    divides the batch; batches, lists and dropout masks don't depend on it. null waits ten minutes for room for all."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
     """CPUs (and threads) per worker; null divides the cluster's CPUs evenly."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, or a fraction of one. null assigns each worker one GPU, where the nodes have GPUs. With at most 0.5, two
-    workers may be placed on one GPU, which needs engine: torch, because NCCL refuses it."""
+    """GPUs per worker, or a fraction of one; null is one where nodes have GPUs. With at most 0.5, two workers may share a GPU,
+    which needs `engine: torch`."""
     node_labels: Labels | None = None
-    """Node labels that workers require; null allows any node."""
+    """Node labels that workers require; null is any node."""
     dropout_rng_streams: Annotated[int, Field(ge=1)] | None = None
-    """Parts of a batch with separate dropout random streams; null is one per worker. To continue a run to equal weights on
-    another number of workers, set the same value in both (a multiple of each number)."""
+    """Parts of a batch with separate dropout random streams; null is one per worker. The same value, a multiple of both numbers
+    of workers, makes their weights equal."""
     grad_cache_chunk: Annotated[int, Field(ge=1)] | None = None
-    """Sentences per forward pass of the student (GradCache, Gao et al. 2021); activations are recomputed in the backward
-    pass. Memory then does not grow with `batch_size`, at the cost of a second forward pass; the gradient is that of the full
-    batch. Each chunk is a dropout random stream, so `dropout_rng_streams` stays null. null processes the batch as one."""
+    """Sentences per forward pass of the student, recomputed in the backward pass (GradCache, Gao et al. 2021): memory does not
+    grow with `batch_size`, and the gradient is the full batch's. Each chunk is a dropout random stream, so
+    `dropout_rng_streams` stays null. null processes the batch as one."""
     compile_layers: Literal["auto", "on", "off"] = "auto"
-    """Compile the student's layers by `torch.compile` in steps that are recorded as CUDA graphs. `auto` does so in runs of at
-    least 2,000 steps without a gradient cache, because compiling takes up to a minute; where it fails, layers run uncompiled,
-    and the run says why."""
+    """Compile the student's layers (`torch.compile`) in steps that are recorded as CUDA graphs. `auto` does so in runs of at
+    least 2,000 steps without a gradient cache; compiling takes up to a minute. Where it fails, layers run uncompiled."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Restarts from the last checkpoint after losing a worker or node."""
+    """Restarts from the last checkpoint after the loss of a worker or node."""
 
     @model_validator(mode="after")
     def _chunks_divide(self) -> Self:
@@ -252,13 +244,11 @@ class ResourcesSection(Section):
     """Resources that a run may use."""
 
     gpu: GpuMode = "auto"
-    """`auto` gives a worker a GPU and a helper a quarter of one where the nodes have GPUs, and says at the start which process
-    gets how much or runs on CPUs. `required` refuses to start unless every process that computes with a model gets a GPU. `none`
-    hides all GPUs from the run."""
+    """`auto` gives each worker a GPU and each helper a quarter where nodes have GPUs, and reports it at the start. `required`
+    refuses to start unless every process that computes with a model gets one. `none` hides all GPUs."""
     wait_s: Annotated[float, Field(ge=0)] = 0
-    """Seconds that a run waits at its start for a cluster's autoscaler to start the nodes that it needs. 0 refuses a run for
-    which the cluster has too few nodes. Set `training.cpus_per_worker` and `training.gpus_per_worker` with it: workers cannot
-    be sized for nodes that do not exist yet. [Details](../how-to/cluster.md#autoscaling)."""
+    """Seconds to wait at the start for an [autoscaler's nodes](../how-to/cluster.md#autoscaling); set
+    `training.cpus_per_worker` and `training.gpus_per_worker` with it. 0 refuses a run for which the cluster has too few nodes."""
 
 
 def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:
@@ -294,14 +284,14 @@ class BiSection(LoopSection):
     """Training of bi-encoders on the cross-encoders' labels: mean squared error of the cosine."""
 
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Pairs per step over all workers of a group. This default, or a packaged recipe's, is lowered where it would leave fewer
-    than ten steps in a phase. A value of yours is kept."""
+    """Pairs per step over all workers of a group. A value that you didn't set is lowered where it would leave fewer than ten
+    steps in a phase."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 10
     """Passes over the pairs: 10 for STS, 15 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 5e-5
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of steps over which the learning rate rises linearly from 0."""
+    """Share of steps in which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
 
@@ -310,26 +300,26 @@ class CrossSection(LoopSection):
     """Training of cross-encoders on the bi-encoders' labels: binary cross-entropy with soft labels."""
 
     batch_size: Annotated[int, Field(ge=2)] = 32
-    """Pairs per step over all workers of a group; lowered for few pairs, as that of `bi` is."""
+    """Pairs per step over all workers of a group; lowered as that of `bi` is."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] = 1
     """Passes over the pairs: 1 for STS, 3 for binary tasks."""
     lr: Annotated[float, Field(gt=0, le=1)] = 2e-5
     """Peak learning rate of AdamW."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of steps over which the learning rate rises linearly from 0."""
+    """Share of steps in which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
     max_length: Annotated[int, Field(ge=8, le=8192)] = 64
-    """Maximum tokens per pair, in training, in labelling and in the saved model."""
+    """Maximum tokens per pair, in training, labelling and the saved model."""
     both_orders: bool = True
-    """Train on each pair in both orders. Labels are computed in one order."""
+    """Train on each pair in both orders; labels are computed in one."""
 
 
 class LoopOverrides(Section):
-    """Settings with which one group is trained instead of the run's. A key that is null takes the run's value."""
+    """One group's own settings; null takes the run's value."""
 
     batch_size: Annotated[int, Field(ge=2)] | None = None
-    """Pairs per step over all workers of the group, such as 64 for large bi-encoders (paper, Table 16)."""
+    """Pairs per step over all workers of the group; 64 for the paper's large bi-encoders."""
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
     """Passes over the pairs."""
     lr: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -337,19 +327,19 @@ class LoopOverrides(Section):
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Decoupled weight decay."""
     warmup: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Share of steps over which the learning rate rises linearly from 0."""
+    """Share of steps in which the learning rate rises from 0."""
     gradient_clipping: Annotated[float, Field(ge=0)] | None = None
     """Maximum norm of the gradient; 0 disables clipping."""
     gradient_accumulation: Annotated[int, Field(ge=1)] | None = None
-    """Steps whose gradients are averaged before each optimiser step."""
+    """Steps whose gradients are averaged per optimiser step."""
     precision: Precision | None = None
-    """Precision of the forward and backward passes; `auto` is decided by the devices of this group alone."""
+    """Precision of training; `auto` depends on this group's devices alone."""
     engine: Literal["auto", "deepspeed", "torch"] | None = None
     """Engine of the training loop."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     """DeepSpeed ZeRO stage."""
     cuda_graphs: Literal["auto", "on", "off"] | None = None
-    """Whether steps are captured as CUDA graphs on a GPU."""
+    """Capture steps as CUDA graphs."""
 
     @field_validator("cuda_graphs", mode="before")
     @classmethod
@@ -367,7 +357,7 @@ class LoopOverrides(Section):
 
 
 class CrossOverrides(LoopOverrides):
-    """Settings with which one group's cross-encoders are trained instead of `cross`. A key that is null takes the run's value."""
+    """One group's own settings of cross-encoders; null takes the run's value."""
 
     max_length: Annotated[int, Field(ge=8, le=8192)] | None = None
-    """Maximum tokens per pair, in training, in labelling and in the saved model."""
+    """Maximum tokens per pair, in training, labelling and the saved model."""

@@ -18,15 +18,15 @@ class MemberSection(Section):
     layers: Annotated[int, Field(ge=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = (
         None
     )
-    """Layers of `student.backbone` that it begins with: their number, evenly spaced with the last one among them (`3` of six are
-    1, 3, 5; a first layer that differs from the rest, as in T5 and ModernBERT, is kept too), or their indices, ascending."""
+    """Layers of `student.backbone` to begin with: ascending indices, or their number, evenly spaced with the last one (`3` of six
+    are 1, 3, 5; a first layer that differs, as in T5 and ModernBERT, is kept too)."""
     static: bool = False
     """In place of layers: one vector per token and no transformer. It begins with the largest student's vectors of single tokens
-    and learns the same targets in model2vec, last and at once: a resumed run trains it anew."""
+    and learns the same targets in model2vec, last and without checkpoints."""
     name: Name | None = None
-    """Name in tables, and of its run's folder. null: its number of layers, such as `3-layers`, or `static`."""
+    """Name in tables, and of its run's folder; null is its size, such as `3-layers` or `static`."""
     lr: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Peak learning rate. null: `training.lr`; for a static student, 1e-2."""
+    """Peak learning rate; null is `training.lr`, and 1e-2 for a static student."""
 
     @property
     def depth(self) -> int:
@@ -50,23 +50,20 @@ class MemberSection(Section):
 
 @register_recipe
 class FamilyRecipe(Recipe):
-    """Students of several sizes, trained on the same targets and batches.
-
-    With `training.workers: 1` on a cluster with several GPUs they train side by side, each with a GPU, or on parts of one with
-    `training.gpus_per_worker: 0.25`; else one after the other.
-    All other keys are those of a student's recipe, and are the same for each.
-    """
+    """Students of several sizes, trained on the same targets and batches, on several GPUs
+    [side by side](../methods/vector-targets.md#students-of-several-sizes-in-one-space). All other keys are those of a student's
+    recipe, the same for each."""
 
     title: ClassVar[str] = "recipe of a family of students"
     schema_name: ClassVar[str] = "family"
     summary: ClassVar[str] = (
-        "`python -m distcse.train RECIPE 'family=[{layers: 6}, {layers: 3}]'`: students of several sizes learn the same "
-        "targets, and each can search an index of another's vectors."
+        "`python -m distcse.train RECIPE 'family=[{layers: 6}, {layers: 3}]'`: each student can search an index of another's "
+        "vectors."
     )
     identifying_key: ClassVar[str] = "family"
 
     family: Annotated[list[MemberSection], Field(min_length=1)]
-    """The students, at least one of them with layers, of which the largest comes first; `student.layers` is not read."""
+    """The students, at least one with layers, the largest of these first; `student.layers` is not read."""
 
     @property
     def model_folders(self) -> list[str]:

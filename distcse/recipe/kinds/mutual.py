@@ -29,40 +29,38 @@ from distcse.recipe.training import (
 
 
 class GroupSection(TrainedSection):
-    """One pre-trained language model: its initial bi-encoder, its own settings of training, and the resources of its actors."""
+    """One language model: its initial bi-encoder, its own settings, and the resources of its actors."""
 
     name: Name
     """Name of the group in folders, tables and messages."""
     cross_backbone: HubName | None = None
-    """Initial model of the cross-encoder with `mutual.initialization: refresh`; null is `backbone`. The paper uses the language
-    model that the bi-encoder came from."""
+    """Initial model of the cross-encoder with `mutual.initialization: refresh`; the paper's is the language model of which the
+    bi-encoder was made. null is `backbone`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of this group's scores in the labels, a weighted mean of all groups' scores: raw cosines or sigmoid outputs, never
-    logits."""
+    """Weight of this group's scores in the labels, the weighted mean of all groups' cosines or sigmoid outputs."""
     label_band: Literal["shared", "own"] = "shared"
-    """Mean and standard deviation of the bi-encoder's labels: `shared`, those of the combined scores, as in the paper, or `own`,
-    those of the group's start on the pairs. With `own`, a model with a narrow band of cosines, such as e5, learns the order of
-    the pairs and keeps its band."""
+    """Mean and standard deviation of the bi-encoder's labels: `shared`, the combined scores', as in the paper, or `own`, those of
+    the group's start, so that a model with a narrow band of cosines, such as e5, keeps its band."""
     init_weight_mix: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Weight of a phase's initial parameters in its evaluated and saved bi-encoder (WiSE-FT interpolation, Wortsman et al. 2022,
-    Eq. 1). 0, as in the paper, saves the trained parameters unchanged. Others need `mutual.initialization: refresh`."""
+    """Weight of a phase's initial parameters in its evaluated and saved bi-encoder (WiSE-FT), 0 in the paper. Others need
+    `mutual.initialization: refresh`."""
     bi: LoopOverrides = LoopOverrides()
-    """Settings of this group's bi-encoders that differ from `bi`; their length is `max_length`."""
+    """Settings of its bi-encoders that differ from `bi`."""
     cross: CrossOverrides = CrossOverrides()
-    """Settings of this group's cross-encoders that differ from `cross`."""
+    """Settings of its cross-encoders that differ from `cross`."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Training workers, each with a scoring actor. With `mutual.shared_workers`, the fewest that the group works with."""
+    """Training workers, each with a scoring actor; with `mutual.shared_workers` the fewest of the group."""
     max_workers: Annotated[int, Field(ge=1)] | None = None
-    """Most workers that the group takes from `mutual.shared_workers`: a multiple of `workers` that divides both batch sizes.
-    It is also the number of dropout random streams of a batch, so that this number changes the results and the number of
-    workers that run does not. null is `workers`; with shared workers, in proportion to the model's size."""
+    """Most workers that the group takes from `mutual.shared_workers`: a multiple of `workers` that divides both batch sizes. It
+    is also the number of dropout random streams: it changes the results, and the number of workers that run does not. null is
+    `workers`, or with shared workers in proportion to the model's size."""
     cpus_per_worker: Annotated[float, Field(gt=0)] | None = None
-    """CPUs (and threads) per worker; null divides the cluster's CPUs evenly among the workers of all groups."""
+    """CPUs (and threads) per worker; null divides the cluster's CPUs evenly among all groups' workers."""
     node_labels: Labels | None = None
-    """Node labels that workers and their scorers require; null allows any node."""
+    """Node labels that workers and scorers require; null is any node."""
     gpus_per_worker: Gpus | None = None
-    """GPUs per worker, shared with its scorer. null assigns one, where the nodes have GPUs. With at most 0.5, two workers
-    of the group may be placed on one GPU, which needs engine: torch in `bi` and `cross`."""
+    """GPUs per worker, shared with its scorer; null is one where nodes have GPUs. With at most 0.5, two workers may share a GPU,
+    which needs `engine: torch` in `bi` and `cross`."""
 
     @property
     def rng_streams(self) -> int:
@@ -93,70 +91,63 @@ class GroupSection(TrainedSection):
 
 
 class MutualSection(Section):
-    """Distillation cycles, and how the groups' scores are combined into labels."""
+    """Cycles, and how the groups' scores are combined into labels."""
 
     cycles: Annotated[int, Field(ge=1)] = 3
     """Cycles of bi → cross → bi: 3 for STS, 5 for binary tasks."""
     initialization: Literal["refresh", "sequential"] = "refresh"
-    """Initial weights of each phase: `refresh` starts from the backbones, `sequential` from the previous phase's model, the
-    first cross-encoder from the bi-encoder `backbone` that computed the first labels."""
+    """Start of each phase: `refresh` the backbones, `sequential` the previous phase's model (the first cross-encoder's is
+    `backbone`)."""
     shared_workers: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
-    """Workers that all groups share: a group takes some for each phase, more while it is the last one at work, and none while it
-    waits for labels. `auto` is as many as fit on the cluster's GPUs, or CPUs. null gives each group its own `workers` for the
-    entire run."""
+    """Workers that all groups share: each takes some for a phase, more while the others wait, and none while it waits for labels.
+    `auto` is as many as fit on the cluster's GPUs, or CPUs; null gives each group its own `workers`."""
     standardize: bool = False
-    """Give each group's scores the same mean and standard deviation over the pairs, the weighted mean of the groups', before they
-    are combined. Models with narrow bands of cosines, such as e5, then count as much as others. The paper combines raw scores."""
+    """Give all groups' scores the same mean and standard deviation (the groups' weighted mean) before they are combined, so that
+    narrow bands of cosines count as much as others. The paper combines raw scores."""
     learn_from: Literal["other", "both"] = "other"
-    """Scores that make the labels of a phase: `other`, the latest of the other formulation, as in the paper, or `both`, also
-    those of the formulation that is trained, from the cycle before (of bi-encoders, their starts at first). `both` needs
-    `standardize`, because cosines and sigmoid outputs are not on one scale."""
+    """Scores that make a phase's labels: `other`, the latest of the other formulation, as in the paper; `both`, also those of the
+    trained formulation from the cycle before (at first the starts'), which needs `standardize`."""
     weigh_by: Literal["group", "group_and_dev"] = "group"
-    """Weight of a model's scores in the mean: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²), where ρ is the
-    model's dev score (Spearman's correlation): the best weights if the errors of standardized scores are independent. The
-    latter needs `standardize` and dev pairs with a `score`."""
+    """Weight of a model's scores: its group's `weight`, as in the paper, or that times ρ / (1 - ρ²) for a dev score ρ, the
+    best weights if errors are independent. The latter needs `standardize` and dev pairs with a `score`."""
     precision: Precision = "auto"
-    """Precision of scoring pairs for labels. bf16 changes a score by up to 1e-2. `auto` is bf16 where the devices of all
-    groups have fast bf16 units, else fp32."""
+    """Precision of scoring pairs; bf16 changes a score by up to 1e-2. `auto` is bf16 where all groups' devices have fast bf16
+    units, else fp32."""
     best_of: Literal["cycles", "start_and_cycles"] = "cycles"
-    """Bi-encoders among which the dev score selects a group's best: `cycles`, those of its cycles, as in the paper, or
-    `start_and_cycles`, also its start. A group then ends with its start's weights if no cycle has a higher dev score."""
+    """Bi-encoders among which the dev score selects a group's best: those of its cycles, as in the paper, or also its start."""
     patience: Annotated[int, Field(ge=1)] | None = None
-    """Stop after this many cycles in which no group had a new best dev score; null runs all cycles."""
+    """Cycles without a new best dev score of any group after which the run stops; null runs all."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """What happens when a group diverges, has too little memory, or loses its workers too often: `stop` ends the run, `drop`
-    continues without the group and reports it. Other errors, such as those of storage, end the run."""
+    """When a group diverges, has too little memory or loses its workers too often, `stop` ends the run, and `drop` continues
+    without the group and reports it."""
     max_failures: Annotated[int, Field(ge=0)] = 3
-    """Restarts within one phase: of a group's training from its last checkpoint after losing a worker, and of each part of its
-    scoring after losing a scorer."""
+    """Restarts per phase: of a group's training from its last checkpoint, and of each part of its scoring."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 60
-    """Seconds without a heartbeat before a training worker or scorer counts as hung and is killed and restarted. Heartbeats are
-    sent during work, however long a step takes."""
+    """Seconds without a heartbeat after which a worker or scorer is killed and restarted. Heartbeats continue during long
+    work."""
 
 
 class MutualEvaluationSection(Section):
     """Evaluation during mutual distillation and at its end."""
 
     data: str | None = None
-    """Folder of labelled sets, in the layout of all recipes."""
+    """Folder of labelled sets ([layout](../how-to/evaluate.md#the-data-folder))."""
     dev: str = "stsb"
-    """Score that selects the best checkpoint of a phase and the best cycle: `stsb` (STS-B dev in `data`), `sickr` (SICK-R
-    trial) or `stsb_sickr` (the mean of both); the name of another set in `data` (`pairs/NAME/dev`); [a file of
-    yours](../how-to/evaluate.md#the-dev-set); or `none`, which takes the last one."""
+    """Score that selects a phase's checkpoint and the best cycle: `stsb`, `sickr` or `stsb_sickr`, as for a student; another set
+    in `data`, by the NAME of `pairs/NAME/dev`; [your own file](../how-to/evaluate.md#the-dev-set); or `none`, which takes the
+    last."""
     dev_is_test: bool = False
-    """Allow a test set as the dev set. Checkpoints are then selected on it, so its scores are no measurement."""
+    """Allow a test set as dev set; its scores are then no measurement."""
     eval_steps: Annotated[int, Field(ge=1)] = 200
-    """Steps of an epoch between two dev scores. Each dev score also writes a checkpoint, as does the end of an epoch."""
+    """Steps of an epoch between dev scores; each, like the end of an epoch, also writes a checkpoint."""
     precision: Precision = "auto"
-    """Precision of dev scores and of the final evaluation. `auto` is bf16 where the evaluating devices have fast bf16 units,
-    else fp32; the report names it."""
+    """Precision of dev scores and final evaluation; `auto` is bf16 where all evaluating devices have fast bf16 units, else
+    fp32."""
     final_suites: list[Measure] | None = None
-    """Suites for the final evaluation of the initial models, bi-encoders, cross-encoders and their ensembles. null is `sts`
-    where `data` is set; else the scores on your `dev` file and the bi-encoders' agreement with the first group's start on the
-    pairs' sentences."""
+    """Suites of the final evaluation of starts, bi-encoders, cross-encoders and ensembles. null is `sts` with `data`; else your
+    `dev` file, and the bi-encoders' agreement with the first group's start on the pairs' sentences."""
     final_cycles: Literal["best", "all"] = "best"
-    """Models of the final evaluation: `best` has those of each group's best cycle, `all` also those of every cycle, with the
-    cycle's ensembles."""
+    """Models of the final evaluation: those of each group's best cycle, or also those and the ensembles of every cycle."""
 
 
 @register_recipe
@@ -166,8 +157,7 @@ class MutualRecipe(BaseRecipe):
     title: ClassVar[str] = "recipe of mutual distillation"
     schema_name: ClassVar[str] = "mutual"
     summary: ClassVar[str] = (
-        "A document with `groups`: several language models (or one) teach each other. "
-        "[How it works](../methods/trans-encoder.md)."
+        "A recipe with `groups`: one or several language models teach each other ([how](../methods/trans-encoder.md))."
     )
     identifying_key: ClassVar[str] = "groups"
     loop_keys: ClassVar[tuple[str, ...]] = ("bi", "cross")
@@ -229,7 +219,7 @@ class MutualRecipe(BaseRecipe):
     loggers: LoggersSection = LoggersSection()
     """Experiment trackers."""
     ray: bool = True
-    """Run the groups in parallel as Ray actors; false runs them one after another in the calling process."""
+    """Run the groups in parallel as Ray actors; false runs them one after another in this process."""
 
     @property
     def uses_ray(self) -> bool:
