@@ -45,11 +45,11 @@ class RecipeError(DistcseError, code="DCSE-R00"):
 
 
 class RecipeNotFoundError(RecipeError, code="DCSE-R01"):
-    """No packaged recipe and no readable file has the given name."""
+    """No packaged recipe and no readable file has this name."""
 
 
 class RecipeSyntaxError(RecipeError, code="DCSE-R02"):
-    """The file is not valid YAML, is not a mapping of keys, gives a key twice, or extends itself or nothing."""
+    """The file is no valid YAML mapping, gives a key twice, or extends itself or nothing."""
 
 
 class UnknownKeyError(RecipeError, code="DCSE-R03"):
@@ -57,7 +57,7 @@ class UnknownKeyError(RecipeError, code="DCSE-R03"):
 
 
 class InvalidValueError(RecipeError, code="DCSE-R05"):
-    """A value or override has the wrong type or form, is out of range, is missing, or contradicts another value."""
+    """A value or override has a wrong type or form, is out of range or missing, or contradicts another."""
 
 
 class CustomClassError(RecipeError, code="DCSE-R07"):
@@ -73,7 +73,7 @@ class SearchSpaceError(RecipeError, code="DCSE-R09"):
 
 
 class ArgumentError(RecipeError, code="DCSE-R10"):
-    """An argument of a command or of the Python API is missing, malformed, of another type, or contradicts another."""
+    """An argument of a command or of the Python API is missing or invalid, or contradicts another."""
 
 
 class LoggerSetupError(RecipeError, code="DCSE-R12"):
@@ -97,7 +97,7 @@ class MissingColumnError(CorpusError, code="DCSE-C03"):
 
 
 class CorpusTooSmallError(CorpusError, code="DCSE-C05"):
-    """The corpus has no sentence, or fewer rows or pairs than the recipe needs."""
+    """The corpus has fewer rows or pairs than the recipe needs."""
 
 
 class CorpusCacheError(CorpusError, code="DCSE-C06"):
@@ -125,7 +125,7 @@ class UnsupportedModelError(EncoderError, code="DCSE-M06"):
 
 
 class TokenizerError(EncoderError, code="DCSE-M08"):
-    """The tokenizer is missing, slow, without a vocabulary, does not fit the model, or gives no token for a sentence."""
+    """The tokenizer is missing, slow or without a vocabulary, does not fit the model, or gives no token for a sentence."""
 
 
 class EncoderSettingError(EncoderError, code="DCSE-M09"):
@@ -145,7 +145,7 @@ class HubUploadError(EncoderError, code="DCSE-M13"):
 
 
 class DeviceMemoryError(EncoderError, code="DCSE-M14", is_own_failure=True):
-    """A single text does not fit in the device's memory, in a frozen model's forward pass."""
+    """A single text does not fit in the device's memory in a frozen forward pass."""
 
 
 class TeacherError(DistcseError, code="DCSE-T00"):
@@ -173,11 +173,11 @@ class UnsuitableTeacherError(TeacherError, code="DCSE-T05"):
 
 
 class ComparisonError(TeacherError, code="DCSE-T07"):
-    """The comparison of teachers has too few teachers or sentences, or weights have no labelled dev set to be fitted to."""
+    """The comparison of teachers has too few teachers or sentences, or no labelled dev set to fit weights to."""
 
 
 class RefusedTextError(TeacherError, code="DCSE-T08"):
-    """A teacher's HTTP endpoint refuses one text, such as one with too many tokens; the message has its row and length."""
+    """A teacher's HTTP endpoint refuses one text, such as one with too many tokens."""
 
     index: int | None = None
     """The text's index in the call."""
@@ -189,7 +189,7 @@ class RefusedTextError(TeacherError, code="DCSE-T08"):
 
 
 class ReusedTableError(EmbeddingTableError, code="DCSE-T09"):
-    """An earlier table, from which vectors are copied, was removed or damaged in the meantime."""
+    """An earlier table, from which vectors are copied, was removed or damaged."""
 
 
 class EvaluationError(DistcseError, code="DCSE-E00"):
@@ -201,7 +201,7 @@ class EvaluationDataError(EvaluationError, code="DCSE-E01"):
 
 
 class EvaluationFormatError(EvaluationError, code="DCSE-E02"):
-    """A labelled set is malformed, lacks a column, or has too few different labels or scores for its measure."""
+    """A labelled set is malformed, lacks a column, or has too few different labels or scores."""
 
 
 class EvaluationOptionError(EvaluationError, code="DCSE-E04"):
@@ -245,7 +245,7 @@ class CheckpointError(RunError, code="DCSE-X06"):
 
 
 class MissingDependencyError(RunError, code="DCSE-X07"):
-    """A command, run, sweep, export, evaluation or mining needs an optional package that is not installed."""
+    """An optional package is not installed."""
 
 
 class RayConnectionError(RunError, code="DCSE-X08"):
@@ -253,7 +253,7 @@ class RayConnectionError(RunError, code="DCSE-X08"):
 
 
 class ClusterTooSmallError(RunError, code="DCSE-X09"):
-    """The cluster lacks the nodes, labels, GPUs, CPUs or memory for what must run at the same time."""
+    """The cluster lacks nodes, labels, GPUs, CPUs or memory for what must run at the same time."""
 
 
 class SharedStorageError(RunError, code="DCSE-X11"):
@@ -265,7 +265,7 @@ class WorkersLostError(RunError, code="DCSE-X12", is_own_failure=True):
 
 
 class ProcessLostError(RunError, code="DCSE-X13"):
-    """The run lost a process other than its workers, such as the driver, and cannot replace it."""
+    """The run lost a process, such as the driver, that it cannot replace."""
 
 
 class WorkFailedError(RunError, code="DCSE-X14"):
@@ -281,7 +281,7 @@ class DivergedError(RunError, code="DCSE-X16", is_own_failure=True):
 
 
 class StoppedEarlyError(RunError, code="DCSE-X17"):
-    """The command was asked to stop outside of training, so that there is no new checkpoint; it exits with 130."""
+    """The command was stopped outside of training, so that there is no new checkpoint; it exits with 130."""
 
     run: str | None = None
     """The folder or address of the run or sweep that can be resumed; None outside of one."""
