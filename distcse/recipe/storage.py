@@ -32,8 +32,10 @@ def parse_bytes(text: str) -> int:
 
 
 class StorageSection(Section):
-    """Where runs and caches are stored ([how](../how-to/storage.md)): folders, which all nodes share, or addresses in object
-    storage, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`."""
+    """Where runs and caches are stored ([how](../how-to/storage.md)).
+
+    Folders, which all nodes share, or addresses in object storage, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
+    """
 
     runs: str = "runs"
     """Folder of run directories."""
