@@ -52,8 +52,8 @@ class MemberSection(Section):
 class FamilyRecipe(Recipe):
     """Students of several sizes, trained on the same targets and batches.
 
-    On several GPUs they train [side by side](../methods/vector-targets.md#students-of-several-sizes-in-one-space). All other keys are
-    those of a student's recipe, the same for each.
+    On several GPUs they train [side by side](../methods/vector-targets.md#students-of-several-sizes-in-one-space). All other keys
+    are those of a student's recipe, the same for each.
     """
 
     title: ClassVar[str] = "recipe of a family of students"
