@@ -68,7 +68,6 @@ from distcse.losses import TeacherOutputs, build_objective, gather_views, jensen
 from distcse.losses import list_mle as our_list_mle
 from distcse.models import CrossEncoder, Encoder, build_projection
 from distcse.models.detection import EditDetector, Vocabulary
-from distcse.models.encoder import KeptTokens
 from distcse.models.folder import ModelFolder
 from distcse.models.loading import halve_matrices, load_backbone
 from distcse.rank_space import DeviceRankSpace, pair_similarities
@@ -248,7 +247,7 @@ class Student:
         encoder = bench.encoder(shape, seed=1)
         self.model = StudentModel(encoder, build_projection("tanh_mlp", encoder.dimension))
         self.records = graphs and bench.records
-        self.engine = TorchEngine(self.model, LoopSection(precision=precision), None, self.records)
+        self.engine = TorchEngine(self.model, LoopSection(precision=precision), None)
         self.objective = build_objective(ObjectiveSection.model_validate(objective))
         self.batches = [bench.batch(n or bench.n) for _ in range(8)]
         self.step, self.parts = 0, 1
@@ -262,7 +261,7 @@ class Student:
         self.step += 1
         return terms["loss"]
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Any, Any]:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         """See `TrainingTask`."""
         ids, mask = self.batches[step % 8]
         streams = zip(ids.chunk(self.parts), mask.chunk(self.parts), strict=True)
@@ -280,7 +279,7 @@ class Student:
     def attach(self, detector: EditDetector) -> None:
         """Give the student a discriminator, and train it too."""
         self.model.detector = detector.to(self.engine.device)
-        self.engine = TorchEngine(self.model, LoopSection(precision="bf16"), None, self.records)
+        self.engine = TorchEngine(self.model, LoopSection(precision="bf16"), None)
 
     def loss_of_next(self) -> Tensor:
         """The next step's loss, without an update."""
@@ -448,28 +447,28 @@ class TrainedStudent(Student):
         super().__init__(bench, "base", RANKCSE, "bf16")
         self.steps, self.rows = steps, bench.n
         self._host = [(ids.cpu(), mask.cpu()) for ids, mask in self.batches]
-        self._dev, self._dev_tokens = bench.texts(32 if bench.tiny else DEV_SENTENCES), KeptTokens()
+        self._dev = bench.texts(32 if bench.tiny else DEV_SENTENCES)
 
     def on_start(self, first_step: int) -> None:
         """See `TrainingTask`."""
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Any, Any]:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         """See `TrainingTask`."""
         ids, mask = (to_device(tensor, device) for tensor in self._host[step % 8])
         self.batches[step % 8] = (ids, mask)
         return super().prepare_batch(step, device)
 
     def describe_batch(self, step: int) -> str:
-        """See `EvaluatedTask`."""
+        """See `TrainingTask`."""
         return f"batch {step % 8} of 8"
 
     def should_evaluate(self, done: int) -> bool:
-        """See `EvaluatedTask`."""
+        """See `TrainingTask`."""
         return done % EVAL_STEPS == 0
 
     def evaluate(self) -> float:
-        """See `EvaluatedTask`."""
-        vectors = self._dev_tokens.encode(self.model.encoder, self._dev, normalize=True, precision="bf16")
+        """See `TrainingTask`."""
+        vectors = self.model.encoder.encode(self._dev, normalize=True, precision="bf16")
         half = len(vectors) // 2
         return float((vectors[:half] * vectors[half : 2 * half]).sum(axis=1).mean())
 

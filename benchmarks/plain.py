@@ -16,4 +16,4 @@ def whole_last_layer(encoder: Encoder, ids: Tensor, mask: Tensor, places: Tensor
     packs = places is not None and can_pack(backbone, mask)
     with packed(backbone, places, mask, None) if places is not None and packs else nullcontext():
         hidden = backbone(input_ids=ids, attention_mask=prepare_mask(backbone, mask)).last_hidden_state
-    return pool(encoder.pooling, [hidden], mask)
+    return pool(encoder.pooling, hidden, mask)

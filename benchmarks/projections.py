@@ -19,8 +19,8 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.tables import embed_corpus
 from distcse.storage import write_text_atomic
+from distcse.teachers.table import table_statistics
 from distcse.teachers.targets import fit_projection, joined_vectors, kept_share
-from distcse.teachers.vector_statistics import table_statistics
 
 WIDTH = 384
 MEASURED = 2_000

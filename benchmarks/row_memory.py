@@ -169,7 +169,11 @@ def embedding(recipe: Recipe) -> dict[str, Any]:
     table = table_of(recipe.teachers.encoders[0], corpus, cache, len(corpus))
     with anonymous_peak() as memory:
         embedded = sum(embed_shards(encoder, corpus, table, [0], None))
-    return {"rows embedded": embedded, "GB of the shard": round(table.stored_bytes / 1e9, 2), **memory}
+    return {
+        "rows embedded": embedded,
+        "GB of the shard": round(2 * table.identity.vectors * table.dimension / 1e9, 2),
+        **memory,
+    }
 
 
 PARTS = {"driver": driver, "worker": worker, "embedding": embedding}

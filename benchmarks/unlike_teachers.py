@@ -35,8 +35,8 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.tables import embed_corpus
 from distcse.storage import write_text_atomic
+from distcse.teachers.table import measure_statistics
 from distcse.teachers.targets import fit_projection
-from distcse.teachers.vector_statistics import measure_statistics
 from distcse.text.collate import collate
 from distcse.training.engines.fused_adamw import FusedAdamW
 from distcse.training.schedule import warmup_then_linear

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from distcse.compat.hub_client import fix_of_hub_error
+from distcse.compat import fix_of_hub_error
 from distcse.errors import HubUploadError, ModelNotFoundError
 from distcse.events import Listener, LogMessage
 from distcse.model_source import shown_name
@@ -91,16 +91,7 @@ def _hub_name(name: str) -> str:
 
 
 def prepare_upload(model: Path, target: Path, licence: str | None = None) -> Upload:
-    """Copy a model folder, and remove paths of this machine, buckets and hosts from its texts.
-
-    Args:
-        model: A run's or a model's folder.
-        target: The copy, a new folder.
-        licence: Licence to write into the card. Default: unchanged.
-
-    Raises:
-        ModelNotFoundError: The folder has no model, several models, or a pickled one.
-    """
+    """Copy a model folder, and remove paths of this machine, buckets and hosts from its texts."""
     store = open_store(find_model(to_uri(model)))
     store.fetch_folder()
     folder = store.path

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
-from distcse.compat.hub_client import fix_of_hub_error
+from distcse.compat import fix_of_hub_error
 from distcse.devices.host import PACKAGE, package_folder
 from distcse.errors import ModelNotFoundError, first_line
 from distcse.recipe.names import hub_id
@@ -84,15 +84,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def model_fingerprint(name: str | Path, trust_remote_code: bool = False) -> str:
-    """Return a hash of all that can change a model's outputs: weights, configuration, tokenizer, pooling, and the code it runs.
-
-    Args:
-        name: As for `resolve_model`.
-        trust_remote_code: Whether the folder's own code runs, where its configuration names some.
-
-    Raises:
-        ModelNotFoundError: No such model exists, or the hub cannot be reached.
-    """
+    """Return a hash of all that can change a model's outputs: weights, configuration, tokenizer, pooling, code that runs."""
     folder, digest = resolve_model(str(name), trust_remote_code), Digest()
     configs = [config for kind in (CONFIG_FILE, "tokenizer_config.json") for config in folder.rglob(kind)]
     runs_code = trust_remote_code and any(b'"auto_map"' in config.read_bytes() for config in configs)

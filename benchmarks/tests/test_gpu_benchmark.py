@@ -41,12 +41,6 @@ def test_it_measures_all_its_rows_on_a_simulated_gpu() -> None:
     assert rows >= {1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 23, 31, 33}
 
 
-@pytest.mark.slow
-def test_two_workers_recorded_steps_learn_what_eager_ones_do() -> None:
-    shown = python("-m", "benchmarks.gpu_workers", "--device", "sim", "--tiny")
-    assert shown.count("losses apart by 0.0e+00") == 2 and "eager / recorded" in shown
-
-
 def test_losses_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On PyTorch's `meta` device no operation mixes devices, and no value is read: the benchmark stops at the first failure."""
     use_meta_device(monkeypatch)

@@ -24,8 +24,8 @@ from distcse.storage import ArtifactStore, open_store
 from distcse.teachers import embedding
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import EMBEDDING, embedding_actors, plan_embedding
-from distcse.teachers.reuse import Reuse, ReusedVectors
-from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.reuse import Reuse
+from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import Embedder
 from distcse.text import Corpus
 
@@ -43,22 +43,17 @@ class EmbeddingActor(HeartbeatActor):
         self,
         teacher: TeacherSection,
         corpus: ArtifactStore,
-        table: ArtifactStore,
-        identity: TableIdentity,
+        table: EmbeddingTable,
         tokens_per_batch: int | None,
         reuse: Reuse | None = None,
     ) -> None:
         use_assigned()
         self._teacher = teacher
         self._corpus = Corpus.open(corpus.path)
-        self._table = EmbeddingTable(table.path, identity)
+        self._table = table
         self._tokens_per_batch = tokens_per_batch
         self._reuse = reuse
         self._embedded = 0
-
-    @cached_property
-    def _reused(self) -> ReusedVectors | None:
-        return None if self._reuse is None else self._reuse.open()
 
     @cached_property
     def _encoder(self) -> Embedder:
@@ -67,7 +62,7 @@ class EmbeddingActor(HeartbeatActor):
 
     def embed(self, shards: Sequence[int]) -> int:
         """Complete shards, except those that were stored before the task was lost; return their number of embedded rows."""
-        table, reused = self._table, self._reused
+        table, reused = self._table, self._reuse
         self._note_embedded(0)
         missing = [shard for shard in shards if not table.is_intact(shard)]
         earlier = sum(len(embedding.new_rows(table, shard, reused)) for shard in set(shards).difference(missing))
@@ -129,7 +124,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
             name=f"embedding-{request.owner}-{table.identity.key[:8]}-{number}",
             get_if_exists=False,
             label_selector=section.node_labels,
-        ).remote(teacher, corpus, table.store, table.identity, section.tokens_per_batch, request.reuse)
+        ).remote(teacher, corpus, table, section.tokens_per_batch, request.reuse)
         for number in range(count)
     ]
     try:

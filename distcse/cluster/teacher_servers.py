@@ -246,8 +246,7 @@ def cause_of(teacher: TeacherSection, failed: RayTaskError) -> DistcseError:
 
 def table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Callable[[], Teacher]:
     """Return a function that opens a teacher's table in a server's process."""
-    location = table.location
-    return lambda: open_table_teacher(teacher, location.open())
+    return lambda: open_table_teacher(teacher, table)
 
 
 def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int | None) -> Callable[[], Teacher]:

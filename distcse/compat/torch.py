@@ -24,61 +24,68 @@ def leave_capture(module: Any) -> None:
     Undocumented: `default_generators` of `torch.cuda`. A failed capture does not tell the generators that it has ended, and
     the next dropout would raise `Offset increment outside graph capture`. A cloned state is in no capture. No capture has
     failed on a real GPU yet.
-
-    Args:
-        module: PyTorch's module of the GPU's type.
     """
     for generator in getattr(module, "default_generators", ()):
         generator.graphsafe_set_state(generator.clone_state())
 
 
-class GraphRandomStates:
-    """States of a GPU's random generator from which a CUDA graph draws. Seeds that they are given change its replays.
+class GraphRNG:
+    """Random numbers of a CUDA graph, with seeds that each replay sets.
 
     Undocumented: `default_generators` of `torch.cuda`, and `register_generator_state` of its graphs, with which PyTorch's own
     compiler draws the same dropout again when it recomputes activations.
 
+    A seed has three states: the most that a step uses, with DiffCSE's edits, which it draws for their length, for the pass, and
+    for its repetition by a gradient cache. States must be registered before the recording, which alone knows how many it uses.
+    An unused one costs a replay nothing: PyTorch skips states from which a graph did not draw.
+
     Args:
         module: PyTorch's module of the GPU's type.
-        count: Number of states.
+        seeds: The seeds of the step that is recorded.
     """
 
-    def __init__(self, module: Any, count: int) -> None:
-        self._generator = module.default_generators[module.current_device()]
-        self._states = [self._generator.clone_state() for _ in range(count)]
-        self._used = 0
+    _PASSES = 3
+
+    def __init__(self, module: Any, seeds: Sequence[int]) -> None:
+        self._generator: Any = module.default_generators[module.current_device()] if seeds else None
+        self._states = {seed: [self._generator.clone_state() for _ in range(self._PASSES)] for seed in seeds}
+        self._used = dict.fromkeys(seeds, 0)
 
     def register(self, graph: Any) -> None:
-        """Let a graph draw from the states; called before its capture."""
-        for state in self._states:
-            graph.register_generator_state(state)
-
-    @property
-    def is_used(self) -> bool:
-        """Whether `drawing` was called."""
-        return self._used > 0
+        """Let a graph draw these numbers; called before its capture."""
+        for states in self._states.values():
+            for state in states:
+                graph.register_generator_state(state)
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Context manager: let the device draw from the next state.
+    def drawing(self, seed: int) -> Iterator[None]:
+        """Context manager: draw what a replay draws with the seed that takes this one's place.
 
         Raises:
-            RuntimeError: All states have been used.
+            RuntimeError: The seed is not one of the step's, so that no replay could change it, or all its states were used.
         """
-        if self._used == len(self._states):
-            raise RuntimeError(f"a recorded seed is drawn from more than {self._used} times")
-        before, state = self._generator.graphsafe_get_state(), self._states[self._used]
-        self._used += 1
-        self._generator.graphsafe_set_state(state)
+        if seed not in self._states:
+            raise RuntimeError("random numbers have a seed that is not in the step's inputs")
+        if self._used[seed] == self._PASSES:
+            raise RuntimeError(f"a recorded seed is drawn from more than {self._PASSES} times")
+        before = self._generator.graphsafe_get_state()
+        self._generator.graphsafe_set_state(self._states[seed][self._used[seed]])
+        self._used[seed] += 1
         try:
             yield
         finally:
             self._generator.graphsafe_set_state(before)
 
-    def seed(self, seed: int) -> None:
-        """Seed all states, from the start of their sequence."""
-        for state in self._states:
-            state.manual_seed(seed)
+    def require_all(self) -> None:
+        """Raise `RuntimeError` if the step has drawn with some of its seeds: the other integers of its inputs are no seeds."""
+        if any(self._used.values()) and not all(self._used.values()):
+            raise RuntimeError("not all integers of the step's inputs are seeds of random numbers")
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Set the seeds of the next replay, in the order of those of the recording, from the start of their sequences."""
+        for states, seed in zip(self._states.values(), seeds, strict=True):
+            for state in states:
+                state.manual_seed(seed)
 
 
 def compile_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,18 +127,6 @@ def fused_adamw_(
 
     Private: `torch._fused_adamw_`. `torch.optim.AdamW(fused=True)` calls it too, but counts updates once per tensor, and takes
     no divisor of the gradients outside of its scaler for fp16.
-
-    Args:
-        parameters: Parameters.
-        gradients: Their gradients.
-        exp_avgs: First moments.
-        exp_avg_sqs: Second moments.
-        updates: Scalar, the number of updates including this one.
-        lr: Learning rate.
-        betas: Decay rates of the moments.
-        weight_decay: Decoupled weight decay.
-        epsilon: Added to the denominator.
-        grad_divisor: Scalar that the gradients are divided by, in place; None leaves them.
     """
     torch._fused_adamw_(
         parameters,
@@ -182,9 +177,6 @@ def onednn_supports(precision: str) -> bool:
 
     Private: `torch.ops.mkldnn._is_mkldnn_bf16_supported` and `_is_mkldnn_fp16_supported`. `torch.backends.mkldnn` only says
     whether PyTorch was built with oneDNN, and the operators of `onednn_linear` raise on other CPUs.
-
-    Args:
-        precision: `bf16` or `fp16`.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -101,14 +101,6 @@ def limit_memory(share: float) -> None:
         gpu_module(device).set_per_process_memory_fraction(_ALLOCATED_PART * share)
 
 
-def usable_memory(device: torch.device | str) -> float:
-    """Return the bytes that this process can have allocated on its GPU: what is free or cached by it, within its share."""
-    module = gpu_module(device)
-    free, total = module.mem_get_info(device)
-    allowed: float = module.get_per_process_memory_fraction() * total  # of the current device
-    return min(float(free + module.memory_reserved(device)), allowed)
-
-
 def use_available_cpus() -> None:
     """Limit PyTorch's threads to the CPUs that this process may use.
 
@@ -193,10 +185,6 @@ class HostCopies:
         if self._end is not None:
             self._end.record(gpu_module(self._device).current_stream(self._device))
 
-    def is_complete(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return self._end is None or bool(self._end.query())
-
     def wait(self) -> list[Tensor]:
         """Wait until all copies are complete, and return them in the order in which they were added."""
         if self._end is not None and self._copies:
@@ -263,9 +251,7 @@ class DeviceDefaults:
     width_multiple: int
     """Batches are padded to a multiple of this many tokens."""
     records_steps: bool
-    """Whether `cuda_graphs: auto` records training steps as CUDA graphs."""
-    overlaps_reduction: bool
-    """Whether workers sum gradients in buckets during the backward pass; otherwise at its end, in one collective."""
+    """Whether training steps are recorded as CUDA graphs."""
     shards_dev_scores: bool
     """Whether each worker encodes its share of a dev score's sentences; otherwise all of them."""
     frozen_batch_tokens: int
@@ -281,8 +267,6 @@ CPU = DeviceDefaults(
     # Time is proportional to tokens, and training skips padding.
     width_multiple=1,
     records_steps=False,
-    # All cores compute the backward pass, so that nothing can overlap it. One collective also sends embedding rows.
-    overlaps_reduction=False,
     # Other batches round differently, and scores must not depend on the number of workers.
     shards_dev_scores=False,
     # Time is proportional to tokens and to padding, and a batch's activations must stay in the caches: MiniLM's passes of 4,096
@@ -300,7 +284,6 @@ GPU = DeviceDefaults(
     width_multiple=8,
     # A step of BERT-base launches thousands of kernels, which takes the host longer than the GPU.
     records_steps=True,
-    overlaps_reduction=True,
     shards_dev_scores=True,
     # With an H100, the host took about a millisecond to launch a layer's forward pass (benchmarks/results), in which the GPU
     # computes a layer of BERT-base for tens of thousands of tokens. Smaller passes, or batches that end early, leave it idle.

@@ -1,13 +1,8 @@
-"""Collective operations over the training workers. Without a process group, there is one worker and they do nothing.
-
-A training step calls these functions and none of `torch.distributed`: those of tensors run between the parts of a step that is
-recorded (`collectives_by`), and are in no recording.
-"""
+"""Collective operations over the training workers. Without a process group, there is one worker and they do nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
@@ -17,27 +12,6 @@ from torch import Tensor
 from distcse.errors import DistcseError
 
 T = TypeVar("T")
-RunCollective = Callable[[Callable[[], object]], None]
-"""Runs a collective, now or later; its tensors stay the same."""
-
-
-def _at_once(collective: Callable[[], object]) -> None:
-    collective()
-
-
-_run: RunCollective = _at_once
-"""Not a context variable: autograd calls collectives in other threads."""
-
-
-@contextmanager
-def collectives_by(run: RunCollective) -> Iterator[None]:
-    """Context manager: run the collectives of tensors by `run`, in all threads."""
-    global _run
-    before, _run = _run, run
-    try:
-        yield
-    finally:
-        _run = before
 
 
 def world_size() -> int:
@@ -110,21 +84,21 @@ def all_gather_parts(part: Tensor) -> list[Tensor]:
     if world_size() == 1:
         return [part]
     parts, sent = [torch.empty_like(part) for _ in range(world_size())], part.contiguous()
-    _run(lambda: dist.all_gather(parts, sent))
+    dist.all_gather(parts, sent)
     return parts
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum a tensor over all workers, in place."""
     if world_size() > 1:
-        _run(lambda: dist.all_reduce(tensor))
+        dist.all_reduce(tensor)
     return tensor
 
 
 def all_reduce_max(tensor: Tensor) -> Tensor:
     """Replace a tensor's elements by the largest ones of all workers; return the tensor."""
     if world_size() > 1:
-        _run(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX))
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor
 
 

@@ -50,7 +50,6 @@ class LoadOptions:
             Cross-encoders ignore it.
         prompts: Prompts of single models by their names in tables, instead of `prompt`; those of several runs share their
             model's.
-        is_fast: Use exact shortcuts of the forward pass, as with `models.fast: auto`.
     """
 
     pooling: str | None = None
@@ -59,7 +58,6 @@ class LoadOptions:
     precision: str = "auto"
     trust_remote_code: bool = False
     prompt: str = ""
-    is_fast: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -161,14 +159,13 @@ def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Pr
         return replace(make_candidate(name, source, static, contamination, "fp32", on_progress), folder=folder)
     model: Encoder | RankSpaceEncoder | CrossEncoder
     if kind:
-        model = CrossEncoder.load(folder, options.max_length, options.trust_remote_code, options.is_fast)
+        model = CrossEncoder.load(folder, options.max_length, options.trust_remote_code)
     elif is_rank_space(folder):
         model = _load_rank_space(folder, source, options, prompt)
     else:
         model = Encoder.load(
             folder,
             pooling=default_pooling(folder, options.pooling),
-            is_fast=options.is_fast,
             max_length=options.max_length,
             trust_remote_code=options.trust_remote_code,
             prompt=prompt,
@@ -237,7 +234,7 @@ def make_candidate(
 
 def _load_rank_space(folder: Path, source: str, options: LoadOptions, prompt: str) -> RankSpaceEncoder:
     """Load a rank space, whose reference vectors depend on the maximum length and prompt stored in its folder."""
-    ranker = RankSpaceEncoder.load(folder, options.trust_remote_code, options.is_fast)
+    ranker = RankSpaceEncoder.load(folder, options.trust_remote_code)
     saved = ranker.encoder.max_length, ranker.encoder.prompt
     if (options.max_length or saved[0], prompt or saved[1]) != saved:
         raise EvaluationOptionError(

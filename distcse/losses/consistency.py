@@ -12,16 +12,9 @@ from distcse.losses.views import TeacherOutputs, Views
 
 
 def jensen_shannon(logits: Tensor, other: Tensor) -> Tensor:
-    """Compute Jensen-Shannon divergences in nats (RankCSE Eq. 2), over all columns including the positive.
+    """Compute the (R,) Jensen-Shannon divergences, in nats, of both views' (R, C) logits (RankCSE Eq. 2), the positive included.
 
     Exact, from log-probabilities: log M = log ½ + logaddexp(log P, log Q). Value and gradient are 0 where P = Q.
-
-    Args:
-        logits: (R, C) logits of the first view.
-        other: (R, C) logits of the second view.
-
-    Returns:
-        (R,) divergences.
     """
     divergences: Tensor = _JensenShannon.apply(logits, other)
     return divergences
@@ -49,16 +42,9 @@ class _JensenShannon(torch.autograd.Function):
 
 
 def negative_entropy(logits: Tensor, other: Tensor) -> Tensor:
-    """Compute -(H(P) + H(Q)) / 2, which RankCSE's public code computes in place of the Jensen-Shannon divergence.
+    """Compute (R,) values -(H(P) + H(Q)) / 2, which RankCSE's public code computes in place of the Jensen-Shannon divergence.
 
     That code clamps log M to 1e-7, which leaves a confidence penalty that pushes both lists towards uniform.
-
-    Args:
-        logits: (R, C) logits of the first view.
-        other: (R, C) logits of the second view.
-
-    Returns:
-        (R,) values.
     """
     log_p, log_q = logits.log_softmax(dim=1), other.log_softmax(dim=1)
     return 0.5 * ((log_p.exp() * log_p).sum(dim=1) + (log_q.exp() * log_q).sum(dim=1))

@@ -53,17 +53,10 @@ class Objective(nn.Module):
     def forward(self, views: Views, teachers: TeacherOutputs | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this worker's share of the loss.
 
-        Args:
-            views: The batch, with the discriminator's sums for the detection term.
-            teachers: The teachers' lists, for rank terms; their vectors, for regression.
-
         Returns:
             The share to differentiate, and detached shares by name: `loss` (weighted), each term (unweighted), and
             `pos_cos` and `neg_cos`, the mean cosines of the positives and of all other pairs. Also what the terms report
             besides their share, such as `edited_accuracy` and `kept_accuracy` of detection.
-
-        Raises:
-            ValueError: Lists are missing, or their shape differs from the student's.
         """
         teachers = teachers or TeacherOutputs()
         expected = (views.rows, views.columns)
@@ -98,11 +91,7 @@ class Objective(nn.Module):
 
 
 def build_objective(section: ObjectiveSection) -> Objective:
-    """Create a recipe's objective; a term that is null or has weight 0 is omitted.
-
-    Raises:
-        CustomClassError: A custom term cannot be created.
-    """
+    """Create a recipe's objective; a term that is null or has weight 0 is omitted."""
     terms: dict[str, nn.Module] = {}
     weights: dict[str, float] = {}
     needs: set[Need] = set()
@@ -116,17 +105,7 @@ def build_objective(section: ObjectiveSection) -> Objective:
 
 
 def _build_term(key: str, loss: LossSection, tau1: float) -> nn.Module:
-    """Create a term: a module that is called with `Views` and `TeacherOutputs`, and returns this worker's share.
-
-    Args:
-        key: The term's recipe key, for errors.
-        loss: Its settings.
-        tau1: The objective's temperature.
-
-    Raises:
-        CustomClassError: The class cannot be imported or created, is not a module, or has parameters, which no optimizer
-            would train.
-    """
+    """Create a term: a module that is called with `Views` and `TeacherOutputs`, and returns this worker's share."""
     class_path, arguments = loss.term(tau1)
     term_class = load_class(class_path, f"{key}.class_path")
     if not issubclass(term_class, nn.Module):
@@ -143,16 +122,7 @@ def _build_term(key: str, loss: LossSection, tau1: float) -> nn.Module:
 
 
 def try_custom_terms(objective: Objective, section: ObjectiveSection, batch_size: int) -> None:
-    """Call each custom term once, on random views and lists of one worker's batch.
-
-    Args:
-        objective: The objective that `build_objective` made.
-        section: Its recipe section.
-        batch_size: Number of rows, those of the recipe's global batch.
-
-    Raises:
-        CustomClassError: A term raises an error, or does not return a differentiable share of the loss.
-    """
+    """Call each custom term once, on random views and lists of one worker's batch."""
     generator = torch.Generator().manual_seed(0)
     for key, loss in section.custom.items():
         if key not in objective.terms:

@@ -163,17 +163,7 @@ class ListMLE(ListLoss):
 
 
 def drop_positive(matrix: Tensor, offset: int) -> Tensor:
-    """Drop column `offset + i` of row i.
-
-    Gathers by index instead of masking with infinity, so that no 0·∞ occurs in the gradient.
-
-    Args:
-        matrix: (R, C) matrix.
-        offset: Column of the first row's positive.
-
-    Returns:
-        (R, C - 1) matrix.
-    """
+    """Drop column `offset + i` of row i of an (R, C) matrix, by index: masks of infinity would give 0·∞ in the gradient."""
     rows, columns = matrix.shape
     own = torch.arange(offset, offset + rows, device=matrix.device)[:, None]
     others = torch.arange(columns - 1, device=matrix.device).expand(rows, -1)

@@ -18,16 +18,9 @@ def kept_pairs(lists: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def squared_errors(similarities: Tensor, lists: Tensor, lower: float, upper: float) -> Tensor:
-    """Compute Σ_j m_j (S_ij - R_ij)², where m selects the kept pairs (RankEncoder Eq. 6).
+    """Compute (R,) sums Σ_j m_j (S_ij - R_ij)² of (R, C) cosines S and rank-space similarities R (RankEncoder Eq. 6).
 
-    Args:
-        similarities: (R, C) cosines S of the student.
-        lists: (R, C) rank-space similarities R of the teachers.
-        lower: Smallest similarity τ_l of a kept pair.
-        upper: Largest similarity τ_u of a kept pair.
-
-    Returns:
-        (R,) sums.
+    m selects the kept pairs, of similarities R from τ_l to τ_u.
     """
     kept = kept_pairs(lists, lower, upper)
     return torch.where(kept, similarities - lists.to(similarities.dtype), 0.0).square().sum(dim=1)

@@ -8,30 +8,15 @@ from distcse.losses.views import TeacherOutputs, Views, unit
 
 
 def cosine_errors(vectors: Tensor, targets: Tensor) -> Tensor:
-    """Compute 1 - cos, which is half the squared distance of unit vectors.
+    """Compute 1 - cos of the student's (R, d) vectors and unit targets: half the squared distance of unit vectors.
 
     The cosine loss of Stella and Jasper's first stage, and LEAF's loss for a student with normalized vectors.
-
-    Args:
-        vectors: (R, d) vectors of the student.
-        targets: (R, d) unit vectors of the teachers.
-
-    Returns:
-        (R,) losses.
     """
     return 1 - (unit(vectors) * targets.to(vectors.dtype)).sum(dim=1)
 
 
 def squared_distances(vectors: Tensor, targets: Tensor) -> Tensor:
-    """Compute squared distances, so that the student's length is trained too (LEAF; d times MSELoss).
-
-    Args:
-        vectors: (R, d) vectors of the student.
-        targets: (R, d) unit vectors of the teachers.
-
-    Returns:
-        (R,) losses.
-    """
+    """Compute (R,) squared distances of (R, d) vectors, so that the student's length is trained too (LEAF; d times MSELoss)."""
     return (vectors - targets.to(vectors.dtype)).square().sum(dim=1)
 
 

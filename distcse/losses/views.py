@@ -197,9 +197,6 @@ def mix_lists(lists: Tensor, weights: Sequence[float]) -> Tensor:
 
     Returns:
         (R, C) similarities in float32, or float64 for float64 lists.
-
-    Raises:
-        ValueError: The numbers of weights and teachers differ.
     """
     if len(weights) != len(lists):
         raise ValueError(f"{len(lists)} lists but {len(weights)} weights; pass one weight per teacher")

@@ -42,13 +42,7 @@ def fast_dropout(model: nn.Module) -> None:
 
 
 def dropout(values: Tensor, p: float, training: bool) -> Tensor:
-    """Apply dropout to values of any shape; on a GPU, or without training, as PyTorch does.
-
-    Args:
-        values: The values.
-        p: Probability of zero; other values are scaled by 1 / (1 - p).
-        training: Whether dropout is active.
-    """
+    """Apply dropout to values of any shape; on a GPU, or without training, as PyTorch does."""
     if not training or p == 0 or values.device.type != "cpu":
         return nn.functional.dropout(values, p, training)
     dropped_levels = min(round(p * _LEVELS), _LEVELS - 1)
@@ -71,10 +65,10 @@ def use_mkldnn_linear(model: nn.Module, precision: str = "fp32") -> None:
     Releases the original weights, so that the model can be neither trained nor saved. Outputs differ by rounding only.
 
     Args:
-        model: The model, on its final device; unchanged if its `is_fast` is False.
+        model: The model, on its final device.
         precision: Precision of the forward passes, `fp32` (default) or `bf16`; `fp16` is a no-op.
     """
-    if not (getattr(model, "is_fast", True) and is_faster(precision)):
+    if not is_faster(precision):
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -11,16 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.compat.transformers import without_noise
-from distcse.errors import EncoderSettingError, ModelFormatError, UnsupportedModelError
+from distcse.compat import without_noise
+from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.models.cpu_kernels import fast_dropout
 from distcse.models.fast_layers import can_stop_at_one, prepare_mask, short_cut
-from distcse.models.files import read_json
+from distcse.models.files import check_weights, read_json
 from distcse.models.folder import ModelFolder, open_model
 from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.loading import (
     load_pretrained,
     position_limit,
+    refuse_missing,
     require_finite,
     require_text_encoder,
     set_dropout,
@@ -28,8 +29,9 @@ from distcse.models.loading import (
 from distcse.models.saving import replacing, save_model
 from distcse.models.st_format import backbone_folder
 from distcse.models.student import keep_layers
-from distcse.models.texts import TOKENIZED_TEXTS, as_pairs, tokenize_pairs
+from distcse.models.texts import TOKENIZED_TEXTS, as_pairs
 from distcse.storage import ArtifactStore
+from distcse.text.token_table import tokenizing
 
 _SETTINGS = "config_sentence_transformers.json"
 _SIGMOID = "torch.nn.modules.activation.Sigmoid"
@@ -44,7 +46,7 @@ _ACTIVATIONS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = 
 }
 _FIRST_TOKEN_CLASSIFIERS = tuple(
     f"{family}ForSequenceClassification"
-    for family in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DistilBert", "MPNet")
+    for family in ("Bert", "Roberta", "XLMRoberta", "Camembert", "Electra", "DistilBert")
 )
 """Classes whose head reads only the first token."""
 
@@ -57,18 +59,14 @@ class CrossEncoder(nn.Module):
         tokenizer: Its fast tokenizer.
         max_length: Maximum number of tokens per pair, with special tokens; the longer sentence is truncated first.
         activation: Qualified name of the function between logits and scores. Default: the sigmoid.
-        is_fast: Whether exact shortcuts may compute it, as with `models.fast: auto`. Default: True.
     """
 
-    def __init__(
-        self, model: nn.Module, tokenizer: Any, max_length: int, activation: str = _SIGMOID, is_fast: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module, tokenizer: Any, max_length: int, activation: str = _SIGMOID) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.activation = activation
-        self.is_fast = is_fast
         self.token_budget = TokenBudget()
 
     @classmethod
@@ -77,7 +75,6 @@ class CrossEncoder(nn.Module):
         path: str | Path,
         max_length: int | None = None,
         trust_remote_code: bool = False,
-        is_fast: bool = True,
     ) -> CrossEncoder:
         """Load a trained cross-encoder, also one that sentence-transformers' CrossEncoder saved.
 
@@ -85,7 +82,6 @@ class CrossEncoder(nn.Module):
             path: Folder or name (see `resolve_model`).
             max_length: Maximum number of tokens per pair. Default: the tokenizer's or the backbone's limit.
             trust_remote_code: Whether to run the model's own Python code.
-            is_fast: Whether the model may use exact shortcuts, as with `models.fast: auto`. Default: True.
 
         Raises:
             ModelNotFoundError: No such model exists.
@@ -95,14 +91,11 @@ class CrossEncoder(nn.Module):
         """
         folder = open_model(str(path), trust_remote_code)
         activation = check_scorer(folder)
-        model, missing = _load_classifier(folder, max_length, is_fast)
-        if missing:
-            raise ModelFormatError(
-                f"{folder.backbone} lacks {len(missing)} weights, such as {missing[0]}, which would be random; train it first"
-            )
+        model, missing = _load_classifier(folder, max_length)
+        refuse_missing(folder, missing, "train it first")
         tokenizer = folder.load_tokenizer()
         limits = [max_length, folder.layout.max_length, tokenizer.model_max_length, position_limit(model)]
-        return cls(model.eval(), tokenizer, min(limit for limit in limits if limit), activation, is_fast)
+        return cls(model.eval(), tokenizer, min(limit for limit in limits if limit), activation)
 
     @classmethod
     def fresh(
@@ -112,7 +105,6 @@ class CrossEncoder(nn.Module):
         layers: Sequence[int] | None = None,
         dropout: float | None = None,
         trust_remote_code: bool = False,
-        is_fast: bool = True,
     ) -> CrossEncoder:
         """Create a cross-encoder for training from an encoder's weights and a randomly initialized head; it scores by sigmoid.
 
@@ -122,7 +114,6 @@ class CrossEncoder(nn.Module):
             layers: Indices of the layers to keep. Default: all.
             dropout: Dropout probability of all dropout layers. Default: the config's.
             trust_remote_code: Whether to run the model's own Python code.
-            is_fast: Whether the model may use exact shortcuts, as with `models.fast: auto`. Default: True.
 
         Raises:
             ModelNotFoundError: No such model exists.
@@ -130,14 +121,9 @@ class CrossEncoder(nn.Module):
             EncoderSettingError: `layers` or `max_length` does not fit the backbone.
         """
         folder = open_model(str(path), trust_remote_code)
-        model, missing = _load_classifier(folder, max_length, is_fast, labels=1, dropout=dropout)
+        model, missing = _load_classifier(folder, max_length, labels=1, dropout=dropout)
         prefix = f"{model.base_model_prefix}."
-        required = [key for key in missing if key.startswith(prefix) and "pooler." not in key]
-        if required:
-            raise ModelFormatError(
-                f"{folder.backbone} lacks {len(required)} weights, such as {required[0]}, which would be random; get the "
-                "model again"
-            )
+        refuse_missing(folder, [key for key in missing if key.startswith(prefix) and "pooler." not in key])
         if layers is not None:
             keep_layers(model.base_model, layers)
         positions = position_limit(model)
@@ -145,7 +131,7 @@ class CrossEncoder(nn.Module):
             raise EncoderSettingError(
                 f"{path}: cross.max_length is {max_length}; allowed: at most {positions}, the backbone's positions"
             )
-        return cls(model, folder.load_tokenizer(), max_length, is_fast=is_fast)
+        return cls(model, folder.load_tokenizer(), max_length)
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +154,7 @@ class CrossEncoder(nn.Module):
         if kinds is not None:
             inputs["token_type_ids"] = kinds
         knows_head = type(self.model).__name__ in _FIRST_TOKEN_CLASSIFIERS
-        reads_first = self.is_fast and knows_head and can_stop_at_one(self.model)
+        reads_first = knows_head and can_stop_at_one(self.model)
         first = ids.new_zeros(len(ids)) if reads_first else None
         with short_cut(self.model, mask, token_index if reads_first else None, first):
             logits: Tensor = self.model(**inputs).logits[:, 0]
@@ -179,12 +165,11 @@ class CrossEncoder(nn.Module):
         ids: list[list[int]] = []
         kinds: list[list[int]] = []
         for begin in range(0, len(pairs), TOKENIZED_TEXTS):
-            part_ids, part_kinds = tokenize_pairs(
-                self.tokenizer, pairs[begin : begin + TOKENIZED_TEXTS], self.max_length
-            )
-            ids += part_ids
-            kinds += part_kinds or []
-        return ids, kinds or None
+            with tokenizing(self.tokenizer, self.max_length) as backend:
+                encodings = backend.encode_batch_fast(list(pairs[begin : begin + TOKENIZED_TEXTS]))
+            ids += [encoding.ids for encoding in encodings]
+            kinds += [encoding.type_ids for encoding in encodings]
+        return ids, kinds if "token_type_ids" in self.tokenizer.model_input_names else None
 
     def score(
         self,
@@ -283,15 +268,7 @@ def is_cross_encoder(folder: Path) -> bool:
 
 
 def check_scorer(folder: ModelFolder) -> str:
-    """Check that a folder's settings are those of a cross-encoder that distcse can use; return the name of its activation.
-
-    Args:
-        folder: The model's folder.
-
-    Raises:
-        ModelFormatError: transformers cannot read the config.
-        UnsupportedModelError: It has a default prompt, several labels, or an activation that distcse does not compute.
-    """
+    """Check that a folder's settings are those of a cross-encoder that distcse can use; return the name of its activation."""
     if folder.layout.prompt:
         raise UnsupportedModelError(
             f"{folder.root} has the default prompt {folder.layout.prompt!r:.60}, which distcse does not put before pairs; use a "
@@ -317,21 +294,12 @@ def check_scorer(folder: ModelFolder) -> str:
 
 @without_noise()
 def _load_classifier(
-    folder: ModelFolder, max_length: int | None, is_fast: bool, labels: int | None = None, dropout: float | None = None
+    folder: ModelFolder, max_length: int | None, labels: int | None = None, dropout: float | None = None
 ) -> tuple[Any, list[str]]:
-    """Return a sequence classifier in float32, and the names of the weights that the folder lacks.
-
-    Args:
-        folder: The model's folder.
-        max_length: Maximum number of tokens of a pair.
-        is_fast: Whether the model may use exact shortcuts.
-        labels: Number of labels of the head, whose weights are random where the folder's have another shape. Default: the
-            folder's.
-        dropout: Dropout probability of all dropout layers. Default: the config's.
-    """
+    """Return a sequence classifier in float32, and the names of the weights that the folder lacks."""
     from transformers import AutoModelForSequenceClassification
 
-    folder.check_weights()
+    check_weights(folder.root)
     config = folder.load_config()
     has_new_head = labels is not None and config.num_labels != labels
     if has_new_head:
@@ -343,6 +311,5 @@ def _load_classifier(
     )
     require_finite(folder.backbone, model)
     require_text_encoder(folder.backbone, model.base_model)
-    if is_fast:
-        fast_dropout(model)
+    fast_dropout(model)
     return model, missing

@@ -17,16 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from distcse.compat.transformers import without_noise
+from distcse.compat import without_noise
 from distcse.devices.device import default_device, is_gpu
-from distcse.errors import ModelFormatError, TokenizerError, UnsupportedModelError
+from distcse.errors import TokenizerError, UnsupportedModelError
 from distcse.losses.detection import detection
 from distcse.losses.views import Detection
 from distcse.models import Encoder
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.fast_layers import prepare_mask, short_cut
+from distcse.models.files import check_weights
 from distcse.models.folder import open_model
-from distcse.models.loading import load_pretrained
+from distcse.models.loading import load_pretrained, refuse_missing
 from distcse.recipe import DetectionSection
 from distcse.text.collate import Tokens
 
@@ -100,14 +101,7 @@ LOGITS_BYTES = 64_000_000
 
 
 class EditDetector(nn.Module):
-    """Generator, discriminator and its head. The generator's head sees only the positions whose word is asked for.
-
-    Args:
-        backbone: The discriminator, a BERT- or RoBERTa-shaped encoder (one with an `embeddings` module).
-        generator: A masked language model.
-        words: The tokenizer's particulars.
-        section: The recipe's part.
-    """
+    """Generator, discriminator and its head. The generator's head sees only the positions whose word is asked for."""
 
     def __init__(self, backbone: nn.Module, generator: nn.Module, words: Vocabulary, section: DetectionSection) -> None:
         super().__init__()
@@ -224,10 +218,6 @@ def build_detector(
     """The detector of a recipe; `fresh` is a second encoder from the student's start, which becomes the discriminator.
 
     `precision` is the training's, `fp32` or `bf16`.
-
-    Raises:
-        EncoderError: The backbone has no embeddings to condition, the student's vectors are not as wide, or the generator has
-            another vocabulary.
     """
     tokenizer = student.tokenizer
     if student.dimension != student.width:
@@ -249,7 +239,7 @@ def build_detector(
         tuple(tokenizer.all_special_ids),
     )
     generator = _load_generator(section, tokenizer, student.max_length)
-    if student.is_fast and default_device() == "cpu":
+    if default_device() == "cpu":
         use_mkldnn_linear(generator, precision)
     return EditDetector(fresh.backbone, generator, words, section)
 
@@ -259,7 +249,7 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
     from transformers import AutoModelForMaskedLM
 
     opened = open_model(section.generator)
-    opened.check_weights()
+    check_weights(opened.root)
     if opened.load_tokenizer().get_vocab() != tokenizer.get_vocab():
         raise TokenizerError(
             f"objective.detection.generator {section.generator} has another vocabulary than the student; "
@@ -268,9 +258,6 @@ def _load_generator(section: DetectionSection, tokenizer: Any, max_length: int) 
     model, missing, _ = load_pretrained(
         AutoModelForMaskedLM, opened, opened.load_config(), max_length, "a masked language model"
     )
-    if missing:
-        raise ModelFormatError(
-            f"{opened.backbone} lacks the weights of its masked-language-model head, such as {missing[0]}; they would be random"
-        )
+    refuse_missing(opened, missing, "use a masked language model with its head")
     loaded: nn.Module = model
     return loaded

@@ -6,9 +6,8 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
-from distcse.compat.transformers import without_noise
+from distcse.compat import without_noise
 from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.models.cpu_kernels import fast_dropout
 from distcse.models.fast_layers import can_stop_at_one, prepare_mask, short_cut
+from distcse.models.files import check_weights
 from distcse.models.folder import open_model
 from distcse.models.frozen_pass import Chunk, TokenBudget, run_frozen, split_chunks
 from distcse.models.loading import (
@@ -32,16 +32,15 @@ from distcse.models.loading import (
     require_finite,
     resolve_pooling,
 )
-from distcse.models.pooling import AT_ONE_TOKEN, NEEDS_ALL_LAYERS, Dense, build_head, pool, token_position
+from distcse.models.pooling import AT_ONE_TOKEN, Dense, build_head, pool, token_position
 from distcse.models.saving import replacing, save_model, write_layout
 from distcse.models.st_format import Layout, find_prompt
-from distcse.models.student import depth_of, factorize_embeddings, keep_layers
-from distcse.models.texts import TOKENIZED_TEXTS, apply_prompt, as_texts, is_template, tokenize
+from distcse.models.student import factorize_embeddings, keep_layers
+from distcse.models.texts import TOKENIZED_TEXTS, apply_prompt, as_texts, is_template
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 from distcse.recipe.validation_errors import explain
 from distcse.storage import ArtifactStore, Digest
-
-T = TypeVar("T")
+from distcse.text.token_table import encode_batch, tokenizing
 
 
 class Encoder(nn.Module):
@@ -55,7 +54,6 @@ class Encoder(nn.Module):
         prompt: Prefix of every sentence, or a template with `{sentence}` in it. Default: none.
         normalize: Whether `encode`, and other readers of the saved folder, return unit vectors. Default: False.
         head: Modules from pooled vectors to sentence vectors. Default: none.
-        is_fast: Whether exact shortcuts may compute it, as with `models.fast: auto`. Default: True.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class Encoder(nn.Module):
         prompt: str = "",
         normalize: bool = False,
         head: nn.Sequential | None = None,
-        is_fast: bool = True,
     ) -> None:
         super().__init__()
         self.backbone = backbone
@@ -77,17 +74,15 @@ class Encoder(nn.Module):
         self.max_length = max_length
         self.prompt = prompt
         self.normalize = normalize
-        self.is_fast = is_fast
         self._settings = Layout()
         self.token_budget = TokenBudget()
 
     @classmethod
-    def load(cls, path: str | Path, *, is_fast: bool = True, **settings: Any) -> Encoder:
+    def load(cls, path: str | Path, **settings: Any) -> Encoder:
         """Load an encoder from a folder or by name.
 
         Args:
             path: Folder, URI, `package:NAME/FOLDER` or hub id (see `resolve_model`).
-            is_fast: Whether the encoder may use exact shortcuts, as with `models.fast: auto`. Default: True.
             settings: Further fields of `EncoderSection`, such as pooling="mean".
 
         Raises:
@@ -97,7 +92,6 @@ class Encoder(nn.Module):
             section = EncoderSection(backbone=str(path), **settings)
         except ValidationError as invalid:
             raise EncoderSettingError(explain(invalid, EncoderSection, source="Encoder.load")) from None
-        section.set_fast(is_fast)
         return cls.from_section(section)
 
     @classmethod
@@ -116,7 +110,7 @@ class Encoder(nn.Module):
             EncoderError: Another problem of the model (see `distcse.errors`).
         """
         folder = open_model(section.backbone, section.trust_remote_code)
-        folder.check_weights()
+        check_weights(folder.root)
         layout = folder.layout
         tokenizer = folder.load_tokenizer()  # first: without one, the folder's pooling does not matter
         pooling = resolve_pooling(section, layout)
@@ -129,14 +123,13 @@ class Encoder(nn.Module):
             keep_layers(backbone, section.layers)
         if isinstance(section, StudentSection) and section.embedding_size is not None:
             backbone = factorize_embeddings(backbone, section.embedding_size)
-        if section.is_fast:
-            fast_dropout(backbone)
+        fast_dropout(backbone)
         check_vocabulary(folder.backbone, tokenizer, backbone)
         refuse_unsupported_preprocessing(section, layout, tokenizer)
         max_length = length_limit(section, layout, tokenizer, backbone)
         prompt, head = section.prompt or layout.prompt, build_head(folder.root, layout.head, _width(backbone))
         require_finite(folder.root, head)
-        encoder = cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head, section.is_fast)
+        encoder = cls(backbone, tokenizer, pooling, max_length, prompt, layout.normalize, head)
         encoder.take_settings(layout)
         return encoder
 
@@ -190,13 +183,13 @@ class Encoder(nn.Module):
 
     def _all_dimensions(self, ids: Tensor, mask: Tensor, token_index: Tensor | None = None) -> Tensor:
         """Return the vectors of `forward` before their truncation."""
-        position, packs = None, self.is_fast and self.pooling not in NEEDS_ALL_LAYERS
-        if self.is_fast and self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
+        position = None
+        if self.pooling in AT_ONE_TOKEN and can_stop_at_one(self.backbone):
             position = token_position(self.pooling, mask, self._is_mask_token(ids))
-        with short_cut(self.backbone, mask, token_index if packs else None, position):
+        with short_cut(self.backbone, mask, token_index, position):
             states = self._hidden_states(ids, mask)
         if position is not None:
-            return self._apply_head(states[-1][:, 0].float())
+            return self._apply_head(states[:, 0].float())
         return self._apply_head(pool(self.pooling, states, mask, self._is_mask_token(ids)))
 
     def _truncate(self, vectors: Tensor) -> Tensor:
@@ -207,35 +200,30 @@ class Encoder(nn.Module):
         """Return the last layer's (B, L, H) token vectors and the (B, d) float32 sentence vectors of (B, L) ids and mask."""
         states = self._hidden_states(ids, mask)
         pooled = pool(self.pooling, states, mask, self._is_mask_token(ids))
-        return states[-1], self._truncate(self._apply_head(pooled))
+        return states, self._truncate(self._apply_head(pooled))
 
     def _apply_head(self, pooled: Tensor) -> Tensor:
         vectors: Tensor = self.head(pooled).float()
         return vectors
 
-    def _hidden_states(self, ids: Tensor, mask: Tensor) -> Sequence[Tensor]:
-        """Return the (B, L, H) hidden states of all layers if pooling needs them, else of the last layer."""
-        prepared, all_layers = prepare_mask(self.backbone, mask), self.pooling in NEEDS_ALL_LAYERS
-        # Custom code may not know the argument.
-        wanted = {"output_hidden_states": True} if all_layers else {}
-        output = self.backbone(input_ids=ids, attention_mask=prepared, **wanted)
-        return output.hidden_states if all_layers else [output.last_hidden_state]
+    def _hidden_states(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return the (B, L, H) hidden states of the last layer."""
+        states: Tensor = self.backbone(
+            input_ids=ids, attention_mask=prepare_mask(self.backbone, mask)
+        ).last_hidden_state
+        return states
 
     def _is_mask_token(self, ids: Tensor) -> Tensor | None:
         return ids == self.tokenizer.mask_token_id if self.pooling == "mask" else None
 
     def token_ids(self, texts: Sequence[str], prompt: str | None = None) -> list[list[int]]:
-        """Tokenize texts, truncated to `max_length`.
-
-        Args:
-            texts: The texts.
-            prompt: Prefix of every text, or a template. Default: the encoder's.
-        """
+        """Tokenize texts, truncated to `max_length`."""
         prompt = self.prompt if prompt is None else prompt
         ids: list[list[int]] = []
         for begin in range(0, len(texts), TOKENIZED_TEXTS):
             part = apply_prompt(self.tokenizer, texts[begin : begin + TOKENIZED_TEXTS], prompt, self.max_length)
-            ids += tokenize(self.tokenizer, part, self.max_length)
+            with tokenizing(self.tokenizer, self.max_length) as backend:
+                ids += encode_batch(backend, part)
         return ids
 
     def encode(
@@ -268,8 +256,21 @@ class Encoder(nn.Module):
         """
         prompt = None if prompt_name is None else self._prompt_named(prompt_name)
         found = as_texts([texts] if isinstance(texts, str) else texts)
-        tokenize_part = partial(self.token_ids, prompt=prompt)
-        vectors = self._encode(found, tokenize_part, batch_tokens, normalize, precision, on_progress)
+        index_of: dict[tuple[int, ...], int] = {}
+        indices: list[int] = []
+        vectors = np.empty((len(found), self.dimension), dtype=np.float32)
+
+        def chunks() -> Iterator[Chunk]:
+            for part in split_chunks(found, self.device):
+                known = len(index_of)
+                new, part_indices = _distinct(self.token_ids(part, prompt), index_of)
+                indices.extend(part_indices)
+                yield Chunk([new], vectors[known : len(index_of)])
+
+        for _ in self._run(chunks(), batch_tokens, normalize, precision, on_progress):
+            pass
+        if len(index_of) < len(found):
+            vectors = vectors[indices]
         return np.asarray(vectors[0]) if isinstance(texts, str) else vectors
 
     def _prompt_named(self, name: str) -> str:
@@ -284,30 +285,6 @@ class Encoder(nn.Module):
                 "encode without a prompt"
             )
         return prompt
-
-    def _encode(
-        self,
-        items: Sequence[T],
-        tokens_of: Callable[[Sequence[T]], Iterable[Sequence[int]]],
-        batch_tokens: int | None,
-        normalize: bool | None,
-        precision: str,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> NDArray[np.float32]:
-        index_of: dict[tuple[int, ...], int] = {}
-        indices: list[int] = []
-        vectors = np.empty((len(items), self.dimension), dtype=np.float32)
-
-        def chunks() -> Iterator[Chunk]:
-            for part in split_chunks(items, self.device):
-                known = len(index_of)
-                new, part_indices = _distinct(tokens_of(part), index_of)
-                indices.extend(part_indices)
-                yield Chunk([new], vectors[known : len(index_of)])
-
-        for _ in self._run(chunks(), batch_tokens, normalize, precision, on_progress):
-            pass
-        return vectors if len(index_of) == len(items) else vectors[indices]
 
     def encode_each(
         self,
@@ -391,18 +368,14 @@ class Encoder(nn.Module):
 
     @without_noise()
     def write(self, folder: Path) -> None:
-        """Write the files of `save` into an existing folder.
-
-        Raises:
-            UnsupportedModelError: As for `save`; nothing is written.
-        """
+        """Write the files of `save` into an existing folder."""
         if self.pooling == "mask" or is_template(self.prompt):
             raise UnsupportedModelError(
                 "the sentence-transformers layout cannot express a prompt template or pooling mask; "
                 "save a model with another pooling and a prefix as its prompt"
             )
         save_model(self.backbone, self.tokenizer, folder, self.max_length)
-        write_layout(folder, self._layout(), self.width, depth_of(self.backbone), self.head)
+        write_layout(folder, self._layout(), self.width, self.head)
 
     def fingerprint(self) -> str:
         """Return a hash of what decides the vectors: weights, configuration, tokenizer, pooling, length and prompts."""
@@ -429,11 +402,7 @@ class Encoder(nn.Module):
 
 
 class EncoderHandle:
-    """A way to load an encoder. The process that loads it keeps it; pickled, a handle is only the way to load it.
-
-    Args:
-        load: Loads the encoder; picklable.
-    """
+    """A way to load an encoder. The process that loads it keeps it; pickled, a handle is only the way to load it."""
 
     def __init__(self, load: Callable[[], Encoder]) -> None:
         self._load = load
@@ -478,13 +447,6 @@ class TokenizerSpec:
         """Return the settings that `Encoder.from_section` would use.
 
         Loads the weights only if neither recipe nor folder has a maximum length.
-
-        Raises:
-            ModelNotFoundError: No such model exists.
-            PickledWeightsError: The weights are not safetensors.
-            TokenizerError: The tokenizer does not load, or is slow.
-            UnsupportedModelError: The model preprocesses texts in an unsupported way.
-            EncoderSettingError: The pooling is unknown.
         """
         folder = open_model(section.backbone, section.trust_remote_code)
         layout = folder.layout
@@ -515,49 +477,3 @@ def _distinct(
             new.append(row)
         indices.append(index_of[row])
     return new, indices
-
-
-MAX_CHARACTERS = 2**22
-"""Most characters of the texts whose token ids are kept: in English about a million tokens, of 36 bytes each."""
-
-
-class KeptTokens:
-    """Encodes the same texts with changing weights, and tokenizes them only the first time.
-
-    Args:
-        max_characters: Most characters of all texts whose token ids are kept; further ones are tokenized every time.
-    """
-
-    def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:
-        self._room = max_characters
-        self._rows: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-
-    def encode(
-        self,
-        encoder: Encoder,
-        texts: Sequence[str],
-        normalize: bool | None = None,
-        precision: str = "fp32",
-        on_progress: Callable[[int], None] | None = None,
-    ) -> NDArray[np.float32]:
-        """Encode n texts to (n, d) vectors, bitwise those of `Encoder.encode`.
-
-        Args:
-            encoder: The encoder; in all calls with the same tokenizer, prompt and `max_length`.
-            texts: The texts.
-            normalize: See `Encoder.encode`.
-            precision: See `Encoder.encode`.
-            on_progress: See `Encoder.encode`.
-
-        Raises:
-            ArgumentError: `texts` are not texts.
-            DeviceMemoryError: A text does not fit in the GPU's memory.
-        """
-        found = as_texts(texts)
-        key = tuple(found)
-        if key not in self._rows:
-            if (characters := sum(map(len, found))) > self._room:
-                return encoder.encode(found, normalize=normalize, precision=precision, on_progress=on_progress)
-            self._rows[key] = [*map(tuple, encoder.token_ids(found))]
-            self._room -= characters
-        return encoder._encode(self._rows[key], list, None, normalize, precision, on_progress)

@@ -1,14 +1,14 @@
 """Exact shortcuts of a backbone's layers: no padding (packing), and a last layer for one token per text.
 
 **Packing**: linear maps, norms and dropout compute a batch's tokens without padding; only attention uses the padded batch. For
-training on a CPU, where time is proportional to tokens; on an H100, the copies cost more than the saved arithmetic. Supports
-layers like BERT's and DistilBERT's with `eager` attention.
+training on a CPU, where time is proportional to tokens; on an H100, the copies cost more than the saved arithmetic. Needs
+`eager` attention.
 
 **One token**: where pooling reads one token per text, the last layer computes its query, attention output and feed-forward for
-that token alone; keys and values are those of all tokens. Supports the layers of BERT (also MiniLM, BGE, E5), RoBERTa,
-XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet and ModernBERT; other backbones compute the full last layer.
+that token alone; keys and values are those of all tokens.
 
-Dropout is drawn only for what is computed, so that its masks differ from those of a padded or full pass.
+Both support the layers of BERT (also MiniLM, BGE, E5), RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and DistilBERT; other backbones
+compute the padded batch in full. Dropout is drawn only for what is computed, so that its masks differ from those of a full pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from distcse.compat.transformers import attention_implementation, rotary_embedding
+from distcse.compat import attention_implementation
 from distcse.errors import EncoderError
 from distcse.models.cpu_kernels import dropout
 from distcse.models.student import layers_of
@@ -42,8 +42,7 @@ def takes_prepared_mask(model: nn.Module) -> bool:
 def prepare_mask(model: nn.Module, mask: Tensor) -> Tensor:
     """Expand a (B, L) mask, 1 at tokens, to the (B, 1, 1, L) mask of the model's attention.
 
-    Returns:
-        True at tokens for `sdpa`, an additive mask for `eager`; the mask unchanged for other attention or model families.
+    It is true at tokens for `sdpa`, and additive for `eager`; for other attention or families, it is the mask unchanged.
     """
     config: Any = model.config
     if not takes_prepared_mask(model):
@@ -56,9 +55,8 @@ def prepare_mask(model: nn.Module, mask: Tensor) -> Tensor:
 
 
 def can_stop_at_one(backbone: nn.Module) -> bool:
-    """Return whether `last_layer_at` supports the backbone's last layer."""
-    config: Any = backbone.config
-    if attention_implementation(config) not in ("eager", "sdpa") or getattr(config, "is_decoder", False):
+    """Return whether the shortcuts support the backbone's layers."""
+    if not takes_prepared_mask(backbone):
         return False
     try:
         kind = type(layers_of(backbone)[-1])
@@ -72,10 +70,6 @@ def last_layer_at(backbone: nn.Module, positions: Tensor) -> Iterator[None]:
     """Compute only one token per text in the backbone's last layer: its last hidden state is (B, 1, H).
 
     The layer's `forward` is replaced on the instance, so that hooks, such as ZeRO's, still run.
-
-    Args:
-        backbone: An encoder that `can_stop_at_one`.
-        positions: (B,) position of each text's token.
     """
     layer = layers_of(backbone)[-1]
     with replace_forward(layer, partial(_layer_function(backbone), layer, SingleToken(positions))):
@@ -97,11 +91,7 @@ def replace_forward(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[N
 
 
 class SingleToken:
-    """Selects the tokens that a layer computes: one per text.
-
-    Args:
-        positions: (B,) position of each text's token.
-    """
+    """Selects the tokens that a layer computes: one per text."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
@@ -110,27 +100,12 @@ class SingleToken:
         """Select (B, 1, H) from a (B, L, H) input."""
         return hidden.gather(1, self.positions[:, None, None].expand(-1, -1, hidden.shape[2]))
 
-    def row(self, mask: Tensor | None) -> Tensor | None:
-        """Select the token's row of a (B, heads, L, L) mask."""
-        return None if mask is None else _row(mask, self.positions)
-
     def attend(
         self, parts: tuple[Tensor, Tensor, Tensor], heads: int, mask: Tensor | None, dropout_p: float, training: bool
     ) -> Tensor:
-        """Compute attention from the queries of the selected tokens to the keys and values of all tokens.
-
-        Args:
-            parts: Projected queries (shaped like the selected tokens), keys and values (shaped like the layer's input).
-            heads: Number of heads.
-            mask: See `compute_attention`.
-            dropout_p: Dropout probability of the attention weights.
-            training: Whether dropout is active.
-
-        Returns:
-            The context vectors, shaped like the queries.
-        """
+        """Compute attention from the queries of the selected tokens to the keys and values of all tokens."""
         query, key, value = split_heads(parts, heads)
-        return merge_heads(compute_attention(query, key, value, heads, self.row(mask), dropout_p, training), heads)
+        return merge_heads(compute_attention(query, key, value, heads, mask, dropout_p, training), heads)
 
 
 def bert_layer(
@@ -157,57 +132,11 @@ def distilbert_layer(
     return output
 
 
-def _mpnet_layer(
-    layer: Any, queries: SingleToken, hidden: Tensor, mask: Tensor | None, bias: Tensor, *rest: Any, **more: Any
-) -> tuple[Tensor]:
-    attention, selected = layer.attention.attn, queries.select(hidden)
-    parts = attention.q(selected), attention.k(hidden), attention.v(hidden)
-    biased_mask = bias if mask is None else bias + mask
-    context = queries.attend(parts, attention.num_attention_heads, biased_mask, attention.dropout.p, layer.training)
-    attended = layer.attention.LayerNorm(layer.attention.dropout(attention.o(context)) + selected)
-    return (layer.output(layer.intermediate(attended), attended),)
-
-
-def _modernbert_layer(
-    layer: Any,
-    queries: SingleToken,
-    hidden: Tensor,
-    attention_mask: Tensor | None = None,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **more: Any,
-) -> Tensor:
-    assert position_embeddings is not None
-    attention = layer.attn
-    projected = attention.Wqkv(layer.attn_norm(hidden))
-    query, key, value = projected.view(*hidden.shape[:2], 3, -1, attention.head_dim).permute(2, 0, 3, 1, 4)
-    query, key = rotary_embedding()(query, key, *position_embeddings)
-    mask = queries.row(attention_mask)
-    heads, dropout_p = query.shape[1], attention.attention_dropout
-    query, key, value = (part.flatten(0, 1) for part in (_row(query, queries.positions), key, value))
-    context = merge_heads(compute_attention(query, key, value, heads, mask, dropout_p, layer.training), heads)
-    attended = queries.select(hidden) + attention.out_drop(attention.Wo(context))
-    output: Tensor = attended + layer.mlp(layer.mlp_norm(attended))
-    return output
-
-
+_BERT_LIKE = ("BertLayer", "RobertaLayer", "XLMRobertaLayer", "CamembertLayer", "ElectraLayer")
 _KNOWN: dict[str, Callable[..., Any]] = {
-    "BertLayer": bert_layer,
-    "RobertaLayer": bert_layer,
-    "XLMRobertaLayer": bert_layer,
-    "CamembertLayer": bert_layer,
-    "ElectraLayer": bert_layer,
+    **dict.fromkeys(_BERT_LIKE, bert_layer),
     "TransformerBlock": distilbert_layer,
-    "MPNetLayer": _mpnet_layer,
-    "ModernBertEncoderLayer": _modernbert_layer,
 }
-
-
-def _row(table: Tensor, positions: Tensor) -> Tensor:
-    """Select (B, heads, 1, …) from (B, heads, L, …), one query per text; a table with one row applies to every query."""
-    if table.shape[2] == 1:
-        return table
-    wide = table.expand(len(positions), -1, -1, -1)
-    return wide.gather(2, positions[:, None, None, None].expand(-1, wide.shape[1], -1, wide.shape[3]))
 
 
 def split_heads(parts: Sequence[Tensor], heads: int) -> Iterator[Tensor]:
@@ -231,7 +160,7 @@ def compute_attention(
         key: (B · heads, L, d) keys.
         value: (B · heads, L, d) values.
         heads: Number of heads.
-        mask: (B, 1 or heads, 1 or Q, L), as in transformers: additive for `eager`, or true at visible tokens for `sdpa`.
+        mask: (B, 1, 1, L), of `prepare_mask`.
         dropout_p: Dropout probability of the attention weights.
         training: Whether dropout is active.
 
@@ -268,25 +197,13 @@ def worth_packing(lengths: NDArray[np.int64]) -> bool:
 def can_pack(backbone: nn.Module, mask: Tensor) -> bool:
     """Return whether packing supports the backbone's layers, and the (B, L) mask is on a CPU."""
     is_eager = attention_implementation(backbone.config) == "eager"
-    return mask.device.type == "cpu" and is_eager and has_known_layers(backbone)
-
-
-def has_known_layers(backbone: nn.Module) -> bool:
-    """Return whether packing supports the backbone's layers."""
-    return can_stop_at_one(backbone) and _layer_function(backbone) in (bert_layer, distilbert_layer)
+    return mask.device.type == "cpu" and is_eager and can_stop_at_one(backbone)
 
 
 def short_cut(
     backbone: nn.Module, mask: Tensor, token_index: Tensor | None, position: Tensor | None
 ) -> AbstractContextManager[None]:
-    """Return a context in which the backbone skips padding, and all but one token per text in its last layer.
-
-    Args:
-        backbone: The encoder; it computes the padded batch where packing does not support it.
-        mask: (B, L), 1 at tokens and 0 at padding.
-        token_index: Tokens to compute (see `packed`); None computes the padded batch.
-        position: (B,) position of the token to compute in the last layer; None computes all tokens.
-    """
+    """Return a context in which the backbone skips padding, and all but one token per text in its last layer."""
     if token_index is not None and can_pack(backbone, mask):
         return packed(backbone, token_index, mask, position)
     return nullcontext() if position is None else last_layer_at(backbone, position)

@@ -25,18 +25,9 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_json(file: Path, kind: type = dict) -> Any:
-    """Return the content of a JSON file; an empty object (or list) if the file does not exist.
-
-    Args:
-        file: The file.
-        kind: Required type of the content, `dict` (default) or `list`.
-
-    Raises:
-        ModelFormatError: The file is not JSON, or of another type, or a Git LFS pointer.
-    """
+    """Return the content of a JSON file; an empty object (or list) if the file does not exist."""
     if not file.exists():
         return kind()
-    refuse_pointer(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -52,11 +43,7 @@ def leads_outside(name: str) -> bool:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuse the pointer that a clone without Git LFS has in place of a file.
-
-    Raises:
-        ModelFormatError: The file is a pointer; names the command that downloads it.
-    """
+    """Refuse the pointer that a clone without Git LFS has in place of a file."""
     if not file.is_file():
         return
     with file.open("rb") as opened:
@@ -72,14 +59,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def require_weights(folder: Path) -> None:
-    """Refuse a folder whose weights transformers would not load, or not as those of a full-precision model.
-
-    Raises:
-        UnsupportedModelError: The folder has an adapter, or quantized weights.
-        PickledWeightsError: The weights are pickles, which can run code when they are loaded.
-        ModelFormatError: Weights are missing, a file is a Git LFS pointer, or the index of shards names one outside the folder.
-        ModelNotFoundError: The folder is above that of a model.
-    """
+    """Refuse a folder whose weights transformers would not load, or not as those of a full-precision model."""
     if (folder / _ADAPTER).is_file():  # transformers and sentence-transformers load it on top of another model
         raise UnsupportedModelError(
             f"{folder} has an adapter ({_ADAPTER}), which distcse does not load; merge it into its model (peft: "
@@ -106,16 +86,7 @@ def has_any_weights(folder: Path) -> bool:
 
 
 def require_module_weights(root: Path, path: str) -> Path:
-    """Return the weight file of a module after the backbone.
-
-    Args:
-        root: The model's folder.
-        path: The module's path inside it.
-
-    Raises:
-        PickledWeightsError: The weights are pickles.
-        ModelFormatError: There are none, or the file is a Git LFS pointer.
-    """
+    """Return the weight file of a module after the backbone."""
     file = root / path / WEIGHTS
     refuse_pointer(file)
     if file.is_file():
@@ -129,9 +100,6 @@ def check_weights(folder: Path) -> None:
     """Verify the checksums of the weights that `write_checksums` wrote; folders from other tools have none.
 
     A flipped bit yields a valid weight, so only a checksum detects it.
-
-    Raises:
-        ModelFormatError: A weight file changed, or is outside the folder.
     """
     if not (folder / CHECKSUMS).is_file():
         return
@@ -180,8 +148,6 @@ def _without_weights(folder: Path) -> EncoderError:
 def _pickles(folder: Path, conversion: str) -> EncoderError | None:
     """Return the error for weights that are pickles; None where there are none."""
     pickled = [file for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
-    for file in pickled:
-        refuse_pointer(file)
     if not pickled:
         return None
     return PickledWeightsError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.compat.transformers import without_noise
+from distcse.compat import without_noise
 from distcse.devices.process import gc_paused
 from distcse.errors import (
     EncoderError,
@@ -19,9 +19,7 @@ from distcse.errors import (
 )
 from distcse.model_source import CONFIG_FILE, resolve_model
 from distcse.models.files import (
-    check_weights,
     read_json,
-    refuse_pointer,
     require_module_weights,
     require_weights,
 )
@@ -70,21 +68,9 @@ class ModelFolder:
         """Folder of the backbone and its tokenizer: `root`, or a folder inside it."""
         return self.root / self.layout.transformer
 
-    def check_weights(self) -> None:
-        """Verify the checksums of the weights.
-
-        Raises:
-            ModelFormatError: A weight file changed since it was saved.
-        """
-        check_weights(self.root)
-
     @without_noise()
     def load_config(self) -> Any:
-        """Load the backbone's config.json, with the folder's settings of it.
-
-        Raises:
-            ModelFormatError: transformers cannot read it.
-        """
+        """Load the backbone's config.json, with the folder's settings of it."""
         with gc_paused():
             from transformers import AutoConfig
 
@@ -104,23 +90,17 @@ class ModelFolder:
 
     @without_noise()
     def load_tokenizer(self) -> Any:
-        """Load the fast tokenizer, with the folder's settings of it.
-
-        Raises:
-            TokenizerError: The folder has no tokenizer files, or the tokenizer does not load, is slow, or has no vocabulary.
-            ModelFormatError: A tokenizer file is a Git LFS pointer.
-        """
+        """Load the fast tokenizer, with the folder's settings of it."""
         with gc_paused():
             from transformers import AutoTokenizer
 
         folder = self.backbone
-        _refuse_tokenizer_pointers(folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, use_fast=True, trust_remote_code=self.trust_remote_code, **self.layout.tokenizer_settings
             )
         except Exception as error:  # the libraries raise many types, tokenizers a bare Exception
-            raise _tokenizer_load_error(folder, error) from error
+            raise _tokenizer_error(folder, f"does not load: {' '.join(str(error).split())[:400]}") from error
         if not tokenizer.is_fast:
             raise TokenizerError(
                 f"{folder} has only a slow tokenizer; save the fast one (tokenizer.json) in the folder"
@@ -131,33 +111,14 @@ class ModelFolder:
         return tokenizer
 
     def supported_config(self) -> Any:
-        """Load the config, and refuse a family that is not supported.
-
-        Raises:
-            ModelFormatError: transformers cannot read the config.
-            UnsupportedModelError: The family is not supported.
-        """
+        """Load the config, and refuse a family that is not supported."""
         config = self.load_config()
         model_class(config)
         return config
 
-    def check(self) -> None:
-        """Refuse a model that would not load, as far as its config and its tokenizer tell.
-
-        Raises:
-            EncoderError: As for `supported_config` and `load_tokenizer`.
-        """
-        self.load_tokenizer()  # first: where config.json is missing too, this error says more
-        self.supported_config()
-
 
 def open_model(name: str, trust_remote_code: bool = False, only_local: bool = False) -> ModelFolder:
     """Find a model by name, read its layout, and check that its weights can be loaded.
-
-    Args:
-        name: Folder, URI, `package:NAME/FOLDER` or hub id (see `resolve_model`).
-        trust_remote_code: Whether to run the model's Python code.
-        only_local: Use the local hub cache only, without network access.
 
     Raises:
         ModelNotFoundError: No such model exists.
@@ -175,13 +136,7 @@ def open_model(name: str, trust_remote_code: bool = False, only_local: bool = Fa
 
 
 def find_local_model(name: str, trust_remote_code: bool = False, wanted: Sequence[str] | None = None) -> Path | None:
-    """Return a model's local folder with a config.json; None if it would have to be downloaded, or does not exist.
-
-    Args:
-        name: As for `resolve_model`.
-        trust_remote_code: As for `resolve_model`.
-        wanted: Patterns of the files that must be in the hub's cache. Default: all that an encoder needs.
-    """
+    """Return a model's local folder with a config.json; None if it would have to be downloaded, or does not exist."""
     try:
         folder = resolve_model(name, trust_remote_code, wanted, only_local=True)
         return folder if (backbone_folder(folder) / CONFIG_FILE).is_file() else None
@@ -200,11 +155,7 @@ def _lowercase(tokenizer: Any) -> None:
 
 
 def model_class(config: Any) -> Any:
-    """Return the transformers class that computes token vectors; for T5's families, the encoder alone.
-
-    Raises:
-        UnsupportedModelError: The model has a decoder that needs another input.
-    """
+    """Return the transformers class that computes token vectors; for T5's families, the encoder alone."""
     from transformers import AutoModel, AutoModelForTextEncoding
 
     supported = (*_ENCODER_DECODERS, *_SHIFTING_DECODERS)
@@ -231,52 +182,24 @@ def has_tokenizer(folder: Path) -> bool:
     return bool(_vocabulary_files(folder))
 
 
-def _refuse_tokenizer_pointers(folder: Path) -> None:
-    """Refuse Git LFS pointers in place of vocabulary files; with tokenizer.json, the others are not read.
-
-    Raises:
-        ModelFormatError: There is one.
-    """
-    complete = folder / "tokenizer.json"
-    for file in [complete] if complete.is_file() else [*_vocabulary_files(folder), folder / "merges.txt"]:
-        refuse_pointer(file)
-
-
 def _refuse_empty_vocabulary(folder: Path, tokenizer: Any) -> None:
-    """Refuse a loaded tokenizer whose vocabulary has only special, added and unused tokens.
-
-    Raises:
-        TokenizerError: The folder has no vocabulary file, or the tokenizer does not read those that it has.
-    """
+    """Refuse a loaded tokenizer whose vocabulary has only special, added and unused tokens."""
     others = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
     for token in tokenizer.get_vocab():
         if token not in others and token.strip(" ▁Ġ") and not _UNUSED_TOKEN.fullmatch(token):
             return
     kind = type(tokenizer)
     reads = ", ".join(sorted({str(name) for name in kind.vocab_files_names.values()}))
-    raise _tokenizer_error(
-        folder, f"has a tokenizer without a vocabulary: {kind.__name__} reads {reads}, but the folder has "
-    )
+    raise _tokenizer_error(folder, f"has no vocabulary: {kind.__name__} reads {reads}")
 
 
-def _tokenizer_load_error(folder: Path, error: Exception) -> EncoderError:
-    """Return the error for a tokenizer that transformers cannot load; it names missing files where they are the cause."""
-    reason = " ".join(str(error).split())[:400]
-    if "auto_map" in read_json(folder / "tokenizer_config.json"):  # custom code may read other files
-        return TokenizerError(f"{folder} has a tokenizer that does not load: {reason}; {_tokenizer_fix(folder)}")
-    return _tokenizer_error(folder, f"has a tokenizer that does not load: {reason}; the folder has ")
-
-
-def _tokenizer_error(folder: Path, problem: str) -> EncoderError:
-    """Return the error for a tokenizer with a problem, or for a missing one."""
+def _tokenizer_error(folder: Path, problem: str) -> TokenizerError:
+    """Return the error for a tokenizer with a problem, or for a missing one; custom code may read files of other names."""
     names = ", ".join(file.name for file in _vocabulary_files(folder))
-    if not names:
-        return TokenizerError(
-            f"{folder} has no tokenizer: it has none of {_VOCABULARY_NAMES}; {_tokenizer_fix(folder)}"
-        )
-    return TokenizerError(f"{folder} {problem}{names}; {_tokenizer_fix(folder)}")
-
-
-def _tokenizer_fix(folder: Path) -> str:
-    """Return the command that saves a tokenizer in the folder."""
-    return f"save the original model's tokenizer there: AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
+    is_custom = "auto_map" in read_json(folder / "tokenizer_config.json")
+    found = f"has a tokenizer that {problem}; the folder has {names or 'no file of a vocabulary'}"
+    missing = f"has no tokenizer: it has none of {_VOCABULARY_NAMES}"
+    return TokenizerError(
+        f"{folder} {found if names or is_custom else missing}; save the original model's tokenizer there: "
+        f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
+    )

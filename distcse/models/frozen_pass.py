@@ -98,25 +98,12 @@ class TokenBudget:
         self._limit: int | None = None
 
     def tokens(self, requested: int | None, device: torch.device) -> int:
-        """Return the number of tokens for a pass.
-
-        Args:
-            requested: The caller's number; None for the device's default.
-            device: The model's device.
-        """
+        """Return the number of tokens for a pass."""
         tokens = defaults_of(device).frozen_batch_tokens if requested is None else requested
         return tokens if self._limit is None else min(tokens, self._limit)
 
     def lower(self, batch: Tensor, problem: str) -> None:
-        """Halve the number of tokens, and report it, after a pass ran out of memory.
-
-        Args:
-            batch: The pass's (F, B, L) input.
-            problem: PyTorch's message.
-
-        Raises:
-            DeviceMemoryError: The pass had one text only.
-        """
+        """Halve the number of tokens, and report it, after a pass ran out of memory."""
         _, texts, length = batch.shape
         if texts == 1:
             raise DeviceMemoryError(

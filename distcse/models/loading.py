@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distcse.compat.transformers import without_noise
+from distcse.compat import without_noise
 from distcse.devices.device import has_gpu
 from distcse.devices.process import gc_paused
 from distcse.errors import (
@@ -22,7 +22,7 @@ from distcse.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from distcse.models.fast_layers import has_known_layers
+from distcse.models.fast_layers import can_stop_at_one
 from distcse.models.folder import ModelFolder, model_class
 from distcse.models.st_format import Layout
 from distcse.models.student import require_layers
@@ -31,7 +31,7 @@ from distcse.recipe import EncoderSection, Pooling
 from distcse.recipe.encoders import TrainedSection
 
 _LOG = logging.getLogger(__name__)
-_POOLINGS = "cls, mean, max, last_token, first_last_avg, last_two_avg, mask"
+_POOLINGS = "cls, mean, max, last_token, mask"
 LONG_TEXT = 128
 """Tokens from which on the attention on a CPU is not eager."""
 _INSTRUCTOR = "hkunlp/instructor-"
@@ -48,30 +48,13 @@ _OF_HEADS = ("classifier_", "summary_", "seq_classif_", "qa_", "pooler_", "cls_"
 def load_backbone(
     folder: ModelFolder, dropout: float | None, max_length: int | None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Load a folder's Hugging Face encoder.
-
-    Args:
-        folder: The model's folder.
-        dropout: Dropout probability of all dropout layers; None keeps the config's.
-        max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
-        dtype: Type of the matrices of linear layers; all other weights are float32. Default: float32.
-
-    Raises:
-        ModelFormatError: transformers cannot load the folder as an encoder, or weights are missing and would be random.
-        UnsupportedModelError: The family is not supported, or needs more than a text's tokens.
-        NotFiniteError: A weight is NaN or infinite.
-    """
+    """Load a folder's Hugging Face encoder; `dtype` is that of the matrices of linear layers, all other weights are float32."""
     config = folder.load_config()
     kind = model_class(config)
     if dropout is not None:
         set_dropout(config, dropout)
     model, missing, unexpected = load_pretrained(kind, folder, config, max_length, "an encoder")
-    required = [key for key in missing if not key.startswith("pooler.")]
-    if required:
-        raise ModelFormatError(
-            f"{folder.backbone} lacks {len(required)} weights, such as {required[0]}, which would be random; get the model "
-            "again"
-        )
+    refuse_missing(folder, [key for key in missing if not key.startswith("pooler.")])
     backbone: nn.Module = model
     _report_ignored(folder.backbone, model, unexpected)
     require_finite(folder.backbone, backbone)
@@ -86,17 +69,8 @@ def load_backbone(
 
 
 def require_text_encoder(folder: Path, backbone: Any) -> None:
-    """Try a family on a few tokens, because families do not tell that they need more: an image, boxes around words, a language.
-
-    Args:
-        folder: The model's folder, for the error.
-        backbone: Its transformers encoder; families with shortcuts are known, and not tried.
-
-    Raises:
-        UnsupportedModelError: It has no token vectors for token ids and a mask alone.
-    """
-    # DPR's encoders wrap a BERT, and output one vector.
-    if backbone.base_model is backbone and has_known_layers(backbone):
+    """Try a family on two tokens, because families do not tell that they need more: an image, boxes around words, a language."""
+    if can_stop_at_one(backbone):
         return
     ids, output = torch.ones(1, 2, dtype=torch.long), None
     try:
@@ -117,19 +91,8 @@ def load_pretrained(
 ) -> tuple[Any, list[str], list[str]]:
     """Load safetensors into a transformers model in float32, and refuse weights of another shape than the config's.
 
-    Args:
-        kind: The transformers class, such as `AutoModel`.
-        folder: The model's folder, whose backbone is loaded.
-        config: The model's config.
-        max_length: Maximum number of tokens of the texts, which selects the attention (see `attention_of`).
-        what: What the model is loaded as, for the error.
-        has_new_head: Whether the head is random where the folder's has another shape.
-
     Returns:
         The model, the names of the weights that the folder lacks, and of those that the model does not use.
-
-    Raises:
-        ModelFormatError: transformers cannot load it, or config.json and weights do not fit.
     """
     try:
         with gc_paused():  # imports the model family's module
@@ -157,6 +120,14 @@ def load_pretrained(
     return model, sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
 
 
+def refuse_missing(folder: ModelFolder, missing: Sequence[str], way_out: str = "get the model again") -> None:
+    """Refuse a model that lacks weights, which transformers would draw at random."""
+    if missing:
+        raise ModelFormatError(
+            f"{folder.backbone} lacks {len(missing)} weights, such as {missing[0]}, which would be random; {way_out}"
+        )
+
+
 def _report_ignored(folder: Path, backbone: Any, unexpected: Sequence[str]) -> None:
     """Log weights of the folder that belong to a part of the backbone and are not used; heads of a task are no part of it."""
     parts = {name for name, _ in backbone.named_children()}
@@ -174,11 +145,7 @@ def _log_once(message: str) -> None:
 
 
 def require_finite(folder: Path, model: nn.Module) -> None:
-    """Refuse a model with a NaN or infinite weight, because one makes all embeddings NaN.
-
-    Raises:
-        NotFiniteError: Names the weight.
-    """
+    """Refuse a model with a NaN or infinite weight, because one makes all embeddings NaN."""
     not_finite = next((name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None)
     if not_finite is not None:
         raise NotFiniteError(f"{folder}: weight {not_finite} is NaN or infinite; get the model again")
@@ -222,11 +189,7 @@ def _probabilities(config: Any, names: re.Pattern[str]) -> list[tuple[str, float
 
 
 def check_vocabulary(folder: Path, tokenizer: Any, backbone: nn.Module) -> None:
-    """Refuse a tokenizer with more tokens than the backbone has embeddings.
-
-    Raises:
-        TokenizerError: Names both numbers.
-    """
+    """Refuse a tokenizer with more tokens than the backbone has embeddings."""
     tokens = len(tokenizer)
     rows, _ = embedding_shape(backbone)
     if 0 < rows < tokens:
@@ -252,11 +215,7 @@ def embedding_shape(backbone: nn.Module) -> tuple[int, int]:
 
 
 def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:
-    """Return the recipe's pooling, or else the folder's.
-
-    Raises:
-        EncoderSettingError: Neither has one.
-    """
+    """Return the recipe's pooling, or else the folder's."""
     pooling = section.pooling or layout.pooling
     if pooling is None:
         raise EncoderSettingError(
@@ -266,12 +225,7 @@ def resolve_pooling(section: EncoderSection, layout: Layout) -> Pooling:
 
 
 def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, tokenizer: Any) -> None:
-    """Refuse a model whose preprocessing distcse does not reproduce, and a prompt without the [MASK] that pooling needs.
-
-    Raises:
-        EncoderSettingError: Pooling is `mask`, and the prompt lacks the mask token.
-        UnsupportedModelError: The model has token types, or pools without the prompt.
-    """
+    """Refuse a model whose preprocessing distcse does not reproduce, and a prompt without the [MASK] that pooling needs."""
     if resolve_pooling(section, layout) == "mask" and (tokenizer.mask_token or SENTENCE) not in section.prompt:
         raise EncoderSettingError(
             f"pooling mask needs a prompt with {tokenizer.mask_token}, but prompt is {section.prompt!r}; write, for example, "
@@ -286,16 +240,7 @@ def refuse_unsupported_preprocessing(section: EncoderSection, layout: Layout, to
 
 
 def refuse_unpooled_prompt(name: str, layout: Layout, prompt: str) -> None:
-    """Refuse a model that reads texts with a prompt and pools without the prompt's tokens.
-
-    Args:
-        name: The model's name in the recipe.
-        layout: Its folder's settings.
-        prompt: The recipe's prompt; if empty, the folder's default prompt counts.
-
-    Raises:
-        UnsupportedModelError: As described.
-    """
+    """Refuse a model that reads texts with a prompt and pools without the prompt's tokens."""
     if (prompt or layout.prompt) and (not layout.pools_prompt or name.startswith(_INSTRUCTOR)):
         raise UnsupportedModelError(
             f"{name} pools without the prompt's tokens (include_prompt: false), which distcse does not support; "
@@ -317,11 +262,7 @@ def position_limit(backbone: nn.Module) -> int | None:
 
 
 def length_limit(section: EncoderSection, layout: Layout, tokenizer: Any, backbone: nn.Module) -> int:
-    """Return the maximum number of tokens per sentence: the recipe's, or else the folder's, or else the backbone's.
-
-    Raises:
-        EncoderSettingError: None of them defines it, or it exceeds the backbone's positions.
-    """
+    """Return the maximum number of tokens per sentence: the recipe's, or else the folder's, or else the backbone's."""
     positions = position_limit(backbone)
     requested = section.max_length or layout.max_length
     if requested is None:
@@ -334,15 +275,7 @@ def length_limit(section: EncoderSection, layout: Layout, tokenizer: Any, backbo
 
 
 def require_fit(section: EncoderSection, config: Any) -> None:
-    """Refuse layers and a maximum length that a model does not have, as far as its config tells.
-
-    Args:
-        section: The recipe's settings of the encoder.
-        config: The backbone's config.
-
-    Raises:
-        EncoderSettingError: A setting does not fit.
-    """
+    """Refuse layers and a maximum length that a model does not have, as far as its config tells."""
     depth, positions = (getattr(config, key, None) for key in ("num_hidden_layers", "max_position_embeddings"))
     if isinstance(section, TrainedSection) and section.named_layers is not None and isinstance(depth, int):
         require_layers(section.named_layers, depth)
@@ -365,10 +298,6 @@ def halve_matrices(model: nn.Module, dtype: torch.dtype) -> None:
     Embeddings and norms stay float32: they are a small part of the time, and half of the rounding error. Cosines of
     all-MiniLM-L6-v2 (1,024 sentences, all pairs, autocast as on a GPU, simulated on a CPU) then change by at most 3.3e-4 in
     fp16 and 2.6e-3 in bf16, instead of 5.6e-4 and 4.2e-3. TF32, with the mantissa of fp16, changes them by 3.1e-4.
-
-    Args:
-        model: The model.
-        dtype: Type of the matrices; float32 changes nothing.
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):

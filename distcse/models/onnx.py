@@ -29,7 +29,6 @@ from distcse.errors import ExportError, MissingDependencyError
 from distcse.events import Listener, StageProgress
 from distcse.models.encoder import Encoder
 from distcse.models.frozen_pass import by_length, padded
-from distcse.models.pooling import NEEDS_ALL_LAYERS
 from distcse.storage import atomic_write, open_store, write_text_atomic
 from distcse.text.readers import find_files, read_sentences
 
@@ -56,16 +55,8 @@ def require_onnx() -> None:
 def write_onnx(encoder: Encoder, file: Path) -> None:
     """Write an encoder as one ONNX file with dynamic batch size and length.
 
-    `last_hidden_state` is an output only if the model pools the last layer and has no modules after pooling. Otherwise,
+    `last_hidden_state` is an output only if the model does not pool [MASK] and has no modules after pooling. Otherwise,
     readers with their own pooling would compute different embeddings.
-
-    Args:
-        encoder: The encoder.
-        file: Path of the file.
-
-    Raises:
-        MissingDependencyError: A package is not installed.
-        ExportError: The weights exceed the size limit of an ONNX file, or torch cannot export the model.
     """
     require_onnx()
     weights = sum(part.numel() for part in encoder.parameters())
@@ -104,10 +95,6 @@ def write_int8(source: Path, file: Path) -> None:
 
     Weights use 7 of the 8 bits: CPUs without VNNI add two products in 16 bits, which would overflow with 8-bit weights, so
     that embeddings would differ between machines.
-
-    Args:
-        source: The file of `write_onnx`.
-        file: Path of the quantized file.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -116,12 +103,7 @@ def write_int8(source: Path, file: Path) -> None:
 
 
 class OnnxEncoder:
-    """Encodes texts with an ONNX file.
-
-    Args:
-        file: The file of `write_onnx` or `write_int8`.
-        encoder: The exported encoder; its tokenizer, prompt and length are used.
-    """
+    """Encodes texts with an ONNX file."""
 
     def __init__(self, file: Path, encoder: Encoder) -> None:
         from onnxruntime import InferenceSession, SessionOptions
@@ -132,12 +114,7 @@ class OnnxEncoder:
         self._encoder = encoder
 
     def encode(self, texts: Sequence[str], batch_tokens: int = 4096) -> NDArray[np.float32]:
-        """Encode n texts to (n, d) normalized float32 vectors.
-
-        Args:
-            texts: The texts.
-            batch_tokens: Maximum number of tokens per run, with padding. Default: 4096.
-        """
+        """Encode n texts to (n, d) normalized float32 vectors."""
         ids = self._encoder.token_ids(texts)
         pad = self._encoder.tokenizer.pad_token_id or 0
         vectors = np.empty((len(ids), self._encoder.dimension), dtype=np.float32)
@@ -154,8 +131,8 @@ class _Graph(nn.Module):
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self._encoder = encoder
-        pools_last_layer = encoder.pooling not in (*NEEDS_ALL_LAYERS, "mask") and not len(encoder.head)
-        self.outputs = [*([_TOKENS] if pools_last_layer else []), VECTORS]
+        pools_tokens = encoder.pooling != "mask" and not len(encoder.head)
+        self.outputs = [*([_TOKENS] if pools_tokens else []), VECTORS]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         """Compute the outputs of (B, L) ids and mask, in the order of `outputs`."""
@@ -231,9 +208,6 @@ def export_encoder(
         int8: Also write the quantized file.
         score: Scores an `encode` on STS-B dev, times 100. None compares vectors alone.
         emit: Receives the progress.
-
-    Raises:
-        ExportError: A file's vectors or scores differ too much from torch's. No file is written.
     """
     texts = _sample_texts(encoder)
     vectors = encoder.encode(texts, normalize=True)
@@ -254,16 +228,8 @@ def export_encoder(
             spearman,
         )
         _require_accuracy(measured, torch_spearman, int8=name == INT8)
-        emit(
-            StageProgress(
-                name.name,
-                len(texts),
-                len(texts),
-                "sentences",
-                finished=True,
-                note=f"{measured.megabytes:.1f} MB, compared",
-            )
-        )
+        note = f"{measured.megabytes:.1f} MB, compared"
+        emit(StageProgress(name.name, len(texts), len(texts), "sentences", finished=True, note=note))
         return measured
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -276,20 +242,14 @@ def export_encoder(
             write_int8(full_file, int8_file)
             written.append((int8_file, compare(int8_file, INT8)))
         if out is not None:
-            # Modules after the backbone have their weights in subfolders, which modules.json names.
-            root_ignore, module_ignore = (
-                shutil.ignore_patterns(*_WEIGHT_FILES),
-                shutil.ignore_patterns("checksums.json"),
-            )
+
+            def ignored(parent: str, names: list[str]) -> set[str]:
+                # Modules after the backbone have their weights in subfolders, which modules.json names.
+                patterns = _WEIGHT_FILES if Path(parent) == folder else ("checksums.json",)
+                return shutil.ignore_patterns(*patterns)(parent, names)
+
             with open_store(out).write_folder() as copied:
-                shutil.copytree(
-                    folder,
-                    copied,
-                    ignore=lambda parent, names: (root_ignore if Path(parent) == folder else module_ignore)(
-                        parent, names
-                    ),
-                    dirs_exist_ok=True,
-                )
+                shutil.copytree(folder, copied, ignore=ignored, dirs_exist_ok=True)
         for file, exported in written:
             exported.file.parent.mkdir(exist_ok=True)
             with atomic_write(exported.file) as target:
@@ -330,11 +290,7 @@ def _sample_texts(encoder: Encoder) -> list[str]:
 
 
 def _require_accuracy(measured: ExportedFile, torch_spearman: float | None, int8: bool) -> None:
-    """Check that a file computes nearly the same vectors and score as torch.
-
-    Raises:
-        ExportError: It does not.
-    """
+    """Check that a file computes nearly the same vectors and score as torch."""
     if not int8 and measured.max_difference > _MAX_DIFFERENCE:
         raise ExportError(
             f"the ONNX file's vectors differ from torch's by {measured.max_difference:.1e}, more than {_MAX_DIFFERENCE:.0e}; "

@@ -19,32 +19,22 @@ from distcse.models.files import require_module_weights
 from distcse.models.st_format import ACTIVATIONS, DenseShape
 from distcse.recipe import Pooling
 
-NEEDS_ALL_LAYERS = ("first_last_avg", "last_two_avg")
 AT_ONE_TOKEN = ("cls", "last_token", "mask")
 
 
-def pool(kind: Pooling, hidden_states: Sequence[Tensor], mask: Tensor, is_mask_token: Tensor | None = None) -> Tensor:
-    """Pool hidden states, without padding, to (B, H) float32 vectors.
-
-    `first_last_avg` uses hidden_states[1] as the first layer, like today's SimCSE. Older copies use the embedding layer,
-    which gives different numbers (princeton-nlp/SimCSE issue 285).
+def pool(kind: Pooling, states: Tensor, mask: Tensor, is_mask_token: Tensor | None = None) -> Tensor:
+    """Pool (B, L, H) hidden states, without padding, to (B, H) float32 vectors.
 
     Args:
-        kind: `cls` (first token), `mean` and `max` over tokens, `last_token`, `first_last_avg` (mean over tokens of the
-            first and last layers' outputs), `last_two_avg` (of the last two layers'), or `mask` (the first [MASK] token,
-            PromptBERT).
-        hidden_states: (B, L, H) outputs of the embedding layer and of every layer; the last layer's alone suffices unless
-            `kind` is in `NEEDS_ALL_LAYERS`.
+        kind: `cls` (first token), `mean` and `max` over tokens, `last_token`, or `mask` (the first [MASK] token, PromptBERT).
+        states: (B, L, H) outputs of the last layer.
         mask: (B, L), 1 at tokens and 0 at padding, on either side.
         is_mask_token: (B, L) whether a token is [MASK]; required by `mask`.
     """
-    if kind == "first_last_avg":
-        return _mean((hidden_states[1].float() + hidden_states[-1].float()) / 2, mask)
-    if kind == "last_two_avg":
-        return _mean((hidden_states[-1].float() + hidden_states[-2].float()) / 2, mask)
-    tokens = hidden_states[-1].float()
+    tokens = states.float()
     if kind == "mean":
-        return _mean(tokens, mask)
+        weights = mask[..., None].to(tokens.dtype)
+        return (tokens * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1e-9)
     if kind == "max":
         return tokens.masked_fill(mask[..., None] == 0, torch.finfo(tokens.dtype).min).amax(dim=1)
     # Not len(tokens): an exported graph would have this batch's size as a constant.
@@ -62,11 +52,6 @@ def token_position(kind: Pooling, mask: Tensor, is_mask_token: Tensor | None = N
     return positions.masked_fill(mask == 0, -1).amax(dim=1).clamp(min=0)
 
 
-def _mean(tokens: Tensor, mask: Tensor) -> Tensor:
-    weights = mask[..., None].to(tokens.dtype)
-    return (tokens * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1e-9)
-
-
 class Dense(nn.Module):
     """f(Wx + b), plus x with a residual; where the dimensions differ, the residual is a linear map of x."""
 
@@ -80,11 +65,7 @@ class Dense(nn.Module):
 
     @classmethod
     def load(cls, shape: DenseShape, file: Path) -> Dense:
-        """Load a module's weights from a safetensors file.
-
-        Raises:
-            ModelFormatError: The file is damaged, or its weights do not have the shape or are incomplete.
-        """
+        """Load a module's weights from a safetensors file."""
         dense = cls(shape)
         try:
             keys = dense.load_state_dict(load_file(file), strict=False)
@@ -113,17 +94,7 @@ class Normalize(nn.Module):
 
 
 def build_head(folder: Path, modules: Sequence[tuple[str, DenseShape | None]], width: int) -> nn.Sequential:
-    """Load the modules after pooling from a model's folder.
-
-    Args:
-        folder: The model's folder.
-        modules: Path in the folder and shape of each module, in order; None as the shape represents `Normalize`.
-        width: Dimension H of pooled vectors.
-
-    Raises:
-        ModelFormatError: Dimensions of adjacent modules differ, or a file is damaged.
-        EncoderError: As for `require_module_weights`, or a weight is missing.
-    """
+    """Load the modules after pooling from a model's folder."""
     head = nn.Sequential()
     for path, shape in modules:
         if shape is None:

@@ -16,25 +16,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from distcse.models.files import WEIGHTS, read_json, write_checksums, write_json
-from distcse.models.pooling import NEEDS_ALL_LAYERS, Dense
+from distcse.models.pooling import Dense
 from distcse.models.st_format import LEGACY_POOLINGS, Layout
-from distcse.recipe import Pooling
 from distcse.storage import ArtifactStore, open_store
 
 
 @contextmanager
 def replacing(path: str | Path | ArtifactStore) -> Iterator[Path]:
-    """Replace a model's folder atomically, with checksums of its weights, and store it; a failure leaves the old one unchanged.
-
-    Args:
-        path: The folder, or its address in object storage.
-
-    Yields:
-        A temporary folder to write into.
-
-    Raises:
-        StorageError: The folder cannot be written.
-    """
+    """Replace a model's folder atomically, with checksums of its weights, and store it; a failure leaves the old one."""
     store = open_store(path)
     with store.write_folder() as temporary:
         yield temporary
@@ -46,12 +35,6 @@ def save_model(model: Any, tokenizer: Any, folder: Path, max_length: int) -> Non
     """Save a transformers model and its tokenizer in a folder that transformers 4 reads too.
 
     A tokenizer without a padding token gets its end token as one: sentence-transformers pads every batch.
-
-    Args:
-        model: The model.
-        tokenizer: The tokenizer, changed in place.
-        folder: The model's folder.
-        max_length: Maximum number of tokens that the model reads.
     """
     tokenizer.model_max_length = max_length
     if tokenizer.pad_token is None:
@@ -91,25 +74,11 @@ def _positions_of_4(config: Mapping[str, Any]) -> dict[str, Any]:
     return theta if scaling.get("rope_type", "default") == "default" else {**theta, "rope_scaling": scaling}
 
 
-def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.Sequential) -> None:
-    """Write modules.json and the files for pooling, head, length and prompt, in the legacy form.
-
-    An average of layers needs a module that only sentence-transformers supports. It shifts the pooling file's path, so that
-    other readers refuse the folder instead of pooling only the last layer.
-
-    Args:
-        folder: The model's folder, with weights and tokenizer.
-        layout: The settings; `pooling` must be set, and `head` is not used.
-        width: Dimension H of pooled vectors.
-        depth: Number of the backbone's layers.
-        head: The modules after pooling (see `build_head`).
-    """
+def write_layout(folder: Path, layout: Layout, width: int, head: nn.Sequential) -> None:
+    """Write modules.json and the files for pooling, head, length and prompt, in the legacy form."""
     pooling = layout.pooling
     assert pooling is not None
-    kinds = ["Transformer"]
-    if pooling in NEEDS_ALL_LAYERS:
-        kinds.append("WeightedLayerPooling")
-    kinds.append("Pooling")
+    kinds = ["Transformer", "Pooling"]
     kinds += ["Dense" if isinstance(module, Dense) else "Normalize" for module in head]
     if layout.normalize:
         kinds.append("Normalize")
@@ -121,10 +90,7 @@ def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.
     write_json(folder / "modules.json", modules)
     for path in paths:
         (folder / path).mkdir(exist_ok=True)
-    if pooling in NEEDS_ALL_LAYERS:
-        _write_layer_average(folder / paths[kinds.index("WeightedLayerPooling")], pooling, width, depth)
-    after_pooling = kinds.index("Pooling") + 1
-    for path, module in zip(paths[after_pooling:], head, strict=False):
+    for path, module in zip(paths[2:], head, strict=False):
         if isinstance(module, Dense):
             write_json(folder / path / "config.json", module.shape.to_config())
             weights = {
@@ -132,11 +98,10 @@ def write_layout(folder: Path, layout: Layout, width: int, depth: int, head: nn.
                 for name, weight in module.state_dict().items()
             }
             save_file(weights, folder / path / WEIGHTS)
-    after_average: Pooling = "mean" if pooling in NEEDS_ALL_LAYERS else pooling
-    name = "lasttoken" if after_average == "last_token" else after_average
+    name = "lasttoken" if pooling == "last_token" else pooling
     flags = {key: mode == name for key, mode in LEGACY_POOLINGS.items()}
     write_json(
-        folder / paths[after_pooling - 1] / "config.json",
+        folder / paths[1] / "config.json",
         {"word_embedding_dimension": width, **flags, "include_prompt": layout.pools_prompt},
     )
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": layout.max_length, "do_lower_case": False})
@@ -161,16 +126,3 @@ def _named_prompts(layout: Layout) -> tuple[dict[str, str], str | None]:
         return prompts, None
     name = next((name for name, prompt in prompts.items() if prompt == layout.prompt), "default")
     return {**prompts, name: layout.prompt}, name
-
-
-def _write_layer_average(folder: Path, pooling: Pooling, width: int, depth: int) -> None:
-    start = 1 if pooling == "first_last_avg" else depth - 1
-    weights = torch.zeros(depth + 1 - start)
-    weights[0] = weights[-1] = 1.0
-    save_file({"layer_weights": weights}, folder / WEIGHTS)
-    write_json(
-        folder / "config.json",
-        {"word_embedding_dimension": width, "layer_start": start, "num_hidden_layers": depth},
-    )
-    backbone = folder.parent / "config.json"
-    write_json(backbone, {**read_json(backbone), "output_hidden_states": True})

@@ -22,12 +22,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from distcse.errors import ModelFormatError, UnsupportedModelError
-from distcse.models.files import leads_outside, read_json, require_module_weights
+from distcse.models.files import leads_outside, read_json
 from distcse.recipe import Pooling
 
 _LIBRARY = "sentence_transformers."
@@ -75,12 +73,7 @@ _S = TypeVar("_S", bound=SettingsFile)
 
 
 def read_settings(file: Path, kind: type[_S]) -> _S:
-    """Read a settings file; one that does not exist has the defaults.
-
-    Raises:
-        ModelFormatError: The file is not a JSON object.
-        UnsupportedModelError: It sets a key that distcse does not use, or to another value than distcse supports.
-    """
+    """Read a settings file; one that does not exist has the defaults."""
     content = {key: value for key, value in read_json(file).items() if value not in (None, {}, [])}
     try:
         return kind.model_validate(content)
@@ -260,12 +253,7 @@ def default_pooling(folder: Path, pooling: str | None) -> str | None:
 
 
 def read_layout(folder: Path) -> Layout:
-    """Read a folder's modules.json and the configuration files next to it.
-
-    Raises:
-        UnsupportedModelError: distcse cannot reproduce a module or a setting.
-        ModelFormatError: A file is malformed.
-    """
+    """Read a folder's modules.json and the configuration files next to it."""
     modules = [_module(folder, module) for module in read_json(folder / "modules.json", kind=list)]
     transformer = _transformer_path(folder, modules)
     settings, text_files = read_model_file(folder), [folder / transformer / name for name in _TRANSFORMER_FILES]
@@ -273,7 +261,6 @@ def read_layout(folder: Path) -> Layout:
     config_settings, tokenizer_settings = without_places(text.config_args), without_places(text.tokenizer_args)
     max_length = tokenizer_settings.pop("model_max_length", text.max_seq_length)
     pooling: PoolingFile | None = None
-    averaged: Pooling | None = None
     head: list[tuple[str, DenseShape | None]] = []
     for path, kind in modules:
         config = folder / path / "config.json"
@@ -288,20 +275,11 @@ def read_layout(folder: Path) -> Layout:
             head.append((path, None))
         elif kind == "Dense" and pooling is not None:
             head.append((path, read_settings(config, DenseShape)))
-        elif kind == "WeightedLayerPooling" and pooling is None:
-            # Without all layers as outputs, sentence-transformers skips an average of them.
-            backbone_config = {**read_json(folder / transformer / "config.json"), **config_settings}
-            if backbone_config.get("output_hidden_states", False):
-                averaged = _layer_average(folder / path)
         elif kind != "Transformer" and kind not in _WITHOUT_EFFECT:
             raise _unsupported_module(folder, kind)
-    if averaged is not None and (pooling is None or pooling.pooling != "mean"):
-        raise UnsupportedModelError(
-            f"{folder} averages layers without mean pooling, which distcse does not support; use another model"
-        )
     normalize = bool(head) and head[-1][1] is None
     return Layout(
-        averaged or (pooling.pooling if pooling is not None else None),
+        pooling.pooling if pooling is not None else None,
         max_length,
         normalize,
         settings.default_prompt,
@@ -318,12 +296,7 @@ def read_layout(folder: Path) -> Layout:
 
 
 def backbone_folder(folder: Path) -> Path:
-    """Return the folder of a model's backbone and tokenizer: the model's own, or one inside it that modules.json names.
-
-    Raises:
-        ModelFormatError: modules.json is malformed.
-        UnsupportedModelError: It names modules of another library.
-    """
+    """Return the folder of a model's backbone and tokenizer: the model's own, or one inside it that modules.json names."""
     modules = [_module(folder, module) for module in read_json(folder / "modules.json", kind=list)]
     return folder / _transformer_path(folder, modules)
 
@@ -358,21 +331,3 @@ def _module(folder: Path, module: Any) -> tuple[str, str]:
             "run it. Use a model without it"
         )
     return path, kind.rsplit(".", 1)[-1]
-
-
-def _layer_average(folder: Path) -> Pooling:
-    """Return the pooling that a WeightedLayerPooling module is equal to."""
-    config = read_json(folder / "config.json")
-    file = require_module_weights(folder.parent, folder.name)
-    try:
-        weights = load_file(file)["layer_weights"].tolist()
-        ends_only = weights[0] == weights[-1] != 0 and not any(weights[1:-1])
-    except (OSError, SafetensorError, LookupError, TypeError) as error:
-        raise ModelFormatError(f"{file} has no layer weights ({error}); get the model again") from None
-    if ends_only and config.get("layer_start") == 1:
-        return "first_last_avg"
-    if ends_only and len(weights) == 2:
-        return "last_two_avg"
-    raise UnsupportedModelError(
-        f"{folder}: layer weights {weights} select neither the first and last nor the last two layers; use another model"
-    )

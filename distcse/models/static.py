@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from distcse.compat.model2vec import following_steps
+from distcse.compat import following_steps
 from distcse.devices.host import pip_install
 from distcse.errors import MissingDependencyError, ModelFormatError
 from distcse.models.encoder import Encoder
-from distcse.models.files import read_json, refuse_pointer
+from distcse.models.files import read_json
 from distcse.models.loading import embedding_shape
 from distcse.models.saving import replacing
 from distcse.storage import ArtifactStore
@@ -34,14 +34,7 @@ TOKENS_PER_BATCH = 1024
 
 
 def require_model2vec(needed_by: str) -> None:
-    """Check that model2vec is installed.
-
-    Args:
-        needed_by: What needs it, for the error.
-
-    Raises:
-        MissingDependencyError: It is not.
-    """
+    """Check that model2vec is installed."""
     if find_spec("model2vec") is None:
         raise MissingDependencyError(f"{needed_by} needs model2vec, which is missing; {pip_install('static')}")
     if (installed := version("model2vec")).split(".")[:2] != ["0", "10"]:
@@ -51,11 +44,7 @@ def require_model2vec(needed_by: str) -> None:
 
 
 def is_static(folder: Path) -> bool:
-    """Return whether a folder has a model as model2vec saves it.
-
-    Raises:
-        ModelFormatError: config.json or modules.json is not JSON.
-    """
+    """Return whether a folder has a model as model2vec saves it."""
     if read_json(folder / "config.json").get("model_type") == "model2vec":
         return True
     modules = [module for module in read_json(folder / "modules.json", kind=list) if isinstance(module, dict)]
@@ -67,28 +56,17 @@ def is_static(folder: Path) -> bool:
 
 
 class StaticEncoder:
-    """Encodes a text to the mean of its tokens' vectors; special and unknown tokens have none.
-
-    Args:
-        model: A `model2vec.StaticModel`.
-    """
+    """Encodes a text to the mean of its tokens' vectors; special and unknown tokens have none."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     @classmethod
     def load(cls, folder: str | Path) -> StaticEncoder:
-        """Load a static model from a local folder.
-
-        Raises:
-            MissingDependencyError: model2vec is not installed.
-            ModelFormatError: The folder is damaged or incomplete.
-        """
+        """Load a static model from a local folder."""
         require_model2vec(f"the static model {folder}")
         from model2vec import StaticModel
 
-        for file in Path(folder).rglob("*.safetensors"):
-            refuse_pointer(file)
         try:
             return cls(StaticModel.from_pretrained(folder))
         except (SafetensorError, ValueError, KeyError, OSError) as error:
@@ -100,10 +78,6 @@ class StaticEncoder:
 
         Vectors of frequent tokens are shortened (SIF), with the frequencies of Zipf's law, as `model2vec.distill` does; that
         function needs another version of transformers. In vocabularies by descending frequency, ids are ranks.
-
-        Args:
-            encoder: The encoder.
-            on_progress: Called with the number of tokens encoded so far, from 0.
         """
         from model2vec import StaticModel
 
@@ -202,11 +176,7 @@ class StaticEncoder:
         return np.asarray(self._model.encode(list(texts)), dtype=np.float32)
 
     def save(self, path: str | Path | ArtifactStore) -> None:
-        """Save the model as a folder that model2vec and sentence-transformers load.
-
-        Raises:
-            StorageError: The folder cannot be written.
-        """
+        """Save the model as a folder that model2vec and sentence-transformers load."""
         with replacing(path) as temporary:
             self._model.save_pretrained(temporary)
 

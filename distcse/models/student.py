@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from distcse.compat.transformers import attention_implementation
+from distcse.compat import attention_implementation
 from distcse.devices.distributed import all_reduce_sum, world_size
 from distcse.errors import EncoderSettingError, UnsupportedModelError
 from distcse.recipe import Projection
@@ -33,10 +33,6 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
 
     The config and the layers' own indices are updated, so that the saved folder loads as the same model. Works for any
     Hugging Face encoder whose layers are in one `nn.ModuleList`.
-
-    Raises:
-        EncoderSettingError: An index is out of range, or the first layer is missing where it must be kept.
-        UnsupportedModelError: The backbone's layers are not in one `nn.ModuleList`, or other weights depend on their number.
     """
     config: Any = backbone.config
     depth = config.num_hidden_layers
@@ -56,11 +52,7 @@ def keep_layers(backbone: nn.Module, layers: Sequence[int]) -> None:
 
 
 def require_layers(layers: Sequence[int], depth: int) -> None:
-    """Refuse indices that a backbone of `depth` layers does not have.
-
-    Raises:
-        EncoderSettingError: An index is out of range.
-    """
+    """Refuse indices that a backbone of `depth` layers does not have."""
     if out_of_range := [index for index in layers if index >= depth]:
         raise EncoderSettingError(
             f"layers has the index {out_of_range[0]}, but the backbone has {depth} layers; allowed: 0 to {depth - 1}"
@@ -69,12 +61,7 @@ def require_layers(layers: Sequence[int], depth: int) -> None:
 
 @contextmanager
 def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
-    """Run the backbone with only the layers at these indices inside the context; restore it afterwards.
-
-    Raises:
-        EncoderSettingError: The first layer is missing where it must be kept.
-        UnsupportedModelError: The backbone's layers are not in one `nn.ModuleList`.
-    """
+    """Run the backbone with only the layers at these indices inside the context; restore it afterwards."""
     config: Any = backbone.config
     _require_first(backbone, layers)
     parent, name, stack = _layer_stack(backbone, depth_of(backbone))
@@ -98,11 +85,7 @@ def depth_of(backbone: nn.Module) -> int:
 
 
 def layers_of(backbone: nn.Module) -> nn.ModuleList:
-    """Return the backbone's layers, in order.
-
-    Raises:
-        UnsupportedModelError: They are not in one `nn.ModuleList`.
-    """
+    """Return the backbone's layers, in order."""
     return _layer_stack(backbone, depth_of(backbone))[2]
 
 
@@ -190,10 +173,6 @@ def factorize_embeddings(backbone: nn.Module, dimension: int) -> nn.Module:
     Args:
         backbone: The backbone, of hidden size H; it is not changed.
         dimension: Embedding size r, from 2 to H - 1.
-
-    Raises:
-        UnsupportedModelError: The backbone is of another family.
-        EncoderSettingError: `dimension` is out of range.
     """
     from transformers import ElectraConfig, ElectraModel
 

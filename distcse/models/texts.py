@@ -1,4 +1,4 @@
-"""What a model does with texts before its forward pass: checks them, puts them into its prompt, tokenizes them."""
+"""What a model does with texts before its forward pass: checks them, and puts them into its prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from distcse.compat.transformers import only_calls_rust
 from distcse.errors import ArgumentError, EncoderSettingError
 
 SENTENCE = "{sentence}"
@@ -17,14 +16,7 @@ TOKENIZED_TEXTS = 8192
 
 
 def as_texts(texts: Iterable[str]) -> list[str]:
-    """Return texts as a list.
-
-    Args:
-        texts: A list, tuple, NumPy array, pandas Series, pyarrow array or generator of texts.
-
-    Raises:
-        ArgumentError: They are something else, or one of them is not a text, or has half of a surrogate pair; names its place.
-    """
+    """Return texts as a list."""
     if not _is_list(texts):
         raise ArgumentError(f"expected a list of texts, found {type(texts).__name__}; pass a list of str")
     as_python = getattr(texts, "to_pylist", None)  # pyarrow's values are no str
@@ -39,14 +31,7 @@ def as_texts(texts: Iterable[str]) -> list[str]:
 
 
 def as_pairs(pairs: Iterable[Sequence[str]]) -> list[tuple[str, str]]:
-    """Return pairs of texts as a list.
-
-    Args:
-        pairs: A list, tuple, NumPy array or generator of pairs.
-
-    Raises:
-        ArgumentError: They are something else, or one of them is not two texts; names its place.
-    """
+    """Return pairs of texts as a list."""
     if not _is_list(pairs):
         raise ArgumentError(f"expected a list of pairs, found {type(pairs).__name__}; write [(first, second)]")
     found: list[tuple[str, str]] = []
@@ -85,17 +70,7 @@ def is_template(prompt: str) -> bool:
 
 
 def apply_prompt(tokenizer: Any, texts: Sequence[str], prompt: str, max_length: int) -> list[str]:
-    """Insert each text into the prompt. A template truncates long texts, so that the words after them remain.
-
-    Args:
-        tokenizer: A fast Hugging Face tokenizer.
-        texts: The texts.
-        prompt: A prefix, a template with `{sentence}`, or empty.
-        max_length: Maximum number of tokens of the result, with special tokens; used by templates.
-
-    Raises:
-        EncoderSettingError: The template leaves no token for the sentence.
-    """
+    """Insert each text into the prompt. A template truncates long texts, so that the words after them remain."""
     if not prompt:
         return list(texts)
     if not is_template(prompt):
@@ -108,60 +83,3 @@ def apply_prompt(tokenizer: Any, texts: Sequence[str], prompt: str, max_length: 
     )["offset_mapping"]
     ends = [offsets[-1][1] if offsets else 0 for offsets in truncated]
     return [prompt.replace(SENTENCE, text[:end]) for text, end in zip(texts, ends, strict=True)]
-
-
-def tokenize(tokenizer: Any, texts: Sequence[str], max_length: int) -> list[list[int]]:
-    """Return the token ids of texts, with special tokens and truncated.
-
-    The Rust tokenizer is called directly: transformers builds a dictionary and four lists of each text, which takes the
-    interpreter longer than a GPU needs to encode the text, and meanwhile no forward pass can be launched. Tokenizers whose
-    class replaces transformers' methods are called as they are.
-
-    Args:
-        tokenizer: A fast Hugging Face tokenizer.
-        texts: At most `TOKENIZED_TEXTS` texts.
-        max_length: Maximum number of tokens of a text, with special tokens.
-    """
-    if only_calls_rust(tokenizer):
-        return [encoding.ids for encoding in _encode(tokenizer, list(texts), max_length)]
-    ids: list[list[int]] = tokenizer(list(texts), truncation=True, max_length=max_length)["input_ids"]
-    return ids
-
-
-def tokenize_pairs(
-    tokenizer: Any, pairs: Sequence[tuple[str, str]], max_length: int
-) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Return the token ids of pairs, and their token type ids if the tokenizer has them; see `tokenize`.
-
-    Args:
-        tokenizer: A fast Hugging Face tokenizer.
-        pairs: At most `TOKENIZED_TEXTS` pairs.
-        max_length: Maximum number of tokens of a pair, with special tokens; the longer text is truncated first.
-    """
-    if only_calls_rust(tokenizer):
-        encodings = _encode(tokenizer, list(pairs), max_length)
-        has_kinds = "token_type_ids" in tokenizer.model_input_names
-        return [each.ids for each in encodings], [each.type_ids for each in encodings] if has_kinds else None
-    first, second = ([pair[side] for pair in pairs] for side in (0, 1))
-    encoded = tokenizer(first, second, truncation="longest_first", max_length=max_length)
-    return encoded["input_ids"], encoded.get("token_type_ids")
-
-
-def _encode(tokenizer: Any, inputs: list[str] | list[tuple[str, str]], max_length: int) -> list[Any]:
-    """Return the `tokenizers.Encoding` of each text or pair, as transformers would compute it."""
-    from transformers.tokenization_utils_base import TruncationStrategy
-    from transformers.utils import PaddingStrategy
-
-    tokenizer.set_truncation_and_padding(
-        padding_strategy=PaddingStrategy.DO_NOT_PAD,
-        truncation_strategy=TruncationStrategy.LONGEST_FIRST,
-        max_length=max_length,
-        stride=0,
-        pad_to_multiple_of=None,
-        padding_side=None,
-    )
-    backend = tokenizer.backend_tokenizer
-    if backend.encode_special_tokens != tokenizer.split_special_tokens:
-        backend.encode_special_tokens = tokenizer.split_special_tokens
-    encodings: list[Any] = backend.encode_batch_fast(inputs)
-    return encodings

@@ -23,7 +23,6 @@ from distcse.recipe import DetectionSection, EncoderSection, LoopSection, Recipe
 from distcse.runs.distillation.extent import fit_to_corpus, planned_steps
 from distcse.teachers.kinds import ListSource, TeacherKind, kind_of
 from distcse.teachers.table import rows_per_shard
-from distcse.text.sampler import MAX_ARRAY_ROWS
 from distcse.text.token_table import PART_ROWS
 
 STAGES = (0, 1, 2, 3)
@@ -137,9 +136,9 @@ def with_update(terms: Terms, trained: float, cluster: Cluster, workers: int, se
         workers: Number of workers, which share the update with ZeRO.
         section: Gives ZeRO stage, gradient accumulation and `cuda_graphs`.
     """
-    machine, mode = cluster.machine, section.cuda_graphs
-    by_default = workers == 1 and section.gradient_accumulation == 1 and not section.needs_deepspeed
-    records = machine.kind == "gpu" and (mode == "on" or (mode == "auto" and by_default))
+    machine = cluster.machine
+    can_record = workers == 1 and section.gradient_accumulation == 1 and not section.needs_deepspeed
+    records = machine.kind == "gpu" and section.cuda_graphs != "off" and can_record
     moved = _ADAMW_BYTES * trained / (workers if section.zero_stage else 1) / section.gradient_accumulation
     host = 0.0 if records else terms.host
     sent = transfer_seconds(gradient_bytes(trained, workers, section), workers, cluster)
@@ -429,8 +428,7 @@ class StudentPlan:
     @property
     def host_bytes(self) -> float:
         """Host memory of a worker: the sampler's order of rows, and two checkpoints of a GPU that are being written."""
-        order = _ORDER_BYTES * self.rows if self.rows <= MAX_ARRAY_ROWS else 0.0  # above, it is computed by position
-        return order + (24.0 * self.trained if self.cluster.machine.kind == "gpu" else 0.0)
+        return _ORDER_BYTES * self.rows + (24.0 * self.trained if self.cluster.machine.kind == "gpu" else 0.0)
 
     @property
     def tables(self) -> dict[str, float]:

@@ -79,12 +79,14 @@ def read_shape(section: EncoderSection) -> Shape:
     Raises:
         ModelNotFoundError: There is no such folder or hub model.
         ModelFormatError: The config.json is not that of an encoder.
-        EncoderError: A folder with weights would not load (see `ModelFolder.check`), or the prompt would not be pooled.
+        EncoderError: A folder with weights would not load, or the prompt would not be pooled.
     """
     folder = folder_of(section.backbone, section.trust_remote_code)
     if folder is not None and not is_hub_id(section.backbone) and has_any_weights(folder):
         # A hub model's tokenizer may be downloaded later, by the run.
-        open_model(section.backbone, section.trust_remote_code).check()
+        opened = open_model(section.backbone, section.trust_remote_code)
+        opened.load_tokenizer()  # first: where config.json is missing too, this error says more
+        opened.supported_config()
     config, source = _config_of(section.backbone, section.trust_remote_code)
     layout = read_layout(folder) if folder else Layout()
     refuse_unpooled_prompt(section.backbone, layout, section.prompt)

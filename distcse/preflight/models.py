@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from distcse.checks import Question
-from distcse.compat.hub_client import fix_of_hub_error
+from distcse.compat import fix_of_hub_error
 from distcse.errors import EncoderError, ModelNotFoundError
 from distcse.model_source import CONFIG_FILE, fetch_from_hub, is_hub_id
 from distcse.models import is_static, resolve_model

@@ -19,7 +19,7 @@ from distcse.recipe import BaseRecipe, DetectionSection, EncoderSection, Recipe
 from distcse.recipe.section import settings_without_effect
 from distcse.recipe.training import TrainingSection
 from distcse.storage import is_in_session, resolve_path, shadowed_package
-from distcse.teachers.vector_statistics import VectorStatistics, effective_weights
+from distcse.teachers.table import VectorStatistics, effective_weights
 
 _SETTINGS_FILES = [
     "config.json",

@@ -8,9 +8,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +25,6 @@ _SETTINGS = Path("distcse") / "ranks.json"
 _REFERENCES = Path("distcse") / "references.safetensors"
 BLOCK_BYTES = 256 * 2**20
 """Memory for a chunk of rank vectors, and the similarities they are computed from."""
-MAX_MEMORY_BYTES = 2**30
-"""Largest size of the kept rank vectors in memory; larger ones are in a temporary file."""
 _FLOAT32_TERMS = 4096
 """Number of terms of an inner product that are summed in float32."""
 
@@ -91,13 +87,12 @@ class RankSpaceEncoder:
         return cls(encoder, references, weight, normalize, rank_method)
 
     @classmethod
-    def load(cls, path: str | Path, trust_remote_code: bool = False, is_fast: bool = True) -> RankSpaceEncoder:
+    def load(cls, path: str | Path, trust_remote_code: bool = False) -> RankSpaceEncoder:
         """Load a folder that `save` wrote.
 
         Args:
             path: The folder.
             trust_remote_code: Whether to run the encoder's own Python code.
-            is_fast: Whether the encoder may use exact shortcuts, as with `models.fast: auto`. Default: True.
 
         Raises:
             ModelFormatError: The folder has no references.
@@ -111,7 +106,7 @@ class RankSpaceEncoder:
             )
         settings = json.loads((folder / _SETTINGS).read_text())
         references = load_file(folder / _REFERENCES)["references"]
-        encoder = Encoder.load(folder, is_fast=is_fast, trust_remote_code=trust_remote_code)
+        encoder = Encoder.load(folder, trust_remote_code=trust_remote_code)
         return cls(encoder, references, settings["weight"], settings["normalize"], settings.get("ranks", "sort"))
 
     def to(self, device: str) -> RankSpaceEncoder:
@@ -122,7 +117,7 @@ class RankSpaceEncoder:
 
     def _create_space(self, device: str) -> Ranker:
         references = unit(self.references) if self.normalize else self.references
-        return rank_space(references, self.rank_method, device, self.encoder.is_fast)
+        return rank_space(references, self.rank_method, device)
 
     def save(self, path: str | Path | ArtifactStore) -> None:
         """Write encoder and references to a folder, replacing it atomically; other tools load it as the encoder alone."""
@@ -196,7 +191,7 @@ def pair_similarities(
     """Compute the Spearman correlations of p pairs of sentences.
 
     Each sentence is ranked once. Paired sentences are ranked close together, so that few rank vectors are kept at once:
-    about a hundred for STS-B, 0.4 MB each with 100,000 references. More than 1 GiB of them are kept in a temporary file.
+    about a hundred for STS-B, 0.4 MB each with 100,000 references.
 
     Args:
         space: The rank space.
@@ -217,21 +212,17 @@ def pair_similarities(
     by_later = np.argsort(later, kind="stable")
     similarities = np.empty(len(first), dtype=np.float64)
     step = max(1, BLOCK_BYTES // (8 * len(space)))
-    bounds = range(step, len(vectors), step)
-    max_kept = max((int(np.count_nonzero(needed_until[:bound] >= bound)) for bound in bounds), default=0)
-    with _buffer(max_kept, len(space)) as buffer:
-        free_slots, slots = list(range(max_kept)), dict[int, int]()
-        for begin in range(0, len(vectors), step):
-            end = min(begin + step, len(vectors))
-            ranks = space.ranks(vectors[order[begin:end]])
-            for pair in by_later[slice(*np.searchsorted(later, (begin, end), sorter=by_later))]:
-                row = int(earlier[pair])
-                other = ranks[row - begin] if row >= begin else buffer[slots[row]]
-                similarities[pair] = _product(ranks[later[pair] - begin], other)
-            free_slots += [slots.pop(row) for row in list(slots) if needed_until[row] < end]
-            for row in (begin + np.flatnonzero(needed_until[begin:end] >= end)).tolist():
-                slots[row] = free_slots.pop()
-                buffer[slots[row]] = ranks[row - begin]
+    kept: dict[int, NDArray[np.float32]] = {}
+    for begin in range(0, len(vectors), step):
+        end = min(begin + step, len(vectors))
+        ranks = space.ranks(vectors[order[begin:end]])
+        for pair in by_later[slice(*np.searchsorted(later, (begin, end), sorter=by_later))]:
+            row = int(earlier[pair])
+            other = ranks[row - begin] if row >= begin else kept[row]
+            similarities[pair] = _product(ranks[later[pair] - begin], other)
+        kept = {row: vector for row, vector in kept.items() if needed_until[row] >= end}
+        for row in (begin + np.flatnonzero(needed_until[begin:end] >= end)).tolist():
+            kept[row] = ranks[row - begin].copy()
     return np.clip(similarities, -1.0, 1.0)
 
 
@@ -250,12 +241,3 @@ def _product(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     blocked = len(one) // _FLOAT32_TERMS * _FLOAT32_TERMS
     parts = np.vecdot(one[:blocked].reshape(-1, _FLOAT32_TERMS), other[:blocked].reshape(-1, _FLOAT32_TERMS))
     return float(parts.sum(dtype=np.float64)) + float(one[blocked:] @ other[blocked:])
-
-
-@contextmanager
-def _buffer(rows: int, references: int) -> Iterator[NDArray[np.float32]]:
-    if 4 * rows * references <= MAX_MEMORY_BYTES:
-        yield np.empty((rows, references), dtype=np.float32)
-        return
-    with tempfile.TemporaryFile() as file:
-        yield np.memmap(file, dtype=np.float32, mode="w+", shape=(rows, references))

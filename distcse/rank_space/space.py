@@ -31,18 +31,17 @@ MAX_BINNING_ERROR = 1e-11
 _REFERENCES_SEED = 2**32 - 5
 
 
-def rank_space(references: NDArray[np.float32], rank_method: str, device: str, is_fast: bool = True) -> Ranker:
+def rank_space(references: NDArray[np.float32], rank_method: str, device: str) -> Ranker:
     """Create the rank space for a model's device: on it for a GPU, in NumPy for any other device.
 
     Args:
         references: (n, d) vectors, n ≥ 2.
         rank_method: `sort` or `histogram` (see `RankSpace`); a GPU sorts in either case.
         device: PyTorch's name of the device.
-        is_fast: Whether oneDNN may compute inner products (`models.fast`). Default: True.
     """
     if is_gpu(device):
         return DeviceRankSpace(references, device)
-    return RankSpace(references, rank_method, build_inner_products(references) if is_fast else None)
+    return RankSpace(references, rank_method, build_inner_products(references))
 
 
 def draw_references(rows: int, count: int) -> NDArray[np.int64]:
@@ -171,9 +170,6 @@ class RankSpace:
             inference.
         rank_method: `sort` (default), exact; or `histogram`, faster with tens of thousands of references, error at most 1e-5.
         products: Computes the (m, n) similarities of (m, d) vectors to the references. Default: NumPy's matrix product.
-
-    Raises:
-        ValueError: There are fewer than two references.
     """
 
     def __init__(
@@ -206,15 +202,7 @@ class RankSpace:
 
 
 class DeviceRankSpace:
-    """Computes rank vectors and Spearman correlations with n references, on a PyTorch device.
-
-    Args:
-        references: (n, d) vectors, n ≥ 2 (see `RankSpace`).
-        device: The device. Default: `cuda`.
-
-    Raises:
-        ValueError: There are fewer than two references.
-    """
+    """Computes rank vectors and Spearman correlations with n references, on a PyTorch device."""
 
     def __init__(self, references: NDArray[np.float32], device: str = "cuda") -> None:
         self._references = to_device(torch.from_numpy(require_two(references)), device)

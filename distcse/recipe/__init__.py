@@ -1,7 +1,7 @@
 """The recipe: all settings of a run in one typed, validated document. Nothing else in distcse parses configuration."""
 
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, RecipeInputs, recipe_classes, register_recipe
-from distcse.recipe.encoders import EncoderSection, ModelsSection, Pooling, Projection, StudentSection, TrainedSection
+from distcse.recipe.encoders import EncoderSection, Pooling, Projection, StudentSection, TrainedSection
 from distcse.recipe.evaluation import EvaluationSection, RankInferenceSection
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.kinds.family import FamilyRecipe, MemberSection
@@ -68,7 +68,6 @@ __all__ = [
     "MLflowSection",
     "MemberSection",
     "MiningSection",
-    "ModelsSection",
     "MutualRecipe",
     "MutualSection",
     "ObjectiveSection",

@@ -6,9 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
-from pydantic import model_validator
-
-from distcse.recipe.encoders import ModelsSection, pass_to_encoders
 from distcse.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -70,7 +67,6 @@ class BaseRecipe(Section):
     if TYPE_CHECKING:  # at runtime, pydantic would put inherited keys before those of the subclass
         name: str
         seed: int
-        models: ModelsSection = ModelsSection()
         resources: ResourcesSection
         storage: StorageSection
         loggers: LoggersSection
@@ -133,13 +129,6 @@ class BaseRecipe(Section):
             if key in getattr(type(getattr(self, name, None)), "model_fields", ())
         }
         return " and ".join(f"{path} is {now}, not {before}" for path, (before, now) in pairs.items() if now != before)
-
-    @model_validator(mode="after")
-    def _switch_reaches_encoders(self) -> Self:
-        """Set `is_fast` of all encoder sections, so that it travels to every process that loads a model."""
-        if "models" in type(self).model_fields:
-            pass_to_encoders(self, self.models.fast != "off")
-        return self
 
     def with_absolute_paths(self) -> Self:
         """Return a copy with paths resolved against the current directory, because a Ray worker has another one."""

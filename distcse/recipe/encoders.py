@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from distcse.recipe.names import HubName
 from distcse.recipe.section import Section
 
-Pooling = Literal["cls", "mean", "max", "last_token", "first_last_avg", "last_two_avg", "mask"]
+Pooling = Literal["cls", "mean", "max", "last_token", "mask"]
 Projection = Literal["tanh_mlp", "batch_norm_mlp", "none"]
 
 
@@ -26,17 +26,6 @@ class EncoderSection(Section):
     """Text prepended to every sentence, or a template that contains `{sentence}`."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Read that code first."""
-
-    _is_fast: bool = PrivateAttr(default=True)
-
-    @property
-    def is_fast(self) -> bool:
-        """Whether the model may use exact shortcuts. No key of this section: the recipe sets it from `models.fast`."""
-        return self._is_fast
-
-    def set_fast(self, is_fast: bool) -> None:
-        """Set `is_fast`."""
-        self._is_fast = is_fast
 
 
 class TrainedSection(EncoderSection):
@@ -96,29 +85,3 @@ class StudentSection(TrainedSection):
                 "(or another number), or name the layers without a num_layers"
             )
         return self
-
-
-class ModelsSection(Section):
-    """How all models of a run are computed."""
-
-    fast: Literal["auto", "off"] = "auto"
-    """Exact shortcuts of the forward pass ([which](../explanation/faq.md)): results differ by rounding, and dropout draws
-    other masks. `off` computes models as transformers does."""
-
-    @field_validator("fast", mode="before")
-    @classmethod
-    def _off_is_text(cls, value: object) -> object:
-        """Accept `off` without quotes, which YAML reads as false."""
-        return "off" if value is False else value
-
-
-def pass_to_encoders(value: Any, is_fast: bool) -> None:
-    """Set `is_fast` of all encoder sections in a recipe, a section or a list of sections."""
-    if isinstance(value, EncoderSection):
-        value.set_fast(is_fast)
-    elif isinstance(value, list):
-        for item in value:
-            pass_to_encoders(item, is_fast)
-    elif isinstance(value, Section):
-        for name in type(value).model_fields:
-            pass_to_encoders(getattr(value, name), is_fast)

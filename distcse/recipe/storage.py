@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Literal
 
 from pydantic import field_validator
@@ -12,23 +11,6 @@ from distcse.errors import StorageError
 from distcse.recipe.names import absolute_location
 from distcse.recipe.section import Name, Section, refuse_secrets
 from distcse.storage import is_uri, resolve_path
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(B|[KMGT]B|[KMGT]iB)")
-_PREFIXES = "KMGT"
-
-
-def parse_bytes(text: str) -> int:
-    """Return a size such as `200GiB` (2³⁰ bytes each) or `1.5 TB` (10¹² each) in bytes.
-
-    Raises:
-        ValueError: The text is no size.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is no size; write a number with its unit, such as 200GiB or 1.5TB")
-    number, unit = float(found[1]), found[2]
-    base = 1024 if unit.endswith("iB") else 1000
-    return int(number * base ** (_PREFIXES.find(unit[0]) + 1))
 
 
 class StorageSection(Section):
@@ -43,9 +25,6 @@ class StorageSection(Section):
     """Name of the run's directory: the same command begins the run, or resumes it. null names each run by recipe and time."""
     cache: str = "~/.cache/distcse"
     """Folder of tokenised corpora and teacher tables of all runs. `DISTCSE_CACHE` overrides the default."""
-    local_budget: str | None = None
-    """Disk, such as `200GiB`, that each node may use for copies of tables in object storage. A table that does not fit is read
-    row by row where it is stored, in a folder too. null has no limit."""
 
     @field_validator("runs", "cache")
     @classmethod
@@ -57,18 +36,6 @@ class StorageSection(Section):
         except StorageError as refused:
             raise ValueError(str(refused)) from None
         return name.rstrip("/") if is_uri(name) else name
-
-    @field_validator("local_budget")
-    @classmethod
-    def _is_a_size(cls, text: str | None) -> str | None:
-        if text is not None:
-            parse_bytes(text)
-        return text
-
-    @property
-    def local_budget_bytes(self) -> int | None:
-        """`local_budget` in bytes."""
-        return None if self.local_budget is None else parse_bytes(self.local_budget)
 
     def with_absolute_paths(self) -> StorageSection:
         """Return a copy with paths resolved against the current directory, and the cache that DISTCSE_CACHE selects."""

@@ -133,12 +133,15 @@ class LocalBackend(Backend):
     """Does all work in this process, one thing after the other, without Ray."""
 
     def embed(self, request: EmbeddingRequest) -> None:
-        open_embedder, reuse = kind_of(request.teacher).open_embedder, request.reuse
-        reused = None if reuse is None else reuse.open()
         done = 0
-        tokens_per_batch = request.section.tokens_per_batch
         for rows in complete_shards(
-            open_embedder, request.corpus, request.table, request.missing, tokens_per_batch, reused, request.on_rows
+            kind_of(request.teacher).open_embedder,
+            request.corpus,
+            request.table,
+            request.missing,
+            request.section.tokens_per_batch,
+            request.reuse,
+            request.on_rows,
         ):
             done += rows
             request.on_rows(done)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distcse.errors import ModelNotFoundError
-from distcse.storage.artifact_store import ArtifactStore, FolderStore, Guard, StoredFile
+from distcse.storage.artifact_store import ArtifactStore, FolderStore, Guard
 from distcse.storage.atomic_files import atomic_write, is_temporary, storage_errors, write_text_atomic
 from distcse.storage.bucket_store import BucketStore
 from distcse.storage.checksums import (
@@ -43,7 +43,6 @@ __all__ = [
     "Digest",
     "FolderStore",
     "Guard",
-    "StoredFile",
     "add_checksum_line",
     "atomic_write",
     "bytes_checksum",

@@ -14,8 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
@@ -24,20 +22,6 @@ from distcse.storage.atomic_files import atomic_folder, atomic_write, storage_er
 from distcse.storage.checksums import dump_checked_json, load_checked_json
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file on a disk or in object storage, parts of which several threads may read at the same time."""
-
-    size_bytes: int
-    read: Callable[[int, int], bytes]
-    """Returns bytes from an offset, as many as the second argument says; fewer at the end of the file.
-
-    Raises:
-        OSError: The disk cannot be read.
-        ObjectStorageError: The object storage refuses the request.
-    """
 
 
 class Guard(Protocol):
@@ -197,15 +181,6 @@ class ArtifactStore(ABC):
             return False
 
     @abstractmethod
-    def open_file(self, name: str) -> StoredFile:
-        """Open a file of the folder that `publish` stored, to read parts of it where it is stored, without a local copy.
-
-        Raises:
-            FileNotFoundError: The folder is not stored, or has no such file.
-            ObjectStorageError: The storage refuses the request.
-        """
-
-    @abstractmethod
     def has_folder(self) -> bool:
         """Return whether the folder is stored, without downloading it."""
 
@@ -288,10 +263,6 @@ class FolderStore(ArtifactStore):
     def fetch_folder(self, into: Path | None = None) -> bool:
         return self.path.is_dir()
 
-    def open_file(self, name: str) -> StoredFile:
-        file = open(self.path / name, "rb", buffering=0)  # noqa: SIM115 - closed with the last reference
-        return StoredFile(os.fstat(file.fileno()).st_size, partial(read_at, file))
-
     def has_folder(self) -> bool:
         return self.path.is_dir()
 
@@ -334,13 +305,3 @@ class FolderStore(ArtifactStore):
         with storage_errors(self.path / name):
             for folder in reversed(Path(name).parents[:-1]):
                 (self.path / folder).mkdir(exist_ok=True)
-
-
-def read_at(file: FileIO, offset: int, count: int) -> bytes:
-    """Read a file of this machine as `StoredFile.read` does."""
-    parts, missing = [], count
-    # One call returns less than 2 GiB, and on some file systems less than it was asked for.
-    while missing and (part := os.pread(file.fileno(), missing, offset + count - missing)):
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from distcse.errors import ObjectStorageError, RunRecordError
-from distcse.storage.artifact_store import ArtifactStore, Guard, StoredFile
+from distcse.storage.artifact_store import ArtifactStore, Guard
 from distcse.storage.atomic_files import atomic_write, storage_errors
 from distcse.storage.checksums import Digest, checksum, dump_checked_json, load_checked_json_bytes, text_checksum
 from distcse.storage.locations import find_endpoint, mirror_root, resolve_path, split_uri, to_uri
@@ -81,25 +81,6 @@ def _read_chunks(uri: str) -> Iterator[bytes]:
                 yield part
     except FileNotFoundError:  # not an error of the disk, which `atomic_write` would report
         raise _ObjectGoneError from None
-
-
-def _open_object(uri: str, size_bytes: int) -> StoredFile:
-    """Open an object that is read at offsets, one request a read.
-
-    Raises:
-        FileNotFoundError: It does not exist.
-        ObjectStorageError: The storage refuses the request.
-    """
-    system, key = _open_filesystem(uri)
-    with _storage_errors(uri, "read"):
-        file = system.open_input_file(key)
-
-    def read(offset: int, count: int) -> bytes:
-        with _storage_errors(uri, "read"):
-            found: bytes = file.read_at(count, offset)
-        return found
-
-    return StoredFile(size_bytes, read)
 
 
 def _write_object(uri: str, content: bytes | Path) -> None:
@@ -313,12 +294,6 @@ class BucketStore(ArtifactStore):
                 self._write_note(record)
                 return True
         return False
-
-    def open_file(self, name: str) -> StoredFile:
-        record = self._stored_record()
-        if record is None or name not in record.files:
-            raise FileNotFoundError(f"{self} has no file {name}")
-        return _open_object(self._file_uri(record, name), record.files[name][0])
 
     def has_folder(self) -> bool:
         return self._stored_record() is not None

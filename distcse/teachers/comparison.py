@@ -15,7 +15,7 @@ from distcse.errors import ComparisonError
 from distcse.events import Reporter, StageProgress
 from distcse.recipe import Recipe
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.vector_statistics import VectorStatistics, effective_weights, measure_statistics
+from distcse.teachers.table import VectorStatistics, effective_weights, measure_statistics
 from distcse.text import Corpus
 
 NEAREST = 10
@@ -85,12 +85,6 @@ class TeacherComparison:
 def compare(recipe: Recipe, corpus: Corpus, sentences: int, reporter: Reporter) -> TeacherComparison:
     """Embed a sample of different sentences with every teacher, and compare the similarity lists.
 
-    Args:
-        recipe: Gives the teachers, and the seed that draws the sentences.
-        corpus: The corpus to sample from.
-        sentences: Sample size.
-        reporter: Receives progress; its stop request ends the comparison.
-
     Raises:
         ComparisonError: Fewer than two teachers output vectors, or there are fewer than twelve different sentences.
     """
@@ -138,11 +132,7 @@ def compare(recipe: Recipe, corpus: Corpus, sentences: int, reporter: Reporter) 
 
 
 def comparable(recipe: Recipe) -> list[int]:
-    """Return the indices of the teachers that output vectors.
-
-    Raises:
-        ComparisonError: Fewer than two teachers do.
-    """
+    """Return the indices of the teachers that output vectors."""
     numbers = [number for number, teacher in enumerate(recipe.teachers.encoders) if kind_of(teacher).has_vectors]
     if len(numbers) < 2:
         raise ComparisonError(

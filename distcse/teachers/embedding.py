@@ -15,7 +15,7 @@ from distcse.models import Encoder
 from distcse.recipe import TeacherSection
 from distcse.storage import content_key
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.reuse import ReusedVectors
+from distcse.teachers.reuse import Reuse
 from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import Embedder, naming_rows
 from distcse.text import Corpus
@@ -27,14 +27,7 @@ Rows = Sequence[int] | NDArray[np.int64]
 
 
 def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int | Literal["auto"]) -> EmbeddingTable:
-    """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none.
-
-    Args:
-        teacher: The teacher.
-        corpus: The corpus.
-        cache: Folder of the caches.
-        shard_rows: The recipe's `teachers.shard_rows`.
-    """
+    """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none."""
     identity = identity_of(teacher, corpus, shard_rows)
     if identity.distinct is not None:
         corpus.distinct_rows(cache)  # the table reads them
@@ -71,12 +64,6 @@ def embed_texts(
 ) -> NDArray[np.float32]:
     """Return this teacher's vectors of a few thousand texts, from the cache or embedded here.
 
-    Args:
-        teacher: The teacher, with its precision decided.
-        texts: n texts.
-        cache: The cache folder, where the vectors are kept as a table with one shard.
-        on_progress: Called with the number of texts embedded so far.
-
     Returns:
         (n, d) float32 unit vectors.
     """
@@ -95,7 +82,7 @@ def complete_shards(
     table: EmbeddingTable,
     shards: Sequence[int],
     tokens_per_batch: int | None,
-    reused: ReusedVectors | None,
+    reused: Reuse | None,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> Iterator[int]:
     """Copy shards that an earlier table has, embed the others (see `embed_shards`), and yield each one's embedded rows.
@@ -125,22 +112,13 @@ def embed_shards(
     table: EmbeddingTable,
     shards: Sequence[int],
     tokens_per_batch: int | None,
-    reused: ReusedVectors | None = None,
+    reused: Reuse | None = None,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> Iterator[int]:
     """Embed shards in the table's precision, store each, and then yield the number of rows that were embedded.
 
     A shard is embedded in parts of `PART_ROWS` rows. A model reads and tokenizes the next part while it embeds one; on a GPU,
     it also embeds the next while one is stored.
-
-    Args:
-        encoder: The teacher.
-        corpus: The table's corpus.
-        table: The table.
-        shards: Numbers of the shards, which have new rows.
-        tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
-        reused: Vectors of an earlier table, which are copied. Default: none.
-        on_batch: See `complete_shards`.
     """
     rows = [new_rows(table, shard, reused) for shard in shards]
     precision = table.identity.precision
@@ -166,7 +144,7 @@ def _parts(rows: Rows) -> list[Rows]:
     return [rows[begin : begin + PART_ROWS] for begin in range(0, len(rows), PART_ROWS)]
 
 
-def new_rows(table: EmbeddingTable, shard: int, reused: ReusedVectors | None) -> Rows:
+def new_rows(table: EmbeddingTable, shard: int, reused: Reuse | None) -> Rows:
     """Return the ids of a shard's rows that must be embedded."""
     rows = table.rows_of(shard)
     return rows if reused is None else np.asarray(rows)[~reused.is_stored(table.shard_range(shard))]

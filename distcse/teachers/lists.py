@@ -50,9 +50,6 @@ class WorkerTable(LocalTeacherClient):
     """`TeacherClient` of a table that the training worker reads itself.
 
     The lists of training steps come from `WorkerVectors`; requests are for others, such as those of a dev score.
-
-    Args:
-        table: A complete table.
     """
 
     def __init__(self, table: EmbeddingTable) -> None:
@@ -90,19 +87,11 @@ class WorkerVectors:
         return rows * sum(self._dimensions) * np.dtype(np.float16).itemsize
 
     def request(self, columns: NDArray[np.int64]) -> Future[Tensor]:
-        """Start reading the (B, R, D) float16 vectors of this worker's R rows in B steps; D is the sum of all dimensions.
-
-        Args:
-            columns: (B, C) row ids of the steps' global batches.
-        """
+        """Start reading the (B, R, D) float16 vectors of this worker's R rows in B steps; D is the sum of all dimensions."""
         return self._thread.submit(self._read, columns[:, self._rows])
 
     def lists(self, own: Tensor) -> dict[int, Tensor]:
-        """Return each teacher's (R, C) cosines of a step, by its index. Every worker must call it at the same steps.
-
-        Args:
-            own: (R, D) vectors of this worker's rows, from `request`.
-        """
+        """Return each teacher's (R, C) cosines of a step, by its index. Every worker must call it at the same steps."""
         joined = torch.cat(all_gather_parts(to_device(own, self.device)))
         parts = joined.split(self._dimensions, dim=1)
         return {teacher: self._cosines(part.float()) for teacher, part in zip(self._tables, parts, strict=True)}

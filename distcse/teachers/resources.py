@@ -37,13 +37,6 @@ def plan_embedding(
     A required GPU that is missing is not refused, because a run whose tables are complete starts no embedding actor: call
     `GpuPlan.require_all` where one starts.
 
-    Args:
-        section: The recipe's teachers.
-        nodes: The nodes of the cluster.
-        mode: The recipe's `resources.gpu`.
-        teachers: Those of the teachers that embed. Default: all.
-        most: Actors that have work. Default: any number.
-
     Returns:
         The plan; without a process if no embedding actor computes with a model.
     """
@@ -75,10 +68,6 @@ def server_processes(section: TeachersSection, reads_tables: bool = False) -> li
     """Return the servers that reserve CPUs or GPUs: those of live teachers and of rank-space teachers.
 
     Servers of cosines from a table reserve none; those of a rank space only GPUs.
-
-    Args:
-        section: The teachers.
-        reads_tables: Whether only live teachers have servers, as in a sweep whose trials read the tables. Default: False.
     """
     from distcse.teachers.kinds import kind_of
 
@@ -107,11 +96,7 @@ def server_processes(section: TeachersSection, reads_tables: bool = False) -> li
 
 
 def starts_servers(section: TeachersSection) -> bool:
-    """Return whether a run starts teacher servers: not where the workers read the tables of all teachers.
-
-    Args:
-        section: The teachers.
-    """
+    """Return whether a run starts teacher servers: not where the workers read the tables of all teachers."""
     from distcse.teachers.kinds import kind_of
 
     sources = {kind_of(teacher).list_source(section.mode) for teacher in section.encoders}
@@ -119,13 +104,7 @@ def starts_servers(section: TeachersSection) -> bool:
 
 
 def server_resources(section: TeachersSection, teacher: TeacherSection, gpus: float) -> dict[str, float]:
-    """Return the CPUs (`num_cpus`) and GPUs (`num_gpus`) of one server of a teacher.
-
-    Args:
-        section: The recipe's teachers.
-        teacher: One of them.
-        gpus: GPUs of a server that computes with a model or ranks.
-    """
+    """Return the CPUs (`num_cpus`) and GPUs (`num_gpus`) of one server of a teacher."""
     from distcse.teachers.kinds import kind_of
 
     kind = kind_of(teacher)

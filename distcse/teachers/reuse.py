@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.format import open_memmap
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import CorpusCacheError, EmbeddingTableError, ReusedTableError
 from distcse.storage import ArtifactStore
-from distcse.teachers.table import EmbeddingTable, StoredVectors, TableIdentity
+from distcse.teachers.table import EmbeddingTable, StoredVectors
 from distcse.text import Corpus
 from distcse.text.row_keys import DistinctRows, RowKeys
 
@@ -29,35 +31,20 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True)
 class Reuse:
-    """An earlier table with vectors of a new one; small enough to send to an actor."""
+    """A new table's vectors that an earlier one has; small enough to send to an actor, which opens the earlier table."""
 
     rows: ArtifactStore
-    """Folder of the rows that the new table needs."""
-    source: ArtifactStore
-    """Folder of the earlier table."""
-    identity: TableIdentity
-    """Identity of the earlier table."""
+    """Folder of the (vectors,) rows of the earlier table, one for each vector of the new one; -1 for a new sentence."""
+    source: EmbeddingTable
+    """The earlier table."""
 
-    def open(self) -> ReusedVectors:
-        """Open the earlier table.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reuse, (self.rows, self.source)
 
-        Raises:
-            ObjectStorageError: The rows cannot be downloaded.
-        """
+    @cached_property
+    def _rows(self) -> NDArray[np.int64]:
         self.rows.fetch_folder()
-        return ReusedVectors(EmbeddingTable(self.source.path, self.identity), _open_rows(self.rows))
-
-
-class ReusedVectors:
-    """Reads a new table's vectors from an earlier one.
-
-    Args:
-        source: The earlier table.
-        rows: (vectors,) its row for each vector of the new table; -1 for a new sentence.
-    """
-
-    def __init__(self, source: EmbeddingTable, rows: NDArray[np.int64]) -> None:
-        self._source, self._rows = source, rows
+        return np.asarray(np.load(self.rows.path / _FILE, mmap_mode="r", allow_pickle=False))
 
     def is_stored(self, numbers: range) -> NDArray[np.bool_]:
         """Return whether the earlier table has each of the new table's vectors with these numbers."""
@@ -74,7 +61,7 @@ class ReusedVectors:
             return None
         rows = self._rows[numbers.start : numbers.stop][is_stored]
         try:
-            return StoredVectors(is_stored, self._source.stored_vectors(rows))
+            return StoredVectors(is_stored, self.source.stored_vectors(rows))
         except (EmbeddingTableError, CorpusCacheError) as lost:
             raise ReusedTableError(f"an earlier table is lost: {lost}") from lost
 
@@ -85,12 +72,6 @@ def find_reuse(
     """Find the table of the same teacher with most sentences of a corpus, and store which of its rows they are.
 
     Its shards that are missing or damaged are not used. Call it under the new table's lease.
-
-    Args:
-        table: The new table.
-        corpus: Its corpus.
-        cache: Folder of the caches.
-        on_progress: Called with the number of the earlier table's shards that were verified so far.
 
     Returns:
         None if no table in `cache` has a sentence of the corpus.
@@ -115,17 +96,11 @@ def find_reuse(
         store.delete_folder()
         return None
     store.publish()
-    return Reuse(store, source.store, source.identity)
+    return Reuse(store, source)
 
 
 def count_new_rows(table: EmbeddingTable, corpus: Corpus, cache: Path) -> int:
-    """Return how many rows must be embedded to complete a table: an estimate if an earlier table has more than a million.
-
-    Args:
-        table: The table.
-        corpus: Its corpus.
-        cache: Folder of the caches.
-    """
+    """Return how many rows must be embedded to complete a table: an estimate if an earlier table has more than a million."""
     missing = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
     found = _find_source(table, keys := corpus.keys(cache), cache) if missing else None
     return missing if found is None else min(missing, max(0, len(corpus) - keys.count_common(found[1])))
@@ -155,8 +130,3 @@ def _drop_unusable(rows: NDArray[np.int64], source: EmbeddingTable, on_progress:
         is_unusable = np.isin(source.shards_of(np.where(is_stored, rows[block], 0)), unusable)
         rows[block] = np.where(is_stored & is_unusable, -1, rows[block])
     return len(unusable) < len(needed)
-
-
-def _open_rows(store: ArtifactStore) -> NDArray[np.int64]:
-    rows: NDArray[np.int64] = np.load(store.path / _FILE, mmap_mode="r", allow_pickle=False)
-    return rows

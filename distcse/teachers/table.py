@@ -6,8 +6,7 @@
 
 A shard is complete once its .json exists: the .npy is written to a temporary file, synced and renamed first, the .json
 afterwards. A kill at any moment therefore leaves a complete shard or none. In object storage, a shard is a folder with these
-two files, complete once it has its record. A machine downloads only the shards that it serves, or reads single rows where
-they are stored (`storage.local_budget`).
+two files, complete once it has its record. A machine downloads only the shards that it serves.
 
 Row i's vector is the i-th. In a corpus with duplicates, each distinct sentence has one vector, in the order of first rows
 (see `distcse.text.row_keys`).
@@ -18,8 +17,9 @@ from __future__ import annotations
 import json
 import resource
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,10 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import EmbeddingTableError, TeacherOutputError
-from distcse.events import LogMessage, Reporter
 from distcse.storage import (
     ArtifactStore,
-    StoredFile,
     atomic_write,
     content_key,
     dump_label,
@@ -41,11 +39,10 @@ from distcse.storage import (
     storage_errors,
     write_text_atomic,
 )
-from distcse.teachers.row_reader import RowReader
 from distcse.text.row_keys import DistinctRows
 
 FORMAT = 1
-_FOLDER = "tables"
+_FOLDER, _STATISTICS = "tables", "statistics.json"
 SHARD_ROWS = 4096
 """Rows of a shard where the recipe leaves them to the number of rows, up to `MOST_SHARDS` shards."""
 MOST_SHARDS = 2500
@@ -100,22 +97,6 @@ class TableIdentity:
 
 
 @dataclass(frozen=True)
-class TableLocation:
-    """Where a table is stored, and how it is read; small enough to send to another process."""
-
-    store: ArtifactStore
-    identity: TableIdentity
-    reads_in_place: bool = False
-    """See `EmbeddingTable.reads_in_place`."""
-
-    def open(self) -> EmbeddingTable:
-        """Open the table on this machine."""
-        table = EmbeddingTable(self.store.path, self.identity)
-        table.reads_in_place = self.reads_in_place
-        return table
-
-
-@dataclass(frozen=True)
 class StoredVectors:
     """Those of a shard's vectors that another table has."""
 
@@ -126,12 +107,7 @@ class StoredVectors:
 
 
 def rows_per_shard(setting: int | Literal["auto"], vectors: int) -> int:
-    """Return how many rows a table's shards have.
-
-    Args:
-        setting: The recipe's `teachers.shard_rows`.
-        vectors: Number of the table's vectors.
-    """
+    """Return how many rows a table's shards have."""
     if setting != "auto":
         return setting
     rows = SHARD_ROWS
@@ -149,9 +125,6 @@ def normalize_rows(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[n
 
     Returns:
         (n, d) float32 unit vectors.
-
-    Raises:
-        TeacherOutputError: A vector is zero, NaN or infinite; the message names its row.
     """
     # Divide by the largest component first: squares of 1e20 or 1e-30 overflow or underflow float32.
     largest = np.abs(vectors).max(axis=1, keepdims=True)
@@ -167,39 +140,25 @@ def normalize_rows(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[n
 
 
 class EmbeddingTable:
-    """One teacher's unit vectors of all rows of one corpus, stored in shards.
-
-    Args:
-        directory: The table's folder.
-        identity: What determines the table's values.
-    """
+    """One teacher's unit vectors of all rows of one corpus, stored in shards."""
 
     def __init__(self, directory: Path, identity: TableIdentity) -> None:
         self.store = open_store(directory)
         self.identity = identity
-        self.reads_in_place = False
-        """Whether rows are read one by one where the shards are stored. Otherwise shards are memory-mapped, in object storage
-        after copying them to this machine."""
         self._opened: OrderedDict[int, NDArray[np.float16]] = OrderedDict()
         self._most_open = _most_open()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open_elsewhere, (self.store, self.identity)
 
     @property
     def directory(self) -> Path:
         """The table's local folder."""
         return self.store.path
 
-    @property
-    def location(self) -> TableLocation:
-        """The table's location, for other processes."""
-        return TableLocation(self.store, self.identity, self.reads_in_place)
-
     @classmethod
     def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
-        """Open the table with this identity in `cache`; create its folder and table.json if needed. Shards may be missing.
-
-        Raises:
-            StorageWriteError: The folder or table.json cannot be written.
-        """
+        """Open the table with this identity in `cache`; create its folder and table.json if needed. Shards may be missing."""
         table = cls.at(cache, identity)
         with storage_errors(table.directory):
             table.directory.mkdir(parents=True, exist_ok=True)
@@ -244,21 +203,11 @@ class EmbeddingTable:
         return self.numbers_of(rows) // self.identity.shard_rows
 
     def missing_shards(self, verify: bool = True, on_progress: Callable[[int], None] | None = None) -> list[int]:
-        """Return the shards that are missing or damaged.
-
-        Args:
-            verify: Compute every shard's checksum, once per run or sweep. Otherwise only sizes are checked. Default: True.
-            on_progress: Called with the number of shards that were verified so far.
-        """
+        """Return the shards that are missing or damaged: by their checksums with `verify`, else by their sizes."""
         return self.not_intact(range(self.identity.shards), on_progress) if verify else self._not_there()
 
     def not_intact(self, shards: Iterable[int], on_progress: Callable[[int], None] | None = None) -> list[int]:
-        """Return those of some shards that are missing or damaged, after computing their checksums.
-
-        Args:
-            shards: Numbers of the shards.
-            on_progress: Called with the number of shards that were verified so far.
-        """
+        """Return those of some shards that are missing or damaged, after computing their checksums."""
         shards, missing = list(shards), []
         with ThreadPoolExecutor(max_workers=4) as pool:
             for done, is_intact in enumerate(pool.map(self.is_intact, shards)):
@@ -281,10 +230,6 @@ class EmbeddingTable:
             vectors: (n, d) float32 vectors, n = len(shard_range(shard)), or (n - k, d) with `stored`; or consecutive parts of
                 them, each of which is converted before the next is taken.
             stored: k of the vectors, which are copied bit by bit. Default: none.
-
-        Raises:
-            TeacherOutputError: A vector is zero, NaN or infinite; the message names its row.
-            StorageWriteError: The shard cannot be written.
         """
         rows = np.asarray(self.rows_of(shard))
         new = np.arange(len(rows)) if stored is None else np.flatnonzero(~stored.is_stored)
@@ -310,23 +255,8 @@ class EmbeddingTable:
 
     @property
     def dimension(self) -> int:
-        """d, the size of a vector.
-
-        Raises:
-            EmbeddingTableError: The first shard is missing or damaged.
-            ObjectStorageError: It cannot be downloaded.
-        """
-        return self._stored_dimension if self.reads_in_place else int(self._open(0).shape[1])
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all vectors, from the first shard's record; no shard is copied.
-
-        Raises:
-            EmbeddingTableError: The first shard is missing.
-            ObjectStorageError: The object storage refuses a request.
-        """
-        return self.identity.vectors * self._stored_dimension * np.dtype(np.float16).itemsize
+        """d, the size of a vector."""
+        return int(self._open(0).shape[1])
 
     def vectors(self, rows: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the vectors of n row ids. They are normalized again, because float16 changes norms by 1e-4.
@@ -350,10 +280,6 @@ class EmbeddingTable:
 
         Returns:
             (n, d) float16 vectors.
-
-        Raises:
-            EmbeddingTableError: A shard is missing or damaged.
-            ObjectStorageError: A shard cannot be downloaded.
         """
         ids = np.asarray(rows, dtype=np.int64)
         found: NDArray[np.float16] = self._gather(ids, np.dtype(np.float16))
@@ -372,8 +298,6 @@ class EmbeddingTable:
     def _gather(self, ids: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Gather (n, d) vectors from their shards, converted to a type but not normalized."""
         numbers, size = self.numbers_of(ids), self.identity.shard_rows
-        if self.reads_in_place:
-            return self._row_reader.read(numbers).astype(dtype, copy=False)
         order = np.argsort(numbers, kind="stable")
         bounds = np.flatnonzero(np.diff(numbers[order] // size)) + 1
         found = np.empty((len(ids), self._open(int(numbers[0] // size)).shape[1]), dtype=dtype)
@@ -383,11 +307,7 @@ class EmbeddingTable:
         return found
 
     def _norms(self, ids: NDArray[np.int64], vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the (n, 1) norms of rows' vectors.
-
-        Raises:
-            EmbeddingTableError: A vector is zero, NaN or infinite.
-        """
+        """Return the (n, 1) norms of rows' vectors."""
         norms: NDArray[np.float32] = np.linalg.norm(vectors, axis=1, keepdims=True)
         is_intact = np.isfinite(norms[:, 0]) & (norms[:, 0] > 0)
         if not is_intact.all():
@@ -397,33 +317,6 @@ class EmbeddingTable:
                 "start the run again to embed the shard again"
             )
         return norms
-
-    @cached_property
-    def _row_reader(self) -> RowReader:
-        return RowReader(
-            f"table {self.store}",
-            lambda shard: self._open_stored(shard, self._payload(shard)),
-            lambda shard: len(self.shard_range(shard)),
-            self.identity.shard_rows,
-            self._stored_dimension,
-            _MOST_OPEN if self.store.is_remote else self._most_open,
-        )
-
-    @cached_property
-    def _stored_dimension(self) -> int:
-        """d, from the record of the first shard."""
-        try:
-            label = self._open_stored(0, self._label(0))
-            return int(json.loads(label.read(0, label.size_bytes))["dimension"])
-        except (OSError, ValueError, KeyError) as error:
-            raise EmbeddingTableError(
-                f"table {self.store} has no readable shard 0 ({error}); start the run again to embed it"
-            ) from None
-
-    def _open_stored(self, shard: int, file: Path) -> StoredFile:
-        """Open a shard's file where it is stored."""
-        folder = self._stored(shard) if self.store.is_remote else self.store
-        return folder.open_file(file.name)
 
     def _open(self, shard: int) -> NDArray[np.float16]:
         """Return a shard's memory-mapped vectors. The map that was used longest ago is closed if too many are open."""
@@ -491,40 +384,71 @@ class EmbeddingTable:
         return self.directory / f"shard-{shard:05d}.json"
 
 
+def _open_elsewhere(store: ArtifactStore, identity: TableIdentity) -> EmbeddingTable:
+    """Open a table on another machine, which may keep its copy of a bucket in another folder."""
+    return EmbeddingTable(store.path, identity)
+
+
 def _most_open() -> int:
     """Return how many of its shards a table maps at the same time."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(16, min(_MOST_OPEN, limit // OPEN_SHARE))
 
 
-_GIB = 2**30
+SAMPLE = 1024
+"""Rows of the sample, whose pairs give 523,776 cosines."""
+_SAMPLED_SHARDS = 4
+"""Shards that the sample is drawn from, because a shard in object storage must be downloaded."""
 
 
-def apply_local_budget(tables: Sequence[EmbeddingTable | None], budget_bytes: int | None, reporter: Reporter) -> None:
-    """Let the tables that do not fit the budget be read in place, and report how each table is read.
+@dataclass(frozen=True)
+class VectorStatistics:
+    """What one teacher's vectors look like."""
 
-    Tables take the budget in the recipe's order; one that does not fit leaves the rest of it to later ones.
+    mean: float
+    """Mean of the cosines of different sentences."""
+    spread: float
+    """Standard deviation of these cosines."""
+    effective_rank: float
+    """Exponential of the entropy of the centered vectors' variances along their principal axes (Roy and Vetterli 2007)."""
 
-    Args:
-        tables: Complete tables; None for a live teacher.
-        budget_bytes: Bytes of tables on each node; None for no limit.
-        reporter: Receives the line, if there is a budget or a table in object storage.
-    """
-    lines, remaining = [], budget_bytes
-    for number, table in enumerate(tables):
-        if table is None or (budget_bytes is None and not table.store.is_remote):
-            continue
-        size = table.stored_bytes
-        fits = remaining is None or size <= remaining
-        table.reads_in_place = not fits
-        if remaining is not None and fits:
-            remaining -= size
-        copied = "is copied to each node that reads it" if table.store.is_remote else "is memory-mapped"
-        way = copied if fits else "is read row by row where it is stored, ahead of the step"
-        lines.append(f"teacher {number} ({size / _GIB:.3g} GiB) {way}")
-    if lines:
-        reporter.emit(LogMessage(f"storage.local_budget {_describe(budget_bytes)}: {'; '.join(lines)}"))
+    @property
+    def band(self) -> str:
+        """Where the cosines lie, for readers."""
+        return f"{self.mean:.2f} ± {self.spread:.3f}"
 
 
-def _describe(budget_bytes: int | None) -> str:
-    return "is not set" if budget_bytes is None else f"is {budget_bytes / _GIB:.3g} GiB a node"
+def measure_statistics(vectors: NDArray[np.float32]) -> VectorStatistics:
+    """Measure the statistics of at least two (n, d) unit vectors."""
+    cosines = (vectors @ vectors.T)[np.triu_indices(len(vectors), 1)]
+    centered = vectors.astype(np.float64) - vectors.mean(axis=0, dtype=np.float64)
+    variances = np.linalg.svd(centered, compute_uv=False) ** 2
+    shares = variances[variances > 0] / variances.sum()
+    return VectorStatistics(
+        float(cosines.mean()), float(cosines.std()), float(np.exp(-(shares * np.log(shares)).sum()))
+    )
+
+
+def effective_weights(alphas: Mapping[int, float], statistics: Mapping[int, VectorStatistics]) -> dict[int, float]:
+    """Return what each teacher weighs in effect in a mean of cosines: its α times its cosines' spread, as shares of 1."""
+    scales = {number: alphas[number] * found.spread for number, found in statistics.items()}
+    total = sum(scales.values()) or 1.0  # all vectors of each teacher are equal
+    return {number: scale / total for number, scale in scales.items()}
+
+
+def table_statistics(table: EmbeddingTable, keep: bool = False, is_complete: bool = False) -> VectorStatistics | None:
+    """Return the statistics of a table's vectors, and store them with `keep`; None if the table has no two vectors yet."""
+    with suppress(OSError, ValueError, TypeError):  # damaged, or of another version: measured again
+        if (stored := table.store.read_json(_STATISTICS)) is not None:
+            return VectorStatistics(**stored)
+    shards = np.unique(np.linspace(0, table.identity.shards - 1, _SAMPLED_SHARDS).astype(int)).tolist()
+    if not is_complete and not all(table.is_intact(shard) for shard in shards):
+        return None
+    rows = np.concatenate([np.asarray(table.rows_of(shard)) for shard in shards])
+    sample = rows[np.unique(np.linspace(0, len(rows) - 1, SAMPLE).astype(int))]
+    if len(sample) < 2:
+        return None
+    statistics = measure_statistics(table.vectors(sample))
+    if keep:
+        table.store.write_json(_STATISTICS, asdict(statistics))
+    return statistics

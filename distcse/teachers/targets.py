@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,24 +14,19 @@ from safetensors.numpy import save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
 from distcse.storage import ArtifactStore, bytes_checksum, content_key, open_store, to_uri
-from distcse.teachers.table import EmbeddingTable, TableLocation
-
-_NAME, _KEY, _KEPT, _DIGEST = "projection", "of", "kept", "blake2b"
+from distcse.teachers.table import EmbeddingTable
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Describes where targets are stored; small enough to send to a worker.
+    """Describes where targets are stored; small enough to send to a worker."""
 
-    Attributes:
-        tables: Location of each teacher's table.
-        alphas: The teachers' weights.
-        projection: File of the (Σ d_t, d) projection; None if one teacher's vectors are the targets. Default: None.
-    """
-
-    tables: Sequence[TableLocation]
+    tables: Sequence[EmbeddingTable]
+    """Each teacher's."""
     alphas: Sequence[float]
+    """The teachers' weights."""
     projection: ArtifactStore | None = None
+    """File of the (Σ d_t, d) projection; None if one teacher's vectors are the targets."""
 
     @property
     def key(self) -> str:
@@ -43,14 +35,9 @@ class TargetSpec:
         return content_key([[table.identity.key for table in self.tables], shares])
 
     def open(self) -> Targets:
-        """Open the tables and read the projection.
-
-        Raises:
-            EmbeddingTableError: The projection is missing or damaged.
-        """
-        tables = [table.open() for table in self.tables]
-        projection = None if self.projection is None else read_projection(self.projection.path)
-        return Targets(tables, self.alphas, projection)
+        """Read the projection; an `EmbeddingTableError` if it is missing or damaged."""
+        projection = None if self.projection is None else Projection.read(self.projection.path).matrix
+        return Targets(self.tables, self.alphas, projection)
 
 
 def joined_vectors(
@@ -168,114 +155,68 @@ def kept_share(joined: NDArray[np.float32], projection: NDArray[np.float32]) -> 
     return float(np.corrcoef(before, after)[0, 1] ** 2)
 
 
-def write_projection(projection: NDArray[np.float32], key: str, file: ArtifactStore, kept: float) -> None:
-    """Store a (D, d) projection, which also maps new teacher vectors into the student's space.
+@dataclass(frozen=True)
+class Projection:
+    """A projection of the teachers' joined vectors, also of new ones, into the student's space; stored as safetensors."""
 
-    Args:
-        projection: The projection.
-        key: `TargetSpec.key` of what it was fitted to.
-        kept: Its `kept_share`.
-        file: The safetensors file.
+    matrix: NDArray[np.float32]
+    """(D, d)."""
+    key: str
+    """`TargetSpec.key` of what it was fitted to; a sweep can change the weights during a trial."""
+    kept: float
+    """Its `kept_share`."""
 
-    Raises:
-        StorageWriteError: The file cannot be written.
-    """
-    with file.parent.write(file.name) as temporary:
-        stored = np.ascontiguousarray(projection)
-        save_file(
-            {_NAME: stored},
-            temporary,
-            metadata={_KEY: key, _KEPT: repr(kept), _DIGEST: bytes_checksum(stored.tobytes())},
-        )
+    def write(self, file: ArtifactStore) -> None:
+        """Store it in a file."""
+        stored = np.ascontiguousarray(self.matrix)
+        metadata = {"of": self.key, "kept": repr(self.kept), "blake2b": bytes_checksum(stored.tobytes())}
+        with file.parent.write(file.name) as temporary:
+            save_file({"projection": stored}, temporary, metadata=metadata)
 
+    @classmethod
+    def read(cls, file: Path) -> Projection:
+        """Read a file; an `EmbeddingTableError` if it is missing or damaged."""
+        open_store(file.parent).fetch(file.name)
+        try:
+            with safe_open(file, framework="numpy") as stored:
+                metadata, matrix = stored.metadata(), np.asarray(stored.get_tensor("projection"))
+            if metadata["blake2b"] != bytes_checksum(matrix.tobytes()):
+                raise ValueError("its checksum differs")
+            return cls(matrix, metadata["of"], float(metadata["kept"]))
+        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+            problem = f"{to_uri(file)} has no readable projection of targets ({error})"
+            raise EmbeddingTableError(f"{problem}; delete it and run with --resume to fit it again") from error
 
-def copy_projection(run: str, key: str, dimension: int, file: ArtifactStore) -> None:
-    """Store another run's projection as a run's, so that both students' vectors lie in one space.
+    @classmethod
+    def of_run(cls, run: str, file_name: str, key: str, dimension: int | None = None) -> Projection:
+        """Read another run's projection, so that both students' vectors lie in one space.
 
-    Args:
-        run: The other run's folder, or its address in object storage.
-        key: `TargetSpec.key` of this run.
-        dimension: The student's.
-        file: This run's file.
-
-    Raises:
-        InvalidValueError: The other run has no projection, or one of other tables, weights or width.
-        EmbeddingTableError: It is damaged.
-    """
-    other = find_projection(run, file.name, key, dimension)
-    with file.parent.write(file.name) as temporary:
-        shutil.copyfile(other, temporary)
-
-
-def find_projection(run: str, file_name: str, key: str, dimension: int | None = None) -> Path:
-    """Return another run's projection as a local file; see `copy_projection`."""
-    name = f"objective.regression.projection: {run}"
-    file = open_store(run).path / file_name
-    if not open_store(file.parent).fetch(file.name):
-        raise InvalidValueError(
-            f"{name} has no {file.name}; name the folder of a run whose targets are projected. "
-            "Students onto a single teacher of their width have none: they share its space without this key"
-        )
-    if projection_of(file) != key:
-        raise InvalidValueError(
-            f"{name} has a projection of other text, teachers, precisions or weights (alpha); give both runs the same, or write "
-            "objective.regression.projection: null"
-        )
-    width = read_projection(file).shape[1]
-    if dimension is not None and width != dimension:
-        raise InvalidValueError(
-            f"{name} has vectors of {width} dimensions, and this student of {dimension}; take a student of that width, or write "
-            "objective.regression.projection: null"
-        )
-    return file
+        Raises:
+            InvalidValueError: The other run has no projection, or one of other tables, weights or width.
+            EmbeddingTableError: It is damaged.
+        """
+        name = f"objective.regression.projection: {run}"
+        file = open_store(run).path / file_name
+        if not open_store(file.parent).fetch(file.name):
+            raise InvalidValueError(
+                f"{name} has no {file.name}; name the folder of a run whose targets are projected. "
+                "Students onto a single teacher of their width have none: they share its space without this key"
+            )
+        other = cls.read(file)
+        if other.key != key:
+            raise InvalidValueError(
+                f"{name} has a projection of other text, teachers, precisions or weights (alpha); give both runs the same, or "
+                "write objective.regression.projection: null"
+            )
+        width = other.matrix.shape[1]
+        if dimension is not None and width != dimension:
+            raise InvalidValueError(
+                f"{name} has vectors of {width} dimensions, and this student of {dimension}; take a student of that width, or "
+                "write objective.regression.projection: null"
+            )
+        return other
 
 
 def has_projection(file: ArtifactStore, key: str) -> bool:
     """Return whether a run's file is there, and was fitted to what the key describes."""
-    return file.parent.fetch(file.name) and projection_of(file.path) == key
-
-
-def projection_of(file: Path) -> str:
-    """Return the `TargetSpec.key` that a stored projection was fitted to; a sweep can change the weights during a trial."""
-    with _open_file(file) as stored:
-        return str((stored.metadata() or {}).get(_KEY))
-
-
-def kept_by(file: Path) -> float:
-    """Return the `kept_share` of a stored projection.
-
-    Raises:
-        EmbeddingTableError: The file is missing or damaged, or was written before projections had one.
-    """
-    with _open_file(file) as stored:
-        if (kept := (stored.metadata() or {}).get(_KEPT)) is None:
-            raise EmbeddingTableError(
-                f"{to_uri(file)} does not say what it keeps; delete it and run with --resume to fit it again"
-            )
-        return float(kept)
-
-
-def read_projection(file: Path) -> NDArray[np.float32]:
-    """Read a stored projection.
-
-    Raises:
-        EmbeddingTableError: The file is missing or damaged.
-    """
-    with _open_file(file) as stored:
-        projection = np.asarray(stored.get_tensor(_NAME))
-        if (stored.metadata() or {}).get(_DIGEST) != bytes_checksum(projection.tobytes()):
-            raise EmbeddingTableError(
-                f"{to_uri(file)} is damaged: its checksum differs; delete it and run with --resume to fit it again"
-            )
-    return projection
-
-
-@contextmanager
-def _open_file(file: Path) -> Iterator[Any]:
-    open_store(file.parent).fetch(file.name)
-    try:
-        with safe_open(file, framework="numpy") as stored:
-            yield stored
-    except (OSError, SafetensorError) as error:
-        problem = f"{to_uri(file)} has no readable projection of targets ({error})"
-        raise EmbeddingTableError(f"{problem}; delete it and run with --resume to fit it again") from error
+    return file.parent.fetch(file.name) and Projection.read(file.path).key == key

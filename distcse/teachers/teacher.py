@@ -65,14 +65,7 @@ class TableTeacher:
 
 
 class LiveTeacher:
-    """Serves cosines by running the frozen encoder for every list, for a corpus that is read only once.
-
-    Args:
-        encoder: The encoder.
-        corpus: The corpus whose row ids are requested.
-        precision: Precision of the forward pass.
-        tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
-    """
+    """Serves cosines by running the frozen encoder for every list, for a corpus that is read only once."""
 
     def __init__(self, encoder: Embedder, corpus: Corpus, precision: str, tokens_per_batch: int | None) -> None:
         self._encoder = encoder
@@ -119,7 +112,6 @@ class RankSpaceTeacher:
         references: Row ids of the reference sentences.
         ranks: `sort` (default) or `histogram`, see `RankSpace`.
         device: Device that ranks the sentences. Default: `cpu`.
-        is_fast: Whether oneDNN may compute inner products (`models.fast`). Default: True.
     """
 
     def __init__(
@@ -128,12 +120,11 @@ class RankSpaceTeacher:
         references: NDArray[np.int64],
         ranks: str = "sort",
         device: str = "cpu",
-        is_fast: bool = True,
     ) -> None:
         from distcse.rank_space import rank_space  # imports PyTorch, which servers of cosines do without
 
         self._table = table
-        self._space = rank_space(table.vectors(references), ranks, device, is_fast)
+        self._space = rank_space(table.vectors(references), ranks, device)
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:
         """Return the (B, R, C) rank-space similarities in [-1, 1] of (B, C) row ids; see `Teacher.similarities`."""
@@ -151,16 +142,11 @@ def open_table_teacher(teacher: TeacherSection, table: EmbeddingTable) -> Teache
     from distcse.rank_space import draw_references
 
     references = draw_references(table.identity.rows, teacher.num_references)
-    return RankSpaceTeacher(table, references, teacher.rank_method, default_device(), teacher.is_fast)
+    return RankSpaceTeacher(table, references, teacher.rank_method, default_device())
 
 
 def worker_tables(section: TeachersSection, tables: Sequence[EmbeddingTable | None]) -> dict[int, EmbeddingTable]:
-    """Return the tables whose lists the training workers compute, by teacher index: cosines, without `teachers.serve: actor`.
-
-    Args:
-        section: The teachers.
-        tables: One per teacher; None for a live teacher.
-    """
+    """Return the tables whose lists the training workers compute, by teacher index: cosines, without `teachers.serve: actor`."""
     return {
         number: table
         for number, (teacher, table) in enumerate(zip(section.encoders, tables, strict=True))

@@ -29,7 +29,6 @@ Row = str | None
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_SEPARATOR_LINE = re.compile("sep=(.)")
 _OTHER_SEPARATORS = (",", ";", "\t", "|")
 _NULLS = ("\\N", "NULL")
 """Fields that are no text: what PostgreSQL, MySQL and SQL Server export for a missing value."""
@@ -52,12 +51,7 @@ csv.field_size_limit(2**27)  # the default of 128 KiB is smaller than many web p
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
-    """Return the files that paths and globs match, in order; the matches of a glob are sorted by name.
-
-    Raises:
-        CorpusNotFoundError: A file is missing or is a folder or an address, or a glob matches nothing.
-        CorpusFormatError: A file's extension is unknown.
-    """
+    """Return the files that paths and globs match, in order; the matches of a glob are sorted by name."""
     found: list[Path] = []
     for path in paths:
         if is_uri(path):
@@ -92,11 +86,7 @@ def _in_package(path: str) -> Path:
 
 
 def file_kind(file: Path) -> str:
-    """Return the extension that selects a file's reader, such as `.jsonl.gz`.
-
-    Raises:
-        CorpusFormatError: The extension is unknown.
-    """
+    """Return the extension that selects a file's reader, such as `.jsonl.gz`."""
     for extension in _READERS:
         if file.name.lower().endswith(extension):
             return extension
@@ -105,17 +95,7 @@ def file_kind(file: Path) -> str:
 
 
 def read_sentences(file: Path, column: str) -> Iterator[Row]:
-    """Stream the rows of one file; errors name the file, and the line or row.
-
-    Args:
-        file: A file of text, JSON, CSV or Parquet, see `corpus.path`.
-        column: Column or key with the text; ignored for .txt.
-
-    Raises:
-        CorpusNotFoundError: The file cannot be opened.
-        CorpusFormatError: The file is damaged, malformed or not UTF-8.
-        MissingColumnError: The file lacks the column.
-    """
+    """Stream the rows of one file; errors name the file, and the line or row."""
     for text in _READERS[file_kind(file)](file, column):
         yield clean(text)
 
@@ -207,40 +187,25 @@ def _csv(file: Path, column: str) -> Iterator[str | None]:
 
 
 def csv_rows(file: Path, column: str | None = None) -> Iterator[list[str]]:
-    """Yield the fields of a CSV file's header, then of its rows; a blank row has none.
-
-    Args:
-        file: A file whose separator is known by its extension, its first line, or the header.
-        column: A column that the header must have. Default: none.
-
-    Raises:
-        CorpusFormatError: The file is malformed.
-        MissingColumnError: The header lacks the column.
-    """
+    """Yield the fields of a CSV file's header, then of its rows; a blank row has none."""
     numbered = numbered_lines(file)
-    lines = (line + "\n" for _, line in numbered)
-    number, first = _next_written(numbered)
-    named = _SEPARATOR_LINE.fullmatch(first.strip('\r\n"'))  # Excel reads it, and some tools write it
-    if named:
-        number, first = _next_written(numbered)
+    number, first = next(((number, line) for number, line in numbered if line.strip()), (0, ""))
     if not first:
         return
-    skipped = number - 1
-    is_tsv = file_kind(file).startswith(".tsv")
+    skipped, usual = number - 1, "\t" if file_kind(file).startswith(".tsv") else ","
     try:
-        separator = named[1] if named else _separator(first, column, is_tsv)
+        separator = _separator(first, column, usual)
     except csv.Error as error:
         raise CorpusFormatError(f"{file}, line {number}: {error}") from None
-    rows = csv.reader(chain([first], lines), delimiter=separator, strict=True)
+    lines = (line + "\n" for _, line in chain([(number, first)], numbered))
+    rows = csv.reader(lines, delimiter=separator, strict=True)
     try:
         header = next(rows, None)
         if header is None:
             return
         if column is not None and column not in header:
-            by = "" if separator == _usual_separator(is_tsv) else f" (separated by {separator!r})"
+            by = "" if separator == usual else f" (separated by {separator!r})"
             raise MissingColumnError(f"{file}, line {number}: {describe_missing_column(column, header, by)}")
-        if column is not None:
-            _refuse_doubled_column(column, header, f"{file}, line {number}")
         yield header
         for row in rows:
             if row and len(row) != len(header):
@@ -254,19 +219,8 @@ def csv_rows(file: Path, column: str | None = None) -> Iterator[list[str]]:
         raise CorpusFormatError(f"{file}, line {rows.line_num + skipped}: {error}{fix}") from None
 
 
-def _next_written(numbered: Iterator[tuple[int, str]]) -> tuple[int, str]:
-    """Return the next line that is not blank, with its number; an empty line after the last one."""
-    return next(((number, line + "\n") for number, line in numbered if line.strip()), (0, ""))
-
-
-def _refuse_doubled_column(column: str, columns: Sequence[str], location: str) -> None:
-    if columns.count(column) > 1:
-        raise CorpusFormatError(f"{location}: {columns.count(column)} columns are named {column!r}; rename the others")
-
-
-def _separator(header: str, column: str | None, is_tsv: bool) -> str:
+def _separator(header: str, column: str | None, usual: str) -> str:
     """Return the separator with which a header line has the column; else the usual one, or the first that gives columns."""
-    usual = _usual_separator(is_tsv)
     fields = {
         separator: next(csv.reader([header], delimiter=separator), [])
         for separator in dict.fromkeys((usual, *_OTHER_SEPARATORS))
@@ -274,10 +228,6 @@ def _separator(header: str, column: str | None, is_tsv: bool) -> str:
     with_column = (separator for separator, names in fields.items() if column in names)
     with_several = (separator for separator, names in fields.items() if len(names) > 1)
     return next(with_column, None) or next(with_several, usual)
-
-
-def _usual_separator(is_tsv: bool) -> str:
-    return "\t" if is_tsv else ","
 
 
 def _parquet(file: Path, column: str) -> Iterator[str | None]:
@@ -294,7 +244,6 @@ def _parquet(file: Path, column: str) -> Iterator[str | None]:
             schema = table.schema_arrow
             if column not in schema.names:
                 raise MissingColumnError(f"{file}: {describe_missing_column(column, schema.names)}")
-            _refuse_doubled_column(column, schema.names, str(file))
             data_type = schema.field(column).type
             if not _is_text(data_type):
                 others = [field.name for field in schema if _is_text(field.type) and field.name != column]
@@ -326,12 +275,7 @@ def _batch_texts(values: Any, file: Path, first_row: int) -> Iterator[str | None
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a file of text, perhaps compressed, without their ends.
-
-    Raises:
-        CorpusNotFoundError: The file cannot be opened.
-        CorpusFormatError: The file is damaged, or is not UTF-8.
-    """
+    """Yield the numbered lines of a file of text, perhaps compressed, without their ends."""
     number = 0
     try:
         with open(file, "rb") as packed:
@@ -342,7 +286,6 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
                 for number, line in enumerate(TextIOWrapper(opened, "utf-16", newline="\n"), start=1):
                     yield number, line.rstrip("\r\n")
                 return
-            _refuse_unmarked_utf16(file, opened.peek(64)[:64])
             for number, raw in enumerate(opened, start=1):
                 yield number, _decode(raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw, file, number)
     except UnicodeError as error:
@@ -366,15 +309,6 @@ def _refuse_other_content(file: Path, start: bytes, extension: str | None = None
     for known, pattern in _SIGNATURES.items():
         if known != extension and re.match(pattern, start):
             raise CorpusFormatError(f"{file} contains {known} data; rename it to end with {known}")
-
-
-def _refuse_unmarked_utf16(file: Path, start: bytes) -> None:
-    """Refuse UTF-16 without a byte order mark, which is valid UTF-8 with a NUL next to each letter."""
-    for name, zeros, others in (("UTF-16LE", start[1::2], start[::2]), ("UTF-16BE", start[::2], start[1::2])):
-        if len(zeros) > 1 and not any(zeros) and all(others):
-            raise CorpusFormatError(
-                f"{file}, line 1: the text is UTF-16 without a byte order mark; convert it to UTF-8 (iconv -f {name} -t UTF-8)"
-            )
 
 
 def _open(file: Path) -> BufferedReader:

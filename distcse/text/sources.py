@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distcse.compat.datasets import is_packaged_reader, split_fingerprint
-from distcse.compat.hub_client import fix_of_hub_error
+from distcse.compat import fix_of_hub_error, is_packaged_reader, split_fingerprint
 from distcse.errors import CorpusError, CorpusFormatError, CorpusNotFoundError, CorpusTooSmallError, MissingColumnError
 from distcse.recipe import CorpusSection
 from distcse.storage import checksum
@@ -34,31 +33,21 @@ class Source:
 
     @classmethod
     def of(cls, section: CorpusSection, identified: bool = True) -> Source:
-        """Open the source of a corpus; files are hashed only if they are `identified`.
-
-        Raises:
-            CorpusError: The source is missing, or a data set lacks the split or the column.
-        """
+        """Open the source of a corpus; files are hashed only if they are `identified`."""
         if section.path is not None:
             files = _files(section)
             contents = [_content_hash(file) for file in files] if identified else []
             return cls("path", [str(file) for file in files], contents, lambda: _rows_of(files, section.column))
         if section.dataset is not None:
-            split = open_dataset(section)
-            return cls(
-                "dataset", [section.dataset], [split.fingerprint], lambda: read_dataset(split.rows, section.column)
-            )
+            split, fingerprint = _open_dataset(section)
+            return cls("dataset", [section.dataset], [fingerprint], lambda: read_dataset(split, section.column))
         raise CorpusNotFoundError(
             "the corpus has no source; set corpus.path=FILE (.txt, .jsonl, .csv, .parquet) or corpus.dataset=NAME"
         )
 
 
 def source_rows(section: CorpusSection) -> Iterator[Row]:
-    """Stream a corpus's rows from its source, None for a blank row, without writing a cache.
-
-    Raises:
-        CorpusError: The source is missing or malformed; raised at the first such row.
-    """
+    """Stream a corpus's rows from its source, None for a blank row, without writing a cache."""
     return Source.of(section, identified=False).rows()
 
 
@@ -66,9 +55,6 @@ def check_source(section: CorpusSection) -> None:
     """Check in a moment that a corpus's files exist and that the first file has its column.
 
     Reads one row. A data set is not opened, because that may download it.
-
-    Raises:
-        CorpusError: The source is missing, or its first row is malformed.
     """
     if section.dataset is None:
         next(source_rows(section), None)
@@ -106,27 +92,17 @@ def _rows_of(files: list[Path], column: str) -> Iterator[Row]:
             raise CorpusTooSmallError(f"{file} contains no sentence: it is empty, or every row is blank")
 
 
-@dataclass(frozen=True)
-class OpenedSplit:
-    """A split of a data set."""
-
-    rows: Any
-    """The `datasets.Dataset` (memory-mapped) or `IterableDataset` (streamed)."""
-    fingerprint: str
-    """Hash of the content; for a stream, of the files' names, versions and dates."""
-
-
-def open_dataset(section: CorpusSection) -> OpenedSplit:
+def _open_dataset(section: CorpusSection) -> tuple[Any, str]:
     """Open the split that a recipe names; a local folder (data files, or from `save_to_disk`) needs no hub.
 
-    Raises:
-        CorpusNotFoundError: The data set cannot be loaded, or lacks the split.
-        MissingColumnError: The split lacks the column.
+    Returns:
+        The `datasets.Dataset` (memory-mapped) or `IterableDataset` (streamed), and a hash of its content: for a stream, of the
+        files' names, versions and dates.
     """
     name = str(section.dataset)
     try:
-        opened = open_split(name, section)
-        columns = opened.rows.column_names or list(next(iter(opened.rows), {}))
+        split, fingerprint = _open_split(name, section)
+        columns = split.column_names or list(next(iter(split), {}))
     except CorpusError:
         raise
     except Exception as error:  # the library raises many types, and all mean that the data set cannot be loaded
@@ -136,16 +112,11 @@ def open_dataset(section: CorpusSection) -> OpenedSplit:
         ) from error
     if section.column not in columns:
         raise MissingColumnError(f"data set {name} has {describe_missing_column(section.column, columns)}")
-    return opened
+    return split, fingerprint
 
 
 def read_dataset(dataset: Any, column: str) -> Iterator[Row]:
-    """Yield each row's text on one line, None for a blank row.
-
-    Raises:
-        CorpusFormatError: A value is not text.
-        CorpusNotFoundError: The hub fails while the rows are streamed.
-    """
+    """Yield each row's text on one line, None for a blank row."""
     for row, value in enumerate(_values(dataset, column), start=1):
         if value is not None and not isinstance(value, str):
             found = f"{type(value).__name__} {value!r:.60}"
@@ -158,7 +129,7 @@ def _values(dataset: Any, column: str) -> Iterator[Any]:
     while True:
         try:
             batch = next(batches, None)
-        except Exception as error:  # as in `open_dataset`; an OSError here is of the network, not of a disk
+        except Exception as error:  # as in `_open_dataset`; an OSError here is of the network, not of a disk
             raise CorpusNotFoundError(f"data set cannot be read after row {row:,}: {_reason(error)}") from error
         if batch is None:
             return
@@ -166,8 +137,7 @@ def _values(dataset: Any, column: str) -> Iterator[Any]:
         yield from batch[column]
 
 
-def open_split(name: str, section: CorpusSection) -> OpenedSplit:
-    """Open a split of a data set on the hub or in a folder; see `open_dataset`."""
+def _open_split(name: str, section: CorpusSection) -> tuple[Any, str]:
     import datasets  # takes two seconds, and few recipes need it
 
     if is_packaged_reader(name):
@@ -180,13 +150,13 @@ def open_split(name: str, section: CorpusSection) -> OpenedSplit:
         raise CorpusNotFoundError(f"corpus.dataset is {name!r}, a file; write corpus.path={name}")
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():  # memory-mapped, so never streamed
         saved = _select_split(datasets.load_from_disk(name), section)
-        return OpenedSplit(saved, split_fingerprint(saved))
+        return saved, split_fingerprint(saved)
     if section.streaming:
         builder = datasets.load_dataset_builder(name, section.dataset_config)
         stream = _select_split(builder.as_streaming_dataset(), section)
-        return OpenedSplit(stream, f"{builder.config_id} {builder.hash} {section.split}")
+        return stream, f"{builder.config_id} {builder.hash} {section.split}"
     loaded = datasets.load_dataset(name, section.dataset_config, split=section.split)
-    return OpenedSplit(loaded, split_fingerprint(loaded))
+    return loaded, split_fingerprint(loaded)
 
 
 def _select_split(loaded: Any, section: CorpusSection) -> Any:

@@ -46,13 +46,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
 
     `safetensors.torch.save_file` refuses tensors that share memory, and the checksum would need another pass over the file:
     together 2.0 times the CPU time for BERT-base.
-
-    Args:
-        file: The file, which safetensors can read.
-        tensors: Tensors on the CPU, by name.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     ordered = sorted(tensors.items(), key=lambda entry: -entry[1].element_size())  # aligned, as safetensors orders them
     entries, end = {}, 0
@@ -169,11 +162,7 @@ def load_model_state(folder: Path) -> ModelState:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Read a checkpoint's weights.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
+    """Read a checkpoint's weights."""
     content = _load_trainer_json(folder)
     with _checkpoint_errors(folder):
         return _load_file(folder, _WEIGHTS_FILE, content)
@@ -195,11 +184,7 @@ def _load_file(folder: Path, name: str, content: Mapping[str, Any]) -> dict[str,
 
 
 def load_trainer_state(folder: Path) -> TrainerState:
-    """Read a checkpoint's step and dev scores.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
+    """Read a checkpoint's step and dev scores."""
     content = _load_trainer_json(folder)
     return TrainerState(content["step"], [(step, score) for step, score in content["scores"]], content["finished"])
 

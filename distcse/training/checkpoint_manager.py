@@ -21,7 +21,7 @@ from distcse.training.checkpoint_files import ModelState, TrainerState
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.snapshot import Snapshot
 from distcse.training.step_log import ADVICE
-from distcse.training.task import Engine, EvaluatedTask
+from distcse.training.task import Engine, TrainingTask
 
 T = TypeVar("T")
 
@@ -35,13 +35,7 @@ def is_writing() -> bool:
 
 
 class CheckpointWriter(Generic[T]):
-    """Runs one write after the other, at most one at once. Only one thread may use it.
-
-    Args:
-        in_background: Whether calls run in a thread; otherwise `start` runs them.
-        name: Name of the thread.
-        is_write: Whether calls count for `is_writing`. Default: True.
-    """
+    """Runs one write after the other, at most one at once. Only one thread may use it."""
 
     def __init__(self, in_background: bool, name: str = "checkpoint-writer", is_write: bool = True) -> None:
         self._in_background, self._name, self._is_write = in_background, name, is_write
@@ -76,11 +70,7 @@ class CheckpointWriter(Generic[T]):
         return not self._write.done()
 
     def take(self) -> T | None:
-        """Wait for the write, and return its result; None if there is none, or its result was taken before.
-
-        Raises:
-            BaseException: The write raised it.
-        """
+        """Wait for the write, and return its result; None if there is none, or its result was taken before."""
         if self._write is None:
             return None
         write = self._write
@@ -131,19 +121,11 @@ class CheckpointManager:
     and a run that resumes from it requests that score again. A killed and resumed run therefore has the same scores as an
     undisturbed one, except that a stop leaves out a score whose evaluator waits for a node. No checkpoint is left out before its
     score has arrived: while the best waits, the next evaluation waits for the writer.
-
-    Args:
-        task: The training task, which computes dev scores.
-        engine: Gathers the model state.
-        checkpoints: Stores checkpoints.
-        emit: Receives `DevScore`, `CheckpointSaved` and log events.
-        report_to_train: Called after each dev score; None calls nothing.
-        evaluator: Scores in another process; None scores in the workers.
     """
 
     def __init__(
         self,
-        task: EvaluatedTask,
+        task: TrainingTask,
         engine: Engine,
         checkpoints: CheckpointStore,
         emit: Callable[[Event], None],
@@ -170,11 +152,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Wait for the checkpoint that is being written, except after a KeyboardInterrupt.
-
-        Raises:
-            DistcseError: Writing failed and nothing else did. Otherwise, the reason is a warning.
-        """
+        """Wait for the checkpoint that is being written, except after a KeyboardInterrupt; after an error, its own only warns."""
         if error is None:
             on_rank_zero(self._finish_writes)
         elif isinstance(error, Exception):
@@ -193,11 +171,6 @@ class CheckpointManager:
 
         Returns:
             The state with the scores that have arrived; finished, if training must stop early.
-
-        Raises:
-            DivergedError: A dev score is not finite, or a weight or optimizer moment of a checkpoint.
-            OutOfMemoryError: A rank has no memory for a copy of the state.
-            StorageWriteError: An earlier checkpoint or, on a CPU, this one cannot be written.
         """
         if self._in_background:
             on_rank_zero(partial(self._advance, PATIENCE_S))
@@ -253,8 +226,6 @@ class CheckpointManager:
         if not self.writer.is_busy(patience_s):
             self._take_written()
             self._start_waiting()
-        elif self._waiting is not None:
-            self._waiting[0].release_copied()
 
     def _is_writing(self) -> bool:
         """Start to write the checkpoint that waits, if it can be; return whether one is being written."""
@@ -300,12 +271,7 @@ class CheckpointManager:
         return state
 
     def collect(self, state: TrainerState) -> TrainerState:
-        """Report a checkpoint that has been written, and return the state with the pending score, if it has arrived.
-
-        Raises:
-            DivergedError: A dev score, or a weight or moment of the checkpoint, is not finite.
-            StorageWriteError: The checkpoint could not be written.
-        """
+        """Report a checkpoint that has been written, and return the state with the pending score, if it has arrived."""
         evaluator = self._evaluator if self._pending is not None else None
         if not self._in_background and evaluator is None:
             return state

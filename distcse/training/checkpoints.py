@@ -53,21 +53,7 @@ class CheckpointStore:
         self._store = open_store(run / "checkpoints", guard)
 
     def save(self, state: ModelState, trainer_state: TrainerState, emit: Callable[[Event], None] = ignore) -> Path:
-        """Write a checkpoint atomically, update `latest`, and delete checkpoints that are no longer needed.
-
-        Args:
-            state: Weights and moments.
-            trainer_state: Step and dev scores.
-            emit: Receives a warning if earlier checkpoints cannot be deleted: this one is complete. Default: discards it.
-
-        Returns:
-            The checkpoint's folder.
-
-        Raises:
-            RunTakenOverError: A later start of the run has taken over its directory.
-            StorageWriteError: The checkpoint cannot be written.
-            ObjectStorageError: The checkpoint cannot be uploaded.
-        """
+        """Write a checkpoint atomically, update `latest`, and delete checkpoints that are no longer needed."""
         target = self._store / _folder_name(trainer_state.step)
         with storage_errors(target.path):
             write_checkpoint(state, trainer_state, target)
@@ -82,11 +68,7 @@ class CheckpointStore:
         return target.path
 
     def keep_weights(self, emit: Callable[[Event], None] = ignore) -> None:
-        """Delete what only further training would need: all moments, and checkpoints that are neither the latest nor the best.
-
-        Args:
-            emit: Receives a warning if storage refuses it: the run has ended all the same. Default: discards it.
-        """
+        """Delete what only further training would need: all moments, and checkpoints that are neither the latest nor the best."""
         latest = self._newest()
         try:
             self._store.write_text(_ENDED, "")
@@ -113,9 +95,6 @@ class CheckpointStore:
         """Upload the newest checkpoint that exists only on this machine, because storage was unreachable.
 
         See `Lease.has_local_changes`. Damaged checkpoints are skipped with a warning.
-
-        Args:
-            emit: Receives log messages. Default: discards them.
         """
         root = self._store.path
         if not self._store.is_remote or not root.is_dir():
@@ -140,11 +119,7 @@ class CheckpointStore:
         return self._fetched(self._newest())
 
     def best(self) -> Path | None:
-        """Return the folder of the checkpoint with the best dev score in the newest one's state, or None.
-
-        Raises:
-            CheckpointError: The newest checkpoint's state cannot be read.
-        """
+        """Return the folder of the checkpoint with the best dev score in the newest one's state, or None."""
         return self._fetched(self._best_of(self._newest()))
 
     def _point_to(self, step: ArtifactStore) -> None:
@@ -190,9 +165,6 @@ class CheckpointStore:
 
     def restore(self, emit: Callable[[Event], None] = ignore) -> tuple[TrainerState, ModelState] | None:
         """Load the latest checkpoint, or the newest undamaged one; return None if there is none to resume from.
-
-        Args:
-            emit: Receives a warning for each damaged checkpoint. Default: discards them.
 
         Raises:
             CheckpointError: There are checkpoints, but all are damaged, and the run had not ended.

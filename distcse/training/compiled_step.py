@@ -15,7 +15,7 @@ from distcse.events import Listener, LogMessage
 from distcse.models.fast_layers import replace_forward
 from distcse.models.student import layers_of
 from distcse.training.dropout_rng import is_recording
-from distcse.training.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
+from distcse.training.task import Engine, StepInputs, TakeStep, TrainingTask
 
 CompileMode = Literal["auto", "on", "off"]
 """Values of `training.compile_layers`."""
@@ -37,8 +37,8 @@ def open_compiled_step(
         take_step: The step without compiled layers.
         mode: `auto` compiles recorded steps of runs of at least `MIN_STEPS` steps, `on` all recorded steps.
         steps: Steps of the run.
-        is_recorded: Whether steps of one worker are recorded as CUDA graphs. A step of several workers could not be repeated
-            where compiling fails: its collectives have run.
+        is_recorded: Whether steps are recorded as CUDA graphs, as only those of one worker are. A step of several workers could
+            not be repeated where compiling fails: its collectives have run.
         emit: Receives what was chosen.
     """
     if mode == "on" and not is_recorded:
@@ -60,11 +60,6 @@ class CompiledStep:
     """Training step that compiles the layers of all trained backbones; evaluations use the layers as they are.
 
     The last layer is not compiled where only one token per text is computed (`last_layer_at`).
-
-    Args:
-        take_step: The step without compiled layers.
-        on_failure: Called with the reason when a layer cannot be compiled; this and all further steps run uncompiled.
-        compile_forward: Compiles a layer's `forward`.
     """
 
     def __init__(
@@ -78,13 +73,7 @@ class CompiledStep:
         self._compile = compile_forward
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] | None = None
 
-    def __call__(
-        self,
-        engine: Engine,
-        task: TrainingTask[ModelInputs, LossInputs, Output],
-        inputs: StepInputs[ModelInputs, LossInputs],
-        lr: float | Tensor,
-    ) -> dict[str, Tensor]:
+    def __call__(self, engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
         """Run the step; see `TakeStep`."""
         if self._forwards is None:
             self._forwards = [(layer, self._compile(layer.forward)) for layer in trained_layers(task.model)]

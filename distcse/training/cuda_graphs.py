@@ -4,9 +4,6 @@ A step of BERT-base launches about 8,000 kernels, which takes the host longer th
 launch. It always reads and writes the same memory: inputs are copied into the tensors that it was recorded with, the learning
 rate is a tensor, and the seeds of its random numbers are set before the replay.
 
-The step of several workers is recorded in parts: a collective that a graph contained would wait for workers whose batches have
-another shape, and that record or run eagerly while this one replays. So every worker runs the same collectives in every step.
-
 Tests record on a simulated GPU, and compare with the eager step; `benchmarks/gpu.py` does so on a real one.
 """
 
@@ -14,21 +11,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from distcse.compat.torch import GraphRandomStates, leave_capture
+from distcse.compat.torch import GraphRNG, leave_capture
 from distcse.devices.device import default_device, defaults_of, gpu_module, has_gpu
-from distcse.devices.distributed import collectives_by, rank, world_size
+from distcse.devices.distributed import rank, world_size
 from distcse.errors import CUDAGraphError, first_line
 from distcse.events import Listener, LogMessage
 from distcse.models.fast_layers import takes_prepared_mask
 from distcse.training.dropout_rng import recorded_rng
-from distcse.training.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TakeStep, TrainingTask
+from distcse.training.task import Engine, StepInputs, TakeStep, TrainingTask
 
 T = TypeVar("T")
 GraphMode = Literal["auto", "on", "off"]
@@ -37,11 +34,6 @@ MAX_GRAPHS = 8
 """Maximum number of recorded batch shapes; steps with further shapes run eagerly."""
 _MAX_SEEDS_IN_GRAPHS = 32
 """Maximum number of seeds in all recordings together, each of a pass with thousands of kernels; the first is always recorded."""
-_PASSES_OF_SEED = 3
-"""Random states that a recording prepares per seed: the most that a step uses, with DiffCSE's edits, which it draws for their
-length, for the pass, and for its repetition by a gradient cache. Dropout uses one, or two with a gradient cache. States must be
-registered before the recording, which alone knows how many it uses. An unused one costs a replay nothing: PyTorch skips states
-from which a graph did not draw (`CUDAGeneratorState::replay_prologue`)."""
 
 
 class CudaGraphs:
@@ -62,128 +54,30 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T], seeds: Sequence[int]) -> Callable[[Sequence[int]], T]:
-        """Record a call without running it.
-
-        Args:
-            call: The call.
-            seeds: The seeds that it uses, of dropout and of edits.
-
-        Returns:
-            A function that replays the call with other seeds in their place, and returns the same result tensors.
-        """
-        current, parts = self._module.current_stream(), RecordedParts(self._record_part, GraphRNG(self._module, seeds))
+        """Record a call without running it; return a function that replays it with other seeds, into the same result tensors."""
+        module, graph, rng = self._module, self._module.CUDAGraph(), GraphRNG(self._module, seeds)
+        rng.register(graph)
+        current = module.current_stream()
         gc.collect()  # no tensor may be freed while calls are recorded
+        # thread_local: a teacher's thread may allocate during the recording.
+        recording = module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with first_error(parts.recording()), recorded_rng(parts.rng.drawing), collectives_by(parts.add_collective):
-                # A collective of the backward pass ends a graph, which the thread that began it has to do.
-                with nullcontext() if world_size() == 1 else torch.autograd.set_multithreading_enabled(False):
-                    result = call()
-                parts.rng.require_all()
+            with first_error(recording), recorded_rng(rng.drawing):
+                result = call()
+                rng.require_all()
         except RuntimeError:
-            self._module.set_stream(
+            module.set_stream(
                 current
             )  # PyTorch leaves the recording's stream only if the recording ends without an error
-            leave_capture(self._module)
+            leave_capture(module)
             raise
 
         def replay(seeds: Sequence[int]) -> T:
-            parts.replay(seeds)
+            rng.seed(seeds)
+            graph.replay()
             return result
 
         return replay
-
-    def _record_part(self, rng: GraphRNG) -> tuple[AbstractContextManager[Any], Callable[[], object]]:
-        """Return a context in which calls are recorded as one graph, and the function that replays it."""
-        graph = self._module.CUDAGraph()
-        rng.register(graph)
-        # thread_local: a teacher's thread may allocate during the recording.
-        recording = self._module.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        return recording, graph.replay
-
-
-class RecordedParts:
-    """A recorded step: graphs, and between them the collectives of several workers, which a replay runs itself.
-
-    Nothing of a recording is run, no collective either: other workers may be recording, replaying or running this step.
-
-    Args:
-        record_part: Returns the context that records a graph, and the function that replays it.
-        rng: The random numbers of all graphs.
-    """
-
-    def __init__(
-        self, record_part: Callable[[GraphRNG], tuple[AbstractContextManager[Any], Callable[[], object]]], rng: GraphRNG
-    ) -> None:
-        self.rng = rng
-        self._record_part = record_part
-        self.parts: list[Callable[[], object]] = []
-        """What a replay calls: the graphs' replays, and the collectives between them."""
-        self._recording = ExitStack()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context manager: record the calls inside."""
-        with self._recording:
-            self._begin()
-            yield
-
-    def add_collective(self, collective: Callable[[], object]) -> None:
-        """End a graph, and begin the next one after a collective; called while recording."""
-        self._recording.close()
-        self.parts.append(collective)
-        self._begin()
-
-    def replay(self, seeds: Sequence[int]) -> None:
-        """Replay the step with other seeds."""
-        self.rng.seed(seeds)
-        for run in self.parts:
-            run()
-
-    def _begin(self) -> None:
-        recording, replay = self._record_part(self.rng)
-        self._recording.enter_context(recording)
-        self.parts.append(replay)
-
-
-class GraphRNG:
-    """Random numbers of a step's CUDA graphs, with seeds that each replay sets.
-
-    Args:
-        module: PyTorch's module of the GPU's type.
-        seeds: The seeds of the step that is recorded.
-    """
-
-    def __init__(self, module: Any, seeds: Sequence[int]) -> None:
-        self._states = {seed: GraphRandomStates(module, _PASSES_OF_SEED) for seed in seeds}
-
-    def register(self, graph: Any) -> None:
-        """Let a graph draw these numbers; called before its capture."""
-        for states in self._states.values():
-            states.register(graph)
-
-    def drawing(self, seed: int) -> AbstractContextManager[None]:
-        """Context manager: draw what a replay draws with the seed that takes this one's place.
-
-        Raises:
-            RuntimeError: The seed is not one of the step's, so that no replay could change it.
-        """
-        if seed not in self._states:
-            raise RuntimeError("random numbers have a seed that is not in the step's inputs")
-        return self._states[seed].drawing()
-
-    def require_all(self) -> None:
-        """Check that the step has drawn with all of its seeds, or with none.
-
-        Raises:
-            RuntimeError: It has drawn with some: an integer of its inputs is no seed, and would never change in replays.
-        """
-        if len({states.is_used for states in self._states.values()}) > 1:
-            raise RuntimeError("not all integers of the step's inputs are seeds of random numbers")
-
-    def seed(self, seeds: Sequence[int]) -> None:
-        """Set the seeds of the next replay, in the order of those of the recording."""
-        for states, seed in zip(self._states.values(), seeds, strict=True):
-            states.seed(seed)
 
 
 @contextmanager
@@ -202,27 +96,14 @@ def first_error(recording: AbstractContextManager[Any]) -> Iterator[None]:
 
 
 def records_steps(mode: GraphMode) -> bool:
-    """Return whether a training in this process records its steps: on a GPU, of several workers only if `mode` is on."""
-    is_wanted = mode == "on" or (mode == "auto" and world_size() == 1)
-    return is_wanted and defaults_of(default_device()).records_steps
+    """Return whether a training in this process records its steps: that of one worker, on a GPU."""
+    return mode != "off" and world_size() == 1 and defaults_of(default_device()).records_steps
 
 
 def graph_mode(
     mode: GraphMode, changes: Sequence[str], backbone: nn.Module, name: str, key: str, emit: Listener
 ) -> GraphMode:
-    """Return the mode of a training, with `auto` off for a step that cannot be recorded; on a GPU, rank 0 says what is done.
-
-    Args:
-        mode: `cuda_graphs` of the training's section.
-        changes: Changes of the recipe without which the step cannot be recorded.
-        backbone: The trained backbone.
-        name: Its name, for messages.
-        key: Recipe key of the section, for messages.
-        emit: Receives the message.
-
-    Raises:
-        CUDAGraphError: It is on, and the backbone's forward pass cannot be recorded.
-    """
+    """Return the mode of a training, with `auto` off for a step that cannot be recorded; on a GPU, rank 0 says what is done."""
     problem = f"{name} inspects the attention mask in its forward pass, which cannot be recorded"
     can_record = takes_prepared_mask(backbone)
     if mode == "on" and not can_record:
@@ -232,7 +113,7 @@ def graph_mode(
         if has_gpu() and rank() == 0:
             emit(LogMessage(f"steps are not recorded as CUDA graphs ({reason})"))
         return "off"
-    if records_steps(mode) and rank() == 0:
+    if records_steps(mode):
         emit(LogMessage(f"steps are recorded as CUDA graphs; {key}.cuda_graphs=off runs them eagerly"))
     return mode
 
@@ -240,15 +121,7 @@ def graph_mode(
 def open_step(
     take_step: TakeStep, device: torch.device, mode: GraphMode, emit: Listener, key: str = "training"
 ) -> TakeStep:
-    """Return the step to take: `take_step`, or one that records it.
-
-    Args:
-        take_step: The eager step.
-        device: Device of the training.
-        mode: `on` raises an error if a step cannot be recorded; `auto` continues with eager steps.
-        emit: Receives a warning if steps are not recorded after all.
-        key: Recipe key of the training's section, for messages. Default: training.
-    """
+    """Return the step to take: `take_step`, or one that records it; if it cannot be recorded, `on` raises, and `auto` warns."""
     if not records_steps(mode):
         if mode == "on":
             problem = f"{key}.cuda_graphs has no effect without a GPU; steps run eagerly"
@@ -288,21 +161,8 @@ class CudaGraphStep:
         self._seen: set[Any] = set()
         self._recorded: dict[Any, tuple[list[Tensor], Callable[[Sequence[int]], dict[str, Tensor]]]] = {}
 
-    def __call__(
-        self,
-        engine: Engine,
-        task: TrainingTask[ModelInputs, LossInputs, Output],
-        inputs: StepInputs[ModelInputs, LossInputs],
-        lr: float | Tensor,
-    ) -> dict[str, Tensor]:
-        """Run or replay the step.
-
-        Returns:
-            The loss terms, as the eager step returns them.
-
-        Raises:
-            CUDAGraphError: The step cannot be recorded, and there is no `on_failure`.
-        """
+    def __call__(self, engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
+        """Run or replay the step; see `TakeStep`."""
         if self._lr is None:
             self._lr = torch.zeros((), device=engine.device)
         self._lr.fill_(lr)  # also a tensor in eager steps: a resumed run must compute the same as replayed ones
@@ -330,12 +190,7 @@ class CudaGraphStep:
         return number < MAX_GRAPHS and (number == 0 or (number + 1) * seeds <= _MAX_SEEDS_IN_GRAPHS)
 
     def _record(
-        self,
-        engine: Engine,
-        task: TrainingTask[ModelInputs, LossInputs, Output],
-        inputs: StepInputs[ModelInputs, LossInputs],
-        seeds: Sequence[int],
-        lr: Tensor,
+        self, engine: Engine, task: TrainingTask, inputs: StepInputs, seeds: Sequence[int], lr: Tensor
     ) -> Callable[[Sequence[int]], dict[str, Tensor]] | None:
         """Record the step; None if it cannot be recorded and `on_failure` is there."""
         try:

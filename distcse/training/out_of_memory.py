@@ -1,40 +1,23 @@
-"""Turns PyTorch's out-of-memory error in a training step into one message with the numbers and the ways out."""
+"""Turns PyTorch's out-of-memory error in a training step, which has the numbers, into one message with the ways out."""
 
 from __future__ import annotations
 
-import re
 import traceback
 from types import TracebackType
 
 import torch
 
-from distcse.devices.device import gpu_module, is_gpu
 from distcse.devices.distributed import world_size
 from distcse.errors import OutOfMemoryError
 from distcse.recipe import LoopSection, TrainingSection
 from distcse.recipe.training import MAX_RECORDED_STREAMS
 
-_GIB = 2.0**30
-
 
 class OutOfMemoryAdvice:
-    """Context manager, for any number of uses: turns PyTorch's error of exhausted memory into `OutOfMemoryError`.
+    """Context manager, for any number of uses: turns PyTorch's error of exhausted memory into `OutOfMemoryError`."""
 
-    Args:
-        device: Device of the training.
-        section: The recipe's training section.
-        key: Its recipe key.
-        is_recorded: Whether steps are recorded as CUDA graphs. Default: False.
-
-    Raises:
-        OutOfMemoryError: The block exhausted the device's memory. The same values would exhaust it again.
-    """
-
-    def __init__(self, device: torch.device | str, section: LoopSection, key: str, is_recorded: bool = False) -> None:
-        self._device = device
-        self._is_recorded = is_recorded
-        self._section = section
-        self._key = key
+    def __init__(self, section: LoopSection, key: str, is_recorded: bool = False) -> None:
+        self._section, self._key, self._is_recorded = section, key, is_recorded
 
     def __enter__(self) -> None: ...
 
@@ -44,34 +27,14 @@ class OutOfMemoryAdvice:
         if not isinstance(error, torch.OutOfMemoryError):
             return
         section, rows = self._section, self._section.batch_size // world_size()
-        problem = f"{_describe_memory(self._device)}: {_describe_error(error)}"
+        problem = " ".join(str(error).split()).partition(" If reserved")[
+            0
+        ]  # PyTorch's advice on its own settings follows
         traceback.clear_frames(trace)  # its frames would keep the step's tensors alive
         raise OutOfMemoryError(
             f"a training step ran out of memory with {rows} of {section.batch_size} rows on this worker in "
-            f"{section.precision}, on {problem}. {_describe_fixes(section, self._key, rows, self._is_recorded)}"
+            f"{section.precision}: {problem} {_describe_fixes(section, self._key, rows, self._is_recorded)}"
         ) from None
-
-
-def _describe_memory(device: torch.device | str) -> str:
-    """Describe a GPU's memory at the moment: total, free, allocated."""
-    if not is_gpu(device):
-        return "the CPU"
-    module = gpu_module(device)
-    free, total = module.mem_get_info(device)
-    allocated, reserved = module.memory_allocated(device), module.memory_reserved(device)
-    return (
-        f"{module.get_device_name(device)} ({total / _GIB:.1f} GiB, {free / _GIB:.1f} free; this process has "
-        f"{allocated / _GIB:.1f} allocated and {(reserved - allocated) / _GIB:.1f} cached)"
-    )
-
-
-def _describe_error(error: torch.OutOfMemoryError) -> str:
-    """Return what PyTorch's message says of the failed allocation, and of the memory that the process may use."""
-    text = " ".join(str(error).split())
-    requested = re.search(r"[Tt]ried to allocate [\d.]+ \w+", text)
-    allowed = re.search(r"([\d.]+ \w+) allowed", text)
-    limit = f"; this process may use {allowed[1]} of it, by its part of the GPU" if allowed else ""
-    return (requested[0] if requested else text) + limit
 
 
 def _describe_fixes(section: LoopSection, key: str, rows: int, is_recorded: bool) -> str:

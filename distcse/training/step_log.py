@@ -12,7 +12,7 @@ from distcse.devices.device import is_gpu
 from distcse.devices.distributed import all_reduce_sum, broadcast, rank, world_size
 from distcse.errors import DivergedError, StoppedEarlyError
 from distcse.events import Reporter, StepReport
-from distcse.training.task import EvaluatedTask
+from distcse.training.task import TrainingTask
 
 ADVICE = (
     "; the last good checkpoint is kept. Lower training.lr, raise the temperatures, or use training.precision: fp32, then run "
@@ -23,7 +23,7 @@ ADVICE = (
 class StepLog:
     """Collects loss terms on the device and copies them to the CPU once per report, so that steps need no synchronization."""
 
-    def __init__(self, task: EvaluatedTask) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self._task = task
         self._terms: list[dict[str, Tensor]] = []
         self._resumed_at = time.perf_counter()
@@ -40,10 +40,6 @@ class StepLog:
     def report(self, done: int, lr: float) -> StepReport:
         """Return means over the steps since the last report. Every worker must call it, because it sums over workers.
 
-        Args:
-            done: Number of completed steps.
-            lr: Learning rate of the last step.
-
         Raises:
             DivergedError: A loss since the last report is not finite; the message names step, rows and term.
         """
@@ -58,11 +54,7 @@ class StepLog:
         return event
 
     def check_finite(self, done: int) -> None:
-        """Check the losses since the last report. Every worker must call it.
-
-        Raises:
-            DivergedError: A loss is not finite; the message names step, rows and term.
-        """
+        """Check the losses since the last report. Every worker must call it."""
         self._means(done)
 
     def pause(self) -> None:
@@ -113,11 +105,6 @@ class StopCheck:
     """Asks whether to stop, at reports and at least every `INTERVAL_S` seconds. Every worker must call it.
 
     Several workers with GPUs ask at reports only: they would wait for their devices to agree.
-
-    Args:
-        reporter: Has the stop request; only rank 0's counts.
-        log_every: Steps between two reports.
-        device: Device of the training.
     """
 
     def __init__(self, reporter: Reporter, log_every: int, device: torch.device) -> None:

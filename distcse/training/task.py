@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from distcse.training.snapshot import Snapshot
-
-ModelInputs = TypeVar("ModelInputs")
-LossInputs = TypeVar("LossInputs")
-Output = TypeVar("Output", contravariant=True)
 
 _MAX_SHOWN_ROWS = 8
 
@@ -32,19 +28,11 @@ class Engine(Protocol):
         ...
 
     def step(self, lr: float | Tensor) -> None:
-        """Count one batch; after every `gradient_accumulation` batches, clip the gradient and update the weights.
-
-        Args:
-            lr: Learning rate. `TorchEngine` also accepts a tensor on its device.
-        """
+        """Count one batch; after every `gradient_accumulation` batches, clip the gradient and update the weights."""
         ...
 
     def snapshot(self) -> Snapshot | None:
-        """Take a snapshot of full weights and moments, without waiting for a GPU. Every worker must call it.
-
-        Returns:
-            The snapshot on rank 0; None on other ranks.
-        """
+        """Take a snapshot of full weights and moments on rank 0, without waiting for a GPU. Every worker must call it."""
         ...
 
     def close(self) -> None:
@@ -52,17 +40,17 @@ class Engine(Protocol):
         ...
 
 
-class StepInputs(NamedTuple, Generic[ModelInputs, LossInputs]):
+class StepInputs(NamedTuple):
     """Inputs of one step for this worker's rows, on the engine's device."""
 
-    model_inputs: ModelInputs
+    model_inputs: Any
     """Argument of the model's forward pass."""
-    loss_inputs: LossInputs
+    loss_inputs: Any
     """Inputs of the loss other than the model's output, such as the teachers' lists or labels."""
 
 
-class EvaluatedTask(Protocol):
-    """The part of a training task that the log, the checkpoints and the dev scores need."""
+class TrainingTask(Protocol):
+    """One training on one worker. Everything in it is a function of the step, so that a resumed run has equal results."""
 
     steps: int
     """Number of steps of the run."""
@@ -76,6 +64,23 @@ class EvaluatedTask(Protocol):
     @property
     def model(self) -> nn.Module:
         """The trained model."""
+        ...
+
+    def on_start(self, first_step: int) -> None:
+        """Start prefetching from teachers. Called once, before the first step."""
+        ...
+
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
+        """Return the inputs of a step. Only this method may wait for teachers."""
+        ...
+
+    def compute_loss(self, inputs: Any, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this worker's share of the global batch's loss, and the shares of its terms by name.
+
+        Args:
+            inputs: `StepInputs.loss_inputs`.
+            output: The model's output.
+        """
         ...
 
     def describe_batch(self, step: int) -> str:
@@ -105,42 +110,8 @@ class EvaluatedTask(Protocol):
         ...
 
 
-class TrainingTask(EvaluatedTask, Protocol[ModelInputs, LossInputs, Output]):
-    """One training on one worker. Everything in it is a function of the step, so that a resumed run has equal results."""
-
-    def on_start(self, first_step: int) -> None:
-        """Start prefetching from teachers. Called once, before the first step."""
-        ...
-
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[ModelInputs, LossInputs]:
-        """Return the inputs of a step. Only this method may wait for teachers."""
-        ...
-
-    def compute_loss(self, inputs: LossInputs, output: Output) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute this worker's share of the global batch's loss.
-
-        Args:
-            inputs: `StepInputs.loss_inputs`.
-            output: The model's output.
-
-        Returns:
-            The share of the loss, and the shares of its terms by name.
-        """
-        ...
-
-
-class TakeStep(Protocol):
-    """A training step."""
-
-    def __call__(
-        self,
-        engine: Engine,
-        task: TrainingTask[ModelInputs, LossInputs, Output],
-        inputs: StepInputs[ModelInputs, LossInputs],
-        lr: float | Tensor,
-    ) -> dict[str, Tensor]:
-        """Return this worker's shares of the loss terms, on the device."""
-        ...
+TakeStep = Callable[[Engine, TrainingTask, StepInputs, float | Tensor], dict[str, Tensor]]
+"""A training step: returns this worker's shares of the loss terms, on the device."""
 
 
 def describe_rows(rows: Sequence[int], source: str) -> str:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distcse.devices.device import default_device
-from distcse.devices.distributed import on_all_ranks, rank, world_size
+from distcse.devices.distributed import on_all_ranks, rank
 from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
@@ -20,7 +19,7 @@ from distcse.training.engines import make_engine
 from distcse.training.out_of_memory import OutOfMemoryAdvice
 from distcse.training.schedule import warmup_then_linear
 from distcse.training.step_log import StepLog, StopCheck
-from distcse.training.task import Engine, LossInputs, ModelInputs, Output, StepInputs, TrainingTask
+from distcse.training.task import Engine, StepInputs, TrainingTask
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class TrainResult:
 
 
 def train(
-    task: TrainingTask[ModelInputs, LossInputs, Output],
+    task: TrainingTask,
     section: LoopSection,
     checkpoints: CheckpointStore,
     reporter: Reporter,
@@ -79,12 +78,10 @@ def train(
         reporter.emit(LogMessage(f"resuming after step {state.step:,} of {task.steps:,}"))
         task.model.load_state_dict(restored.weights)
     records = records_steps(cuda_graphs)
-    memory_advice = OutOfMemoryAdvice(default_device(), section, key, records)
+    memory_advice = OutOfMemoryAdvice(section, key, records)
     with memory_advice:
         engine = make_engine(task.model, section, task.rows, restored, records)
-    take_step = open_compiled_step(
-        training_step, compile_layers, task.steps, records and world_size() == 1, reporter.emit
-    )
+    take_step = open_compiled_step(training_step, compile_layers, task.steps, records, reporter.emit)
     take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit, key)
     log, stop_check = StepLog(task), StopCheck(reporter, section.log_every, engine.device)
     task.on_start(state.step)
@@ -136,12 +133,7 @@ def train(
     return TrainResult(state, task.steps, log.seconds, log.teacher_wait_s, interrupted=not state.finished)
 
 
-def training_step(
-    engine: Engine,
-    task: TrainingTask[ModelInputs, LossInputs, Output],
-    inputs: StepInputs[ModelInputs, LossInputs],
-    lr: float | Tensor,
-) -> dict[str, Tensor]:
+def training_step(engine: Engine, task: TrainingTask, inputs: StepInputs, lr: float | Tensor) -> dict[str, Tensor]:
     """Run forward pass, loss, backward pass and update; return this worker's shares of the loss terms, on the device."""
     output = engine.forward(inputs.model_inputs)
     share, terms = task.compute_loss(inputs.loss_inputs, output)

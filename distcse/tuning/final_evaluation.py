@@ -150,7 +150,6 @@ def _measure(
         device=default_device(),
         precision=precision,
         trust_remote_code=section.trust_remote_code,
-        is_fast=section.is_fast,
     )
     candidate = open_candidate(name, str(model.path), options, reporting(reporter, name))
     candidate = replace(candidate, info=replace(candidate.info, source=source))

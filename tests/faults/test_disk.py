@@ -37,7 +37,7 @@ from distcse.runs.mutual.phases import Phase
 from distcse.storage import dump_checked_json, load_checked_json, open_store, sha256
 from distcse.storage.checksums import load_checked_json_bytes
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.targets import read_projection, write_projection
+from distcse.teachers.targets import Projection
 from distcse.text import Corpus, Pairs, TokenTable
 from distcse.training.checkpoint_files import ModelState, TrainerState, load_model_state, load_trainer_state
 from distcse.training.checkpoints import CheckpointStore
@@ -269,10 +269,10 @@ RECORDS = (
     ),
     Record(
         "projection.safetensors",
-        lambda folder: write_projection(
-            np.ones((4, 2), dtype=np.float32), "key", open_store(folder) / "projection.safetensors", 1.0
+        lambda folder: Projection(np.ones((4, 2), dtype=np.float32), "key", 1.0).write(
+            open_store(folder) / "projection.safetensors"
         ),
-        lambda folder: read_projection(folder / "projection.safetensors"),
+        lambda folder: Projection.read(folder / "projection.safetensors"),
         EmbeddingTableError,
     ),
 )

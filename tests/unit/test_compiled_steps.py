@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from distcse.compat.torch import compile_layer
+from distcse.compat.torch import GraphRNG, compile_layer
 from distcse.events import Event, Listener, LogMessage
 from distcse.models import Encoder
 from distcse.recipe import Recipe
 from distcse.training import trainer
 from distcse.training.compiled_step import MIN_STEPS, CompiledStep, CompileMode, open_compiled_step, trained_layers
-from distcse.training.cuda_graphs import GraphRNG
 from distcse.training.dropout_rng import recorded_rng
 from distcse.training.task import TakeStep
 from tests.jobs import make_spec, train

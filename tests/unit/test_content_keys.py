@@ -165,7 +165,7 @@ def test_tokens_depend_on_sentences_tokenizer_length_side_and_prompt_and_parts_o
 
 def test_projections_depend_on_the_tables_and_the_teachers_weights(tmp_path: Path) -> None:
     identity = TableIdentity("m", "c", 25, "mean", 8, "", "fp32", 10)
-    tables = [EmbeddingTable.at(tmp_path, replace(identity, model=name)).location for name in ("m", "n")]
+    tables = [EmbeddingTable.at(tmp_path, replace(identity, model=name)) for name in ("m", "n")]
     targets = TargetSpec(tables, [1.0, 2.0])
     assert len({targets.key, replace(targets, tables=tables[::-1]).key, replace(targets, alphas=[1.0, 1.0]).key}) == 3
     assert replace(targets, alphas=[2.0, 4.0]).key == targets.key, "only the weights' shares matter"

@@ -143,16 +143,12 @@ def test_csv_fields_may_be_long_and_contain_line_ends(tmp_path: Path) -> None:
     assert rows(tmp_path / "a.csv", "id") == ["1", "2", None, "3", "4"]
 
 
-@pytest.mark.parametrize("start", ["\n\n", "sep=#\n", '"sep=#"\n\n', "sep=\t\n", "\n \nsep=;\n"])
-def test_a_header_may_follow_blank_lines_and_excels_line_with_the_separator(start: str, tmp_path: Path) -> None:
-    by, line, file = start.partition("sep=")[2][:1] or ";", start.count("\n") + 1, tmp_path / "a.csv"
-    file.write_text(f"{start}id{by}text\n0{by}one, two\n")
+def test_a_header_may_follow_blank_lines(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("\n \nid;text\n0;one, two\n")
     assert rows(file) == ["one, two"]
-    file.write_text(f"{start}id{by}text\n0{by}one\n1\n")
-    with fails_with(CorpusFormatError, f"a.csv, line {line + 2}:", "1 fields, but the header has 2"):
-        rows(file)
-    file.write_text(f"{start}id{by}satz\n0{by}eins\n")
-    with fails_with(MissingColumnError, f"a.csv, line {line}:", f"columns (separated by {by!r}): id, satz;"):
+    file.write_text("\n \nid;text\n0;one\n1\n")
+    with fails_with(CorpusFormatError, "a.csv, line 5:", "1 fields, but the header has 2"):
         rows(file)
 
 
@@ -164,8 +160,6 @@ ONE_LINE = 'write a list of objects, as pandas\' to_json(FILE, orient="records")
 MALFORMED: list[tuple[str, bytes, tuple[str, ...]]] = [
     # Encodings
     ("a.txt", b"fine\nbad \xff byte\n", ("line 2", "byte 0xff at column 5", "iconv -f ENCODING", "WINDOWS-1252")),
-    ("a.txt", "text\nA man\n".encode("utf-16-le"), ("line 1", "iconv -f UTF-16LE")),
-    ("a.csv", "text\nA man\n".encode("utf-16-be"), ("line 1", "iconv -f UTF-16BE")),
     ("a.txt", b"\xff\xfea\0\x00\xd8\n\0", ("line 1", "not UTF-16, as its first bytes say")),
     # JSON
     ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}\n', ("line 2", "byte 0xe9 at column 11")),
@@ -186,7 +180,6 @@ MALFORMED: list[tuple[str, bytes, tuple[str, ...]]] = [
     ("a.csv", b'id,text\n1,"one\n2,two\n', ("line 3", "a quote is not closed")),
     ("a.csv", b'id,text\n1,"say \\"no\\" now"\n', ("line 2", DOUBLE)),
     ("a.csv", b'"a"\r"text"\n1\n', ("line 1",)),
-    ("a.csv", b"text,text\n0,one\n", ("line 1", "2 columns are named 'text'; rename")),
     # Damaged files
     *((f"a.txt{kind}", pack(kind, LINES)[:-20], ("damaged after line", "copy it again")) for kind in PACKED),
     *(
@@ -246,9 +239,6 @@ def test_parquet_files_without_a_column_of_text_are_refused(tmp_path: Path) -> N
             rows(file, column)
     with fails_with(CorpusTooSmallError, "a.parquet contains no sentence"):
         rows(file, "none")
-    pq.write_table(pa.Table.from_arrays([pa.array(["0"]), pa.array(["one"])], ["text", "text"]), file)
-    with fails_with(CorpusFormatError, "a.parquet: 2 columns are named 'text'; rename"):
-        rows(file)
     bad = pa.StringArray.from_buffers(3, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb"))
     pq.write_table(pa.table({"text": bad}), file)
     with fails_with(CorpusFormatError, "a.parquet, row 2", "byte 0xff at column 1"):

@@ -1,17 +1,16 @@
-"""What a run does on a GPU by default: precisions, widths, recorded steps, gradients in buckets, shared dev scores, memory."""
+"""What a run does on a GPU by default: precisions, widths, recorded steps, shared dev scores, memory."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import distcse
 from distcse.devices.device import CPU, GPU, DeviceSpeed, auto_precision, defaults_of
@@ -29,7 +28,6 @@ from distcse.runs.distillation.batch_loader import BatchLoader
 from distcse.runs.distillation.dev_metric import encode_shares
 from distcse.teachers.kinds.base import frozen_weight_dtype
 from distcse.training.engines.deepspeed_engine import deepspeed_config
-from distcse.training.engines.torch_engine import GradientBuckets, all_reduce_gradients
 from distcse.training.out_of_memory import OutOfMemoryAdvice
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
@@ -145,39 +143,6 @@ def test_widths_are_kept_where_the_loss_counts_padding(recipe_with: MakeRecipe) 
         assert loader.batch(0, torch.device("gpu"), 16).streams[0][0].ids.shape == narrow.ids.shape
 
 
-def two_layers(seed: int) -> tuple[nn.Sequential, nn.Linear]:
-    """Return a model whose gradients need several buckets, and a part of it that gets no gradient."""
-    torch.manual_seed(seed)
-    unused = nn.Linear(3, 3)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), nn.LayerNorm(4)), unused
-
-
-def summed_in_buckets(bucket_bytes: int) -> list[list[Tensor | None]]:
-    """Return, in each worker, gradients summed after the backward pass and in buckets: two updates of two batches each."""
-    results = []
-    for in_buckets in (False, True):
-        model, unused = two_layers(seed=0)
-        parameters = [*model.parameters(), *unused.parameters()]
-        buckets = GradientBuckets(parameters, bucket_bytes) if in_buckets else None
-        inputs = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(rank()))
-        started = 0
-        for first, second in inputs:
-            model.zero_grad()
-            model(first).square().sum().backward()
-            with nullcontext() if buckets is None else buckets.reducing():
-                model(second).square().sum().backward()
-            if buckets is None:
-                all_reduce_gradients(parameters)
-            else:
-                started = len(buckets.sent)
-                buckets.finish()
-        assert unused.weight.grad is None
-        # The unused parameters are last, and only their bucket waits for the end of the backward pass.
-        assert buckets is None or started == sum(any(p.grad is None for p in b) is False for b in buckets.buckets)
-        results.append([parameter.grad for parameter in model.parameters()])
-    return results
-
-
 def encoded_in_shares(count: int, failing: int | None) -> Any:
     """Return each worker's gathered vectors; worker `failing` fails."""
 
@@ -197,17 +162,14 @@ def hash_of(text: str) -> int:
     return sum(map(ord, text)) % 97
 
 
-def all_in_a_group() -> tuple[list[Any], list[Any]]:
-    """Return a worker's sums for three sizes of buckets, and its vectors of several texts."""
-    sums = [summed_in_buckets(bucket_bytes) for bucket_bytes in (1, 300, 2**20)]
-    return sums, [encoded_in_shares(*case) for case in ((1, None), (2, None), (9, None), (9, 1))]
+def all_in_a_group() -> list[Any]:
+    """Return a worker's vectors of several texts."""
+    return [encoded_in_shares(*case) for case in ((1, None), (2, None), (9, None), (9, 1))]
 
 
-def test_workers_sum_gradients_in_buckets_and_share_the_sentences_of_a_dev_score() -> None:
-    """Buckets sum the same bits as one reduction; a worker that cannot encode its share ends the score on all workers."""
-    (sums, encoded), (other_sums, other_encoded) = run_workers(all_in_a_group, 2)
-    for (after, in_buckets), (_, in_other) in zip(sums, other_sums, strict=True):
-        assert all(map(torch.equal, after, in_buckets)) and all(map(torch.equal, in_buckets, in_other))
+def test_workers_share_the_sentences_of_a_dev_score() -> None:
+    """A worker that cannot encode its share ends the score on all workers."""
+    encoded, other_encoded = run_workers(all_in_a_group, 2)
     for texts, vectors in [*encoded[:3], *other_encoded[:3]]:
         assert vectors.tolist() == [[len(text), hash_of(text)] for text in texts]
     assert encoded[3] == other_encoded[3] == "failed"
@@ -219,9 +181,7 @@ def test_a_step_without_memory_says_how_to_continue(recipe_with: MakeRecipe) -> 
     with simulated() as gpu:
         with (
             gpu.out_of_memory(at="distcse/training/engines", after=300, times=1000),
-            fails_with(
-                OutOfMemoryError, "Simulated GPU (80.0 GiB", "16 of 16 rows", "training.batch_size=8"
-            ) as failure,
+            fails_with(OutOfMemoryError, "16 of 16 rows", "training.batch_size=8") as failure,
         ):
             train(spec, tables)
         assert "training.grad_cache_chunk=8" in str(failure.value) and "--resume" in str(failure.value)
@@ -236,7 +196,7 @@ def test_a_group_without_memory_is_named(tmp_path: Path, tiny: Callable[..., Pat
     with (
         simulated() as gpu,
         gpu.out_of_memory(at="distcse/training/engines", after=100, times=10_000),
-        fails_with(OutOfMemoryError, "group only", "cross.batch_size=4", "cross.precision=bf16", "80.0 GiB"),
+        fails_with(OutOfMemoryError, "group only", "cross.batch_size=4", "cross.precision=bf16"),
     ):
         distcse.run(recipe, listen=lambda event: None)
 
@@ -249,7 +209,7 @@ def test_a_group_without_memory_is_named(tmp_path: Path, tiny: Callable[..., Pat
         ({"batch_size": 12, "workers": 3}, "training.workers=6"),
         ({"batch_size": 12, "precision": "fp32"}, "training.precision=bf16"),
         ({"batch_size": 12, "dropout_rng_streams": 2}, "training.dropout_rng_streams=null training.grad_cache_chunk=6"),
-        ({"batch_size": 12}, "this process may use 39.55 GiB of it"),
+        ({"batch_size": 12}, "39.55 GiB allowed"),
     ],
 )
 def test_the_ways_out_fit_the_recipe(section: dict[str, Any], named: str) -> None:
@@ -263,7 +223,7 @@ def test_the_ways_out_fit_the_recipe(section: dict[str, Any], named: str) -> Non
             "39.55 GiB allowed; Of the allocated memory 38.00 GiB is allocated by PyTorch."
         )
 
-    advice = OutOfMemoryAdvice("cpu", TrainingSection(**section), "training")
+    advice = OutOfMemoryAdvice(TrainingSection(**section), "training")
     with fails_with(OutOfMemoryError, named, "Tried to allocate 2.00 GiB") as failure, advice:
         fail()
     assert failure.value.__suppress_context__ and kept[0]() is None, "the error keeps the step's tensors alive"
@@ -286,6 +246,4 @@ def test_deepspeed_sums_gradients_of_a_gpu_during_the_backward_pass_from_stage_1
 
 def test_a_cpu_has_none_of_it(simulated_gpu: Simulation) -> None:
     assert defaults_of("cpu") is CPU and defaults_of("gpu") is GPU
-    assert (
-        CPU.width_multiple == 1 and not CPU.overlaps_reduction and not CPU.shards_dev_scores and not CPU.records_steps
-    )
+    assert CPU.width_multiple == 1 and not CPU.shards_dev_scores and not CPU.records_steps

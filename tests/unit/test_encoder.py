@@ -111,8 +111,8 @@ def test_padding_on_the_left_is_not_pooled() -> None:
     expected = {"cls": states[1, 1], "last_token": states[1, 2], "mean": states[1, 1:].mean(dim=0)}
     expected["max"] = states[1, 1:].amax(dim=0)
     for kind, vector in expected.items():
-        torch.testing.assert_close(pool(cast(Pooling, kind), [states], left)[1], vector)
-    assert pool("mean", [states.bfloat16()], left).dtype == torch.float32
+        torch.testing.assert_close(pool(cast(Pooling, kind), states, left)[1], vector)
+    assert pool("mean", states.bfloat16(), left).dtype == torch.float32
 
 
 def test_views_depend_on_their_dropout_seed(tiny: Callable[..., Path]) -> None:

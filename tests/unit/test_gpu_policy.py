@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distcse.devices import host
-from distcse.devices.device import default_device, gpu_count, has_gpu, limit_memory, usable_memory
+from distcse.devices.device import default_device, gpu_count, has_gpu, limit_memory
 from distcse.errors import ClusterTooSmallError, RayConnectionError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import Recipe
@@ -146,9 +146,7 @@ def test_a_run_without_gpus_trains_on_the_cpu(recipe_with: MakeRecipe, simulated
 
 def test_a_fraction_of_a_gpu_has_that_fraction_of_its_memory(simulated_gpu: Simulation) -> None:
     with simulated_gpu.memory_limit(100_000):
-        assert usable_memory("gpu") == 100_000
         limit_memory(0.5)
-        assert usable_memory("gpu") == 47_500  # the rest is for what PyTorch does not allocate
         held = torch.empty(40_000, dtype=torch.uint8, device="gpu")
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(20_000, dtype=torch.uint8, device="gpu")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from distcse.devices.distributed import rank as distributed_rank
 from distcse.events import DevScore, Event, LogMessage, Reporter
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
@@ -34,7 +33,6 @@ from tests.models import make_cross_encoder, make_masked_lm
 from tests.pairs import bi_tokens, cross_tokens, make_pairs
 from tests.training_step import TrainingStep
 from tests.weights import assert_equal_weights, weights_of
-from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
 CUSTOM = """
@@ -78,7 +76,7 @@ CASES: dict[str, tuple[str, ...]] = {
         *("objective.rank=null", "objective.rank_regression={}", "objective.combine=hinge"),
         *(BF16, CACHE, BATCH_NORM),
     ),
-    "bf16, first and last layer, weight decay": (BF16, "student.pooling=first_last_avg", "training.weight_decay=0.1"),
+    "bf16, mean, weight decay": (BF16, "student.pooling=mean", "training.weight_decay=0.1"),
     "RoBERTa": ("student.backbone=ROBERTA",),
     "DistilBERT": ("student.backbone=DISTILBERT",),
     "DiffCSE": detecting(),
@@ -284,71 +282,6 @@ def test_a_resumed_run_takes_eager_steps_that_were_replayed_before(
         undisturbed, resumed = train_with_and_without_interruption(recipe_of("training.max_steps=13", CLS))
     assert 2 <= recordings.recorded <= 6 and recordings.replayed > 6
     assert_equal_weights(weights_of(undisturbed.run.path), weights_of(resumed.run.path))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "hinge, bf16, gradient cache, batch norm",
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in (
-                "RankCSE",
-                "ListMLE, bf16, streams",
-                "vectors, bf16, gradient cache",
-                "false negatives softened, streams",
-                "DiffCSE",
-                "DiffCSE, non-padding, gradient cache",
-            )
-        ),
-    ],
-)
-def test_steps_of_two_workers_recorded_in_parts_give_the_same_weights_as_eager_ones(
-    case: str, recipe_of: MakeRecipe
-) -> None:
-    """Bitwise, also where one worker replays while the other runs its steps eagerly, as with batches of other shapes."""
-    runs = []
-    for mode, recording in (("off", 2), ("on", 2), ("on", 1)):
-        fixed = ("training.max_steps=7", f"training.lr={2**-10}", f"training.cuda_graphs={mode}", "training.workers=2")
-        runs.append((*make_spec(recipe_of(*fixed, *CASES[case])), recording))
-    found = run_workers(train_in_a_group, 2, runs)
-    eager, *recorded = (weights_of(spec.run.path) for spec, _, _ in runs)
-    for number, weights in enumerate(recorded, start=1):
-        assert_equal_weights(eager, weights)
-        for rank in (0, 1):
-            parts, waits, said = found[rank][number]
-            assert said == (rank == 0)
-            graphs = [count // 2 + 1 for count in parts]  # between any two is a collective
-            assert (len(parts) >= 3 and min(graphs) > 3) if rank < runs[number][2] else parts == []
-            assert not any("views.py" in place or "student.py" in place or "distributed.py" in place for place in waits)
-
-
-def train_in_a_group(
-    runs: list[tuple[TrainSpec, list[EmbeddingTable], int]],
-) -> list[tuple[list[int], dict[str, int], int]]:
-    """Train on this worker's simulated GPU; of each run, as many workers as it says record their steps.
-
-    Returns:
-        For each run: numbers of parts of its replays, its waits, and how often it says that steps are recorded.
-    """
-    found, replay = [], cuda_graphs.RecordedParts.replay
-    for spec, tables, recording in runs:
-        replayed, events = list[int](), list[Event]()
-
-        def counting(recorded: cuda_graphs.RecordedParts, seeds: Sequence[int], to: list[int] = replayed) -> None:
-            to.append(len(recorded.parts))
-            replay(recorded, seeds)
-
-        with pytest.MonkeyPatch.context() as patch, simulated() as gpu:
-            patch.setattr("distcse.training.trainer.warmup_then_linear", lambda step, *_: 1 - step % 8 / 8)
-            patch.setattr(cuda_graphs.RecordedParts, "replay", counting)
-            if distributed_rank() >= recording:
-                patch.setattr(cuda_graphs, "MAX_GRAPHS", 0)
-            with gpu.counting():
-                train(spec, tables, events)
-        said = sum(isinstance(event, LogMessage) and "steps are recorded" in event.text for event in events)
-        found.append((replayed, dict(gpu.waits), said))
-    return found
 
 
 def test_a_run_waits_only_at_its_start_and_for_reports_scores_and_checkpoints(recipe_of: MakeRecipe) -> None:

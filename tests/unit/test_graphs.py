@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distcse.compat.torch import GraphRNG
 from distcse.errors import CUDAGraphError, InvalidValueError
 from distcse.events import Event, LogMessage
 from distcse.losses import objective
@@ -59,7 +60,7 @@ def test_a_seed_that_a_recording_does_not_know_or_use_is_refused() -> None:
     generator: Any = SimpleNamespace(
         clone_state=lambda: generator, graphsafe_get_state=lambda: generator, graphsafe_set_state=id
     )
-    rng = graphs.GraphRNG(SimpleNamespace(default_generators=[generator], current_device=lambda: 0), [3, 5])
+    rng = GraphRNG(SimpleNamespace(default_generators=[generator], current_device=lambda: 0), [3, 5])
     rng.register(SimpleNamespace(register_generator_state=id))
     rng.require_all()
     with rng.drawing(3), pytest.raises(RuntimeError, match="not in the step's inputs"), rng.drawing(4):
@@ -158,7 +159,7 @@ def test_a_machine_without_a_gpu_warns_that_steps_run_eagerly(recipe_with: MakeR
     ("overrides", "fix"),
     [
         (("training.engine=auto",), "engine: torch"),
-        (("training.batch_size=64", "training.workers=2", "training.grad_cache_chunk=1"), "grad_cache_chunk: null"),
+        (("training.batch_size=64", "training.workers=2", "training.grad_cache_chunk=1"), "workers: 1"),
         (("training.gradient_accumulation=2",), "gradient_accumulation: 1"),
         (("training.engine=deepspeed", "training.zero_stage=1"), "write engine: torch, zero_stage: 0, or"),
         (("training.batch_size=64", "training.grad_cache_chunk=2"), "grad_cache_chunk: null"),

@@ -1,9 +1,8 @@
-"""`models.fast`: every shortcut computes what the plain forward pass does, and `off` uses none in any model of a run."""
+"""Shortcuts of frozen models change no result, and a run uses every shortcut. Of trained models: test_last_layer.py."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -17,16 +16,13 @@ import torch
 from torch import nn
 
 from distcse.api import run
-from distcse.errors import InvalidValueError
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.cpu_kernels import Dropout, is_faster, use_mkldnn_linear
-from distcse.rank_space import rank_space
-from distcse.recipe import Recipe, TeacherSection, read_recipe, recipe_yaml, with_values
+from distcse.models.cpu_kernels import is_faster, use_mkldnn_linear
+from distcse.rank_space import RankSpace, rank_space
+from distcse.recipe import TeacherSection
 from distcse.teachers.kinds import kind_of
-from distcse.text.collate import collate
 from tests.backends import run_mutual
-from tests.failures import fails_with
 from tests.jobs import make_recipe
 from tests.models import make_masked_lm
 from tests.pairs import make_mutual_recipe
@@ -60,14 +56,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("fast", ["auto", "off"])
-def test_off_uses_no_shortcut_in_any_model(
-    tmp_path: Path,
-    tiny: Callable[..., Path],
-    tiny_cross: Path,
-    sentences: list[str],
-    calls: Counter[str],
-    fast: Literal["auto", "off"],
+def test_runs_use_every_shortcut(
+    tmp_path: Path, tiny: Callable[..., Path], tiny_cross: Path, sentences: list[str], calls: Counter[str]
 ) -> None:
     varied = [sentence * (1 + number % 2) for number, sentence in enumerate(sentences[:64])]
     teachers = [tiny("minilm"), tiny_cross, tiny("roberta")]
@@ -76,7 +66,6 @@ def test_off_uses_no_shortcut_in_any_model(
         tiny("bert"),
         teachers,
         varied,
-        f"models.fast={fast}",
         "student.pooling=cls",
         "training.max_steps=2",
         "training.batch_size=8",
@@ -88,55 +77,11 @@ def test_off_uses_no_shortcut_in_any_model(
     )
     outcome = run(recipe)
     assert (outcome.directory / "evaluation.json").is_file()
-    assert set(calls) == (set(SHORTCUTS) if fast == "auto" else set())
+    assert set(calls) == set(SHORTCUTS)
     calls.clear()
-    short = (f"models.fast={fast}", "mutual.cycles=1", "bi.epochs=1")
+    short = ("mutual.cycles=1", "bi.epochs=1")
     run_mutual(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *short), Reporter())
-    assert set(calls) == (set(SHORTCUTS) - {"choice of packing"} if fast == "auto" else set())
-
-
-def test_the_switch_reaches_every_encoder_section_and_other_processes(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, "models.fast=off")
-    for each in (recipe, pickle.loads(pickle.dumps(recipe)), with_values(recipe, {"seed": 1})):
-        assert isinstance(each, Recipe)
-        assert not each.student.is_fast and not any(teacher.is_fast for teacher in each.teachers.encoders)
-    again = with_values(recipe, {"models.fast": "auto"})
-    assert isinstance(again, Recipe) and again.student.is_fast and recipe.student.is_fast is False
-    assert "is_fast" not in recipe_yaml(recipe) and "fast: 'off'" in recipe_yaml(recipe)
-    (tmp_path / "stored.yaml").write_text(recipe_yaml(recipe).replace("'off'", "off"))
-    stored = read_recipe(str(tmp_path / "stored.yaml"))
-    assert stored.models.fast == "off", "YAML reads off as false"
-    with fails_with(InvalidValueError, "models.fast", "'auto' or 'off'"):
-        with_values(recipe, {"models.fast": "on"})
-
-
-@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "mpnet"])
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_vectors_and_gradients_are_equal_without_shortcuts(tiny: Callable[..., Path], kind: str, pooling: Any) -> None:
-    vectors, gradients = [], []
-    for is_fast in (True, False):
-        encoder = Encoder.load(tiny(kind), is_fast=is_fast, pooling=pooling, max_length=16).eval()
-        assert encoder.is_fast == is_fast
-        tokens = collate([np.arange(5, 5 + length) for length in (3, 12, 7)], 1, with_token_index=True)
-        output = encoder(tokens.ids, tokens.mask, tokens.token_index)
-        output.pow(2).sum().backward()
-        vectors.append(output.detach())
-        gradients.append({name: weight.grad for name, weight in encoder.named_parameters() if weight.grad is not None})
-    torch.testing.assert_close(vectors[0], vectors[1], atol=2e-6, rtol=1e-5)
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-4, rtol=1e-4)
-
-
-def test_dropout_layers_are_replaced_only_with_the_switch(tiny: Callable[..., Path]) -> None:
-    for is_fast in (True, False):
-        encoder = Encoder.load(tiny(), is_fast=is_fast, pooling="cls")
-        classifier = CrossEncoder.fresh(tiny(), 16, is_fast=is_fast)
-        for model in (encoder, classifier):
-            kinds = {type(module) for module in model.modules() if isinstance(module, nn.Dropout)}
-            assert kinds == ({Dropout} if is_fast else {nn.Dropout})
+    assert set(calls) == set(SHORTCUTS) - {"choice of packing"}
 
 
 @needs_kernels
@@ -153,7 +98,7 @@ def test_a_frozen_models_layout_changes_no_vector(
     np.testing.assert_allclose(converted.encode(sentences[:50]), expected, atol=2e-6)
     if kind == "bert":
         references = np.random.default_rng(0).normal(size=(50, 32)).astype(np.float32)
-        fast, slow = (rank_space(references, "sort", "cpu", is_fast) for is_fast in (True, False))
+        fast, slow = rank_space(references, "sort", "cpu"), RankSpace(references)
         np.testing.assert_allclose(fast.similarities(expected), slow.similarities(expected), atol=1e-3)
 
 
@@ -171,8 +116,6 @@ def test_a_frozen_cross_encoders_layout_changes_no_score(
     use_mkldnn_linear(converted)
     assert has_linear(plain) and not has_linear(converted)
     np.testing.assert_allclose(converted.score(pairs), plain.score(pairs), atol=1e-6)
-    use_mkldnn_linear(off := CrossEncoder.load(tiny_cross, is_fast=False))
-    assert has_linear(off)
 
 
 def test_slow_and_unsupported_kernels_are_not_used(

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from distcse.api import Run, run
-from distcse.compat.hub_client import fix_of_hub_error
+from distcse.compat import fix_of_hub_error
 from distcse.errors import DistcseError, HubUploadError, ModelNotFoundError
 from distcse.hub import prepare_upload, shorten_paths
 from distcse.models import Encoder

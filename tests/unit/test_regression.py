@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from distcse.errors import EmbeddingTableError, InvalidValueError
@@ -22,22 +24,23 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.batch_loader import TrainSpec
 from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.distillation_task import train_student
 from distcse.runs.distillation.preparation import require_shared_projection
 from distcse.runs.distillation.trials import DistillationTrials
 from distcse.storage import open_store
-from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import (
+    Projection,
+    TargetReader,
     Targets,
     TargetSpec,
     fit_projection,
-    kept_by,
     kept_share,
-    read_projection,
-    write_projection,
 )
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import make_recipe, make_spec
+from tests.unit.test_worker_vectors import clients_of
 
 MakeRecipe = Callable[..., Recipe]
 ALONE = (
@@ -128,7 +131,8 @@ def test_what_a_projection_keeps_is_measured_on_rows_that_it_was_not_fitted_to(r
     assert spec.targets is not None and spec.targets.projection is not None
     joined = replace(spec.targets, projection=None).open().vectors(np.random.default_rng(0).permutation(384))
     file = spec.targets.projection.path
-    projection, told = read_projection(file), kept_by(file)
+    stored = Projection.read(file)
+    projection, told = stored.matrix, stored.kept
     fitted, others = kept_share(joined[:-38], projection), kept_share(joined[-38:], projection)
     assert told == pytest.approx(others) and told != pytest.approx(fitted)
     again = fit_projection(joined[:-38], joined[:10], np.eye(10, 32, dtype=np.float32))
@@ -175,7 +179,7 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, fi
     with_another, _ = make_spec(recipe_with(*ONTO_ALL, "student.layers=[0]"))
     rows = np.arange(20)
     targets, fitted = (each.targets.open().vectors(rows) for each in (spec, with_another) if each.targets is not None)
-    joined = Targets(*_opened(spec), read_projection(first / "projection.safetensors")).vectors(rows)
+    joined = Targets(*_opened(spec), Projection.read(first / "projection.safetensors").matrix).vectors(rows)
     np.testing.assert_array_equal(targets, joined)
     assert np.abs(targets - fitted).max() > 0.1
 
@@ -189,9 +193,8 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, fi
     narrow = tmp_path / "narrow"
     narrow.mkdir()
     assert spec.targets is not None
-    write_projection(
-        np.eye(64, 16, dtype=np.float32), spec.targets.key, open_store(narrow) / "projection.safetensors", 1.0
-    )
+    other = Projection(np.eye(64, 16, dtype=np.float32), spec.targets.key, 1.0)
+    other.write(open_store(narrow) / "projection.safetensors")
     with fails_with(InvalidValueError, "objective.regression.projection", "16 dimensions", "32"):
         make_spec(recipe_with(*ONTO_ALL, f"objective.regression.projection={narrow}"))
     with fails_with(InvalidValueError, "objective.regression.projection", str(tmp_path), "no projection.safetensors"):
@@ -249,9 +252,78 @@ def test_invalid_recipes_and_damaged_projections_are_refused(recipe_with: MakeRe
         recipe_with(*ALONE, "teachers.encoders=[]", "objective.regression={}")
     (tmp_path / "damaged").write_bytes(b"nothing")
     with fails_with(EmbeddingTableError, str(tmp_path / "damaged")):
-        read_projection(tmp_path / "damaged")
-    save_file({"projection": np.eye(2, dtype=np.float32)}, tmp_path / "earlier", metadata={"of": "key"})
-    with fails_with(EmbeddingTableError, str(tmp_path / "earlier"), "what it keeps", "--resume"):
-        kept_by(tmp_path / "earlier")
+        Projection.read(tmp_path / "damaged")
+    save_file({"projection": np.eye(2, dtype=np.float32)}, tmp_path / "other", metadata={"of": "key"})
+    with fails_with(EmbeddingTableError, str(tmp_path / "other"), "--resume"):
+        Projection.read(tmp_path / "other")
     with fails_with(EmbeddingTableError, str(tmp_path / "absent")):
         TargetSpec([], [], open_store(tmp_path / "absent")).open()
+
+
+def make_table(folder: Path) -> EmbeddingTable:
+    table = EmbeddingTable.locate(folder, TableIdentity("m", "c", 25, "mean", 8, "", "fp32", shard_rows=10))
+    vectors = np.random.default_rng(0).normal(size=(25, 6)).astype(np.float32)
+    for shard in range(table.identity.shards):
+        numbers = table.shard_range(shard)
+        table.write_shard(shard, vectors[numbers.start : numbers.stop])
+    return table
+
+
+def test_targets_are_read_ahead_of_the_step(tmp_path: Path) -> None:
+    table = make_table(tmp_path)
+    asked: list[int] = []
+
+    def rows_of(step: int) -> np.ndarray:
+        asked.append(step)
+        return np.array([step, step + 1])
+
+    reader = TargetReader(Targets([table], [1.0], None), rows_of, num_steps=10, steps_ahead=3)
+    for step in range(10):
+        assert np.array_equal(reader.vectors(step), table.vectors([step, step + 1]))
+        assert asked == list(range(min(step + 4, 10)))
+    assert np.array_equal(reader.vectors(2), table.vectors([2, 3]))
+
+
+def test_a_closed_reader_of_targets_reads_no_further_step(tmp_path: Path) -> None:
+    """The first step is read, the second is being read when the reader is closed, and the others are not begun."""
+    began, released, read = threading.Event(), threading.Event(), list[int]()
+    threads: set[threading.Thread] = set()
+
+    class Waiting(Targets):
+        def vectors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+            threads.add(threading.current_thread())
+            read.append(int(rows[0]))
+            if read == [0, 1]:
+                began.set()
+                released.wait(timeout=120)
+            return super().vectors(rows)
+
+    reader = TargetReader(Waiting([make_table(tmp_path)], [1.0], None), lambda step: np.array([step]), num_steps=10)
+    reader.vectors(0)
+    began.wait(timeout=120)
+    reader.close()
+    released.set()
+    (thread,) = threads
+    thread.join()
+    assert read == [0, 1]
+
+
+def test_a_training_that_fails_closes_its_reader_of_targets(
+    recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_with(*ALONE, "objective.regression={teachers: [1]}", "evaluation.dev=none")
+    spec, tables = make_spec(recipe)
+    readers: list[TargetReader] = []
+    vectors = TargetReader.vectors
+
+    def fails_at_the_second(reader: TargetReader, step: int) -> NDArray[np.float32]:
+        readers.append(reader)
+        if step == 1:
+            raise EmbeddingTableError("shard 1 cannot be read")
+        return vectors(reader, step)
+
+    monkeypatch.setattr(TargetReader, "vectors", fails_at_the_second)
+    with fails_with(EmbeddingTableError, "shard 1"):
+        train_student(spec, clients_of(spec, tables), Reporter())
+    with pytest.raises(RuntimeError, match="shutdown"):
+        vectors(readers[0], 10)

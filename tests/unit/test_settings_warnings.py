@@ -48,8 +48,7 @@ from distcse.runs.distillation.warnings import averaged_teachers, band_warnings,
 from distcse.runs.experiment import experiment_of
 from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.storage import resolve_path
-from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.vector_statistics import SAMPLE, VectorStatistics, table_statistics
+from distcse.teachers.table import SAMPLE, EmbeddingTable, TableIdentity, VectorStatistics, table_statistics
 from distcse.text import Corpus
 from distcse.tuning.space import Space
 from distcse.tuning.sweep import begin, reopen

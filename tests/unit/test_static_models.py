@@ -56,9 +56,6 @@ def test_a_damaged_folder_is_one_error(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:40])
     with fails_with(ModelFormatError, str(folder), "get it again"):
         StaticEncoder.load(folder)
-    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with fails_with(ModelFormatError, "Git LFS pointer"):
-        StaticEncoder.load(folder)
 
 
 def test_another_version_of_model2vec_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,10 @@ from distcse.errors import StoppedEarlyError
 from distcse.evaluation import Contamination, RetrievalDataset, RetrievalTask, Tasks
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress, StepReport
 from distcse.models import Encoder, EncoderHandle
-from distcse.models.encoder import KeptTokens
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation import dev_metric
 from distcse.runs.distillation.corpus import prepare_tokens
 from distcse.runs.distillation.dev_ensemble import score_ensemble
 from distcse.runs.distillation.dev_metric import make_dev_encode
@@ -187,18 +187,18 @@ def test_a_stop_in_a_dev_score_ends_it_and_the_resumed_run_computes_it(
 ) -> None:
     """The first score is the initial model's, the third the last step's."""
     changes = ("evaluation.final_suites=[]", "student.dropout=0.1", "training.max_steps=4", "evaluation.eval_steps=2")
-    recipe, encode = recipe_with(*changes), KeptTokens.encode
+    recipe, make = recipe_with(*changes), dev_metric.make_dev_encode
     undisturbed = distcse.run(recipe, listen=lambda event: None).directory
     for score in (1, 2, 3):
         before = {*Path(recipe.storage.runs).iterdir()}
         with monkeypatch.context() as patch:
             work, numbers = Work(patch, f"score {score}"), count(1)
 
-            def scored(*arguments: Any, work: Work = work, numbers: Iterator[int] = numbers) -> Any:
+            def made(*arguments: Any, work: Work = work, numbers: Iterator[int] = numbers) -> Any:
                 work.current = f"score {next(numbers)}"
-                return encode(*arguments)
+                return make(*arguments)
 
-            patch.setattr(KeptTokens, "encode", scored)
+            patch.setattr(dev_metric, "make_dev_encode", made)
             with suppress(StoppedEarlyError):  # in the first score there is no model yet
                 Distillation(recipe).run(LocalBackend(), work.reporter)
         assert work.requested and work.afterwards <= 1
@@ -217,7 +217,7 @@ def _batches_of_a_stopped_score(model: Path, texts: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: _in_batches(len(ids)))
         encoder.register_forward_hook(lambda *_: batches.append(1))
-        encode = make_dev_encode(encoder, KeptTokens(), "fp32", None, False, reporter)
+        encode = make_dev_encode(encoder, "fp32", None, False, reporter)
         with pytest.raises(StoppedEarlyError):
             encode(texts)
     return len(batches)

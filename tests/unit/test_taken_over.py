@@ -33,7 +33,7 @@ from distcse.runs.mutual.phase_store import PhaseStore, ScoreShards
 from distcse.runs.mutual.phases import Phase
 from distcse.runs.stoppable_evaluation import FinalScores, measure_models
 from distcse.storage import open_store
-from distcse.teachers.targets import has_projection, write_projection
+from distcse.teachers.targets import Projection, has_projection
 from distcse.training.checkpoint_files import ModelState, TrainerState, load_trainer_state, load_weights
 from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.records import Trial, TrialMetric, read_trials, write_tables
@@ -123,7 +123,7 @@ def write_run(job: Job, start: int) -> None:
         calls = [DeviceCall[float](f"model {number}", lambda reporter: 1.0) for number in range(2)]
         results = measure_models(calls, Tasks(), [], directory.store, LocalBackend(), DeviceOptions(), Reporter())
         assert results == [1.0, 1.0] or start == 1
-        write_projection(np.eye(2, dtype=np.float32), "key", directory.store / "projection.safetensors", 1.0)
+        Projection(np.eye(2, dtype=np.float32), "key", 1.0).write(directory.store / "projection.safetensors")
         directory.model.mkdir(exist_ok=True)
         Contamination({"set": 0.5}).write(directory.store / "model")
         FinalScores(EVALUATION).write(directory.store)

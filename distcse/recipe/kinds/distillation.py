@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import Field, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.encoders import EncoderSection, ModelsSection, StudentSection
+from distcse.recipe.encoders import EncoderSection, StudentSection
 from distcse.recipe.evaluation import EvaluationSection
 from distcse.recipe.names import absolute, absolute_folder, absolute_path, is_path
 from distcse.recipe.objective import HINGE_TERMS, ObjectiveSection
@@ -23,7 +23,7 @@ _KEYS_OF_RAY = (
     *(f"training.{key}" for key in ("min_workers", "max_failures", "node_labels", "gpus_per_worker")),
 )
 """Keys that only runs on Ray read."""
-_KEYS_OF_TABLES = ("teachers.embedding_workers", "teachers.shard_rows", "storage.local_budget")
+_KEYS_OF_TABLES = ("teachers.embedding_workers", "teachers.shard_rows")
 """Keys that only runs with embedding tables read."""
 
 
@@ -65,7 +65,6 @@ class Recipe(BaseRecipe):
         "evaluation.rank_inference",
         "resources",
         "storage.cache",
-        "storage.local_budget",
         "loggers",
     )
     searchable_keys: ClassVar[tuple[str, ...]] = (
@@ -89,8 +88,6 @@ class Recipe(BaseRecipe):
     """Loss terms and their weights."""
     training: TrainingSection = TrainingSection()
     """Training loop and workers."""
-    models: ModelsSection = ModelsSection()
-    """How all models are computed."""
     evaluation: EvaluationSection = EvaluationSection()
     """Dev scores and final evaluation."""
     resources: ResourcesSection = ResourcesSection()
@@ -117,7 +114,6 @@ class Recipe(BaseRecipe):
         if not self.teachers.encoders:
             others = [key for key in type(self.teachers).model_fields if key != "encoders"]
             unread |= {f"teachers.{key}": "there are no teachers" for key in others}
-            unread["storage.local_budget"] = "there are no teachers"
         elif self.teachers.mode == "live":
             unread |= dict.fromkeys(_KEYS_OF_TABLES, "teachers.mode is live")
         if self.evaluation.data is None:

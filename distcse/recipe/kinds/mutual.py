@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import lcm
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from distcse.recipe.base import BaseRecipe, RecipeInputs, register_recipe
-from distcse.recipe.encoders import EncoderSection, ModelsSection, TrainedSection
+from distcse.recipe.encoders import EncoderSection, TrainedSection
 from distcse.recipe.evaluation import Measure
 from distcse.recipe.names import HubName, absolute, absolute_folder, absolute_path, absolute_paths, is_path
 from distcse.recipe.section import Gpus, Labels, Name, Precision, Section
@@ -208,8 +207,6 @@ class MutualRecipe(BaseRecipe):
     """Training of cross-encoders (bi → cross)."""
     mutual: MutualSection = MutualSection()
     """Cycles and labels."""
-    models: ModelsSection = ModelsSection()
-    """How all models are computed."""
     evaluation: MutualEvaluationSection = MutualEvaluationSection()
     """Dev scores and final evaluation."""
     resources: ResourcesSection = ResourcesSection()
@@ -228,10 +225,6 @@ class MutualRecipe(BaseRecipe):
     @property
     def dev_score(self) -> str:
         return self.evaluation.dev
-
-    @property
-    def unread_keys(self) -> Mapping[str, str]:
-        return {"storage.local_budget": "groups have no embedding tables"}
 
     @property
     def inputs(self) -> RecipeInputs:

@@ -16,7 +16,7 @@ from distcse.runs.distillation.model import Batch
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient, WorkerTable
-from distcse.teachers.table import EmbeddingTable, TableLocation
+from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import TargetSpec
 from distcse.teachers.teacher import open_table_teacher, worker_tables
 from distcse.text import BatchSampler, Corpus, TokenTable
@@ -37,7 +37,7 @@ class TrainSpec:
     """Lease on `run`, checked before each write; None writes without one."""
     targets: TargetSpec | None = None
     """The teachers' vectors; None unless a loss term uses them."""
-    worker_tables: Mapping[int, TableLocation] = field(default_factory=dict)
+    worker_tables: Mapping[int, EmbeddingTable] = field(default_factory=dict)
     """Tables that the workers read themselves, by teacher index; the other teachers have clients."""
 
 
@@ -56,7 +56,6 @@ class BatchLoader:
     def __init__(self, spec: TrainSpec, rank: int, workers: int) -> None:
         training = spec.recipe.training
         self._seed = spec.recipe.seed
-        self._is_fast = spec.recipe.student.is_fast
         self._tokens = TokenTable.open(spec.tokens.path)
         self.corpus = Corpus.open(spec.corpus.path)
         train_rows, self.held_out = self.corpus.split_held_out(spec.recipe.evaluation.num_heldout, spec.recipe.seed)
@@ -88,7 +87,7 @@ class BatchLoader:
         """
         global_batch: NDArray[np.int64] = self.sampler.batch(step)
         lengths = self._tokens.lengths(global_batch)
-        packs = self._is_fast and worth_packing(lengths.reshape(self._all_streams, -1))
+        packs = worth_packing(lengths.reshape(self._all_streams, -1))
         # On a GPU, streams that could be recorded get the width of the global batch, so that recorded steps have few shapes, and
         # any number of workers the same masks. A loss that counts padding up to the longest edited sentence must pad any stream
         # as far, and the host would wait for that length.
@@ -125,7 +124,7 @@ def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None])
         tables: One per teacher; None for a live teacher.
     """
     found = worker_tables(spec.recipe.teachers, tables)
-    return replace(spec, worker_tables={number: table.location for number, table in found.items()})
+    return replace(spec, worker_tables=found)
 
 
 def table_clients(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> dict[int, TeacherClient]:
@@ -144,6 +143,6 @@ def teacher_clients(spec: TrainSpec, served: Mapping[int, TeacherClient]) -> lis
         spec: The run.
         served: By teacher index: the clients of teachers whose tables this process does not read itself.
     """
-    tables = {number: WorkerTable(location.open()) for number, location in spec.worker_tables.items()}
+    tables = {number: WorkerTable(table) for number, table in spec.worker_tables.items()}
     clients: dict[int, TeacherClient] = {**served, **tables}
     return [clients[number] for number in sorted(clients)]

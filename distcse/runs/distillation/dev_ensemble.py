@@ -18,7 +18,7 @@ from distcse.runs.distillation.dev_metric import read_labelled_dev
 from distcse.storage import resolve_path
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import embed_texts
-from distcse.teachers.vector_statistics import SAMPLE, measure_statistics
+from distcse.teachers.table import SAMPLE, measure_statistics
 
 _FACTORS = np.exp2(np.linspace(-2, 2, 17))
 """Factors that a fit tries on one teacher's weight, the others' fixed: a quarter to four times, in quarter octaves."""

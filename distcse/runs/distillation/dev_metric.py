@@ -16,7 +16,6 @@ from distcse.evaluation import DEV_SETS, CustomDev, LabelledDev, VectorModel, ag
 from distcse.events import Reporter
 from distcse.losses import mix_lists
 from distcse.models import Encoder
-from distcse.models.encoder import KeptTokens
 from distcse.recipe import Recipe, decided
 from distcse.teachers.lists import TeacherClient
 from distcse.text import Corpus
@@ -27,7 +26,6 @@ Encode = Callable[[Sequence[str]], NDArray[np.float32]]
 
 def make_dev_encode(
     encoder: Encoder,
-    tokens: KeptTokens,
     precision: str,
     normalize: bool | None,
     is_sharded_model: bool,
@@ -41,7 +39,6 @@ def make_dev_encode(
 
     Args:
         encoder: The student.
-        tokens: Token ids of the texts, from earlier scores.
         precision: Precision of the forward passes.
         normalize: See `Encoder.encode`.
         is_sharded_model: Whether the weights are partitioned over the workers (ZeRO 3).
@@ -51,7 +48,7 @@ def make_dev_encode(
     check_stop = stop_of_score(reporter, together=not shares)
 
     def encode(texts: Sequence[str]) -> NDArray[np.float32]:
-        return tokens.encode(encoder, texts, normalize, precision, check_stop)
+        return encoder.encode(texts, normalize=normalize, precision=precision, on_progress=check_stop)
 
     return (lambda texts: encode_shares(encode, texts, encoder.device)) if shares else encode
 
@@ -114,19 +111,17 @@ class DevMetric:
         if recipe.dev_score == "none":
             return None
         precision, is_sharded = decided(recipe.evaluation.precision), recipe.training.zero_stage == 3
-        tokens, reporter = KeptTokens(), reporter or Reporter()
+        reporter = reporter or Reporter()
         if (dev := read_labelled_dev(recipe)) is not None:
             return cls(
                 dev.name,
-                lambda encoder: dev.score(
-                    VectorModel(make_dev_encode(encoder, tokens, precision, None, is_sharded, reporter))
-                ),
+                lambda encoder: dev.score(VectorModel(make_dev_encode(encoder, precision, None, is_sharded, reporter))),
             )
         texts, similarities = corpus.texts(held_out), teacher_similarities(recipe, corpus, held_out, clients)
         return cls(
             "agreement",
             lambda encoder: agreement(
-                make_dev_encode(encoder, tokens, precision, True, is_sharded, reporter)(texts), similarities
+                make_dev_encode(encoder, precision, True, is_sharded, reporter)(texts), similarities
             ),
         )
 

@@ -15,7 +15,7 @@ from distcse.losses import TeacherOutputs, build_objective, gather_views
 from distcse.models.student import WeightInterpolation
 from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
 from distcse.runs.distillation.dev_metric import DevMetric
-from distcse.runs.distillation.model import Batch, StudentOutput, build_student
+from distcse.runs.distillation.model import StudentOutput, build_student
 from distcse.teachers.lists import TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.targets import TargetReader
 from distcse.training.checkpoint_manager import AsyncEvaluator
@@ -84,7 +84,7 @@ class DistillationTask:
             return None
         return WorkerVectors(tables, self._loader.batch_slice, next(self.model.parameters()).device)
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[Batch, TeacherOutputs]:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         return StepInputs(
             self._loader.batch(step, device, self.model.encoder.max_length), self.teacher_outputs(step, device)
         )

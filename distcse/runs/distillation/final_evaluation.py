@@ -273,7 +273,6 @@ def _teacher_candidate(name: str, section: TeacherSection, precision: str, on_pr
             device=default_device(),
             precision=precision,
             trust_remote_code=section.trust_remote_code,
-            is_fast=section.is_fast,
         )
         return open_candidate(name, section.backbone, options, on_progress)
     encoder = Encoder.from_section(section).to(default_device())

@@ -192,5 +192,4 @@ def _with_all_layers(recipe: Recipe) -> Recipe:
 
 def _describe_encoder(encoder: Encoder) -> str:
     weights = sum(parameter.numel() for parameter in encoder.parameters())
-    shortcuts = "" if encoder.is_fast else ", no shortcuts (models.fast: off)"
-    return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens{shortcuts}"
+    return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens"

@@ -33,13 +33,11 @@ from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import starts_servers
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.targets import (
+    Projection,
     TargetSpec,
-    copy_projection,
-    find_projection,
     fit_projection,
     has_projection,
     kept_share,
-    write_projection,
 )
 from distcse.text import Corpus, TokenTable
 
@@ -156,7 +154,7 @@ class PreparedCorpus:
         Where the recipe names another run, its projection is copied.
         """
         objective = self.recipe.objective
-        spec = TargetSpec([table.location for table in tables], alphas)
+        spec = TargetSpec(tables, alphas)
         directory = RunDirectory(run, lease)
         file = directory.store / directory.projection.name
         if has_projection(file, spec.key):
@@ -197,7 +195,7 @@ def _fit_projection(
         Whether the targets need the projection.
     """
     if other_run is not None:
-        copy_projection(other_run, spec.key, initial.get().dimension, file)
+        Projection.of_run(other_run, file.name, spec.key, initial.get().dimension).write(file)
         return True
     encoder, corpus, targets = initial.get(), Corpus.open(prepared.path), spec.open()
     if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
@@ -211,7 +209,7 @@ def _fit_projection(
         on_progress=partial(reporter.advance, "targets", total=len(align_rows), unit="sentences encoded"),
     )
     projection = fit_projection(joined[:fitted], joined[: len(align_rows)], vectors)
-    write_projection(projection, spec.key, file, kept_share(joined[fitted:], projection))
+    Projection(projection, spec.key, kept_share(joined[fitted:], projection)).write(file)
     return True
 
 
@@ -219,7 +217,7 @@ def locate_targets(recipe: Recipe, corpus: Corpus) -> TargetSpec:
     """Return where the tables of a recipe's regression targets are, whether they exist or not; without the projection."""
     section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
     chosen = [section.encoders[number] for number in recipe.objective.vector_teachers(len(section.encoders))]
-    tables = [table_of(teacher, corpus, cache, section.shard_rows).location for teacher in chosen]
+    tables = [table_of(teacher, corpus, cache, section.shard_rows) for teacher in chosen]
     return TargetSpec(tables, [teacher.alpha for teacher in chosen])
 
 
@@ -242,7 +240,7 @@ def require_shared_projection(
     spec = locate_targets(recipe, corpus)
     file = RunDirectory(run or Path()).projection
     if run is None or not has_projection(open_store(file), spec.key):
-        find_projection(other_run, file.name, spec.key, dimension)
+        Projection.of_run(other_run, file.name, spec.key, dimension)
 
 
 def require_vectors(recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from distcse.runs.experiment import ReferenceModel, Result
 from distcse.runs.model_card import ModelCard, hub_metadata, limits, usage
 from distcse.storage import to_uri
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.targets import kept_by
+from distcse.teachers.targets import Projection
 from distcse.training.trainer import TrainResult
 
 USE = """from sentence_transformers import SentenceTransformer
@@ -126,10 +126,11 @@ def _shared_space(recipe: Recipe, directory: RunDirectory) -> str:
         return ""
     named = " and ".join(f"`{backbone}`" for backbone in chosen)
     if directory.projection.exists():
+        kept = Projection.read(directory.projection).kept
         text = (
             f"Its vectors approximate those of {named}, each scaled by the root of its weight, concatenated, and multiplied "
             "by the matrix in `distcse/projection.safetensors`, which keeps "
-            f"{kept_by(directory.projection):.1%} of the variance of their inner products. Use this model for queries "
+            f"{kept:.1%} of the variance of their inner products. Use this model for queries "
             "on documents embedded this way."
         )
     else:

@@ -28,8 +28,7 @@ from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import least_embedding, plan_embedding
 from distcse.teachers.reuse import Reuse, find_reuse
-from distcse.teachers.table import EmbeddingTable, apply_local_budget
-from distcse.teachers.vector_statistics import table_statistics
+from distcse.teachers.table import EmbeddingTable, table_statistics
 from distcse.text import Corpus
 
 
@@ -115,7 +114,6 @@ def prepare_tables(
         reused_rows = len(corpus) - embedded
         report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
         tables[number] = table
-    apply_local_budget(tables, recipe.storage.local_budget_bytes, reporter)
     return tables
 
 
@@ -139,8 +137,7 @@ def _embed(request: EmbeddingRequest, backend: Backend, stage: str, new: int) ->
 
 def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None) -> int:
     """Return the number of rows of the shards that must be embedded."""
-    reused = None if reuse is None else reuse.open()
-    return sum(len(new_rows(table, shard, reused)) for shard in shards)
+    return sum(len(new_rows(table, shard, reuse)) for shard in shards)
 
 
 def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:

@@ -19,8 +19,7 @@ from distcse.runs.distillation.processes import with_teacher_precisions
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.table import EmbeddingTable
-from distcse.teachers.vector_statistics import table_statistics
+from distcse.teachers.table import EmbeddingTable, table_statistics
 from distcse.text import Corpus
 from distcse.text.token_table import SampledTokens
 

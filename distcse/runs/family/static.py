@@ -22,7 +22,6 @@ from distcse.runs.distillation.preparation import locate_targets
 from distcse.runs.distillation.processes import student_needs
 from distcse.runs.distillation.result import StudentResult
 from distcse.storage import ArtifactStore, open_store
-from distcse.teachers.table import apply_local_budget
 from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus
 
@@ -63,7 +62,7 @@ def train_static(
     """
     stored = directory.store / "members" / member.label / "model"
     if not stored.has_folder():
-        spec, width = _targets(largest.recipe, corpus, largest.directory, reporter)
+        spec, width = _targets(largest.recipe, corpus, largest.directory)
         rows = min(len(corpus), MAX_ROWS)
         call = DeviceCall(
             f"training of {member.label}",
@@ -83,15 +82,12 @@ def train_static(
     return stored.path
 
 
-def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory, reporter: Reporter) -> tuple[TargetSpec, int]:
+def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory) -> tuple[TargetSpec, int]:
     """Locate the targets of a student that has been trained. Returns also the width of a teacher's vectors."""
     spec = locate_targets(recipe, corpus)
-    tables = [table.open() for table in spec.tables]
-    apply_local_budget(tables, recipe.storage.local_budget_bytes, reporter)
-    spec = replace(spec, tables=[table.location for table in tables])
     if run.store.fetch(run.projection.name):
         spec = replace(spec, projection=open_store(run.projection))
-    return spec, max(table.dimension for table in tables)
+    return spec, max(table.dimension for table in spec.tables)
 
 
 def _train(

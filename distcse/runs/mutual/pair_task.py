@@ -19,7 +19,6 @@ from distcse.evaluation import PairModel, PairScores, VectorModel
 from distcse.events import Reporter
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
-from distcse.models.encoder import KeptTokens
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import LoopSection
 from distcse.runs.mutual.dev_pairs import DevPairs
@@ -268,7 +267,7 @@ class PairTask:
         self._tokens = tokens
         self.labels = labels
         self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
-        self._dev_precision, self._dev_tokens, self._passes = dev_precision, KeptTokens(), passes
+        self._dev_precision, self._passes = dev_precision, passes
         self._mixed: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(encoder, Encoder):
             self._mixed = partial(WeightInterpolation(encoder, init_weight_mix).applied_to, encoder)
@@ -286,7 +285,7 @@ class PairTask:
     def on_start(self, first_step: int) -> None:
         """Do nothing: the labels are already available."""
 
-    def prepare_batch(self, step: int, device: torch.device) -> StepInputs[list[PairBatch], Tensor]:
+    def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         rows = self.rank_rows(step)
         labels = torch.from_numpy(self.labels[rows % len(self.labels)])  # both orders of a pair have one label
         streams = [
@@ -328,9 +327,7 @@ class PairTask:
     def evaluate(self) -> float:
         assert self._dev is not None
         with self._mixed():
-            return self._dev.score(
-                pair_model(self.model.encoder, self._dev_precision, self._check_stop, self._dev_tokens)
-            )
+            return self._dev.score(pair_model(self.model.encoder, self._dev_precision, self._check_stop))
 
     def rank_rows(self, step: int) -> NDArray[np.int64]:
         """Return the rows of this worker's part of a step's batch."""
@@ -341,18 +338,14 @@ def pair_model(
     encoder: Encoder | CrossEncoder,
     precision: str = "fp32",
     on_progress: Callable[..., None] | None = None,
-    tokens: KeptTokens | None = None,
 ) -> PairModel:
     """Wrap an encoder as a model of pairs.
 
     Args:
         encoder: A bi-encoder, which scores by raw cosines, or a cross-encoder, which scores by sigmoid outputs.
         precision: Precision of the forward passes.
-        on_progress: Called after each forward pass: a `Progress`, with `tokens` that of `Encoder.encode`.
-        tokens: Token ids from earlier calls with a bi-encoder's sentences. Default: they are tokenized.
+        on_progress: Called after each forward pass, as a `Progress`.
     """
-    if isinstance(encoder, Encoder) and tokens is not None:
-        return VectorModel(partial(tokens.encode, encoder, precision=precision, on_progress=on_progress))
     if isinstance(encoder, Encoder):
         return VectorModel.of(encoder, precision, on_progress)
     return PairScores(encoder, on_progress, precision)

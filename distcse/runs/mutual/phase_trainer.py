@@ -136,7 +136,7 @@ class PhaseTrainer:
             return converted
         source = model if is_sequential else recipe.cross_start(group)
         length, trusts_code = recipe.cross_of(group).max_length, group.trust_remote_code
-        return CrossEncoder.fresh(source, length, layers, group.dropout, trusts_code, group.is_fast)
+        return CrossEncoder.fresh(source, length, layers, group.dropout, trusts_code)
 
 
 def _save_best(
@@ -185,5 +185,5 @@ def _load_result(folder: Path) -> PhaseResult | None:
 def load_trained(group: GroupSection, kind: Kind, folder: Path) -> Encoder | CrossEncoder:
     """Load a model that a group has trained."""
     if kind == "cross":
-        return CrossEncoder.load(folder, None, group.trust_remote_code, group.is_fast)
-    return Encoder.load(folder, is_fast=group.is_fast, trust_remote_code=group.trust_remote_code)
+        return CrossEncoder.load(folder, None, group.trust_remote_code)
+    return Encoder.load(folder, trust_remote_code=group.trust_remote_code)

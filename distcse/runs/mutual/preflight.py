@@ -92,4 +92,4 @@ def rehearse_groups(
 def load_cross(recipe: MutualRecipe, group: GroupSection) -> None:
     """Load the initial cross-encoder of a group once. Raises `EncoderError` if it cannot be loaded."""
     source, length = recipe.cross_start(group), recipe.cross_of(group).max_length
-    CrossEncoder.fresh(source, length, group.named_layers, group.dropout, group.trust_remote_code, group.is_fast)
+    CrossEncoder.fresh(source, length, group.named_layers, group.dropout, group.trust_remote_code)

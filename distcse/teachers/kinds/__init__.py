@@ -26,13 +26,6 @@ def kind_of(section: TeacherSection, only_local: bool = False) -> TeacherKind:
     """Create the teacher that a section of the recipe selects: a registered kind, or else a bi-encoder or cross-encoder.
 
     No model is loaded. The architecture in a model's config.json tells a cross-encoder from a bi-encoder.
-
-    Args:
-        section: The teacher's section.
-        only_local: Take a model for a bi-encoder if its config.json would have to be downloaded. Default: False.
-
-    Raises:
-        ModelNotFoundError: There is no such model; never with `only_local`.
     """
     registered = next((kind for kind in base.KINDS if kind.matches(section)), None)
     if registered is not None:

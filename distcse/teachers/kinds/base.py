@@ -27,9 +27,6 @@ class TeacherKind(ABC):
     """One teacher of a recipe. A subclass is a kind of teacher, registered with `register_kind`.
 
     The defaults are those of a teacher that outputs vectors and is not a model folder.
-
-    Args:
-        section: The teacher's section of the recipe.
     """
 
     name: ClassVar[str]
@@ -97,19 +94,11 @@ class TeacherKind(ABC):
         return {}
 
     def check_settings(self) -> None:
-        """Check the settings that a recipe cannot check without a look at the model.
-
-        Raises:
-            UnsuitableTeacherError: The section asks for something that this kind cannot do.
-        """
+        """Check the settings that a recipe cannot check without a look at the model."""
         return
 
     def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         """Create a teacher that computes every list on request, without a table.
-
-        Args:
-            corpus: The corpus whose row ids will be requested.
-            tokens_per_batch: Maximum number of tokens in a forward pass; None for the default of the device.
 
         Raises:
             UnsuitableTeacherError: The section asks for something that this kind cannot do.

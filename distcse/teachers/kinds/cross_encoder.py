@@ -37,11 +37,7 @@ class CrossEncoderKind(ModelKind):
         return {"pooling": "a cross-encoder has no vectors"}
 
     def check_settings(self) -> None:
-        """Refuse rank space, which needs vectors, and a prompt.
-
-        Raises:
-            UnsuitableTeacherError: `similarity: rank` or a prompt is set.
-        """
+        """Refuse rank space, which needs vectors, and a prompt."""
         if self.section.similarity == "rank":
             raise UnsuitableTeacherError(
                 f"teacher {self.section.backbone} is a cross-encoder, which has no vectors for a rank space; write similarity: "
@@ -67,7 +63,7 @@ class CrossEncoderKind(ModelKind):
     def open_live(self, corpus: Corpus, tokens_per_batch: int | None) -> Teacher:
         self.check_settings()
         section = self.section
-        scorer = CrossEncoder.load(section.backbone, section.max_length, section.trust_remote_code, section.is_fast)
+        scorer = CrossEncoder.load(section.backbone, section.max_length, section.trust_remote_code)
         use_mkldnn_linear(scorer.to(default_device()).eval(), self.precision)
         return PairTeacher(scorer, corpus, self.precision, tokens_per_batch)
 
@@ -90,9 +86,6 @@ class PairTeacher:
 
         Returns:
             (B, R, C) float32 scores: probabilities in [0, 1] with a sigmoid, the default, and logits without an activation.
-
-        Raises:
-            TeacherOutputError: A score is NaN or infinite.
         """
         texts = [self._corpus.texts(batch) for batch in columns]
         scores = self._scorer.score_each(

@@ -41,11 +41,7 @@ class CustomKind(TeacherKind):
         return content_key(identity)
 
     def open_embedder(self) -> CustomTeacher:
-        """Create an object of the class, with `kwargs` as its arguments.
-
-        Raises:
-            CustomClassError: The class cannot be imported or created, or lacks `encode` or `fingerprint`.
-        """
+        """Create an object of the class, with `kwargs` as its arguments."""
         teacher_class = load_class(self.source, "a teacher's class_path")
         try:
             custom = teacher_class(**self.section.kwargs)

@@ -111,13 +111,7 @@ class EndpointKind(TeacherKind):
 
 
 class Endpoint:
-    """Embeds texts over HTTP, with the `encode` method of an encoder.
-
-    Args:
-        model: The model's name at the endpoint.
-        section: URL, batch size, connections, timeout and retries.
-        prompt: Text put before every sentence, or a template that contains `{sentence}`.
-    """
+    """Embeds texts over HTTP, with the `encode` method of an encoder."""
 
     def __init__(self, model: str, section: EndpointSection, prompt: str = "") -> None:
         self._model, self._section, self._prompt = model, section, prompt
@@ -146,10 +140,6 @@ class Endpoint:
 
         Returns:
             (n, d) float32 vectors, in the texts' order.
-
-        Raises:
-            RefusedTextError: The endpoint refuses one of the texts, such as one with too many tokens.
-            EndpointError: The endpoint cannot be reached, refuses, or does not answer with one vector per text.
         """
         size = self._batch_size
         batches = [range(begin, min(begin + size, len(texts))) for begin in range(0, len(texts), size)]

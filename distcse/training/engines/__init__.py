@@ -19,31 +19,16 @@ __all__ = ["TorchEngine", "make_engine", "uses_deepspeed"]
 def make_engine(
     model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None, records_steps: bool = False
 ) -> Engine:
-    """Create the recipe's engine; `auto` is DeepSpeed if it is installed and no steps are recorded, else PyTorch.
-
-    Args:
-        model: The student, with restored weights.
-        training: The recipe's training section.
-        rows: Rows of a batch on this worker.
-        restored: State to restore the optimizer from; None starts a new training.
-        records_steps: Whether steps are recorded as CUDA graphs, which needs PyTorch's engine. Default: False.
-
-    Raises:
-        MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
-    """
+    """Create the recipe's engine; `auto` is DeepSpeed if it is installed and no steps are recorded, else PyTorch."""
     if records_steps or not uses_deepspeed(training):
-        return TorchEngine(model, training, restored, records_steps)
+        return TorchEngine(model, training, restored)
     from distcse.training.engines.deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(model, training, rows, restored)
 
 
 def uses_deepspeed(training: LoopSection) -> bool:
-    """Return whether the recipe's engine is DeepSpeed.
-
-    Raises:
-        MissingDependencyError: The recipe requires DeepSpeed, which is not installed.
-    """
+    """Return whether the recipe's engine is DeepSpeed; raise `MissingDependencyError` if it is required and not installed."""
     if training.engine == "torch":
         return False
     if find_spec("deepspeed") is not None:

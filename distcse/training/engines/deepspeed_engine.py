@@ -14,24 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from distcse.compat.deepspeed import create_optimizer_state, require_no_compiler
-from distcse.devices.device import default_device, defaults_of, gpu_module, has_gpu
+from distcse.compat import create_optimizer_state, require_no_compiler
+from distcse.devices.device import default_device, gpu_module, has_gpu
 from distcse.devices.distributed import rank, world_size
 from distcse.recipe import LoopSection, decided
 from distcse.training.checkpoint_files import WEIGHTS, ModelState
 from distcse.training.engines.fused_adamw import MOMENTS, make_adamw, trained_parameters
-from distcse.training.snapshot import Entry, Snapshot, SnapshotTaker, entries_of
+from distcse.training.snapshot import Entry, Snapshot, entries_of, take_snapshot
 
 
 class DeepSpeedEngine:
-    """Trains with `deepspeed.initialize`. It creates a process group with one rank if there is none.
-
-    Args:
-        model: The student, with restored weights.
-        training: The recipe's training section.
-        rows: Rows of a batch on this worker.
-        restored: State to restore the optimizer from; None starts a new training.
-    """
+    """Trains with `deepspeed.initialize`. It creates a process group with one rank if there is none."""
 
     def __init__(self, model: nn.Module, training: LoopSection, rows: int, restored: ModelState | None) -> None:
         self._owns_group = _open_group_of_one()
@@ -48,7 +41,6 @@ class DeepSpeedEngine:
         )
         self.device: torch.device = self._engine.device
         self._updates = 0
-        self.snapshots = SnapshotTaker(self.device)
         if self._stage:
             self._open_partitioned_state(restored.updates if restored is not None else 0)
         if restored is not None:
@@ -73,7 +65,7 @@ class DeepSpeedEngine:
         if self._stage:
             entries = self._gather_entries()
             try:
-                return self.snapshots.take_each(entries, updates) if rank() == 0 else None
+                return take_snapshot(entries, updates, self.device) if rank() == 0 else None
             finally:
                 for _ in entries:  # take part in gathering, also after an error
                     pass
@@ -81,7 +73,7 @@ class DeepSpeedEngine:
             return None
         state, trained = self._optimizer.state, self._parameters.items() if self._updates else ()
         moments = {name: {kind: state[parameter][kind] for kind in MOMENTS} for name, parameter in trained}
-        return self.snapshots.take(entries_of(self._engine.module, moments), updates)
+        return take_snapshot(entries_of(self._engine.module, moments), updates, self.device)
 
     def close(self) -> None:
         self._engine.destroy()
@@ -142,7 +134,7 @@ def deepspeed_config(training: LoopSection, rows: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration: the recipe's own, completed by the training section."""
     user_config = training.deepspeed or {}
     # Of stage 0, DeepSpeed sums the gradients after the backward pass.
-    overlap = {"overlap_comm": True} if training.zero_stage and defaults_of(default_device()).overlaps_reduction else {}
+    overlap = {"overlap_comm": True} if training.zero_stage and has_gpu() else {}
     config: dict[str, Any] = {
         "steps_per_print": 10**9,
         **user_config,
