@@ -1,4 +1,4 @@
-"""Sections of encoders: what all of them have, what a trained one has, the student, and how all models of a run are computed."""
+"""Sections of encoders: what all of them have, what a trained one has, and the student."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ class LoopSection(Section):
     """DeepSpeed settings that no recipe key sets: a mapping, or a YAML or JSON file, which is read into the recipe."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """On a GPU, capture the step as a CUDA graph. `auto` does so for one worker
-    [where it can](../explanation/gpus.md#recorded-steps), else steps run eagerly. `on` fails instead, and needs `engine: torch`."""
+    [where it can](../explanation/gpus.md#recorded-steps), else steps run eagerly. `on` fails instead, and needs
+    `engine: torch`."""
     log_every: Annotated[int, Field(ge=1)] = 10
     """Steps between reports of loss and learning rate."""
 
