@@ -124,7 +124,7 @@ class Removing(LocalBackend):
 
     def embed(self, request: EmbeddingRequest) -> None:
         if request.reuse is not None:
-            for file in request.reuse.source.path.glob("*.npy"):
+            for file in request.reuse.source.directory.glob("*.npy"):
                 file.unlink()
         super().embed(request)
 
