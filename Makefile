@@ -50,7 +50,7 @@ quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student fro
 test: $(VENV)/.dev ## set up, then run the unit tests, the oracle tests, and small runs on a local Ray cluster
 	$(PYTEST) tests/cluster $(UNIT) -m "not slow"
 
-test-faults: $(VENV)/.dev ## set up, then disturb runs: killed processes, lost nodes, load, failing storage, hostile files
+test-faults: $(VENV)/.dev ## set up, then disturb runs: killed processes, load, failing storage, hostile files
 	$(PYTEST) tests/faults -m "not slow"
 
 test-oldest-ray: $(VENV)/.dev build/ray-$(OLDEST_RAY)/.installed ## set up, then run a sweep with the oldest supported version of Ray

@@ -71,6 +71,14 @@ def checkpoints_are_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def speeds_are_of_one_call() -> Iterator[None]:
+    """Let evaluations in this process time each model by one call, because no test needs an exact speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distcse.evaluation.evaluation._BUDGET_S", 0.0)
+        yield
+
+
 def data_folder() -> Path:
     return (ROOT / os.environ.get("DISTCSE_DATA", "../shared/data")).resolve()
 

@@ -126,6 +126,7 @@ def test_live_teachers_equal_tables(recipe_with: MakeRecipe) -> None:
     assert all(a == pytest.approx(b, abs=0.5) for (_, a), (_, b) in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.oldest_ray
 def test_every_kind_of_teacher_and_detection_on_two_workers(
     recipe_with: MakeRecipe, tiny: Callable[..., Path], tmp_path: Path

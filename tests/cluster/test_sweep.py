@@ -117,12 +117,6 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(
     for trial in result.trials:  # under the names that the terminal shows
         assert f"| {trial.name} |" in text and trial.name in page
 
-    later: list[Event] = []
-    again = make_sweep(tmp_path, {TAU2: {"values": [0.05, 0.05]}}, search=ONE_BY_ONE)
-    second = run_new_sweep(recipe, again, Reporter(later.append))
-    assert rows_embedded(later) == [0, 0]
-    assert [bool(trial.reused_from) for trial in second.trials] == [False, True]
-    assert second.trials[1].metrics == second.trials[0].metrics
 
 
 @pytest.mark.slow

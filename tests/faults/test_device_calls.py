@@ -235,6 +235,7 @@ def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_c
     assert found["actors"] == 2  # the one that had not started has ended
 
 
+@pytest.mark.slow
 def test_nodes_tokenize_a_corpus_in_parts_and_a_stopped_run_keeps_those_it_has(
     nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""`distcse train` as a job on a cluster started by hand: authentication, stop, resume, refusals."""
+"""`distcse train` as a job on a cluster started by hand: authentication, stop, resume."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,14 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def ask(head: dict[str, str], path: str) -> Any:
+    """What the cluster's job service says at a path, as `ray job status` and `ray job logs` print it."""
+    headers = {"Authorization": f"Bearer {head['RAY_AUTH_TOKEN']}"}
+    request = urllib.request.Request(f"{head['RAY_ADDRESS']}/api/jobs/{path}", headers=headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 def asked_to_run_something(head: dict[str, str], token: str | None) -> int:
     """HTTP status of a request to the job port, as anybody might send it; asked again while no node can take a job yet."""
     headers = {"Content-Type": "application/json"}
@@ -106,8 +115,7 @@ def test_a_job_needs_the_token_is_stopped_and_resumes_under_another_id(
     environment = json.dumps({"env_vars": {"HF_HUB_OFFLINE": "1"}})
     sent = ["submit", "--working-dir", work, "--runtime-env-json", environment, "--submission-id"]
     overrides = [
-        "training.workers=2",
-        "training.dropout_rng_streams=2",
+        "training.workers=1",
         "training.cpus_per_worker=1",
         "training.epochs=20",
     ]
@@ -116,15 +124,15 @@ def test_a_job_needs_the_token_is_stopped_and_resumes_under_another_id(
     assert begun.returncode == 0, begun.stdout + begun.stderr
     deadline = time.monotonic() + 600
     while not (runs := [file for file in tmp_path.glob("runs/*/events.jsonl") if '"StepReport"' in file.read_text()]):
-        assert time.monotonic() < deadline, job(head, "logs", "first").stdout
+        assert time.monotonic() < deadline, ask(head, "first/logs")["logs"]
         time.sleep(0.2)
     run = runs[0].parent
     stopped = job(head, "stop", "first")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    logs = job(head, "logs", "first").stdout
+    logs = ask(head, "first/logs")["logs"]
     assert "steps/s" in logs and f"--resume {run}" in logs
     assert "what is stored is kept; Ray kills a stopped job after 60 s (" in logs
-    assert "'first' was stopped" in job(head, "status", "first").stdout
+    assert ask(head, "first")["status"] == "STOPPED"
     latest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text()
     before = json.loads((latest / "trainer_state.json").read_text())
     assert before["step"] > 0 and not before["finished"]
@@ -133,9 +141,6 @@ def test_a_job_needs_the_token_is_stopped_and_resumes_under_another_id(
     assert resumed.returncode == 0, (resumed.stdout + resumed.stderr)[-4000:]
     assert "second" in resumed.stdout and "succeeded" in resumed.stdout + resumed.stderr
     assert "agreement" in resumed.stdout and (run / "evaluation.json").exists()
-    refused = job(head, *sent, "third", "--", *TRAIN, "mine.yaml", "storage.runs=runs")
-    message = "/runs, in Ray's temporary copy of the job's working directory, which Ray deletes; write storage.runs=/shared/runs"
-    assert refused.returncode != 0 and message in refused.stdout + refused.stderr
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     steps = [event["step"] for event in events if event["event"] == "StepReport"]
     assert steps == sorted(set(steps)) and steps[-1] == 440

@@ -57,6 +57,7 @@ def stop(kind: str) -> None:
     os.kill(process.pid, signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(recipe: Recipe) -> None:
     """Both are stopped during their work: one has begun a table, the other has received a request."""
     events: list[Event] = []

@@ -23,7 +23,7 @@ from tests.machines import RAY, Machine, ended, machines, run_folder, skip_witho
 from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ROLES = ("teachers", "students", "students")
 BY_ROLE = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}")
@@ -72,7 +72,6 @@ def scores_of(run: Path) -> list[tuple[int, float]]:
     return load_trainer_state(latest).scores
 
 
-@pytest.mark.slow
 def test_each_role_uses_a_precision_that_all_of_its_nodes_are_fast_at(three: list[Machine], recipe_file: Path) -> None:
     """The head's PyTorch is limited to AVX2, as on an older CPU. Teachers and evaluation run there, students elsewhere."""
     older_cpu = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
@@ -85,7 +84,6 @@ def test_each_role_uses_a_precision_that_all_of_its_nodes_are_fast_at(three: lis
         assert "fp32: student, teacher 0, teacher 1, evaluation (" in line
 
 
-@pytest.mark.slow
 def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     recipe_file: Path, three: list[Machine]
 ) -> None:
@@ -100,7 +98,6 @@ def test_one_recipe_gives_the_same_weights_here_and_as_a_job_on_three_machines(
     assert_equal_weights(weights_of(local), weights_of(remote))
 
 
-@pytest.mark.slow
 def test_groups_on_three_machines_make_the_labels_of_one_process(
     three: list[Machine], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
@@ -119,9 +116,7 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
         np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
 
 
-@pytest.mark.parametrize(
-    "command", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tune", "embed", "mutual"))]
-)
+@pytest.mark.parametrize("command", ["train", "tune", "embed", "mutual"])
 def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     command: str,
     recipe_file: Path,
@@ -150,7 +145,6 @@ def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     assert f"set {key}" in error
 
 
-@pytest.mark.slow
 def test_missing_folders_are_created_before_nodes_check_them(
     recipe_file: Path, three: list[Machine], tmp_path: Path
 ) -> None:

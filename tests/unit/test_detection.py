@@ -280,7 +280,8 @@ def assert_learned(spec: TrainSpec, learned: dict[str, Tensor]) -> None:
     assert_same_learning(learned, weights_of(spec.run.path), excluded=excluded)
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_zero_stage_learns_what_the_plain_engine_does(
     diffcse: Callable[..., Recipe], learned: dict[str, Tensor], stage: int
 ) -> None:
@@ -386,6 +387,7 @@ def _in_worker(trained: TrainSpec, tables: list[EmbeddingTable], padded: TrainSp
     return first_step(padded, dist.get_rank(), 2)
 
 
+@pytest.mark.slow
 def test_two_workers_learn_what_one_does(
     diffcse: Callable[..., Recipe],
     learned: dict[str, Tensor],

@@ -301,6 +301,7 @@ def test_a_run_waits_only_at_its_start_and_for_reports_scores_and_checkpoints(re
     assert set(waits) == {"distcse/devices/device.py"}  # vectors of the dev set, and snapshots for checkpoints
 
 
+@pytest.mark.slow
 def test_a_whole_run_has_the_layers_and_scores_of_one_on_a_cpu(
     tiny: Callable[..., Path], sentences: list[str], labelled: Path, tmp_path: Path
 ) -> None:

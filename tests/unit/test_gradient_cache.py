@@ -121,6 +121,7 @@ def _train_both(*runs: Any) -> None:
         train(spec, tables)
 
 
+@pytest.mark.slow
 def test_two_workers_and_deepspeed_give_the_same_weights(recipe_with: MakeRecipe) -> None:
     """Lists contain both workers' chunks."""
 

@@ -123,6 +123,7 @@ def without_groups(events: list[Event]) -> list[Event]:
     return [event.event if isinstance(event, GroupEvent) else event for event in events]
 
 
+@pytest.mark.slow
 def test_a_group_without_memory_continues_from_its_checkpoint_to_the_same_labels(recipe_with: MakeRecipe) -> None:
     """The cross-encoder runs out of memory once, after its first checkpoint; the bi-encoder does not."""
     short = ("mutual.cycles=1", "pairs.limit=32", "bi.epochs=1", "cross.epochs=2", "groups.0.dropout=0.0")
