@@ -58,7 +58,7 @@ def blobs(rows: int, classes: int, width: int = 8, noise: float = 1.5) -> tuple[
     return torch.from_numpy(vectors.astype(np.float32)), torch.from_numpy(labels)
 
 
-@pytest.mark.parametrize("classes", [2, 5])
+@pytest.mark.parametrize("classes", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_batched_fits_equal_sentevals_single_fits(classes: int) -> None:
     x, y = blobs(331, classes)
     problems = [Problem(train, dev_rows, (1e-5, 1e-2)) for train, dev_rows in folds(y.numpy())[:3]]

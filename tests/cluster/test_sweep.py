@@ -118,7 +118,6 @@ def test_a_grid_embeds_once_and_trains_the_best_trial_again(
         assert f"| {trial.name} |" in text and trial.name in page
 
 
-
 @pytest.mark.slow
 @pytest.mark.oldest_ray
 def test_tpe_with_a_trainer_of_two_workers_in_its_trial(embedded: Recipe, tmp_path: Path, labelled: Path) -> None:

@@ -43,7 +43,8 @@ def three_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("shares_workers", "strikes"), [(False, 3), *(pytest.param(shared, 5, marks=pytest.mark.slow) for shared in (False, True))]
+    ("shares_workers", "strikes"),
+    [(False, 3), *(pytest.param(shared, 5, marks=pytest.mark.slow) for shared in (False, True))],
 )
 def test_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
     recipe_with: MakeRecipe, three_with: MakeRecipe, cluster: None, shares_workers: bool, strikes: int

@@ -147,7 +147,7 @@ def own(tmp_path: Path, sentences: list[str], model: VectorModel) -> dict[str, P
     return {measure: folder / name for measure, name in files.items()}
 
 
-@pytest.mark.parametrize("measure", ["published", "accuracy", "NDCG@10"])
+@pytest.mark.parametrize("measure", ["published", pytest.param("accuracy", marks=pytest.mark.slow), "NDCG@10"])
 def test_a_student_is_selected_by_its_dev_set(
     recipe_with: MakeRecipe, both: Path, own: dict[str, Path], measure: str
 ) -> None:

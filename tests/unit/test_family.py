@@ -151,7 +151,7 @@ def test_a_family_of_one_teacher_needs_no_projection_and_no_held_out_rows(
     [
         ("wide", StepReport, False, 1),
         pytest.param("wide", StepReport, True, 1, marks=pytest.mark.slow),
-        ("1-layer", StepReport, False, 2),
+        pytest.param("1-layer", StepReport, False, 2, marks=pytest.mark.slow),
         pytest.param("1-layer", LogMessage, False, 1, marks=pytest.mark.slow),
     ],
 )

@@ -204,7 +204,7 @@ def undisturbed(both: MakeRecipe) -> Path:
     ("phase", "stopped_at"),
     [
         ("cycle-1-cross", StepReport),
-        ("cycle-1-cross", StageProgress("scoring", 20, 60, "pairs")),
+        pytest.param("cycle-1-cross", StageProgress("scoring", 20, 60, "pairs"), marks=pytest.mark.slow),
         ("cycle-1-bi", GroupActivity("cycle-1-bi", "waiting", ["roberta"], 2)),
         pytest.param("start", GroupActivity("start", "scoring", phase_index=0), marks=pytest.mark.slow),
         pytest.param("cycle-1-bi", StepReport, marks=pytest.mark.slow),
