@@ -69,6 +69,9 @@ FAILURE_WAIT_S = 10.0
 def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, reporter: Reporter) -> TrainResult:
     """Run `train_student` in Ray Train workers, and restart them from the last checkpoint when a worker or node is lost.
 
+    Ray Train restarts a fixed number of workers (`failure_config`); the loop here starts a new trainer with as many workers as
+    the nodes that are left can take (`training.min_workers`).
+
     A node that Ray drains, as after a preemption notice, makes the workers write a checkpoint before it is lost.
 
     Args:

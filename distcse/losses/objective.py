@@ -13,7 +13,7 @@ from distcse.errors import CustomClassError
 from distcse.losses.views import TeacherOutputs, Views
 from distcse.recipe import ObjectiveSection
 from distcse.recipe.names import load_class
-from distcse.recipe.objective import HINGE_TERMS, LossSection, Need
+from distcse.recipe.objective import HINGE_TERMS, CustomLossSection, LossSection, Need
 
 
 class Objective(nn.Module):
@@ -61,7 +61,7 @@ class Objective(nn.Module):
         teachers = teachers or TeacherOutputs()
         expected = (views.rows, views.columns)
         if teachers.similarities is None and self.needs_lists:
-            raise ValueError(f"the rank term needs lists of shape {expected}, but got none")
+            raise ValueError(f"a term needs lists of shape {expected}, but got none")
         if teachers.similarities is not None and teachers.similarities.shape != expected:
             raise ValueError(
                 f"lists have shape {tuple(teachers.similarities.shape)}, but this worker's views need {expected}"
@@ -113,7 +113,8 @@ def _build_term(key: str, loss: LossSection, tau1: float) -> nn.Module:
     try:
         term = term_class(**arguments)
     except TypeError as error:
-        raise CustomClassError(f"{key}.class_path: {class_path} does not accept {key}.kwargs: {error}") from None
+        given = f"{key}.kwargs" if isinstance(loss, CustomLossSection) else f"what {type(loss).__name__}.term returns"
+        raise CustomClassError(f"{key}: {class_path} does not accept {given}: {error}") from None
     if any(True for _ in term.parameters()):
         raise CustomClassError(
             f"{key}.class_path: {class_path} has parameters, which no optimizer would train; remove them"

@@ -309,10 +309,10 @@ class ObjectiveSection(Section):
 
     def vector_teachers(self, count: int) -> list[int]:
         """Return the indices of the teachers whose vectors a term needs, of `count` teachers; empty without such a term."""
-        regression = self.active(RegressionSection)
-        if regression is None:
+        if not any("vectors" in section.needs for section in self.active_terms.values()):
             return []
-        return list(range(count)) if regression.teachers is None else regression.teachers
+        regression = self.active(RegressionSection)
+        return list(range(count)) if regression is None or regression.teachers is None else regression.teachers
 
     @property
     def projection_of(self) -> str | None:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from distcse.events import DevScore, Event, Reporter
 from distcse.losses import TeacherOutputs, bce_soft, build_objective, gather_views, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import ObjectiveSection, Recipe, with_values
+from distcse.recipe.objective import LossSection
 from distcse.runs.distillation.batch_loader import BatchLoader
 from distcse.runs.distillation.dev_metric import DevMetric
 from distcse.runs.distillation.distillation_task import DistillationTask
@@ -93,6 +94,15 @@ def test_every_term_and_its_gradient_are_finite(term: str, tau: float) -> None:
             loss.backward()
             assert all(part.isfinite() for part in (loss, *parts.values())), name
             assert all(views.grad is None or views.grad.isfinite().all() for views in (first, second)), name
+
+
+def test_no_term_is_missing_above() -> None:
+    """Except detection, whose inputs are tokens: its extremes are in test_detection.py."""
+    known = ObjectiveSection.model_fields.items()
+    losses = {
+        key for key, field in known for kind in get_args(field.annotation)[:1] if kind in LossSection.__subclasses__()
+    }
+    assert {key for settings in TERMS.values() for key in settings} == losses - {"detection"}
 
 
 def test_pair_losses_are_finite_at_extremes() -> None:
