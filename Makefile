@@ -37,11 +37,11 @@ help:
 
 # pip prefers torch 2.13.0+cpu of the second index to PyPI's 2.13.0, whose CUDA libraries are 2.5 GB more to download. Torch alone:
 # what it needs comes with the next line, from pip's own index. An index that cannot be reached is left out after 9 s of retries.
-# The extra dev contains the extra quickstart: installing it makes both stamps.
+# The extra dev contains the extra quickstart: installing it makes both stamps. Python compiles the modules that are imported.
 $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-deps $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(BIN)/pip install --quiet --no-compile --no-deps $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
 	touch $@ $(if $(filter dev,$*),$(VENV)/.quickstart)
 
 quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine
