@@ -51,9 +51,10 @@ from distcse.models.files import CHECKSUMS
 from distcse.models.onnx import ExportResult, export_encoder, require_onnx
 from distcse.models.st_format import default_pooling
 from distcse.planning.machines import parse_cluster
-from distcse.planning.planner import Estimate, Question, open_cluster, with_precisions
 from distcse.planning.planner import measure as measure_steps
+from distcse.planning.planner import open_cluster, with_precisions
 from distcse.planning.planner import plan as plan_recipe
+from distcse.planning.text import Estimate
 from distcse.preflight.precision import Role, report_precisions
 from distcse.preflight.warnings import (
     SettingsWarning,
@@ -375,7 +376,7 @@ def plan(
         raise ArgumentError(f"--measure runs on this machine; --cluster is {cluster}: write --cluster local")
     recipe = with_precisions(recipe, form)
     measured = measure_steps(recipe, lambda short, listen: run(short, listen=listen)) if measure else None
-    estimate = plan_recipe(recipe, Question(open_cluster(cluster, form, recipe), corpus_rows, gpus, measured))
+    estimate = plan_recipe(recipe, open_cluster(cluster, form, recipe), corpus_rows, gpus, measured)
     return estimate._replace(warnings=experiment_of(recipe).warnings(corpus_rows))
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +91,22 @@ class RequestTimes:
         answer.add_done_callback(lambda _: pair.append(time.monotonic()))
 
 
+class TrackedServer:
+    """A server actor's handle that records the times of requests and answers."""
+
+    def __init__(self, server: Any, times: RequestTimes) -> None:
+        self._server, self._times, self.similarities = server, times, self
+
+    def remote(self, columns: NDArray[np.int64], rows: slice) -> TrackedServer:
+        self._answer = self._server.similarities.remote(columns, rows)
+        return self
+
+    def future(self) -> Future[NDArray[np.float32]]:
+        answer: Future[NDArray[np.float32]] = self._answer.future()
+        self._times.track(answer)
+        return answer
+
+
 class Trial:
     """A training worker without a student: it requests lists of row ids in its own order, and mixes them.
 
@@ -118,18 +133,12 @@ class Trial:
 
     def run(self) -> TrialLoad:
         """Request the lists of all steps."""
-        from distcse.cluster.metrics import QueueMetrics
         from distcse.cluster.teacher_servers import RemoteTeacherClient
 
         load = self._load
         times = [RequestTimes() for _ in self._mine]
-        queues = [QueueMetrics(self._name, teacher, worker=0) for teacher in range(load.teachers)]
-
-        def track(teacher: int, answer: Future[NDArray[np.float32]]) -> None:
-            queues[teacher].track(answer)
-            times[teacher].track(answer)
-
-        sources = [RemoteTeacherClient(server, partial(track, number)) for number, server in self._mine.items()]
+        tracked = [TrackedServer(server, each) for server, each in zip(self._mine.values(), times, strict=True)]
+        sources = [RemoteTeacherClient(server) for server in tracked]
         sampler = BatchSampler(load.rows, load.batch, seed=self._number)
         weights = [teacher.alpha for teacher in load.section.encoders]
         rows, steps, deadline = slice(0, load.batch), range(load.steps), time.monotonic() + load.seconds

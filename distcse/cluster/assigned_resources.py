@@ -30,9 +30,6 @@ def use_gpus(gpus: float) -> None:
 
     All GPUs are hidden from an actor that reserved none, because Ray's newer versions leave `CUDA_VISIBLE_DEVICES` as it is for
     `num_gpus=0`. An actor with a fraction of a GPU gets that fraction of its memory, so that it cannot exhaust that of others.
-
-    Args:
-        gpus: GPUs that the actor reserved, alone or together with actors that do not compute at the same time.
     """
     if not gpus:
         host.hide_gpus()

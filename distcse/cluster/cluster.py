@@ -98,11 +98,7 @@ class StartingCluster:
             self._ended.wait()
 
     def wait(self) -> None:
-        """Wait until the cluster is up.
-
-        Raises:
-            RayConnectionError: It cannot be joined or started.
-        """
+        """Wait until the cluster is up."""
         try:
             self.up.result()
         except DistcseError:
@@ -136,10 +132,6 @@ def start_ray(cpus: int | None = None, fast_allocator: bool = False) -> bool:
     """Start or join the cluster in the background, to enter it later with `cluster`.
 
     `cluster` raises the error if it fails. A cluster that is never entered ends with the process.
-
-    Args:
-        cpus: See `cluster`.
-        fast_allocator: See `cluster`.
 
     Returns:
         False if there is a cluster already, or one is starting.
@@ -200,11 +192,7 @@ def cluster(cpus: int | None = None, fast_allocator: bool = False) -> Iterator[N
 
 
 def wait_for_ray() -> None:
-    """Wait for the cluster of `start_ray`, starting it if needed. It must still be entered with `cluster`.
-
-    Raises:
-        RayConnectionError: The cluster cannot be joined or started.
-    """
+    """Wait for the cluster of `start_ray`, starting it if needed. It must still be entered with `cluster`."""
     start_ray()
     if _starting is not None:
         _starting.wait()
@@ -296,9 +284,6 @@ def worker_environment(gpus: float) -> dict[str, str]:
     """Return the environment variables of a training worker: allocator settings, and relevant variables of this process.
 
     Secrets such as HF_TOKEN are excluded: a worker uses those of its node.
-
-    Args:
-        gpus: GPUs of the worker. With 0, all GPUs are hidden from it, which newer versions of Ray do not do by themselves.
     """
     public = {name: value for name, value in os.environ.items() if not name.endswith(_SECRET_SUFFIXES)}
     passed_on = {

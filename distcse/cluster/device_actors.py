@@ -51,11 +51,6 @@ def run_calls(calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: 
     """Call functions on the cluster's devices, or in this process where `plan_devices` decides so.
 
     See `Backend.run_on_devices`. An actor that is killed, hangs or loses its node repeats its function.
-
-    Raises:
-        ClusterTooSmallError: No node has the labels of any key.
-        SharedStorageError: A node does not see a folder.
-        ClusterTooSmallError: The cluster lost a node and got no other.
     """
     nodes, memory = alive(), max(call.memory_bytes for call in calls)
     own = OwnNode(ray.get_runtime_context().get_node_id(), host.memory() - host.memory_used())
@@ -200,14 +195,7 @@ class _DeviceCalls:
 
 
 def _get(answer: Any, name: str) -> Any:
-    """Return an actor's answer.
-
-    Raises:
-        DistcseError: The function raised it.
-        WorkFailedError: The function raised another error.
-        ActorUnavailableError: The actor does not answer now, and may again.
-        ProcessLostError: The actor cannot restart.
-    """
+    """Return an actor's answer."""
     try:
         return ray.get(answer)
     except RayTaskError as failed:

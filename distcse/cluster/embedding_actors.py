@@ -13,7 +13,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from distcse.cluster.assigned_resources import use_assigned
 from distcse.cluster.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
-from distcse.cluster.nodes import ResourceWatchdog, alive, describe_holders
+from distcse.cluster.nodes import ResourceWatchdog, alive
 from distcse.cluster.teacher_servers import cause_of
 from distcse.devices.resources import Resources, count_fitting, format_resources, nodes_with, refuse_impossible
 from distcse.errors import TeacherServerError, first_line
@@ -98,15 +98,7 @@ def embedding_tasks(missing: Sequence[int], actors: int, is_on_gpu: bool) -> lis
 
 
 def embed_shards(request: EmbeddingRequest) -> None:
-    """Embed the missing shards of a table with a pool of actors, and restart actors that hang.
-
-    Raises:
-        StoppedEarlyError: A stop was requested. Complete shards are kept.
-        TeacherServerError: An actor failed, or crashed repeatedly.
-        ClusterTooSmallError: The cluster cannot run the actors, or lost a node and got no other. No node has the labels
-             of `teachers.node_labels`.
-        TeacherOutputError: The teacher outputs a vector that is zero or not finite.
-    """
+    """Embed the missing shards of a table with a pool of actors, and restart actors that hang."""
     teacher, section, table, reporter = request.teacher, request.section, request.table, request.reporter
     nodes = alive()
     usable = nodes_with(nodes, section.node_labels, "teachers.node_labels")
@@ -221,17 +213,13 @@ class _EmbeddingTasks:
             self._idle.append(actor)
 
     def _check(self) -> None:
-        """End at a stop request, and report actors that wait for resources while there are shards for them.
-
-        Raises:
-            StoppedEarlyError: A stop was requested.
-        """
+        """End at a stop request, and report actors that wait for resources while there are shards for them."""
         self._reporter.check_stop(f"in the embedding pass of teacher {self._backbone} after {self._done:,} rows")
         if self._starting and self._waiting and self._wait_warning.is_due:
             waiting, needed = len(self._starting), format_resources(self._each)
             self._wait_warning.check(
                 f"teacher {self._backbone} waits for a node with {needed} free ({waiting} of {waiting + len(self._running)} "
-                f"embedding actors wait); {describe_holders()}"
+                f"embedding actors wait); `ray status` shows who holds the resources"
             )
 
 

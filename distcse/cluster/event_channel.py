@@ -83,11 +83,7 @@ class EventActor:
 
 
 class EventChannel:
-    """The driver's end of the channel: starts the actor, and relays workers' events.
-
-    Args:
-        name: Name of the run or group, part of the actor's name.
-    """
+    """The driver's end of the channel: starts the actor, and relays workers' events."""
 
     def __init__(self, name: str) -> None:
         # Pinned to the driver's node, so that losing another node cannot kill it.
@@ -119,11 +115,7 @@ class EventChannel:
         return now - self._idle_since
 
     def relay(self, reporter: Reporter) -> None:
-        """Emit the events since the last call to `reporter`, and send its stop request to the workers.
-
-        Raises:
-            RayActorError: The actor is lost and cannot restart.
-        """
+        """Emit the events since the last call to `reporter`, and send its stop request to the workers."""
         if self._is_pausing or reporter.stop_requested():
             self.actor.stop.remote()
         if self._taking is None:
@@ -242,13 +234,7 @@ def announce_failure(actor: Any, error: DistcseError) -> None:
 
 
 def announce_end(actor: Any, rank: int, returned: Any) -> None:
-    """In a worker: report to the driver that it has finished, so that the end of its process is no loss.
-
-    Args:
-        actor: The channel's actor.
-        rank: The worker's rank.
-        returned: A value for the driver. None sends none.
-    """
+    """In a worker: report to the driver that it has finished, so that the end of its process is no loss."""
     sent = None if returned is None or rank else ray.cloudpickle.dumps(returned)
     with suppress(RayActorError, GetTimeoutError):
         ray.get(actor.finish.remote(rank, sent), timeout=_ANSWER_TIMEOUT_S)

@@ -22,12 +22,7 @@ from distcse.runs.mutual.scoring import PairScorer
 
 
 class GroupActor(HeartbeatActor):
-    """Base class of a group's actors, a trainer and a scorer that share one worker's resources.
-
-    Args:
-        cpus: CPUs of the worker.
-        gpus: GPUs of the worker.
-    """
+    """Base class of a group's actors, a trainer and a scorer that share one worker's resources."""
 
     def __init__(self, cpus: float, gpus: float) -> None:
         self._cpus = cpus
@@ -121,11 +116,7 @@ class ScoringActor(GroupActor):
 
 
 class PairsCounter:
-    """Counts the pairs that scorers have scored, without waiting for them.
-
-    Args:
-        scorers: The scorers of all parts; replaced ones may change.
-    """
+    """Counts the pairs that scorers have scored, without waiting for them."""
 
     def __init__(self, scorers: Sequence[Any]) -> None:
         self._scorers = scorers
@@ -133,11 +124,7 @@ class PairsCounter:
         self._counts: dict[int, tuple[int, int | None]] = dict.fromkeys(range(len(scorers)), (0, None))
 
     def count(self, finished: Mapping[int, int]) -> tuple[int, int | None]:
-        """Return the number of scored pairs, and of all pairs if it is known, by the last answers; ask for new ones.
-
-        Args:
-            finished: Number of pairs of each part that is scored.
-        """
+        """Return the number of scored pairs, and of all pairs if it is known, by the last answers; ask for new ones."""
         for part, scorer in enumerate(self._scorers):
             answer = self._answers.get(part)
             if answer is not None and ray.wait([answer], timeout=0)[0]:

@@ -28,7 +28,7 @@ from distcse.teachers.kinds import kind_of
 
 _DASHBOARD = 8265
 _CLIENT = 10001
-_LOOPBACK = ("127.", "::1")
+_LOOPBACK = "127.0.0.1"
 
 
 def diagnose(recipe: BaseRecipe | None = None) -> Iterator[Check]:
@@ -79,12 +79,7 @@ def check_recipe(recipe: BaseRecipe) -> Iterator[Check]:
 
 
 def check_cluster(shared: Mapping[str, Path] | None = None, recipe: BaseRecipe | None = None) -> list[Check]:
-    """Check the nodes of the cluster at RAY_ADDRESS: versions of Ray, Python and packages, and access to the run's folders.
-
-    Args:
-        shared: Folders that all nodes must see, by recipe key; folders that do not exist yet are skipped.
-        recipe: A recipe whose processes the nodes, or this machine, must have room for. Default: none.
-    """
+    """Check the nodes of the cluster at RAY_ADDRESS: versions of Ray, Python and packages, and access to the run's folders."""
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         running = _find_running()
@@ -204,21 +199,18 @@ def check_token(environment: Mapping[str, str] | None = None, home: Path | None 
     return found
 
 
-def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence[Path] | None = None) -> Check:
-    """Check that Ray's job and client ports are not reachable from other machines: without a token anyone could run code.
-
-    Args:
-        ports: Ports to check, besides that of RAY_API_SERVER_ADDRESS.
-        tables: The kernel's lists of sockets. Default: those in /proc/net.
-    """
+def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT)) -> Check:
+    """Check that Ray's job and client ports are not reachable from other machines: without a token anyone could run code."""
     api_port = os.environ.get("RAY_API_SERVER_ADDRESS", "").rpartition(":")[2]
     ports_to_check = {*ports, *([int(api_port)] if api_port.isdigit() else [])}
-    listening = _listening((Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if tables is None else tables)
-    found = sorted({(port, address.startswith(_LOOPBACK)) for address, port in listening if port in ports_to_check})
-    if not found:
-        return ok("ray ports", "no dashboard or client port is open")
-    if not (reachable := [str(port) for port, on_loopback in found if not on_loopback]):
-        return ok("ray ports", f"{', '.join(str(port) for port, _ in found)} on loopback only")
+    own = _own_address()
+    found = {port: own != _LOOPBACK and _accepts(own, port) for port in sorted(ports_to_check)}
+    reachable = [str(port) for port, is_reachable in found.items() if is_reachable]
+    if not reachable:
+        local = [str(port) for port in found if _accepts(_LOOPBACK, port)]
+        return ok(
+            "ray ports", f"{', '.join(local)} on loopback only" if local else "no dashboard or client port is open"
+        )
     summary = f"port {', '.join(reachable)} is reachable from other machines"
     fix = "start the head with --dashboard-host=127.0.0.1 and without a client port, and use an ssh tunnel"
     if os.environ.get("RAY_AUTH_MODE") == "token":
@@ -226,25 +218,22 @@ def check_ports(ports: Sequence[int] = (_DASHBOARD, _CLIENT), tables: Sequence[P
     return fail("ray ports", summary, fix)
 
 
-def _listening(tables: Sequence[Path]) -> list[tuple[str, int]]:
-    """Return (address, port) of the listening sockets of all users."""
-    found = []
-    for table in tables:
-        for line in table.read_text().splitlines()[1:] if table.exists() else []:
-            fields = line.split()
-            if fields[3] != "0A":  # LISTEN
-                continue
-            address, _, port = fields[1].partition(":")
-            found.append((_decode_address(address), int(port, 16)))
-    return found
+def _own_address() -> str:
+    """Return this machine's address in its network, that of the loopback without one; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return _LOOPBACK
 
 
-def _decode_address(address: str) -> str:
-    """Decode an address of /proc/net: hexadecimal words in the machine's byte order."""
-    words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
-    raw = b"".join(words)
-    readable = socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
-    return readable.removeprefix("::ffff:")
+def _accepts(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=1).close()
+        return True
+    except OSError:
+        return False
 
 
 def _find_running() -> str | None:

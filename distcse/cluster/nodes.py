@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from distcse.cluster.cluster import wait_for_ray
 from distcse.cluster.versions import SEES_ALL_GPUS, draining_nodes
 from distcse.devices.cluster import ClusterSpeeds
-from distcse.devices.resources import Node, ResourceRequest, Resources, find_shortfall, format_resources
+from distcse.devices.resources import Node, ResourceRequest, Resources, find_shortfall
 from distcse.errors import ClusterTooSmallError, StoppedEarlyError, last_line
 from distcse.events import LogMessage, Reporter
 
@@ -35,9 +34,6 @@ START_CHECK_INTERVAL_S = 1.0
 """Seconds between two looks at the nodes while an autoscaler starts some."""
 RENEW_INTERVAL_S = 10.0
 """Seconds between two requests to the autoscaler: Ray Train's coordinator, which outlives runs, replaces them every 20 s."""
-_STATE_TIMEOUT_S = 10
-_MAX_ACTORS = 1000
-_MAX_HOLDERS = 3
 
 
 def live_nodes() -> list[Node]:
@@ -71,11 +67,7 @@ def responsive_nodes(labels: Mapping[str, str] | None) -> list[Resources]:
 
 
 def cluster_speeds() -> ClusterSpeeds:
-    """Query the device speeds of all nodes, waiting for the cluster if it is starting. Nodes that do not answer are omitted.
-
-    Raises:
-        RayConnectionError: The cluster cannot be joined or started.
-    """
+    """Query the device speeds of all nodes, waiting for the cluster if it is starting. Nodes that do not answer are omitted."""
     wait_for_ray()
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -106,33 +98,6 @@ def _local_speeds() -> list[DeviceSpeed]:
     from distcse.devices.device import cpu_speed, gpu_count, gpu_speed
 
     return [cpu_speed(), *(gpu_speed(number) for number in range(gpu_count()))]
-
-
-def describe_holders() -> str:
-    """Return which actors hold the cluster's CPUs and GPUs, for the message of a wait.
-
-    Such as `held by 4 x RayTrainWorker of job 02000000 (1 CPU each)`. Actors in placement groups are named without resources.
-    """
-    from ray.util.state import list_actors
-    from ray.util.state.exception import RayStateApiException
-
-    try:
-        actors = list_actors(
-            filters=[("state", "=", "ALIVE")], detail=True, limit=_MAX_ACTORS, timeout=_STATE_TIMEOUT_S
-        )
-    except RayStateApiException:  # the cluster has no dashboard, or it does not answer
-        return "`ray status` shows who holds the resources"
-    holders: Counter[str] = Counter()
-    for actor in actors:
-        each = {kind: amount for kind, amount in (actor.required_resources or {}).items() if kind in ("CPU", "GPU")}
-        if any(each.values()) or actor.placement_group_id:
-            held = f" ({format_resources(each)} each)" if any(each.values()) else ""
-            holders[f"{actor.class_name} of job {actor.job_id}{held}"] += 1
-    if not holders:
-        return "no actor holds them; `ray status` shows who does"
-    listed = [f"{number} x {holder}" for holder, number in holders.most_common(_MAX_HOLDERS)]
-    more = len(holders) - len(listed)
-    return f"held by {', '.join(listed)}" + (f" and {more} other kinds" if more else "")
 
 
 @contextmanager
@@ -194,13 +159,7 @@ def _wait_for_nodes(requests: Sequence[ResourceRequest], wait_s: float, reporter
 
 
 class ResourceWatchdog:
-    """Limits the time that a run waits for lost nodes, because Ray waits forever.
-
-    Args:
-        requests: Resources that the run needs.
-        warn: Called with a message once resources are missing.
-        nodes: The cluster's nodes at the run's start. Default: the current ones.
-    """
+    """Limits the time that a run waits for lost nodes, because Ray waits forever."""
 
     def __init__(
         self, requests: Sequence[ResourceRequest], warn: Callable[[str], None], nodes: Sequence[Node] | None = None
@@ -210,7 +169,6 @@ class ResourceWatchdog:
         self._initial_ids = {node.id for node in (alive() if nodes is None else nodes)}
         self._checked_at = 0.0
         self._missing_since: float | None = None
-        self._has_warned_of_order = False
 
     def check(self) -> None:
         """Check for lost nodes. Call it often: it does nothing for 2 s after a check.
@@ -227,7 +185,6 @@ class ResourceWatchdog:
         shortfall = find_shortfall(self._requests, nodes) if has_lost else None
         if shortfall is None:
             self._missing_since = None
-            self._warn_of_order(nodes if has_lost else [])
         elif self._missing_since is None:
             self._missing_since = now
             self._warn(
@@ -239,17 +196,6 @@ class ResourceWatchdog:
                 "request, then continue with --resume"
             )
 
-    def _warn_of_order(self, nodes: Sequence[Node]) -> None:
-        """Warn once if the nodes suffice, but not for all orders in which the actors may start again."""
-        if self._has_warned_of_order or not nodes:
-            return
-        if shortfall := find_shortfall(self._requests, nodes, in_start_order=True):
-            self._has_warned_of_order = True
-            self._warn(
-                f"the cluster lost a node; {shortfall} may wait forever, because others may start first on the nodes that it "
-                "needs. If the run stands still, add a node, or stop it and continue with --resume"
-            )
-
 
 class DrainNotices:
     """Finds out that Ray drains nodes on which a run's workers are."""
@@ -258,11 +204,7 @@ class DrainNotices:
         self._checked_at = 0.0
 
     def count(self, hosts: Callable[[], set[str]]) -> int:
-        """Return the number of drained nodes with workers. Call it often: it returns 0 for 2 s after a check.
-
-        Args:
-            hosts: Returns the ids of the nodes with workers; called while Ray drains nodes.
-        """
+        """Return the number of drained nodes with workers. Call it often: it returns 0 for 2 s after a check."""
         if (now := time.monotonic()) - self._checked_at < CHECK_INTERVAL_S:
             return 0
         self._checked_at = now

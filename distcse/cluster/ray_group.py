@@ -67,14 +67,7 @@ class Slot:
 def reserve(
     number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
 ) -> list[Slot]:
-    """Request a placement group for workers that start together, with one slot each.
-
-    Args:
-        number: Number of slots.
-        resources: CPUs and GPUs of a slot.
-        node_labels: Labels that the slots' nodes must have.
-        name: Name of the placement group, such as the run's; it need not be unique.
-    """
+    """Request a placement group for workers that start together, with one slot each."""
     labels = [dict(node_labels)] * number if node_labels else None
     group = placement_group(
         [dict(resources)] * number, name=unique_name(name), strategy="PACK", bundle_label_selector=labels
@@ -99,14 +92,7 @@ def nodes_of(slots: Sequence[Slot]) -> set[str]:
 
 
 class SlotPool:
-    """Slots that are reserved and lost one by one, each a placement group. Thread-safe: each group runs in a thread.
-
-    Args:
-        number: Number of slots.
-        resources: CPUs and GPUs of a slot.
-        node_labels: Labels that the slots' nodes must have.
-        name: Name of the placement groups; see `reserve`.
-    """
+    """Slots that are reserved and lost one by one, each a placement group. Thread-safe: each group runs in a thread."""
 
     def __init__(
         self, number: int, resources: Mapping[str, float], node_labels: Mapping[str, str] | None, name: str
@@ -304,12 +290,7 @@ class RayGroup:
         return self._scorers[part].score.options(**options).remote(phase, part, len(self._scorers))
 
     def _get(self, tasks: Sequence[Any]) -> list[Any]:
-        """Wait for the results of actor tasks.
-
-        Raises:
-            StoppedEarlyError: The run was asked to stop. Closing the group ends the tasks.
-            SlotsLost: A slot of the pool was lost.
-        """
+        """Wait for the results of actor tasks."""
         waiting = list(tasks)
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
@@ -386,12 +367,7 @@ class RayGroup:
         return self._is_drained
 
     def _count_loss(self, phase: Phase, actor: str, lost: RayError) -> None:
-        """Count the loss of `a worker` or of a scorer.
-
-        Raises:
-            WorkersLostError: It was lost more often in this phase than mutual.max_failures allows.
-            ProcessLostError: The group was closed.
-        """
+        """Count the loss of `a worker` or of a scorer."""
         if self._closed:
             raise ProcessLostError(f"group {self.name} was closed in {phase.name}") from lost
         self._losses[phase, actor] += 1
@@ -441,12 +417,7 @@ class RayGroup:
         self._scorers[part] = self._start(ScoringActor, part, self._context)
 
     def _wait_for_resources(self, slots: Sequence[Slot]) -> None:
-        """Wait for slots without a timeout, because a cluster may grow; warn after a while.
-
-        Raises:
-            StoppedEarlyError: The run was asked to stop.
-            SlotsLost: A slot of the pool was lost.
-        """
+        """Wait for slots without a timeout, because a cluster may grow; warn after a while."""
         ready = [group.ready() for group in {slot.placement_group for slot in slots}]
         warning = WaitWarning(self._reporter)
         while ray.wait(ready, num_returns=len(ready), timeout=1)[1]:

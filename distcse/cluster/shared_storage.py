@@ -83,17 +83,7 @@ def _query_nodes(nodes: Mapping[str, str], markers: Paths, read: Paths, token: s
 
 
 def check_paths(markers: Paths, read: Paths, token: str, node: str) -> str | None:
-    """On another node: check that it sees the marker files and the paths that are read.
-
-    Args:
-        markers: Files with `token` that the driver has written, by recipe key.
-        read: Paths that must exist, by recipe key.
-        token: Expected content of the markers.
-        node: Id of this node.
-
-    Returns:
-        The problem, to follow the node's name in a sentence; None if there is none.
-    """
+    """On another node: return why it does not see the marker files or the paths that are read, if so."""
     for key, marker in markers.items():
         own_marker = marker.with_name(f"{marker.name}-{node}")  # nodes run this concurrently
         try:

@@ -52,15 +52,6 @@ _TRIALS, _FINAL_RUNS = "trials", "final_runs"
 def run_sweep(recipe: BaseRecipe, sweep: Sweep, directory: Path, reporter: Reporter) -> SweepResult:
     """Run a sweep in its folder, or resume it. Test sets are only used after the search.
 
-    Args:
-        recipe: The recipe whose parameters are searched.
-        sweep: The search space, the search, the scheduler and the final runs.
-        directory: Folder of the sweep, from `distcse.tuning.sweep.begin`.
-        reporter: Receives progress; can request a stop.
-
-    Returns:
-        The results, also if the sweep was stopped.
-
     Raises:
         DistcseError: The sweep cannot continue. Ended trials are not repeated on resuming.
     """
@@ -151,11 +142,7 @@ def _served(
     reporter: Reporter,
     name: str,
 ) -> Iterator[Backend | None]:
-    """Start the servers of the teachers whose tables the trials don't read themselves; they end with the block.
-
-    Yields:
-        The backend of the trials; None for trials without teachers, which run in their own process.
-    """
+    """Start the servers of the teachers whose tables the trials don't read themselves; they end with the block."""
     if shared is None or section is None:
         yield None
         return
@@ -185,12 +172,7 @@ def _with_seeds(best_trial: Trial, sweep: Sweep) -> list[dict[str, Any]]:
 
 
 class TrialBackend(LocalBackend):
-    """Trains trials in their processes, with embedding tables and teacher servers that all trials share.
-
-    Args:
-        servers: Servers of the teachers whose tables the trials do not read themselves; None if they read all.
-        in_own_process: Whether to train in the trial's process rather than in Ray Train workers.
-    """
+    """Trains trials in their processes, with embedding tables and teacher servers that all trials share."""
 
     def __init__(self, servers: Any, in_own_process: bool) -> None:
         self._servers = servers
@@ -221,14 +203,9 @@ class TrialBackend(LocalBackend):
             from distcse.runs.distillation.processes import plan_run
 
             return train_in_workers(spec, self._servers, plan_run(spec.recipe, alive()), reporter)
-        from distcse.cluster.metrics import QueueMetrics
         from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers
 
         section, run = spec.recipe.teachers, spec.run.name
         servers = co_located_servers(self._servers, section, run, 0, reporter)
-        live = {
-            number: RemoteTeacherClient(servers[number], QueueMetrics(run, number, worker=0).track)
-            for number, table in enumerate(tables)
-            if table is None
-        }
+        live = {number: RemoteTeacherClient(servers[number]) for number, table in enumerate(tables) if table is None}
         return train_student(spec, teacher_clients(spec, {**table_clients(spec, tables), **live}), reporter)

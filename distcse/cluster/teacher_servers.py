@@ -76,11 +76,6 @@ class TeacherServerPool:
 
     Placement on the worker's node is preferred, not required: a server starts elsewhere if that node lacks resources or the
     labels of `teachers.node_labels`. A running server stays on its node when its worker restarts on another.
-
-    Args:
-        factories: By teacher index: a function that creates the teacher, and Ray's resource options of one server.
-        section: Gives the number of servers per teacher and their node labels.
-        owner: Name of the run or sweep and Ray's job id, parts of the servers' names.
     """
 
     def __init__(
@@ -130,21 +125,15 @@ class RemoteTeacherClient:
     """`TeacherClient` of a server actor. If the server crashes, Ray restarts it and retries the pending requests.
 
     A worker has at most two pending requests per server; a third one blocks. This bounds the queue of a slow server.
-
-    Args:
-        server: A `TeacherServer` actor.
-        on_request: Called with the future of every request.
     """
 
-    def __init__(self, server: Any, on_request: Callable[[Future[NDArray[np.float32]]], None]) -> None:
+    def __init__(self, server: Any) -> None:
         self._server = server
-        self._on_request = on_request
         self._slots = BoundedSemaphore(_MAX_PENDING)
 
     def request(self, columns: NDArray[np.int64], rows: slice) -> Future[NDArray[np.float32]]:
         self._slots.acquire()
         future: Future[NDArray[np.float32]] = self._server.similarities.remote(columns, rows).future()
-        self._on_request(future)
         future.add_done_callback(lambda _: self._slots.release())
         return future
 
@@ -161,17 +150,7 @@ def served(
 ) -> Iterator[Any]:
     """Context manager: yield the handle of a run's `TeacherServerPool`, and restart servers that hang; None without servers.
 
-    Args:
-        section: The teachers.
-        corpus: The corpus whose row ids are requested.
-        tables: Each teacher's table, or None for a live teacher.
-        gpus: GPUs of a server that computes with a model or ranks.
-        reporter: Receives warnings of unresponsive actors.
-        run: Name of the run or sweep, part of the actors' names.
-        teacher_indices: Indices of the teachers that have servers. Default: all.
-
-    Yields:
-        The `TeacherServerPool` actor; it and its servers end with the context.
+    `tables` has None for a live teacher, and `teacher_indices` those that have servers (by default all).
     """
     factories: dict[int, tuple[Callable[[], Teacher], dict[str, float]]] = {}
     for number in range(len(tables)) if teacher_indices is None else teacher_indices:
@@ -212,11 +191,6 @@ def co_located_servers(
 
     There is no time limit, because loading may include a download, and a node may join the cluster; a server that hangs is
     restarted. A server without a node is reported.
-
-    Raises:
-        StoppedEarlyError: A stop was requested.
-        DistcseError: A teacher failed to load; the specific class that its server raised.
-        TeacherServerError: A server failed with an unexpected error.
     """
     if servers is None:
         return {}

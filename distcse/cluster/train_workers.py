@@ -7,9 +7,8 @@ in functions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -21,7 +20,6 @@ from distcse.cluster.assigned_resources import use_interface_of
 from distcse.cluster.cluster import was_started_here, worker_environment
 from distcse.cluster.event_channel import EventChannel, announce_end, announce_failure, announce_worker, reporter_of
 from distcse.cluster.nodes import (
-    CHECK_INTERVAL_S,
     STOPPED_WAIT_S,
     DrainNotices,
     ResourceWatchdog,
@@ -49,7 +47,7 @@ from distcse.errors import (
     WorkersLostError,
     last_line,
 )
-from distcse.events import LogMessage, Reporter, WaitWarning
+from distcse.events import LogMessage, Reporter
 from distcse.recipe import Recipe
 
 with gc_paused():  # of PyTorch
@@ -73,12 +71,6 @@ def train_in_workers(spec: TrainSpec, servers: Any, resources: RunResources, rep
     the nodes that are left can take (`training.min_workers`).
 
     A node that Ray drains, as after a preemption notice, makes the workers write a checkpoint before it is lost.
-
-    Args:
-        spec: The run.
-        servers: The actor that holds the teachers' servers.
-        resources: What the workers and the other processes of the training reserve.
-        reporter: Receives rank 0's events in this process; its stop request is passed on to the workers.
 
     Raises:
         WorkersLostError: Workers failed more often than training.max_failures allows.
@@ -135,12 +127,19 @@ def _run_trainer(
     )
     notices = DrainNotices()
     is_pausing = False
-    wait = WorkerWait(channel.has_worker, f"{workers} workers of {format_resources(per_worker)} each", reporter)
+    has_warned = False
     try:
         while not running.done():
             channel.relay(reporter)
-            if not running.done() and (not channel.has_started or channel.idle_s() > STOPPED_WAIT_S):
+            idle_s = channel.idle_s()
+            if not running.done() and (not channel.has_started or idle_s > STOPPED_WAIT_S):
                 reporter.check_stop("while no worker trained")
+            if idle_s > _START_WARNING_S and not has_warned:
+                reporter.warn(
+                    f"no worker has run for {_START_WARNING_S:g} s: they start, or wait for room for {workers} workers of "
+                    f"{format_resources(per_worker)} each; see `ray status`"
+                )
+            has_warned = idle_s > _START_WARNING_S
             failure = channel.failure(FAILURE_WAIT_S)
             if failure is not None and not running.done() and not channel.writes_checkpoint():
                 # The other workers wait for the failed one in a collective operation.
@@ -156,7 +155,6 @@ def _run_trainer(
                 is_pausing = True
             if not (is_pausing and is_elastic):  # an elastic run does not wait for what it loses
                 watchdog.check()
-            wait.check()
             time.sleep(0.2)
         channel.relay(reporter)
         finished = running.result()
@@ -177,11 +175,7 @@ def _run_trainer(
 
 
 def result_unless_paused(returned: TrainResult | DistcseError, is_paused: bool) -> TrainResult | None:
-    """Return what the workers returned; None if it is incomplete because they were paused, so that others must continue.
-
-    Raises:
-        DistcseError: The workers returned it.
-    """
+    """Return what the workers returned; None if it is incomplete because they were paused, so that others must continue."""
     if isinstance(returned, DistcseError):
         if is_paused and isinstance(returned, StoppedEarlyError):
             return None
@@ -199,7 +193,6 @@ def _make_trainer(spec: TrainSpec, servers: Any, channel: EventChannel, workers:
             "spec": spec,
             "servers": servers,
             "events": channel.actor,
-            "evaluator": resources.evaluator,
         },
         torch_config=_NodeNetworkTorchConfig(backend=process_group_backend(workers, gpus)),
         scaling_config=ScalingConfig(
@@ -219,40 +212,6 @@ def _make_trainer(spec: TrainSpec, servers: Any, channel: EventChannel, workers:
             worker_runtime_env={"env_vars": worker_environment(gpus)},
         ),
     )
-
-
-class WorkerWait:
-    """Warns once of each time without a worker: before the first starts, or while Ray Train waits to start lost ones again.
-
-    Args:
-        has_worker: Returns whether a worker runs or has finished.
-        needed: The workers, for the warning.
-        reporter: Receives the warning.
-        clock: Returns seconds. Default: the time.
-    """
-
-    def __init__(
-        self,
-        has_worker: Callable[[], bool],
-        needed: str,
-        reporter: Reporter,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._has_worker, self._needed, self._clock = has_worker, needed, clock
-        self._warning = WaitWarning(reporter, _START_WARNING_S, clock)
-        self._checked_at = clock()
-
-    def check(self) -> None:
-        """Emit the warning if it is due. Call it often: it does nothing for 2 s after a check."""
-        if self._clock() - self._checked_at < CHECK_INTERVAL_S:
-            return
-        self._checked_at = self._clock()
-        if self._has_worker():
-            self._warning.restart()
-        else:
-            self._warning.check(
-                f"no worker has run for {_START_WARNING_S:g} s: they start, or wait for room for {self._needed}; see `ray status`"
-            )
 
 
 def _workers_now(recipe: Recipe, resources: Resources) -> int:
@@ -297,8 +256,6 @@ def _train_loop_per_worker(config: dict[str, Any]) -> TrainResult | DistcseError
 def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseError:
     with gc_paused():
         from distcse.cluster.assigned_resources import use_assigned
-        from distcse.cluster.evaluator_actor import RemoteEvaluator
-        from distcse.cluster.metrics import QueueMetrics
         from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers
         from distcse.devices.distributed import on_all_ranks
         from distcse.runs.distillation.batch_loader import teacher_clients
@@ -314,15 +271,9 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
         )
     except DistcseError as error:
         return error
-    served = {
-        number: RemoteTeacherClient(server, QueueMetrics(spec.run.name, number, rank).track)
-        for number, server in servers.items()
-    }
-    request = config["evaluator"]
-    context = nullcontext() if request is None else RemoteEvaluator(spec, servers, request, reporter)
+    served = {number: RemoteTeacherClient(server) for number, server in servers.items()}
     try:
-        with context as evaluator:
-            return train_student(spec, teacher_clients(spec, served), reporter, ray.train.report, evaluator)
+        return train_student(spec, teacher_clients(spec, served), reporter, ray.train.report)
     except (EncoderError, RunError) as error:
         # A restart would repeat it, so it is returned, not raised. Most errors are raised by all workers at the same step; one
         # without memory is alone.

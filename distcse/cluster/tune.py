@@ -24,7 +24,7 @@ from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator
 
 from distcse.cluster.assigned_resources import use_assigned
-from distcse.cluster.nodes import DrainNotices, describe_holders
+from distcse.cluster.nodes import DrainNotices
 from distcse.cluster.versions import TUNE, TUNE_TRIAL, pending_trials, set_callbacks
 from distcse.devices import host
 from distcse.devices.resources import format_resources
@@ -46,14 +46,6 @@ def search(
     context: TrialContext, space: Space, sweep: Sweep, folder: Path, resources: TrialResources, reporter: Reporter
 ) -> tune.ResultGrid:
     """Run a search, or continue the one whose state is in `folder`. The results are in the trials' records.
-
-    Args:
-        context: What all trials share.
-        space: The parameters to search.
-        sweep: The algorithm, the scheduler and the limits.
-        folder: Folder of the search's state.
-        resources: Resources of a trial, and how many trials run at once.
-        reporter: Receives updates of trials; can request a stop.
 
     Raises:
         StoppedEarlyError: `reporter` requested a stop. Running trials stay unfinished, and a resumed sweep continues them.
@@ -81,19 +73,7 @@ def train_all(
     resources: TrialResources,
     reporter: Reporter,
 ) -> None:
-    """Train the recipe with each set of values, without a scheduler and without a limit of hours.
-
-    Args:
-        context: As for `search`.
-        points: Values by recipe path, one entry per trial.
-        sweep: The limit of failures.
-        folder: Folder of the state, as for `search`.
-        resources: As for `search`.
-        reporter: As for `search`.
-
-    Raises:
-        StoppedEarlyError: As for `search`.
-    """
+    """Train the recipe with each set of values, without a scheduler and without a limit of hours."""
     schedule = sweep.schedule.model_copy(update={"kind": "none"})
     unlimited = sweep.search.model_copy(update={"hours": None})
     final_sweep = sweep.model_copy(update={"schedule": schedule, "search": unlimited})
@@ -273,13 +253,7 @@ def tpe(space: Space, sweep: Sweep) -> Any:
 
 
 class TrialListener(tune.Callback):  # type: ignore[misc]
-    """Ray Tune callback in the sweep's process: records how trials end, reports updates and waits, passes stop requests on.
-
-    Args:
-        context: What the sweep's trials share.
-        reporter: Receives updates of trials, and warnings.
-        resources: What a trial waits for.
-    """
+    """Ray Tune callback in the sweep's process: records how trials end, reports updates and waits, passes stop requests on."""
 
     def __init__(self, context: TrialContext, reporter: Reporter, resources: TrialResources) -> None:
         self._context, self._reporter, self._resources = context, reporter, resources
@@ -330,7 +304,7 @@ class TrialListener(tune.Callback):  # type: ignore[misc]
         elif self._wait_warning.is_due:
             needed = format_resources(self._resources.reserved)
             self._wait_warning.check(
-                f"no trial runs: the next one starts its process, or waits for a node with {needed} free; {describe_holders()}"
+                f"no trial runs: the next one starts its process, or waits for a node with {needed} free; see `ray status`"
             )
 
     def note_end(self, name: str, status: Status, reason: str = "") -> None:

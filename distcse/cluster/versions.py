@@ -109,10 +109,6 @@ def failure_config(max_failures: int, restarts_after_preemption: bool) -> Any:
     """Return Ray Train's `FailureConfig`.
 
     From Ray 2.58, losses of preempted workers count separately, and are repeated without a limit by default.
-
-    Args:
-        max_failures: Restarts of the workers after failures.
-        restarts_after_preemption: Whether Ray Train restarts the same number of workers after a preemption.
     """
     from ray.train import FailureConfig
 
@@ -180,10 +176,6 @@ def prefer_node(node: str, spills_if_full: bool) -> Any:
 
     Private: `_spill_on_unavailable`. With the public `soft=True` alone, an actor waits for a node that is alive and full; a node
     of a run can stay full of workers until its end.
-
-    Args:
-        node: Id of the node.
-        spills_if_full: Whether the actor starts on another node if this one lacks resources.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -28,12 +28,7 @@ class ClusterSpeeds:
     """Each node that answered, with its devices."""
 
     def of(self, labels: Labels, gpus: float) -> list[DeviceSpeed]:
-        """Return the devices that an actor can get.
-
-        Args:
-            labels: Labels of the nodes that the actor can run on.
-            gpus: GPUs that the actor reserves. With 0, its devices are CPUs.
-        """
+        """Return the devices that an actor can get."""
         kind = "gpu" if gpus else "cpu"
         return [device for node, devices in self.nodes if node.has(labels) for device in devices if device.kind == kind]
 
@@ -46,19 +41,11 @@ class Cluster(Protocol):
         ...
 
     def joined(self) -> AbstractContextManager[None]:
-        """Join the cluster for the block.
-
-        Raises:
-            RayConnectionError: The cluster cannot be joined or started.
-        """
+        """Join the cluster for the block."""
         ...
 
     def nodes(self) -> list[Node]:
-        """Return the live nodes, waiting for the cluster if it is starting.
-
-        Raises:
-            RayConnectionError: The cluster cannot be joined or started.
-        """
+        """Return the live nodes, waiting for the cluster if it is starting."""
         ...
 
     def can_grow(self) -> bool:
@@ -74,15 +61,6 @@ class Cluster(Protocol):
 
         It returns after `wait_s` seconds although nodes are missing, because fewer may be enough: what plans on the nodes
         refuses a run for which they are too few.
-
-        Args:
-            requests: What must run at the same time.
-            wait_s: Most seconds to wait.
-            reporter: Receives what is waited for; can request a stop.
-
-        Raises:
-            StoppedEarlyError: A stop was requested during the wait.
-            RayConnectionError: The cluster cannot be joined or started.
         """
         ...
 
@@ -91,11 +69,7 @@ class Cluster(Protocol):
         ...
 
     def speeds(self) -> ClusterSpeeds:
-        """Measure or look up the device speeds of all nodes, waiting for the cluster if it is starting.
-
-        Raises:
-            RayConnectionError: The cluster cannot be joined or started.
-        """
+        """Measure or look up the device speeds of all nodes, waiting for the cluster if it is starting."""
         ...
 
     def require_shared(self, written: Paths, read: Paths, labels: Sequence[Labels]) -> None:
@@ -106,8 +80,5 @@ class Cluster(Protocol):
             read: Files and folders that the run only reads. Those missing here are names, such as a hub model, that each node
                 resolves itself; they are not checked.
             labels: Labels of the nodes that can get work.
-
-        Raises:
-            SharedStorageError: A node does not see a path; the message names the node, the path and its recipe key.
         """
         ...

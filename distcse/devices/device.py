@@ -92,11 +92,7 @@ def gpu_module(device: torch.device | str) -> Any:
 
 
 def limit_memory(share: float) -> None:
-    """Limit PyTorch's memory on this process's GPU to a share of it; the next allocation beyond raises OutOfMemoryError.
-
-    Args:
-        share: Share of the GPU, below 1. A part of it is left to what PyTorch does not allocate, such as the CUDA context.
-    """
+    """Limit PyTorch's memory on this process's GPU to a share of it; the next allocation beyond raises OutOfMemoryError."""
     if (device := default_device()) != "cpu":
         gpu_module(device).set_per_process_memory_fraction(_ALLOCATED_PART * share)
 
@@ -152,11 +148,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context: autocast for `bf16` or `fp16`, nothing for `fp32`.
-
-    Raises:
-        EncoderSettingError: The precision is another one.
-    """
+    """Return a context: autocast for `bf16` or `fp16`, nothing for `fp32`."""
     if precision == "fp32":
         return nullcontext()
     if precision not in HALF_PRECISIONS:
@@ -169,9 +161,6 @@ class HostCopies:
 
     Tensors from a GPU are copied to pinned memory behind the work queued before them. A copy to pageable memory would wait
     for that work, for each tensor.
-
-    Args:
-        device: The tensors' device.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -300,13 +289,7 @@ def defaults_of(device: torch.device | str) -> DeviceDefaults:
 
 
 def auto_precision(devices: Sequence[DeviceSpeed], *, is_teacher: bool = False, overflows_fp16: bool = False) -> str:
-    """Return the precision that `precision: auto` selects: a half precision that every device is fast at, else fp32.
-
-    Args:
-        devices: The devices that may compute, all in the same precision; none selects fp32.
-        is_teacher: Whether the model is a teacher.
-        overflows_fp16: Whether the model's numbers exceed fp16's range.
-    """
+    """Return the precision that `precision: auto` selects: a half precision that every device is fast at, else fp32."""
     for precision in ("fp16", "bf16"):
         if precision == "fp16" and overflows_fp16:
             continue

@@ -62,11 +62,7 @@ class DevicePlan:
     """Processes of `number` that wait for further nodes."""
 
     def threads_on(self, node: Resources) -> int:
-        """Return the threads of one process on a node: its share of the node's CPUs, which it does not reserve.
-
-        Args:
-            node: The node's resources.
-        """
+        """Return the threads of one process on a node: its share of the node's CPUs, which it does not reserve."""
         processes = min(self.number, count_fitting([node], self.each)) if self.each.get("GPU") else 1
         return max(1, int(node.get("CPU", 0.0) / max(1, processes)))
 
@@ -80,11 +76,7 @@ class SelectedNodes(NamedTuple):
 
 
 def select_nodes(options: DeviceOptions, nodes: Sequence[Node]) -> SelectedNodes:
-    """Select the first labels whose nodes have GPUs that the functions may use; without any, the first that a node has.
-
-    Raises:
-        ClusterTooSmallError: No node has the labels of any key.
-    """
+    """Select the first labels whose nodes have GPUs that the functions may use; without any, the first that a node has."""
     usable = [labels for labels in options.labels.values() if any(node.has(labels) for node in nodes)]
     if not usable:
         raise no_node_error(options.labels)
@@ -104,20 +96,8 @@ def plan_devices(
     suffices and its own one has CPUs and the memory.
 
     A process reserves little, because other jobs may hold CPUs of every node for as long as they run: its GPU, or without GPUs
-    one CPU, and its memory. It computes with the threads of `DevicePlan.threads_on`.
-
-    Args:
-        options: The nodes that can run them.
-        nodes: The nodes of the cluster.
-        own: The node of the run's process.
-        calls: Number of functions.
-        memory_bytes: Estimated memory of a process. If no node has as much, a process reserves most of the largest node's.
-
-    Returns:
-        The processes to start; None if the run's process calls the functions.
-
-    Raises:
-        ClusterTooSmallError: No node has the labels of any key.
+    one CPU, and its memory: most of the largest node's, if no node has as much. It computes with the threads of
+    `DevicePlan.threads_on`. The result is None if the run's process calls the functions.
     """
     selected = select_nodes(options, nodes)
     resources = [node.resources for node in nodes if node.has(selected.labels)]

@@ -77,9 +77,6 @@ def all_gather_parts(part: Tensor) -> list[Tensor]:
 
     `all_gather_into_tensor` would copy less, but gloo, which connects workers that share a GPU, does not have it for a GPU's
     tensors.
-
-    Args:
-        part: This worker's tensor; of one shape on every worker.
     """
     if world_size() == 1:
         return [part]

@@ -95,7 +95,7 @@ class GpuPlan:
         return default if count_gpus(self.nodes, process.labels) else 0.0
 
     def describe(self) -> str:
-        """Describe them, such as `training workers 8 x 1, dev-score evaluator none`; empty if none can use a GPU."""
+        """Describe them, such as `training workers 8 x 1, teacher servers none`; empty if none can use a GPU."""
         found: dict[str, Process] = {}
         for process in self.processes:
             if process.computes:
@@ -124,11 +124,7 @@ class GpuPlan:
                 )
 
     def requests(self, cpus: Sequence[float | None] = ()) -> list[ResourceRequest]:
-        """Return the requests of the processes that reserve anything, with the plan's GPUs.
-
-        Args:
-            cpus: CPUs of one process of each kind, from the first on. Default: those that the recipe sets.
-        """
+        """Return the requests of the processes that reserve anything, with the plan's GPUs."""
         chosen = [*cpus, *(process.cpus for process in self.processes[len(cpus) :])]
         found = [
             process.request(each or 0.0, gpus)
@@ -142,16 +138,7 @@ PlansOfTrials = Callable[[Sequence[Node]], list[GpuPlan]]
 
 
 def plan_gpus(processes: Sequence[Process], nodes: Sequence[Node], mode: GpuMode) -> GpuPlan:
-    """Decide the GPUs of processes that run at the same time.
-
-    Args:
-        processes: All such processes, the most important first.
-        nodes: The nodes of the cluster.
-        mode: The recipe's `resources.gpu`.
-
-    Raises:
-        ClusterTooSmallError: `mode` is `required`, and a process that computes gets no GPU.
-    """
+    """Decide the GPUs of processes that run at the same time; one that is required and missing is an error."""
     plan = GpuPlan(processes, nodes, mode)
     plan.require_all()
     return plan
@@ -161,10 +148,6 @@ def report_plans(plans: Sequence[GpuPlan], emit: Listener) -> None:
     """Report in one line which processes get which GPUs, and which run on CPUs.
 
     Nothing is reported if the cluster has no GPU, or no process can use one.
-
-    Args:
-        plans: Plans of processes that run one after the other, such as the embedding pass and the training.
-        emit: Receives the message.
     """
     if any(plan.describe() and count_gpus(plan.nodes, None) for plan in plans):
         emit(LogMessage(describe_plans(plans)))
@@ -189,9 +172,5 @@ def process_group_backend(workers: int, gpus: float) -> str:
 
     NCCL refuses two workers on one GPU. Gloo copies a GPU's tensors through the host; from PyTorch 2.8 on, the version that
     distcse needs, its documentation lists `all_gather`, `all_reduce` and `broadcast` for them, which is what training calls.
-
-    Args:
-        workers: Number of workers.
-        gpus: GPUs of each; no two parts above a half fit on one GPU.
     """
     return "nccl" if gpus and (workers == 1 or gpus > 0.5) else "gloo"

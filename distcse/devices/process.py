@@ -147,9 +147,6 @@ class StopOnSignal:
     """Handles Ctrl-C, SIGTERM and SIGHUP: the first requests a stop, the second stops at once, unless it is SIGHUP.
 
     A closed terminal sends SIGHUP, and makes the next output send it again. Under nohup, it stays ignored.
-
-    Args:
-        outcome: What the requested stop waits for and keeps, for the message.
     """
 
     def __init__(

@@ -56,16 +56,7 @@ class ResourceRequest:
 
 
 def nodes_with(nodes: Sequence[Node], labels: Mapping[str, str] | None, key: str) -> list[Resources]:
-    """Return the resources of each node with these labels.
-
-    Args:
-        nodes: The nodes of the cluster.
-        labels: Required labels; None is any node.
-        key: The recipe key that sets the labels, for the error message.
-
-    Raises:
-        ClusterTooSmallError: No node has the labels.
-    """
+    """Return the resources of each node with these labels."""
     chosen = [node.resources for node in nodes if node.has(labels)]
     if labels and not chosen:
         raise no_node_error({key: labels})
@@ -73,11 +64,7 @@ def nodes_with(nodes: Sequence[Node], labels: Mapping[str, str] | None, key: str
 
 
 def no_node_error(labels: Mapping[str, Mapping[str, str] | None]) -> ClusterTooSmallError:
-    """Return the error that no node has the labels of any recipe key.
-
-    Args:
-        labels: Labels by the recipe key that sets them, those to start nodes with first.
-    """
+    """Return the error that no node has the labels of any recipe key."""
     required = {key: _format_labels(each or {}) for key, each in labels.items()}
     described = " or ".join(f"{each} of {key}" for key, each in required.items())
     first = next(iter(required.values()))
@@ -91,13 +78,6 @@ def refuse_impossible(requests: Sequence[ResourceRequest], nodes: Sequence[Node]
 
     It checks the total of all requests, and that the actors of each request fit, as no actor can span two nodes. How
     different requests share nodes is up to Ray.
-
-    Args:
-        requests: Everything that must run at the same time.
-        nodes: The nodes of the cluster.
-
-    Raises:
-        ClusterTooSmallError: The requests cannot run at the same time.
     """
     for labels in (None, *(request.labels for request in requests if request.labels)):
         available = [node.resources for node in nodes if node.has(labels)]
@@ -113,28 +93,25 @@ def refuse_impossible(requests: Sequence[ResourceRequest], nodes: Sequence[Node]
             )
 
 
-def find_shortfall(
-    requests: Sequence[ResourceRequest], nodes: Sequence[Node], in_start_order: bool = False
-) -> str | None:
+def find_shortfall(requests: Sequence[ResourceRequest], nodes: Sequence[Node]) -> str | None:
     """Describe actors that the nodes cannot run at the same time; return None if they can run all.
 
     A greedy placement: the actors with the fewest options first, each on the node where the others need the resources
     least. In rare cases it finds a shortfall although a placement exists.
-
-    Args:
-        requests: Everything that must run at the same time, in the order in which it starts.
-        nodes: The nodes of the cluster.
-        in_start_order: Whether to place the actors in their order, each on the node where the others need the resources most.
-            Ray may do so, because it keeps no resources free for labels. Default: False.
     """
     free = [(node, dict(node.resources)) for node in nodes]
-    order = list(requests)
-    if not in_start_order:
-        order.sort(key=lambda r: (not r.labels, -r.each.get("GPU", 0.0), -r.each.get("CPU", 0.0)))
-    for request in order:
+
+    def cost_to_others(request: ResourceRequest, index: int) -> tuple[int, float, float]:
+        """Rank a node: other requests that need its labels, free GPUs that this request does not use, free CPUs."""
+        node, resources = free[index]
+        competing = sum(bool(other.labels) and node.has(other.labels) for other in requests if other is not request)
+        unused_gpus = 0.0 if request.each.get("GPU") else resources.get("GPU", 0.0)
+        return competing, unused_gpus, resources.get("CPU", 0.0)
+
+    for request in sorted(requests, key=lambda r: (not r.labels, -r.each.get("GPU", 0.0), -r.each.get("CPU", 0.0))):
         for num_placed in range(request.number):
             fits = [
-                (_cost_to_others(node, resources, request, requests, in_start_order), index)
+                (cost_to_others(request, index), index)
                 for index, (node, resources) in enumerate(free)
                 if node.has(request.labels) and count_fitting([resources], request.each)
             ]
@@ -149,12 +126,7 @@ def find_shortfall(
 
 
 def count_fitting(nodes: Sequence[Resources], each: Resources) -> int:
-    """Return how many identical actors fit on nodes.
-
-    Args:
-        nodes: Resources of each node.
-        each: Resources of one actor.
-    """
+    """Return how many identical actors fit on nodes."""
     required = {kind: amount for kind, amount in each.items() if amount}
     if not required:
         return sys.maxsize if nodes else 0
@@ -170,13 +142,7 @@ def _count_on_node(kind: str, node: Resources, need: float) -> int:
 
 
 def even_share(nodes: Sequence[float], workers: int, most: Sequence[int] | None = None) -> float:
-    """Return the largest number of CPUs per worker, rounded down to 0.1, with which all workers fit.
-
-    Args:
-        nodes: CPUs of each node. A worker cannot span two nodes.
-        workers: Number of workers.
-        most: Workers for which each node has room otherwise, such as on its GPUs. Default: any number.
-    """
+    """Return the largest number of CPUs per worker, rounded down to 0.1, with which all workers fit."""
     limits = [workers] * len(nodes) if most is None else most
     shares = {int(10 * cpus / number) / 10 for cpus in nodes for number in range(1, workers + 1)}
 
@@ -205,15 +171,6 @@ def _refuse_total(requests: Sequence[ResourceRequest], nodes: Sequence[Resources
             raise ClusterTooSmallError(
                 f"the run needs {required:g} {kind}s at the same time ({described}), but {nodes_have} {available:g}; lower {keys}"
             )
-
-
-def _cost_to_others(
-    node: Node, free: Resources, request: ResourceRequest, requests: Sequence[ResourceRequest], prefers_contested: bool
-) -> tuple[int, float, float]:
-    """Rank a node for a request: requests that need its labels, free GPUs that this request does not use, free CPUs."""
-    competing = sum(bool(other.labels) and node.has(other.labels) for other in requests if other is not request)
-    unused_gpus = 0.0 if request.each.get("GPU") else free.get("GPU", 0.0)
-    return -competing if prefers_contested else competing, unused_gpus, free.get("CPU", 0.0)
 
 
 def describe_nodes(labels: Mapping[str, str] | None) -> str:

@@ -100,12 +100,11 @@ def this_machine(threads: int) -> Machine:
         source = "matrix products timed here for some milliseconds"
         return Machine(name, "cpu", matmul, 3.5e10 * min(threads, 2), memory, 2e9, source, memory)
     name, (_, total) = local_speed().name, gpu_module(default_device()).mem_get_info()
-    known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in re.split(r"[\s-]+", name)]
-    if known:
-        nearest = min(known, key=lambda gpu: abs(gpu.memory - total))
-        return replace(nearest, memory=float(total), host_memory=memory)
-    source = f"the data sheet of an L4, because no data sheet of {name} is known"
-    return replace(GPUS["L4-24G"], name=name, memory=float(total), source=source, host_memory=memory)
+    words = re.split(r"[\s-]+", name)
+    known = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
+    nearest = min(known or [GPUS["L4-24G"]], key=lambda gpu: abs(gpu.memory - total))
+    called = nearest.name if known else f"{name}, planned as an L4"
+    return replace(nearest, name=called, memory=float(total), host_memory=memory)
 
 
 @dataclass(frozen=True)
@@ -143,18 +142,15 @@ def parse_cluster(text: str) -> Form:
         raise ArgumentError(
             f"--cluster {text!r} is not of the form 8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu or local"
         )
-    first, second, name = found.groups()
-    counts = [int(count) for count in (first, second) if count is not None]
+    *given, name = found.groups()
+    counts = [int(count) for count in given if count is not None]
     if 0 in counts:
         raise ArgumentError(f"--cluster {text!r} has 0 machines; write at least 1")
-    if name == "local":
-        if counts:
-            raise ArgumentError(
-                f"--cluster {text!r}: local is this one machine; write {counts[0]}xcpu for several like it"
-            )
-        return 1, 1, name
-    if name == "cpu":
-        return counts[0] if counts else 1, counts[1] if len(counts) > 1 else 1, name
+    if name == "local" and counts:
+        raise ArgumentError(f"--cluster {text!r}: local is this one machine; write {counts[0]}xcpu for several like it")
+    if name in ("local", "cpu"):
+        nodes, per_node = (*counts, 1, 1)[:2]
+        return nodes, per_node, name
     known = [gpu for gpu in GPUS if gpu.lower() == name.lower()] or [
         gpu for gpu in GPUS if gpu.lower().startswith(f"{name.lower()}-")
     ]

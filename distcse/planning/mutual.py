@@ -2,52 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import NamedTuple
 
+from distcse.checks import gib
 from distcse.errors import CorpusTooSmallError, DistcseError
 from distcse.events import Reporter
-from distcse.planning.costs import PROCESS, Pass, WorkerMemory, with_update
+from distcse.planning.costs import FITS, PROCESS, Pass, step_terms, worker_memory
 from distcse.planning.machines import Cluster
 from distcse.planning.sizes import Lengths, Shape, assumed_lengths, read_lengths, read_shape
-from distcse.recipe import KINDS, GroupSection, MutualRecipe
+from distcse.planning.text import ESTIMATE, NOT_COUNTED, Estimate, describe_cluster, size_text, span
+from distcse.recipe import KINDS, MutualRecipe
 from distcse.runs.mutual.pairs import fit_to_pairs, temporary_pairs
-from distcse.runs.mutual.phases import Kind, Phase, last_phase
+from distcse.runs.mutual.phases import Kind
 from distcse.runs.mutual.processes import with_max_workers
 from distcse.training.schedule import total_steps
 
 _FILLED = 1.1
 """Tokens with padding over real ones: a batch is split into parts of similar length."""
 _ASSUMED_PAIRS = 10_000
-_DRIVER_BYTES_PER_PAIR = 145.0
-"""Measured by benchmarks/million_pairs.py while pairs were written: 139 to 141 MiB for 1 million pairs, 426 to 555 MiB for 4."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Cost of one group in one phase."""
+class Part(NamedTuple):
+    """Cost of one group in a phase that trains one of its formulations."""
 
     group: str
-    phase: str
+    path: str
+    """Recipe path of its training settings."""
+    kind: Kind
     workers: int
     steps: int
     training: float
     """Seconds."""
     scoring: float
     """Seconds."""
-    flops: float
+    memory: float
+    """Bytes of a worker that trains, with the scorer process next to it."""
     binding: str
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training and scoring on the group's workers."""
-        return self.training + self.scoring
 
 
 @dataclass(frozen=True)
-class MutualPlan:
-    """Estimated cost of all groups over all cycles on a cluster."""
+class _Groups:
+    """The groups of a recipe and what they read."""
 
     recipe: MutualRecipe
     cluster: Cluster
@@ -57,7 +54,7 @@ class MutualPlan:
     pairs: int
 
     @classmethod
-    def of(cls, recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> MutualPlan:
+    def of(cls, recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> _Groups:
         """Read the groups' shapes and the number of pairs: `rows`, or the recipe's, those of its files, or 10,000."""
         if recipe.pairs.mine is not None:
             lengths = read_lengths(recipe.pairs.mine.corpus, recipe.groups[0], None)
@@ -69,94 +66,28 @@ class MutualPlan:
             why += "" if rows or counted else f"; {pairs:,} pairs assumed: give --corpus-rows"
             lengths = assumed_lengths(2 * pairs, why)
         recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs)
-        shapes = [_shapes(group, recipe.cross_start(group)) for group in recipe.groups]
+        shapes: list[dict[Kind, Shape]] = []
+        for group in recipe.groups:
+            # The cross-encoder reads the first token of its own start.
+            cross = group.model_copy(update={"backbone": recipe.cross_start(group), "pooling": "cls"})
+            shapes.append({"bi": read_shape(group), "cross": read_shape(cross)})
         return cls(recipe, cluster, shapes, lengths, pairs)
 
-    @property
-    def shared_workers(self) -> int | None:
-        """Number of workers that all groups share; None if each has its own."""
-        shared = self.recipe.mutual.shared_workers
-        if shared is None or not self.recipe.ray:
-            return None
-        return self.cluster.devices if shared == "auto" else shared
-
-    @property
-    def devices(self) -> int:
-        """Devices that work at the same time."""
-        if not self.recipe.ray:
-            return 1
-        workers = sum(group.workers for group in self.recipe.groups)
-        return self.shared_workers or min(workers, self.cluster.devices)
-
-    @cached_property
-    def stages(self) -> list[list[Stage]]:
-        """Costs by phase, then by group: the start, then cross and bi of every cycle."""
-        phases = [Phase(number) for number in range(last_phase(self.recipe.mutual.cycles).number + 1)]
-        return [[self._stage(number, phase) for number in range(len(self.shapes))] for phase in phases]
-
-    def _seconds_of(self, stages: list[Stage]) -> float:
-        """Return the seconds of a phase: as long as its slowest group, and as all work on the devices that there are."""
-        if not self.recipe.ray:
-            return sum(stage.seconds for stage in stages)
-        work = sum(stage.seconds * stage.workers for stage in stages)
-        return max([work / self.devices, *(stage.seconds for stage in stages)])
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the run. A phase begins when all groups have ended the one before."""
-        return sum(map(self._seconds_of, self.stages))
-
-    @property
-    def idle(self) -> float:
-        """Fraction of the devices' time in which they wait for the slowest group of a phase."""
-        if not self.recipe.ray:
-            return 0.0
-        work = sum(stage.seconds * stage.workers for stages in self.stages for stage in stages)
-        return max(0.0, 1 - work / (self.devices * self.seconds))
-
-    @cached_property
-    def memories(self) -> dict[str, dict[Kind, WorkerMemory]]:
-        """Memory of a worker that trains a group's formulation, including the scorer process next to it."""
-        return {
-            group.name: {kind: self._memory(number, kind) for kind in KINDS}
-            for number, group in enumerate(self.recipe.groups)
-        }
-
-    @property
-    def driver_bytes(self) -> float:
-        """Host memory of the driver that grows with the pairs: it finds duplicates among them. Scorers and trainers map files."""
-        return _DRIVER_BYTES_PER_PAIR * self.pairs
-
-    @cached_property
-    def bytes_at_once(self) -> float:
-        """Memory of all workers that run at the same time, which one machine holds."""
-        needs = [max(held.total for held in kinds.values()) for kinds in self.memories.values()]
-        if self.shared_workers is not None:
-            return max(needs) * self.shared_workers
-        each = [group.workers * need for group, need in zip(self.recipe.groups, needs, strict=True)]
-        return sum(each) if self.recipe.ray else max(each)
-
-    def _stage(self, number: int, phase: Phase) -> Stage:
+    def part(self, number: int, kind: Kind) -> Part:
+        """Return the cost of a group in a phase that trains a formulation and scores all pairs with it."""
         recipe, group, machine = self.recipe, self.recipe.groups[number], self.cluster.machine
-        scoring = self._pass(number, phase.kind, self.pairs, False)
-        scored = scoring.batched_seconds(machine) / group.workers
-        if phase.number == 0:
-            return Stage(group.name, phase.name, group.workers, 0, 0.0, scored, scoring.flops, "scoring")
-        section = recipe.loop_of(group, phase.kind)
-        rows = self.pairs * (2 if phase.kind == "cross" and recipe.cross_of(group).both_orders else 1)
+        section, shape = recipe.loop_of(group, kind), self.shapes[number][kind]
+        rows = self.pairs * (2 if kind == "cross" and recipe.cross_of(group).both_orders else 1)
         steps = total_steps(section, max(1, rows // section.batch_size))
-        work = self._pass(number, phase.kind, section.batch_size / group.workers, True)
-        step = with_update(work.terms(machine), work.shape.parameters, self.cluster, group.workers, section)
-        flops, seconds = scoring.flops + steps * group.workers * work.flops, steps * step.seconds(machine.kind)
-        return Stage(group.name, phase.name, group.workers, steps, seconds, scored, flops, step.binding)
-
-    def _memory(self, number: int, kind: Kind) -> WorkerMemory:
-        group, machine = self.recipe.groups[number], self.cluster.machine
-        section = self.recipe.loop_of(group, kind)
         work = self._pass(number, kind, section.batch_size / group.workers, True)
-        scorer = 4.0 * work.shape.parameters + (PROCESS if machine.kind == "cpu" else 0.0)
-        activations = work.saved_bytes(machine.kind)
-        return WorkerMemory.of(work.shape.parameters, section.zero_stage, group.workers, scorer, activations)
+        step = step_terms([work], shape.parameters, self.cluster, group.workers, section)
+        scored = self._pass(number, kind, self.pairs, False).batched_seconds(machine) / group.workers
+        scorer = 4.0 * shape.parameters + (PROCESS if machine.kind == "cpu" else 0.0)
+        saved = work.saved_bytes(machine.kind)
+        memory = sum(worker_memory(shape.parameters, section.zero_stage, group.workers, scorer, saved).values())
+        training = steps * step.seconds(machine.kind)
+        path = recipe.loop_path(group, kind)
+        return Part(group.name, path, kind, group.workers, steps, training, scored, memory, step.binding)
 
     def _pass(self, number: int, kind: Kind, pairs: float, training: bool) -> Pass:
         """Return a pass over pairs: a bi-encoder encodes each sentence, a cross-encoder both as one text."""
@@ -167,32 +98,88 @@ class MutualPlan:
         precision = self.recipe.loop_of(group, kind).precision if training else self.recipe.mutual.precision
         return Pass(shape, 2 * pairs if kind == "bi" else pairs, length, training, precision)
 
-    @property
-    def described(self) -> dict[str, Any]:
-        """The costs as a JSON object."""
-        return {
-            "recipe": self.recipe.name,
-            "cluster": self.cluster.spec,
-            "machine": self.cluster.machine.name,
-            "constants": self.cluster.machine.source,
-            "pairs": self.pairs,
-            "lengths": self.lengths.source,
-            "shared_workers": self.shared_workers,
-            "seconds": self.seconds,
-            "idle": self.idle,
-            "phases": [[{**vars(stage), "seconds": stage.seconds} for stage in stages] for stages in self.stages],
-            "memory": {
-                name: {kind: memory.described for kind, memory in kinds.items()}
-                for name, kinds in self.memories.items()
-            },
-            "driver_memory": self.driver_bytes,
-        }
+
+def plan_groups(recipe: MutualRecipe, cluster: Cluster, rows: int | None) -> Estimate:
+    """Estimate the cost of all groups over all cycles on a cluster; `rows` are the pairs, None for those of the recipe."""
+    plan = _Groups.of(recipe, cluster, rows)
+    recipe, machine, groups = plan.recipe, cluster.machine, range(len(plan.shapes))
+    parts = {kind: [plan.part(number, kind) for number in groups] for kind in KINDS}
+    shared = recipe.mutual.shared_workers if recipe.ray else None
+    shared = cluster.devices if shared == "auto" else shared
+    devices, how = 1, "one after the other"
+    if recipe.ray:
+        devices = shared or min(sum(group.workers for group in recipe.groups), cluster.devices)
+        how = (
+            f"{'in parallel ' if shared is None else ''}on {devices} {'device' if shared is None else 'shared worker'}"
+        )
+        how += "s" * (devices != 1)
+
+    def cost(kind: Kind, trains: bool = True) -> tuple[float, float]:
+        """Return the seconds of a phase, and those that its devices work: it ends with its slowest group."""
+        each = [part.scoring + (part.training if trains else 0.0) for part in parts[kind]]
+        if not recipe.ray:
+            return sum(each), sum(each)
+        work = sum(seconds * part.workers for seconds, part in zip(each, parts[kind], strict=True)) / devices
+        return max(work, *each), work
+
+    # The start scores with the bi-encoders; each cycle then trains and scores both.
+    phases = [cost("bi", trains=False), *recipe.mutual.cycles * [cost("cross"), cost("bi")]]
+    seconds = sum(spent for spent, _ in phases)
+    idle = max(0.0, 1 - sum(work for _, work in phases) / seconds)
+    problems = _find_problems(plan, [part for kind in KINDS for part in parts[kind]], shared)
+    lines = [
+        f"{recipe.name} on {cluster.spec}: {describe_cluster(cluster)}",
+        f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else span(seconds)}",
+        "",
+        f"{plan.pairs:,} pairs, {recipe.mutual.cycles} cycles, {len(groups)} groups {how}; in a cycle:",
+        f"{'group':<12}{'phase':<8}{'steps':>8}{'training':>12}{'scoring':>12}{'memory':>11}   binds",
+        *(
+            f"{part.group:<12}{part.kind:<8}{part.steps:>8,}{span(part.training):>12}{span(part.scoring):>12}"
+            f"{size_text(part.memory):>11}   {part.binding}"
+            for kind in ("cross", "bi")
+            for part in parts[kind]
+        ),
+        "",
+        *([f"idle       {idle:.0%} of the devices' time: a phase ends with its slowest group"] if recipe.ray else []),
+        f"assumes    {ESTIMATE}",
+        f"assumes    {machine.name}: rates of {machine.source}",
+        f"assumes    {plan.lengths.source}",
+        f"assumes    {NOT_COUNTED}; mining and dev scores",
+        *(f"IMPOSSIBLE {problem}" for problem in problems),
+    ]
+    described = {
+        "recipe": recipe.name,
+        "cluster": cluster.spec,
+        "pairs": plan.pairs,
+        "shared_workers": shared,
+        "seconds": seconds,
+        "idle": idle,
+        "phases": [part._asdict() for kind in KINDS for part in parts[kind]],
+        "problems": problems,
+    }
+    return Estimate(lines, described, problems)
 
 
-def _shapes(section: GroupSection, cross_start: str) -> dict[Kind, Shape]:
-    """Read the shapes of a group's bi-encoder and of its cross-encoder, which reads the first token of `cross_start`."""
-    cross = section.model_copy(update={"backbone": cross_start, "pooling": "cls"})
-    return {"bi": read_shape(section), "cross": read_shape(cross)}
+def _find_problems(plan: _Groups, parts: Sequence[Part], shared: int | None) -> Sequence[str]:
+    """Return why a plan cannot run, each with settings that fix it."""
+    recipe, cluster = plan.recipe, plan.cluster
+    found = [
+        f"group {part.group} needs {gib(part.memory)} for its {part.kind}-encoder, more than {cluster.machine.name} has; "
+        f"lower {part.path}.batch_size, or raise workers of the group"
+        for part in parts
+        if part.memory > FITS * cluster.machine.memory
+    ]
+    gpus = sum(g.workers * (1.0 if g.gpus_per_worker is None else g.gpus_per_worker) for g in recipe.groups)
+    if cluster.machine.kind == "gpu" and recipe.ray and shared is None and gpus > cluster.devices:
+        found.append(
+            f"the groups' workers need {gpus:g} GPUs, and {cluster.spec} has {cluster.devices}; write "
+            "mutual.shared_workers: auto, with which groups take turns, or set groups.N.gpus_per_worker"
+        )
+    largest = max(recipe.groups, key=lambda group: recipe.bi_of(group).batch_size)
+    if plan.pairs < recipe.bi_of(largest).batch_size:
+        key = f"{recipe.loop_path(largest, 'bi')}.batch_size"
+        found.append(f"{plan.pairs:,} pairs are fewer than one batch; lower {key}, or give more pairs")
+    return found
 
 
 def _count_pairs(recipe: MutualRecipe) -> int | None:

@@ -7,8 +7,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distcse.devices import host
 from distcse.devices.device import DeviceSpeed, local_speed
@@ -16,20 +17,18 @@ from distcse.errors import ArgumentError
 from distcse.events import DevScore, Event, Listener, StageProgress, StepReport
 from distcse.planning.costs import Measured, StudentPlan
 from distcse.planning.machines import GPUS, Cluster, Form, this_machine
-from distcse.planning.mutual import MutualPlan
+from distcse.planning.mutual import plan_groups
 from distcse.planning.sizes import read_lengths
 from distcse.planning.text import (
+    Estimate,
+    described_student,
     ms,
-    mutual_lines,
-    mutual_problems,
-    scaling_lines,
+    scaling,
     span,
-    student_advice,
     student_lines,
     student_problems,
 )
 from distcse.preflight.precision import decide_precisions
-from distcse.preflight.warnings import SettingsWarning
 from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe, StudentSection, with_values
 from distcse.runs.experiment import experiment_of
 
@@ -38,63 +37,50 @@ _ROWS = 512
 """Least rows of the sample."""
 
 
-class Estimate(NamedTuple):
-    """The cost of a recipe on a cluster."""
+def plan(
+    recipe: BaseRecipe,
+    cluster: Cluster,
+    rows: int | None = None,
+    device_counts: Sequence[int] = (),
+    measured: Measured | None = None,
+) -> Estimate:
+    """Plan a recipe.
 
-    lines: Sequence[str]
-    """Lines for the terminal."""
-    described: dict[str, Any]
-    """The same for programs."""
-    problems: Sequence[str]
-    """Why the run would fail; empty if it fits."""
-    warnings: Sequence[SettingsWarning] = ()
+    Args:
+        recipe: The recipe.
+        cluster: Where it would run.
+        rows: Sentences or pairs; None for those of the recipe's text.
+        device_counts: Numbers of devices for a table of how a student's run scales.
+        measured: Figures of a short run of a student.
 
-
-class Question(NamedTuple):
-    """What a plan is made for."""
-
-    cluster: Cluster
-    rows: int | None = None
-    """Sentences or pairs; None for those of the recipe's text."""
-    device_counts: Sequence[int] = ()
-    """Numbers of devices for a table of how the run scales."""
-    measured: Measured | None = None
-    """Figures of a short run."""
-
-
-def plan_student(recipe: Recipe, asked: Question) -> Estimate:
-    """Plan the training of one student."""
-    lengths = read_lengths(recipe.corpus, recipe.student, asked.rows)
-    plan = StudentPlan.of(recipe, lengths, asked.cluster, asked.measured)
-    estimate, scaled = _estimate(plan), plan.scaling(list(asked.device_counts))
-    lines = scaling_lines(scaled, asked.cluster.machine.name) if scaled else []
-    return Estimate([*estimate.lines, *lines], {**estimate.described, "scaling": scaled}, estimate.problems)
+    Raises:
+        ArgumentError: There is no plan for its kind of run, or none for several numbers of devices.
+    """
+    if type(recipe) is Recipe:
+        plan = StudentPlan.of(recipe, read_lengths(recipe.corpus, recipe.student, rows), cluster, measured)
+        estimate, (scaled, lines) = _estimate(plan), scaling(plan, device_counts)
+        return Estimate([*estimate.lines, *lines], {**estimate.described, "scaling": scaled}, estimate.problems)
+    if device_counts:
+        raise ArgumentError("--gpus is for a student's recipe; leave it out, or plan one student by itself")
+    if isinstance(recipe, FamilyRecipe):
+        return _plan_family(recipe, cluster, rows)
+    if not isinstance(recipe, MutualRecipe):
+        name = experiment_of(recipe).name
+        raise ArgumentError(f"there is no planner for {name}; run it on a small part of its data, and measure")
+    return plan_groups(recipe, cluster, rows)
 
 
 def _estimate(plan: StudentPlan) -> Estimate:
     problems = student_problems(plan)
-    described = {**plan.described, "problems": problems, "advice": student_advice(plan)}
-    return Estimate(student_lines(plan, problems), described, problems)
+    return Estimate(student_lines(plan, problems), described_student(plan, problems), problems)
 
 
-def plan_mutual(recipe: MutualRecipe, asked: Question) -> Estimate:
-    """Plan the training of a mutual distillation's groups."""
-    if asked.device_counts:
-        raise ArgumentError("--gpus is for a student's recipe; groups divide a cluster by groups.N.workers")
-    plan = MutualPlan.of(recipe, asked.cluster, asked.rows)
-    problems = mutual_problems(plan)
-    return Estimate(mutual_lines(plan, problems), {**plan.described, "problems": problems}, problems)
-
-
-def plan_family(recipe: FamilyRecipe, asked: Question) -> Estimate:
+def _plan_family(recipe: FamilyRecipe, cluster: Cluster, rows: int | None) -> Estimate:
     """Plan the training of a family's students, one after the other or side by side on GPUs.
 
     Which layers a student has does not change its cost.
     """
-    if asked.device_counts:
-        raise ArgumentError("--gpus is for a student's recipe; leave out family to see how one student scales")
-    cluster, lengths = asked.cluster, read_lengths(recipe.corpus, recipe.student, asked.rows)
-    plans = {}
+    lengths, plans = read_lengths(recipe.corpus, recipe.student, rows), {}
     for member in recipe.largest_first:
         student = recipe.student_recipe(member.model_copy(update={"layers": list(range(member.depth))}))
         plans[member.label] = StudentPlan.of(student, lengths, cluster)
@@ -105,53 +91,30 @@ def plan_family(recipe: FamilyRecipe, asked: Question) -> Estimate:
     if has_gpus and recipe.is_for_one_process and recipe.gpus_of_a_student == 1:
         at_once = min(len(plans), cluster.devices)
     if at_once > 1:
-        plans = {name: plan.on_one_device(others=at_once - 1) for name, plan in plans.items()}
+        plans = {name: replace(plan, workers=1, others=at_once - 1) for name, plan in plans.items()}
     first, ends = next(iter(plans.values())), [0.0] * at_once
     for plan in plans.values():  # each begins where one has ended first
         heapq.heapreplace(ends, ends[0] + plan.training_seconds)
     seconds = first.seconds - first.training_seconds + max(ends)
     how = "one after the other" if at_once == 1 else f"side by side on {at_once} GPUs"
+    static = [member.label for member in recipe.static_members]
     lines = [
         f"family     {len(plans)} students {how}, {span(seconds)} in all; the text is read and embedded once",
         f"{'student':<20}{'training':>12}{'step':>12}   parameters",
-    ]
-    lines += [
-        f"{name:<20}{span(plan.training_seconds):>12}{ms(plan.step_seconds):>12}   {plan.student.parameters / 1e6:.1f} M"
-        for name, plan in plans.items()
-    ]
-    static = [member.label for member in recipe.static_members]
-    lines += [
-        f"{name:<20}{'not counted':>12}{'':>12}   one vector per token; trained last, on the same targets"
-        for name in static
+        *(
+            f"{name:<20}{span(plan.training_seconds):>12}{ms(plan.step_seconds):>12}   {plan.student.parameters / 1e6:.1f} M"
+            for name, plan in plans.items()
+        ),
+        *(
+            f"{name:<20}{'not counted':>12}{'':>12}   one vector per token; trained last, on the same targets"
+            for name in static
+        ),
     ]
     estimates = {name: _estimate(plan) for name, plan in plans.items()}
-    described = {
-        name: {**estimate.described, "training_seconds": plans[name].training_seconds}
-        for name, estimate in estimates.items()
-    }
+    described = {name: estimate.described for name, estimate in estimates.items()}
     problems = [f"{name}: {problem}" for name, estimate in estimates.items() for problem in estimate.problems]
     found = {"students": described, "static": static, "side_by_side": at_once, "seconds": seconds}
     return Estimate([*lines, "", *next(iter(estimates.values())).lines], found, problems)
-
-
-PLANNERS: dict[type[BaseRecipe], Callable[[Any, Question], Estimate]] = {
-    Recipe: plan_student,
-    MutualRecipe: plan_mutual,
-    FamilyRecipe: plan_family,
-}
-"""The function that plans each class of recipes."""
-
-
-def plan(recipe: BaseRecipe, asked: Question) -> Estimate:
-    """Plan a recipe.
-
-    Raises:
-        ArgumentError: There is no planner for its kind of run.
-    """
-    if (planner := PLANNERS.get(type(recipe))) is None:
-        name = experiment_of(recipe).name
-        raise ArgumentError(f"there is no planner for {name}; run it on a small part of its data, and measure")
-    return planner(recipe, asked)
 
 
 def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> Cluster:

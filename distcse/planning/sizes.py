@@ -5,10 +5,8 @@ No weights are read or downloaded. Lengths are measured on a sample of the text,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,20 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from distcse.errors import DistcseError, EncoderError, ModelFormatError
-from distcse.model_source import is_hub_id
+from distcse.errors import DistcseError, ModelFormatError
+from distcse.model_source import CONFIG_FILE, is_hub_id
 from distcse.models import Encoder, resolve_model
 from distcse.models.files import has_any_weights
-from distcse.models.folder import ModelFolder, has_tokenizer, model_class, open_model
+from distcse.models.folder import ModelFolder, find_local_model, has_tokenizer, model_class, open_model
 from distcse.models.loading import embedding_shape, has_dropout, refuse_unpooled_prompt
 from distcse.models.pooling import Dense, Normalize
-from distcse.models.st_format import Layout, backbone_folder, read_layout
-from distcse.models.student import factorize_embeddings, keep_layers, layers_of
+from distcse.models.st_format import Layout, read_layout
+from distcse.models.student import depth_of, factorize_embeddings, keep_layers
 from distcse.models.texts import SENTENCE, is_template
 from distcse.recipe import CorpusSection, EncoderSection, StudentSection, TrainedSection
 from distcse.text import source_rows
 
-_FILES = ["config.json"]
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
 _PUBLISHED: dict[str, tuple[str, dict[str, int]]] = {
@@ -81,59 +78,68 @@ def read_shape(section: EncoderSection) -> Shape:
         ModelFormatError: The config.json is not that of an encoder.
         EncoderError: A folder with weights would not load, or the prompt would not be pooled.
     """
-    folder = folder_of(section.backbone, section.trust_remote_code)
-    if folder is not None and not is_hub_id(section.backbone) and has_any_weights(folder):
+    from transformers import AutoConfig
+
+    name, trusts_code, source, layout = section.backbone, section.trust_remote_code, CONFIG_FILE, Layout()
+    folder = find_local_model(name, trusts_code, [CONFIG_FILE])
+    if folder is not None and not is_hub_id(name) and has_any_weights(folder):
         # A hub model's tokenizer may be downloaded later, by the run.
-        opened = open_model(section.backbone, section.trust_remote_code)
+        opened = open_model(name, trusts_code)
         opened.load_tokenizer()  # first: where config.json is missing too, this error says more
         opened.supported_config()
-    config, source = _config_of(section.backbone, section.trust_remote_code)
-    layout = read_layout(folder) if folder else Layout()
-    refuse_unpooled_prompt(section.backbone, layout, section.prompt)
+    if folder is None and is_hub_id(name) and (known := [part for part in _PUBLISHED if part in name.lower()]):
+        family, sizes = _PUBLISHED[known[0]]
+        source = "the sizes published for its name, config.json not read"
+        config: Any = AutoConfig.for_model(family, **sizes)
+    else:
+        folder = folder or resolve_model(name, trusts_code, [CONFIG_FILE])
+        config, layout = ModelFolder.read(folder, trusts_code).load_config(), read_layout(folder)
+    refuse_unpooled_prompt(name, layout, section.prompt)
     try:
         encoder = _build(section, config, layout)
     except (ValueError, KeyError, ImportError) as error:
-        raise ModelFormatError(f"{section.backbone} is not an encoder: {' '.join(str(error).split())[:300]}") from error
+        raise ModelFormatError(f"{name} is not an encoder: {' '.join(str(error).split())[:300]}") from error
     backbone: Any = encoder.backbone
-    matrices, pooler = _layer_matrices(backbone), getattr(backbone, "pooler", None)
-    frozen = sum(parameter.numel() for parameter in pooler.parameters()) if pooler is not None else 0
+    pooler = getattr(backbone, "pooler", None)
+    frozen = sum(weight.numel() for weight in pooler.parameters()) if pooler is not None else 0
     return Shape(
-        name=section.backbone,
+        name=name,
         source=source,
-        layers=len(matrices),
+        layers=depth_of(backbone),
         width=encoder.width,
         dimension=encoder.dimension,
         vocabulary=embedding_shape(backbone)[0],
-        parameters=sum(parameter.numel() for parameter in encoder.parameters()) - frozen,
+        parameters=sum(weight.numel() for weight in encoder.parameters()) - frozen,
         frozen_parameters=frozen,
-        matrices=sum(matrices),
+        matrices=_count_matrices(backbone),
         has_dropout=has_dropout(backbone.config),
     )
 
 
-def _layer_matrices(backbone: Any) -> list[int]:
-    """Return the parameters of each layer's linear maps, in the order of the forward pass."""
-    groups = getattr(getattr(backbone, "encoder", None), "albert_layer_groups", None)
-    if groups is None:
-        return [_count_matrices(layer) for layer in layers_of(backbone)]
-    depth = backbone.config.num_hidden_layers  # ALBERT applies one group of layers again and again
-    repeated = [groups[number * len(groups) // depth] for number in range(depth)]
-    first, *rest = [_count_matrices(layer) for group in repeated for layer in group.albert_layers]
-    return [first + _count_matrices(backbone.encoder.embedding_hidden_mapping_in), *rest]
-
-
-def _count_matrices(part: nn.Module) -> int:
-    return sum(weight.numel() for weight in part.parameters() if weight.dim() > 1)
+def _count_matrices(backbone: Any) -> int:
+    parts = {name: part for name, part in backbone.named_modules() if not name.startswith("pooler")}
+    embeddings = {id(part.weight) for part in parts.values() if isinstance(part, nn.Embedding)}
+    # ALBERT applies each group of layers several times, and its map of embeddings once.
+    times = backbone.config.num_hidden_layers // getattr(backbone.config, "num_hidden_groups", depth_of(backbone))
+    return sum(
+        weight.numel() * (1 if "embedding" in name else times)
+        for name, part in parts.items()
+        for weight in part.parameters(recurse=False)
+        if weight.dim() > 1 and id(weight) not in embeddings
+    )
 
 
 def _build(section: EncoderSection, config: Any, layout: Layout) -> Encoder:
     """Build the product's own encoder on the meta device, without its tokenizer."""
+    layers = section.named_layers if isinstance(section, TrainedSection) else None
+    if isinstance(section, StudentSection) and section.num_layers is not None:
+        layers = list(range(section.num_layers))
     with torch.device("meta"):
         # Every family has eager attention.
         backbone = model_class(config).from_config(
             config, attn_implementation="eager", trust_remote_code=section.trust_remote_code
         )
-        if (layers := _chosen_layers(section)) is not None:
+        if layers is not None:
             keep_layers(backbone, layers)
         if isinstance(section, StudentSection) and section.embedding_size is not None:
             backbone = factorize_embeddings(backbone, section.embedding_size)
@@ -144,41 +150,10 @@ def _build(section: EncoderSection, config: Any, layout: Layout) -> Encoder:
     return encoder
 
 
-def folder_of(name: str, trust_remote_code: bool = False) -> Path | None:
-    """Return the local folder with a model's config.json; None if the model would have to be downloaded."""
-    try:
-        return resolve_model(name, trust_remote_code, _FILES, only_local=True)
-    except EncoderError:
-        return None
-
-
-def _config_of(name: str, trust_remote_code: bool) -> tuple[Any, str]:
-    from transformers import AutoConfig
-
-    folder = folder_of(name, trust_remote_code)
-    if folder is None and not (Path(name).expanduser().is_absolute() or name.startswith((".", "package:"))):
-        for part, (family, sizes) in _PUBLISHED.items():
-            if part in name.lower():
-                return AutoConfig.for_model(family, **sizes), "the sizes published for its name, config.json not read"
-    if folder is None:
-        folder = resolve_model(name, trust_remote_code, _FILES)
-    return ModelFolder.read(folder, trust_remote_code).load_config(), "config.json"
-
-
-def _chosen_layers(section: EncoderSection) -> Sequence[int] | None:
-    if not isinstance(section, TrainedSection) or section.layers is None:
-        return None
-    if isinstance(section, StudentSection) and section.num_layers is not None:
-        return range(section.num_layers)
-    return section.named_layers
-
-
 ASSUMED_ROWS = 1_000_000
 _SAMPLE = 2000
+_SAMPLED_FROM = 20_000
 _READ_AT_MOST = 5_000_000
-_THIN = 20_000
-"""Sentences held while reading; at this many, every other one is dropped."""
-
 # A log-normal with the median (28) and mean (30.5) of 100,000 Wikipedia sentences in BERT's WordPiece tokens.
 _MEDIAN, _SPREAD = 28.0, 0.415
 _BYTES_PER_TOKEN = 4.3
@@ -241,39 +216,37 @@ def read_lengths(corpus: CorpusSection, encoder: EncoderSection, rows: int | Non
 
 def assumed_lengths(rows: int, why: str) -> Lengths:
     """Return the lengths of Wikipedia's sentences, for a corpus that is not read; `why` states the reason."""
+    from scipy.stats import norm
+
+    quantiles = norm.ppf((np.arange(_SAMPLE) + 0.5) / _SAMPLE)
+    tokens = np.maximum(3, np.rint(_MEDIAN * np.exp(_SPREAD * quantiles))).astype(np.int64)
     source = f"lengths assumed: those of Wikipedia's sentences (median {_MEDIAN:g} tokens), as {why}"
-    return Lengths(_assumed(), rows, source, _MEDIAN * np.exp(_SPREAD**2 / 2) * _BYTES_PER_TOKEN)
+    return Lengths(tokens, rows, source, _MEDIAN * np.exp(_SPREAD**2 / 2) * _BYTES_PER_TOKEN)
 
 
 def _sample(corpus: CorpusSection) -> tuple[list[str], int | None, str]:
-    """Return sentences spread over the corpus, the number of rows, and why anything was not read."""
+    """Return sentences of the corpus, the number of rows, and why anything was not read."""
     if corpus.path is None:
         why = "the recipe names no text" if corpus.dataset is None else f"data set {corpus.dataset} is not opened"
         return [], corpus.limit if corpus.dataset is not None else None, why
-    sampled, count, thin = [], 0, 1
     limit = min(corpus.limit or _READ_AT_MOST, _READ_AT_MOST)
     try:
-        for text in islice((row for row in source_rows(corpus) if row is not None), limit):
-            if count % thin == 0:
-                sampled.append(text)
-            if len(sampled) == _THIN:
-                sampled, thin = sampled[::2], 2 * thin
-            count += 1
+        rows = (row for row in source_rows(corpus) if row is not None)
+        texts = list(islice(rows, min(limit, _SAMPLED_FROM)))
+        count = len(texts) + sum(1 for _ in islice(rows, limit - len(texts)))
     except DistcseError as error:
         return [], None, f"the text cannot be read ({error})"
-    chosen = np.random.default_rng(0).permutation(len(sampled))[:_SAMPLE]
+    chosen = np.random.default_rng(0).permutation(len(texts))[:_SAMPLE]
     more = count == _READ_AT_MOST and corpus.limit != _READ_AT_MOST
     why = f"read up to row {count:,}: give --corpus-rows if there are more" if more else ""
-    return [sampled[index] for index in chosen], count, why
+    return [texts[index] for index in chosen], count, why
 
 
 def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64], str]:
     """Return (n,) lengths and the method: the encoder's tokenizer, or bytes if it is not local."""
-    folder = folder_of(encoder.backbone, encoder.trust_remote_code)
-    if folder is not None and has_tokenizer(backbone_folder(folder)):
-        from distcse.models.folder import ModelFolder
-
-        opened = ModelFolder.read(folder, encoder.trust_remote_code)
+    folder = find_local_model(encoder.backbone, encoder.trust_remote_code, [CONFIG_FILE])
+    opened = None if folder is None else ModelFolder.read(folder, encoder.trust_remote_code)
+    if opened is not None and has_tokenizer(opened.backbone):
         prompt = encoder.prompt or opened.layout.prompt
         template = prompt if is_template(prompt) else prompt + SENTENCE
         prompted = [template.replace(SENTENCE, text) for text in texts]
@@ -281,11 +254,3 @@ def _tokens(texts: list[str], encoder: EncoderSection) -> tuple[NDArray[np.int64
         return np.array([len(row) for row in ids["input_ids"]], dtype=np.int64), "by the student's tokenizer"
     by_bytes = [2 + len(text.encode()) / _BYTES_PER_TOKEN for text in texts]
     return np.array(by_bytes).round().astype(np.int64), f"by their bytes, {_BYTES_PER_TOKEN:g} a token (assumed)"
-
-
-def _assumed() -> NDArray[np.int64]:
-    """Return 2,000 quantiles of the assumed distribution."""
-    from scipy.stats import norm
-
-    shares = (np.arange(_SAMPLE) + 0.5) / _SAMPLE
-    return np.asarray(np.maximum(3, np.rint(_MEDIAN * np.exp(_SPREAD * norm.ppf(shares)))), dtype=np.int64)

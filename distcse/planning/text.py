@@ -1,14 +1,30 @@
-"""A plan in words: its lines on the terminal, why it cannot run, and settings that would cost less."""
+"""A student's plan in words: its lines on the terminal, why it cannot run, and settings that would cost less."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from distcse.checks import gib
-from distcse.planning.costs import FITS, STAGES, StudentPlan, Teacher
+from distcse.planning.costs import FITS, StudentPlan, Teacher, largest_divisor
 from distcse.planning.machines import Cluster
-from distcse.planning.mutual import MutualPlan
 from distcse.planning.sizes import Shape
+from distcse.preflight.warnings import SettingsWarning
+
+
+class Estimate(NamedTuple):
+    """The cost of a recipe on a cluster."""
+
+    lines: Sequence[str]
+    """Lines for the terminal."""
+    described: dict[str, Any]
+    """The same for programs."""
+    problems: Sequence[str]
+    """Why the run would fail; empty if it fits."""
+    warnings: Sequence[SettingsWarning] = ()
+
 
 ESTIMATE = (
     "estimates of a few formulas, within a factor of two of recorded runs; for better ones on this machine: --measure"
@@ -18,23 +34,23 @@ NOT_COUNTED = "not counted: start of Ray and imports, downloads, the final evalu
 
 def student_lines(plan: StudentPlan, problems: list[str]) -> list[str]:
     """Return a student's plan as lines, the shortest answer first: whether it can be done, how long it takes, what it holds."""
-    machine, training, step = plan.cluster.machine, plan.recipe.training, plan.step
+    machine, training, step, needed = plan.cluster.machine, plan.recipe.training, plan.step, sum(plan.memory.values())
     mean, padded = plan.lengths.mean(plan.recipe.student.max_length), plan.padded(plan.batch / plan.workers)
-    held = f"{size_text(plan.memory.total)} of {size_text(machine.memory)} per worker"
+    held = f"{size_text(needed)} of {size_text(machine.memory)} per worker"
     short = f"{span(plan.seconds)}, {held}, {size_text(plan.disk_bytes)} of cache; bound by {step.binding}"
-    parts = ", ".join(f"{name} {size_text(size)}" for name, size in vars(plan.memory).items() if name != "stage")
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in plan.memory.items())
     tables = ", ".join(f"{name} {size_text(size)}" for name, size in plan.tables.items()) or "none"
     shapes = [plan.student, *(teacher.shape for teacher in plan.teachers if teacher.shape), *plan.models]
     sources = dict.fromkeys(
         f"assumes    shape of {shape.name} from {shape.source}" for shape in shapes if shape.source != "config.json"
     )
     return [
-        f"{plan.recipe.name} on {plan.cluster.spec}: {_describe_cluster(plan.cluster)}",
+        f"{plan.recipe.name} on {plan.cluster.spec}: {describe_cluster(plan.cluster)}",
         f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else short}",
         "",
         f"student    {_describe_shape(plan.student)}; {plan.trained / 1e6:.1f} M are trained",
         *(f"teacher {n}  {_describe_teacher(teacher)}" for n, teacher in enumerate(plan.teachers)),
-        f"text       {plan.rows:,} sentences; {mean:.1f} tokens on average, padded to {padded:.1f}",
+        f"text       {plan.lengths.rows:,} sentences; {mean:.1f} tokens on average, padded to {padded:.1f}",
         f"steps      {plan.steps:,} of {plan.batch} sentences on {plan.workers:,} worker{'s' if plan.workers > 1 else ''}, "
         f"{'two views' if plan.has_dropout else 'one pass for both views'}, {training.precision}, ZeRO {training.zero_stage}",
         "",
@@ -51,7 +67,7 @@ def student_lines(plan: StudentPlan, problems: list[str]) -> list[str]:
         f"{ms(step.waiting)}",
         f"binds      {step.binding}",
         f"tables     {tables}; total cache {size_text(plan.disk_bytes)}",
-        f"memory     {size_text(plan.memory.total)} per worker, of {size_text(machine.memory)}: {parts}",
+        f"memory     {size_text(needed)} per worker, of {size_text(machine.memory)}: {parts}",
         f"host       {size_text(plan.host_bytes)} per worker for row order and checkpoints, of "
         f"{size_text(machine.host_memory)}",
         "",
@@ -65,60 +81,63 @@ def student_lines(plan: StudentPlan, problems: list[str]) -> list[str]:
     ]
 
 
-def scaling_lines(rows: list[dict[str, Any]], machine: str) -> list[str]:
-    """Return the cost of the same run on different numbers of devices as lines."""
+def described_student(plan: StudentPlan, problems: list[str]) -> dict[str, Any]:
+    """Return a student's plan as a JSON object, in seconds, bytes and FLOPs."""
+    stage = plan.recipe.training.zero_stage
+    return {
+        "recipe": plan.recipe.name,
+        "cluster": plan.cluster.spec,
+        "machine": plan.cluster.machine.name,
+        "measured": plan.measured is not None,
+        "workers": plan.workers,
+        "batch": plan.batch,
+        "rows": plan.lengths.rows,
+        "lengths": plan.lengths.source,
+        "steps": plan.steps,
+        "parameters": {"student": plan.student.parameters, "trained": plan.trained},
+        "phases": [phase._asdict() for phase in plan.phases],
+        "seconds": plan.seconds,
+        "training_seconds": plan.training_seconds,
+        "step": {"seconds": plan.step_seconds, "binding": plan.step.binding, **vars(plan.step)},
+        "tables": plan.tables,
+        "disk": plan.disk_bytes,
+        "memory": {"stage": stage, **plan.memory, "total": sum(plan.memory.values())},
+        "host_memory": plan.host_bytes,
+        "problems": problems,
+        "advice": student_advice(plan),
+    }
+
+
+def scaling(plan: StudentPlan, counts: Sequence[int]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the cost on numbers of devices, with the recipe's batch over them and with that batch on each, and as lines."""
+    kind, found = plan.cluster.machine.kind, []
     lines = [
         "",
-        f"on more of {machine} (left: the recipe's batch over the workers, right: the recipe's batch on each of them)",
+        f"on more of {plan.cluster.machine.name} (left: the recipe's batch over the workers, "
+        "right: the recipe's batch on each of them)",
         f"{'devices':>8}{'teachers':>12}{'train':>7}{'step':>10}{'effic.':>8}{'student':>12} |"
         f"{'batch':>9}{'step':>10}{'effic.':>8}{'memory':>11}  binds",
     ]
-    for row in rows:
-        strong, weak = row["strong"], row["weak"]
-        lines.append(
-            f"{row['devices']:>8,}{span(row['teachers']):>12}{strong['workers']:>7,}{ms(strong['seconds']):>10}"
-            f"{strong['efficiency']:>8.0%}{span(row['student']):>12} |{weak['batch']:>9,}{ms(weak['seconds']):>10}"
-            f"{weak['efficiency']:>8.0%}{size_text(weak['memory']):>11}  {weak['binding']}"
+    alone = plan.step_on(1, plan.batch, plan.cluster).seconds(kind)
+    for count in counts:
+        cluster = replace(plan.cluster, nodes=math.ceil(count / plan.cluster.per_node))
+        workers, batch = largest_divisor(plan.batch, count), plan.batch * count
+        grown = plan.step_on(count, batch, cluster)
+        strong, weak = plan.step_on(workers, plan.batch, cluster).seconds(kind), grown.seconds(kind)
+        teachers = sum(plan.embedding(number, count).seconds for number in range(len(plan.teachers)))
+        student, memory = (
+            plan.steps * strong,
+            sum(plan.memory_of(count, batch, plan.recipe.training.zero_stage).values()),
         )
-    return lines
-
-
-def mutual_lines(plan: MutualPlan, problems: list[str]) -> list[str]:
-    """Return a mutual distillation's plan as lines."""
-    recipe, devices, machine = plan.recipe, plan.devices, plan.cluster.machine
-    how = f"in parallel on {devices} device{'s' * (devices != 1)}" if recipe.ray else "one after the other"
-    if plan.shared_workers is not None:
-        how = f"on {devices} shared worker{'s' * (devices != 1)}"
-    idle = f"idle       {plan.idle:.0%} of the devices' time: a phase ends with its slowest group"
-    return [
-        f"{recipe.name} on {plan.cluster.spec}: {_describe_cluster(plan.cluster)}",
-        f"in short   {f'IMPOSSIBLE: {problems[0]}' if problems else span(plan.seconds)}",
-        "",
-        f"{plan.pairs:,} pairs, {recipe.mutual.cycles} cycles, {len(plan.shapes)} groups {how}",
-        "",
-        f"{'phase':<16}{'group':<12}{'steps':>8}{'training':>12}{'scoring':>12}{'PFLOP':>10}   binds",
-        *(
-            f"{stage.phase:<16}{stage.group:<12}{stage.steps:>8,}{span(stage.training):>12}{span(stage.scoring):>12}"
-            f"{stage.flops / 1e15:>10,.3g}   {stage.binding}"
-            for stages in plan.stages
-            for stage in stages
-        ),
-        f"{'all':<16}{'':<12}{'':>8}{span(plan.seconds):>12}",
-        "",
-        *([idle] if recipe.ray else []),
-        *(
-            f"memory     {name}: {', '.join(f'{kind} {size_text(held.total)}' for kind, held in sorted(kinds.items()))} "
-            "per worker, including its scorer"
-            for name, kinds in plan.memories.items()
-        ),
-        f"host       {size_text(plan.driver_bytes)} in the driver for the pairs, of {size_text(machine.host_memory)}",
-        "",
-        f"assumes    {ESTIMATE}",
-        f"assumes    {machine.name}: rates of {machine.source}",
-        f"assumes    {plan.lengths.source}",
-        f"assumes    {NOT_COUNTED}; mining and dev scores",
-        *(f"IMPOSSIBLE {problem}" for problem in problems),
-    ]
+        shares = {"strong": alone / strong / workers, "weak": alone / weak}
+        found.append(
+            {"devices": count, "teachers": teachers, "student": student, "memory": memory, "efficiency": shares}
+        )
+        lines.append(
+            f"{count:>8,}{span(teachers):>12}{workers:>7,}{ms(strong):>10}{shares['strong']:>8.0%}{span(student):>12} |"
+            f"{batch:>9,}{ms(weak):>10}{shares['weak']:>8.0%}{size_text(memory):>11}  {grown.binding}"
+        )
+    return found, lines if counts else []
 
 
 def student_problems(plan: StudentPlan) -> list[str]:
@@ -131,16 +150,11 @@ def student_problems(plan: StudentPlan) -> list[str]:
         )
     # Workers on CPUs share their node's memory; every GPU has its own.
     sharing = min(plan.workers, cluster.per_node) if machine.kind == "cpu" else 1
-    available, host = FITS * machine.memory / sharing, machine.host_memory / sharing
-    if plan.memory.total > available:
+    available, needed = FITS * machine.memory / sharing, sum(plan.memory.values())
+    if needed > available:
         found.append(
-            f"a worker needs {gib(plan.memory.total)} at ZeRO stage {plan.memory.stage}, {machine.name} has "
+            f"a worker needs {gib(needed)} at ZeRO stage {plan.recipe.training.zero_stage}, {machine.name} has "
             f"{gib(available)}; {_suggest_smaller(plan, available)}"
-        )
-    if plan.host_bytes > host:
-        found.append(
-            f"a worker's host has {gib(host)}, but needs {gib(plan.host_bytes)} for the order of {plan.rows:,} rows and "
-            f"checkpoints of {plan.trained:,} parameters; take nodes with more memory, or write corpus.limit"
         )
     return found
 
@@ -149,10 +163,10 @@ def _suggest_smaller(plan: StudentPlan, available: float) -> str:
     """Return settings that make a worker fit into `available` bytes; each was checked."""
 
     def fits(workers: int, batch: int, stage: int) -> bool:
-        return plan.memory_of(workers, batch, stage).total <= available
+        return sum(plan.memory_of(workers, batch, stage).values()) <= available
 
-    workers, batch, own = plan.workers, plan.batch, plan.memory.stage
-    stages = [stage for stage in STAGES[own + 1 :] if workers > 1 and fits(workers, batch, stage)]
+    workers, batch, own = plan.workers, plan.batch, plan.recipe.training.zero_stage
+    stages = [stage for stage in range(own + 1, 4) if workers > 1 and fits(workers, batch, stage)]
     halves = (batch >> halved for halved in range(1, batch.bit_length()))
     smaller = (half for half in halves if half >= 2 and half % workers == 0 and fits(workers, half, own))
     more = (count for count in range(workers + 1, 4097) if batch % count == 0 and fits(count, batch, own))
@@ -175,12 +189,13 @@ def student_advice(plan: StudentPlan) -> list[str]:
             f"{idle:,} of {plan.cluster.devices:,} devices do not train (batch {plan.batch}): "
             "use them with a larger batch, or with parallel trials or seeds"
         )
-    own = plan.seconds_on(plan.workers)
-    fewer = {count: plan.seconds_on(count) for count in range(1, plan.workers) if plan.batch % count == 0}
-    best = min(fewer, key=lambda count: fewer[count], default=None)
-    if best is not None and fewer[best] <= 0.9 * own:
+    counts = [count for count in range(1, plan.workers + 1) if plan.batch % count == 0]
+    steps = {count: plan.step_on(count, plan.batch, plan.cluster).seconds(machine.kind) for count in counts}
+    own = plan.step.seconds(machine.kind)
+    best = min(steps, key=lambda count: steps[count])
+    if steps[best] <= 0.9 * own:
         found.append(
-            f"training.workers={best} takes {1e3 * fewer[best]:.3g} ms per step, {plan.workers} take {1e3 * own:.3g}: "
+            f"training.workers={best} takes {1e3 * steps[best]:.3g} ms per step, {plan.workers} take {1e3 * own:.3g}: "
             "use fewer workers, and the other devices for trials or seeds"
         )
     if plan.step.binding == "host and launches":
@@ -191,39 +206,8 @@ def student_advice(plan: StudentPlan) -> list[str]:
     return found
 
 
-def mutual_problems(plan: MutualPlan) -> list[str]:
-    """Return why a mutual distillation's plan cannot run, each with settings that fix it."""
-    machine, recipe, found = plan.cluster.machine, plan.recipe, []
-    for group, kinds in zip(recipe.groups, plan.memories.values(), strict=True):
-        found += [
-            f"group {group.name} needs {gib(held.total)} for its {kind}-encoder, more than {machine.name} has; "
-            f"lower {recipe.loop_path(group, kind)}.batch_size, or raise workers of the group"
-            for kind, held in kinds.items()
-            if held.total > FITS * machine.memory
-        ]
-    if machine.kind == "cpu" and plan.cluster.nodes == 1 and not found and plan.bytes_at_once > FITS * machine.memory:
-        found.append(
-            f"all groups need {gib(plan.bytes_at_once)} together, more than {machine.name} has; lower cross.batch_size and "
-            "bi.batch_size, or write ray=false: one group runs after the other"
-        )
-    gpus = sum(g.workers * (1.0 if g.gpus_per_worker is None else g.gpus_per_worker) for g in recipe.groups)
-    if machine.kind == "gpu" and recipe.ray and plan.shared_workers is None and gpus > plan.cluster.devices:
-        found.append(
-            f"the groups' workers need {gpus:g} GPUs, and {plan.cluster.spec} has {plan.cluster.devices}; write "
-            "mutual.shared_workers: auto, with which groups take turns, or set groups.N.gpus_per_worker"
-        )
-    if plan.driver_bytes > FITS * machine.host_memory:
-        found.append(
-            f"the driver needs {gib(plan.driver_bytes)} for {plan.pairs:,} pairs, more than a host has; write pairs.limit"
-        )
-    largest = max(recipe.groups, key=lambda group: recipe.bi_of(group).batch_size)
-    if plan.pairs < recipe.bi_of(largest).batch_size:
-        path = recipe.loop_path(largest, "bi")
-        found.append(f"{plan.pairs:,} pairs are fewer than one batch; lower {path}.batch_size, or give more pairs")
-    return found
-
-
-def _describe_cluster(cluster: Cluster) -> str:
+def describe_cluster(cluster: Cluster) -> str:
+    """Describe the machines, such as `2 nodes of 8 x H100-80G`."""
     if cluster.devices == 1:
         return cluster.machine.name
     return f"{cluster.nodes:,} node{'s' if cluster.nodes > 1 else ''} of {cluster.per_node:,} x {cluster.machine.name}"
@@ -235,8 +219,10 @@ def _describe_shape(shape: Shape) -> str:
 
 def _describe_teacher(teacher: Teacher) -> str:
     if teacher.shape is None:
-        return f"{teacher.kind.section.backbone}, {teacher.kind.location}"
-    return f"{_describe_shape(teacher.shape)}, {teacher.kind.precision}, {teacher.work}"
+        return f"{teacher.kind.section.backbone}, no model that is computed here"
+    source = "rank space" if teacher.list_source == "rank" else teacher.list_source
+    work = source if teacher.kind.has_vectors else teacher.kind.name
+    return f"{_describe_shape(teacher.shape)}, {teacher.kind.precision}, {work}"
 
 
 def span(seconds: float) -> str:

@@ -17,12 +17,6 @@ def require_inputs(recipe: BaseRecipe) -> None:
     """Check a recipe's text, labelled sets and models before PyTorch is imported and Ray starts.
 
     Models of the hub and of object storage are not looked up.
-
-    Raises:
-        InvalidValueError: A setting needs labelled sets, and the recipe names no folder of them.
-        CorpusError: The text is missing, or lacks a column.
-        ModelNotFoundError: A model's folder or package is missing.
-        EvaluationDataError: The folder of labelled sets is missing.
     """
     require(input_questions(recipe))
     teachers = [section for section in recipe.inputs.teachers if section.loads_model]
@@ -32,12 +26,7 @@ def require_inputs(recipe: BaseRecipe) -> None:
 
 
 def input_questions(recipe: BaseRecipe, needs_text: bool = True) -> list[Question]:
-    """Ask for a recipe's labelled sets, which are not read, and for its text with its column.
-
-    Args:
-        recipe: The recipe.
-        needs_text: False for a run that has stored what it needs of its text. Default: True.
-    """
+    """Ask for a recipe's labelled sets, which are not read, and for its text with its column."""
     inputs, questions = recipe.inputs, list[Question]()
     if inputs.labelled is not None or inputs.labelled_for is not None:
         questions.append(("evaluation.data", partial(_find_labelled, inputs)))

@@ -59,13 +59,7 @@ def check_python() -> Check:
 
 
 def check_package(requirement: str, oldest: tuple[int, int], unsupported: tuple[int, int] = (999, 0)) -> Check:
-    """Check that a package is installed in a supported version.
-
-    Args:
-        requirement: What to install otherwise, such as `torch>=2.8`.
-        oldest: The oldest supported release.
-        unsupported: The first release after it that is not supported. Default: none.
-    """
+    """Check that a package is installed in a supported version."""
     name = re.split(r"[\[<>=]", requirement)[0]
     installed = installed_version(name)
     release = tuple(map(int, re.findall(r"\d+", installed)[:2]))
@@ -83,11 +77,7 @@ def check_cpus() -> Check:
 
 
 def check_precision(roles: Sequence[Role] | None) -> Check:
-    """Report the precision of a run's roles on this machine, and warn of a half precision that is slow on it.
-
-    Args:
-        roles: The roles; None without a recipe, for what `auto` is here.
-    """
+    """Report the precision of a run's roles on this machine, and warn of a half precision that is slow on it."""
     if roles is None:
         return ok("precision", f"auto: {auto_precision([local_speed()])} ({local_speed().describe()})")
     if keys := [role.key for role in roles if role.slow_devices]:
@@ -185,13 +175,7 @@ def check_location(key: str, path: Path) -> list[Check]:
 
 
 def check_folder(key: str, path: Path, good_free: float = _DISK[1]) -> Check:
-    """Check free space and writing in a folder; if it does not exist, in its nearest existing parent. No file remains.
-
-    Args:
-        key: The recipe's key, the name of the check.
-        path: The folder.
-        good_free: Free bytes below which the check warns.
-    """
+    """Check free space and writing in a folder; if it does not exist, in its nearest existing parent. No file remains."""
     fix = f"set {key}=FOLDER, one that this user may write to"
     try:
         existing = next(folder for folder in (path, *path.parents) if folder.exists())

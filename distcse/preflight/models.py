@@ -36,12 +36,6 @@ def check_model(section: EncoderSection, fetch: bool = False) -> str:
 
     Returns:
         Where it is.
-
-    Raises:
-        ModelNotFoundError: There is no such model.
-        EncoderSettingError: A setting does not fit, or is required by the model.
-        PickledWeightsError: The weights of a local model are not safetensors.
-        EncoderError: Another problem of a local model's files.
     """
     name, trusts_code = section.backbone, section.trust_remote_code
     try:

@@ -95,12 +95,7 @@ def warn_of_unread_keys(recipe: BaseRecipe, unread: Mapping[str, str]) -> list[S
 
 
 def warn_of_missing_dropout(recipe: Recipe, only_local: bool = False) -> list[SettingsWarning]:
-    """Warn of a student without dropout whose objective contrasts two views, and of a generator without the dropout asked for.
-
-    Args:
-        recipe: The recipe.
-        only_local: Skip models that would have to be downloaded. Default: False.
-    """
+    """Warn of a student without dropout whose objective contrasts two views, and of a generator without the dropout asked for."""
     found, student = list[SettingsWarning](), recipe.student
     keys = [f"objective.{key}" for key, term in recipe.objective.active_terms.items() if term.contrasts_views]
     if keys and not (_has_dropout(student, only_local) if student.dropout is None else student.dropout):
@@ -129,12 +124,7 @@ def warn_of_missing_dropout(recipe: Recipe, only_local: bool = False) -> list[Se
 
 
 def warn_of_narrow_bands(recipe: Recipe, statistics: Mapping[int, VectorStatistics]) -> list[SettingsWarning]:
-    """Warn of teachers with a narrow band of cosines, which count for little in a mean of cosines.
-
-    Args:
-        recipe: The recipe.
-        statistics: The statistics of the teachers whose cosines are averaged, by their index.
-    """
+    """Warn of teachers with a narrow band of cosines, which count for little in a mean of cosines."""
     if len(statistics) < 2:
         return []
     teachers = recipe.teachers.encoders
@@ -160,13 +150,7 @@ def warn_of_unused_prompts(
     only_local: bool = False,
     fix: str = "write {key}.prompt: {prompt}, or another that fits the texts",
 ) -> list[SettingsWarning]:
-    """Warn of encoders that read texts without a prompt, and whose folders name one for every kind of text.
-
-    Args:
-        encoders: The encoders' sections by recipe key.
-        only_local: Skip models that would have to be downloaded. Default: False.
-        fix: How to fix it, with places for the key and for the first prompt. Default: by the recipe's key.
-    """
+    """Warn of encoders that read texts without a prompt, and whose folders name one for every kind of text."""
     warnings = []
     for key, section in encoders.items():
         folder = None if section.prompt else _folder(section, only_local)
@@ -215,14 +199,7 @@ def warn_of_few_steps(steps: int, steps_per_epoch: int, max_steps: int | None) -
 def warn_of_cut_rows(
     share: float, max_length: int, key: str = "student.max_length and that of the teachers", rows: str = "rows"
 ) -> list[SettingsWarning]:
-    """Warn of a text that is cut more often than any that was measured.
-
-    Args:
-        share: Share of its rows that have more tokens.
-        max_length: The maximum number of tokens.
-        key: What to raise. Default: what a student's run has.
-        rows: What is cut. Default: "rows".
-    """
+    """Warn of a text that is cut more often than any that was measured."""
     if share <= _MOST_CUT:
         return []
     return [
@@ -249,13 +226,7 @@ def warn_of_unknown_tokens(shares: Mapping[str, float]) -> list[SettingsWarning]
 
 
 def warn_of_curve(scores: Sequence[tuple[int, float]], steps: int, training: TrainingSection) -> list[SettingsWarning]:
-    """Warn of a run that ended while its dev score still rose, and of one that saves its start, which no later score exceeds.
-
-    Args:
-        scores: (step, score) of all dev scores, by step.
-        steps: Steps of the run.
-        training: Its settings of the training.
-    """
+    """Warn of a run that ended while its dev score still rose, and of one that saves its start, which no later score exceeds."""
     if not scores:
         return []
     found, (step, last), highest = list[SettingsWarning](), scores[-1], max(score for _, score in scores)
@@ -285,16 +256,7 @@ def warn_of_curve(scores: Sequence[tuple[int, float]], steps: int, training: Tra
 def warn_of_weak_label_source(
     name: str, key: str, score: float, labels: float, without: float, dev: str
 ) -> list[SettingsWarning]:
-    """Warn of a group of a mutual distillation whose scores make the labels worse.
-
-    Args:
-        name: The group's name.
-        key: Its recipe key.
-        score: Dev score of its initial bi-encoder.
-        labels: Dev score of the labels that all groups make together.
-        without: Dev score of the labels without it.
-        dev: Name of the dev score.
-    """
+    """Warn of a group of a mutual distillation whose scores make the labels worse."""
     if without - labels <= _NOISE:
         return []
     return [

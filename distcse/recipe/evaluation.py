@@ -7,21 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from distcse.recipe.names import is_path
-from distcse.recipe.section import Gpus, Precision, Section
+from distcse.recipe.section import Precision, Section
 
 Measure = Literal["sts", "transfer", "pairs", "ranking", "geometry", "retrieval", "agreement"]
 
 
 _DEV_SCORES = ("auto", "stsb", "sickr", "stsb_sickr", "agreement", "none")
-
-
-class AsyncEvalSection(Section):
-    """Process that computes dev scores during training, on a node that may train."""
-
-    cpus: Annotated[float, Field(gt=0)] = 1.0
-    """CPUs of the process."""
-    gpus: Gpus | None = None
-    """GPUs, or a fraction of one; null assigns a quarter where nodes have GPUs."""
 
 
 class RankInferenceSection(Section):
@@ -53,9 +44,6 @@ class EvaluationSection(Section):
     that you didn't set is lowered to a tenth of the rows."""
     eval_steps: Annotated[int, Field(ge=1)] = 125
     """Steps between dev scores; each also writes a checkpoint."""
-    async_eval: AsyncEvalSection | None = None
-    """Compute dev scores in a separate process (`{}`: on one CPU) while training continues; early stopping then acts one
-    checkpoint later. null computes them in the workers, as trials of a sweep do."""
     precision: Precision = "auto"
     """Precision of dev scores and final evaluation; `auto` is bf16 where all evaluating devices have fast bf16 units, else
     fp32."""

@@ -1,15 +1,14 @@
-"""Dev scores and checkpoints during training, scored in the workers or concurrently in another process."""
+"""Dev scores and checkpoints during training."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,8 +22,6 @@ from distcse.training.snapshot import Snapshot
 from distcse.training.step_log import ADVICE
 from distcse.training.task import Engine, TrainingTask
 
-T = TypeVar("T")
-
 _running: set[Future[Any]] = set()
 """The writes that run in this process."""
 
@@ -34,21 +31,20 @@ def is_writing() -> bool:
     return bool(_running)
 
 
-class CheckpointWriter(Generic[T]):
+class CheckpointWriter:
     """Runs one write after the other, at most one at once. Only one thread may use it."""
 
-    def __init__(self, in_background: bool, name: str = "checkpoint-writer", is_write: bool = True) -> None:
-        self._in_background, self._name, self._is_write = in_background, name, is_write
-        self._write: Future[T] | None = None
+    def __init__(self, in_background: bool) -> None:
+        self._in_background = in_background
+        self._write: Future[list[Event]] | None = None
 
-    def start(self, write: Callable[[], T]) -> None:
+    def start(self, write: Callable[[], list[Event]]) -> None:
         """Start a write. The result of the previous one must have been taken."""
         assert self._write is None
-        self._write = future = Future[T]()
+        self._write = future = Future[list[Event]]()
 
         def run() -> None:
-            if self._is_write:
-                _running.add(future)
+            _running.add(future)
             try:
                 future.set_result(write())
             except BaseException as error:  # raised by `take`
@@ -58,7 +54,7 @@ class CheckpointWriter(Generic[T]):
 
         if self._in_background:
             # A daemon, so that a process can end without it: storage shows a complete checkpoint or none.
-            threading.Thread(target=run, name=self._name, daemon=True).start()
+            threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
         else:
             run()
 
@@ -69,37 +65,16 @@ class CheckpointWriter(Generic[T]):
         wait([self._write], patience_s)
         return not self._write.done()
 
-    def take(self) -> T | None:
-        """Wait for the write, and return its result; None if there is none, or its result was taken before."""
+    def take(self) -> list[Event]:
+        """Wait for the write, and return its result; nothing if there is none, or its result was taken before."""
         if self._write is None:
-            return None
+            return []
         write = self._write
         try:
             return write.result()
         finally:
             if write.done():
                 self._write = None
-
-
-class AsyncEvaluator(Protocol):
-    """Scores model states, one after the other. Every worker has an evaluator; only rank 0's is called."""
-
-    def begin(self, state: ModelState) -> None:
-        """Start scoring a copy of a model state."""
-        ...
-
-    def is_ready(self) -> bool:
-        """Return whether `take` would return immediately."""
-        ...
-
-    def take(self) -> float:
-        """Wait for the score of the state passed to `begin`, and return it.
-
-        Raises:
-            StoppedEarlyError: A stop was requested while the evaluator waited to start.
-            DistcseError: The state cannot be scored; the specific class that the evaluator raised.
-        """
-        ...
 
 
 PATIENCE_S = 0.1
@@ -116,11 +91,6 @@ class CheckpointManager:
     is killed resumes from an earlier one; if it is or may become the best, it waits in the host's memory until it is written,
     or a better one replaces it. Events and errors of a checkpoint come with the next report or evaluation, or at the end of
     the context. On CPUs, training waits for each checkpoint, because a thread would take its cores and need a copy of the state.
-
-    With an async evaluator, at most one score is pending: a checkpoint contains all scores except its own, unless it waited,
-    and a run that resumes from it requests that score again. A killed and resumed run therefore has the same scores as an
-    undisturbed one, except that a stop leaves out a score whose evaluator waits for a node. No checkpoint is left out before its
-    score has arrived: while the best waits, the next evaluation waits for the writer.
     """
 
     def __init__(
@@ -130,23 +100,18 @@ class CheckpointManager:
         checkpoints: CheckpointStore,
         emit: Callable[[Event], None],
         report_to_train: ReportToTrain | None,
-        evaluator: AsyncEvaluator | None,
     ) -> None:
         self._task = task
         self._engine = engine
         self._checkpoints = checkpoints
         self._emit = emit
         self._report_to_train = report_to_train
-        self._evaluator = None if evaluator is None or task.metric_name is None else evaluator
-        self._pending: int | None = None
-        self._blocked_s = 0.0
         self.stopped = False
         """Whether a stop request ended a dev score, which the resumed run computes."""
         self._in_background = is_gpu(engine.device)
-        self.writer = CheckpointWriter[list[Event]](self._in_background)
-        self._score_request = CheckpointWriter[None](self._in_background, "score-request", is_write=False)
+        self.writer = CheckpointWriter(self._in_background)
         self._waiting: tuple[Snapshot, TrainerState] | None = None
-        """Rank 0's checkpoint that waits for the writer: the best, or one whose score is pending."""
+        """Rank 0's best checkpoint, if it waits for the writer."""
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -174,43 +139,23 @@ class CheckpointManager:
         """
         if self._in_background:
             on_rank_zero(partial(self._advance, PATIENCE_S))
-        evaluator = self._evaluator if should_evaluate else None
-        if self._evaluator is not None:
-            state = self._collect_pending(state)
-        elif should_evaluate:
+        if should_evaluate:
             state = self._evaluate_here(state)
         if self.stopped:
             state = TrainerState(state.step, state.scores)
         elif should_evaluate:
             state = self._stop_early(state)
-        if self._evaluator is None and _is_best(state):
+        if _is_best(state):
             self._waiting = None  # this one is better
         if must_save or state.finished or self.stopped:
             on_rank_zero(self._finish_writes)
-        elif self._in_background and evaluator is None and not _is_best(state):
-            if on_rank_zero(self._is_writing):
-                return state
-        elif self._in_background:
-            on_rank_zero(self._make_room)
+        elif self._in_background and not _is_best(state) and on_rank_zero(self._is_writing):
+            return state
         snapshot = on_all_ranks(partial(self._take_snapshot, state.step))
-        if evaluator is not None:
-            self._pending = state.step
-            if state.finished or not self._in_background:
-                self._begin(evaluator, partial(self._finite_state, snapshot, state.step))
-            else:
-                self._begin_in_background(evaluator, snapshot, state.step)
-            if state.finished:  # the last checkpoint contains its own score, or a resumed run computes it
-                scored = self._take_pending(evaluator, state)
-                state = scored or TrainerState(state.step, state.scores)
         on_rank_zero(partial(self._write_or_keep, snapshot, state))
         if not self._in_background:
             on_rank_zero(self._take_written)
         return state
-
-    def _begin_in_background(self, evaluator: AsyncEvaluator, snapshot: Snapshot | None, step: int) -> None:
-        """Begin a score in a thread, once the state's copies are complete."""
-        if snapshot is not None:
-            self._score_request.start(lambda: evaluator.begin(self._finite_state(snapshot, step)))
 
     def _write_or_keep(self, snapshot: Snapshot | None, state: TrainerState) -> None:
         """Start to write a checkpoint, or keep it until the one that is being written is complete."""
@@ -232,12 +177,6 @@ class CheckpointManager:
         self._advance()
         return self.writer.is_busy() or self._waiting is not None
 
-    def _make_room(self) -> None:
-        """Start to write the checkpoint that waits: the best so far, while the next one's score is pending."""
-        if self._waiting is not None:
-            self._take_written()
-            self._start_waiting()
-
     def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
@@ -245,7 +184,8 @@ class CheckpointManager:
 
     def _finish_writes(self) -> None:
         """Wait for the checkpoint that is being written, and then for the one that waits for it."""
-        self._make_room()
+        self._take_written()
+        self._start_waiting()
         self._take_written()
 
     def _take_snapshot(self, step: int) -> Snapshot | None:
@@ -259,97 +199,38 @@ class CheckpointManager:
                 "memory, or with fewer processes on it"
             ) from error
 
-    def resume(self, state: TrainerState, restored: ModelState, should_evaluate: bool) -> TrainerState:
+    def resume(self, state: TrainerState, should_evaluate: bool) -> TrainerState:
         """Compute the restored checkpoint's own score if the run ended before it was there."""
         is_scored = any(step == state.step for step, _ in state.scores)
         if not should_evaluate or is_scored or state.finished or self._task.metric_name is None:
             return state
-        if self._evaluator is None:
-            return self.evaluate_and_save(state, should_evaluate=True)
-        self._pending = state.step
-        self._begin(self._evaluator, lambda: restored)
-        return state
+        return self.evaluate_and_save(state, should_evaluate=True)
 
-    def collect(self, state: TrainerState) -> TrainerState:
-        """Report a checkpoint that has been written, and return the state with the pending score, if it has arrived."""
-        evaluator = self._evaluator if self._pending is not None else None
-        if not self._in_background and evaluator is None:
-            return state
-
-        def report_written() -> bool:
-            self._advance()
-            if evaluator is None or self._score_request.is_busy():
-                return False
-            self._score_request.take()
-            return evaluator.is_ready()
-
-        return self._collect_pending(state) if on_rank_zero(report_written) else state
-
-    def _begin(self, evaluator: AsyncEvaluator, model_state: Callable[[], ModelState]) -> None:
-        """Begin a score while training waits."""
-        with self._blocking():
-            on_rank_zero(lambda: evaluator.begin(model_state()))
-
-    def _collect_pending(self, state: TrainerState) -> TrainerState:
-        """Wait for the pending score; its checkpoint need not be written if it is not the best."""
-        step = self._pending
-        if self._evaluator is None or step is None:
-            return state
-        state = self._take_pending(self._evaluator, state) or state
-        scored = TrainerState(step, state.scores)
-        on_rank_zero(partial(self._keep_best, scored))
-        return state
-
-    def _keep_best(self, state: TrainerState) -> None:
-        """Drop a state's checkpoint if it is not the best, and waits to be written."""
-        if self._waiting is not None:
-            self._waiting = (self._waiting[0], state) if _is_best(state) else None
-
-    def _take_pending(self, evaluator: AsyncEvaluator, state: TrainerState) -> TrainerState | None:
-        """Wait for the pending score. Returns None if a stop was requested before the evaluator had started."""
-        step, self._pending = self._pending, None
-        assert step is not None
-        with self._blocking():
-            on_rank_zero(self._score_request.take)
-            try:
-                score = on_rank_zero(evaluator.take)
-            except StoppedEarlyError as stopped:
-                self._emit(LogMessage(f"step {step} has no dev score yet: {stopped}", warning=True))
-                return None
-        return self._with_score(state, step, score)
+    def collect(self) -> None:
+        """Report a checkpoint that has been written."""
+        if self._in_background:
+            on_rank_zero(self._advance)
 
     def _evaluate_here(self, state: TrainerState) -> TrainerState:
         """Score the model here, on every worker, because a sharded model needs all of them."""
-        if self._task.metric_name is None:
+        if (name := self._task.metric_name) is None:
             return state
         self._task.model.eval()
+        started = time.perf_counter()
         try:
-            with self._blocking():
-                score = broadcast(self._task.evaluate())
+            score = broadcast(self._task.evaluate())
         except StoppedEarlyError as stopped:
             self._emit(LogMessage(f"step {state.step} has no dev score yet: {stopped}"))
             self.stopped = True
             return state
-        return self._with_score(state, state.step, score)
-
-    @contextmanager
-    def _blocking(self) -> Iterator[None]:
-        """Measure the time that training waits for a score."""
-        started = time.perf_counter()
-        yield
-        self._blocked_s += time.perf_counter() - started
-
-    def _with_score(self, state: TrainerState, step: int, score: float) -> TrainerState:
-        name = self._task.metric_name
-        assert name is not None
+        blocked_s = time.perf_counter() - started
         if not math.isfinite(score):
-            raise DivergedError(f"{name} is not finite at step {step}{ADVICE}")
-        scored = TrainerState(state.step, [*state.scores, (step, score)], state.finished)
-        best_step, best = scored.best or (step, score)
-        self._emit(DevScore(step, self._task.steps, name, score, best, best_step, self._blocked_s))
-        self._blocked_s = 0.0
+            raise DivergedError(f"{name} is not finite at step {state.step}{ADVICE}")
+        scored = TrainerState(state.step, [*state.scores, (state.step, score)], state.finished)
+        best_step, best = scored.best or (state.step, score)
+        self._emit(DevScore(state.step, self._task.steps, name, score, best, best_step, blocked_s))
         if self._report_to_train is not None:
-            self._report_to_train({"step": step, "dev_score": score, "best_dev_score": best})
+            self._report_to_train({"step": state.step, "dev_score": score, "best_dev_score": best})
         return scored
 
     def _stop_early(self, state: TrainerState) -> TrainerState:
@@ -379,7 +260,7 @@ class CheckpointManager:
 
     def _take_written(self) -> None:
         """Wait for the writer, and emit the events of its checkpoint, on this thread: listeners may end the run."""
-        for event in self.writer.take() or []:
+        for event in self.writer.take():
             self._emit(event)
 
 

@@ -11,7 +11,7 @@ from distcse.errors import RunError
 from distcse.events import LogMessage, Reporter
 from distcse.recipe import LoopSection
 from distcse.training.checkpoint_files import TrainerState, load_trainer_state
-from distcse.training.checkpoint_manager import AsyncEvaluator, CheckpointManager, ReportToTrain
+from distcse.training.checkpoint_manager import CheckpointManager, ReportToTrain
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.compiled_step import CompileMode, open_compiled_step
 from distcse.training.cuda_graphs import GraphMode, open_step, records_steps
@@ -44,7 +44,6 @@ def train(
     checkpoints: CheckpointStore,
     reporter: Reporter,
     report_to_train: ReportToTrain | None = None,
-    evaluator: AsyncEvaluator | None = None,
     cuda_graphs: GraphMode = "off",
     compile_layers: CompileMode = "off",
     key: str = "training",
@@ -57,7 +56,6 @@ def train(
         checkpoints: Stores checkpoints.
         reporter: Receives events from rank 0; its stop request ends the run (see `StopCheck`), after a step with a checkpoint.
         report_to_train: Called by every worker after every dev score. Default: none.
-        evaluator: Scores checkpoints concurrently in another process. Default: the workers score them.
         cuda_graphs: Whether to record the step as a CUDA graph on a GPU; see `open_step`. Default: off.
         compile_layers: Whether to compile the trained layers; see `open_compiled_step`. Default: off.
         key: Recipe key of `section`, for messages. Default: training.
@@ -85,7 +83,7 @@ def train(
     take_step = open_step(take_step, engine.device, cuda_graphs, reporter.emit, key)
     log, stop_check = StepLog(task), StopCheck(reporter, section.log_every, engine.device)
     task.on_start(state.step)
-    with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train, evaluator) as manager:
+    with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train) as manager:
         if restored is None and task.evaluates_initial_model:
             state = manager.evaluate_and_save(state, should_evaluate=True)
         elif state.step == task.steps:  # a stop ended the wait for the last score
@@ -93,7 +91,7 @@ def train(
             state = manager.evaluate_and_save(state, should_evaluate=True, must_save=True)
         elif restored is not None:
             is_due = task.should_evaluate(state.step) or (state.step == 0 and task.evaluates_initial_model)
-            state = manager.resume(state, restored, is_due)
+            state = manager.resume(state, is_due)
 
         log.resume()
         updates = task.steps // section.gradient_accumulation
@@ -117,8 +115,8 @@ def train(
             if stop and not is_report:
                 reporter.emit(log.report(done, lr))
             if is_report:
-                state = manager.collect(state)
-                log.resume()  # step times exclude collecting a score
+                manager.collect()
+                log.resume()  # step times exclude the report of a checkpoint
             should_evaluate = task.should_evaluate(done) or is_last
             if should_evaluate or stop:
                 log.check_finite(done)

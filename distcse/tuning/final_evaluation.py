@@ -89,17 +89,6 @@ def measure(
     """Evaluate the models of the final runs on the test sets, and write each model's overlap with its training text.
 
     A stop request leaves models out, and a resumed sweep measures them.
-
-    Args:
-        trials: What the experiment knows of its trials.
-        runs: The final runs.
-        folder: The folder with the runs' folders.
-        gpu_mode: Whether GPUs may be used: `resources.gpu`.
-        backend: Where the models are evaluated, one after the other on each device.
-        reporter: Receives progress.
-
-    Returns:
-        The scores of the models that were measured; none without test sets or models.
     """
     started_at = time.perf_counter()
     tasks = trials.labelled_tasks()

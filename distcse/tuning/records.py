@@ -77,11 +77,7 @@ class Trial:
 
 
 def read_trial(folder: Path) -> Trial | None:
-    """Read a trial's record; None if the folder has none.
-
-    Raises:
-        RunRecordError: The record is damaged.
-    """
+    """Read a trial's record; None if the folder has none."""
     store = open_store(folder)
     try:
         found = store.read_json(_FILE)
@@ -98,11 +94,7 @@ def read_trial(folder: Path) -> Trial | None:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Read all trials in a sweep's trials folder, in the order of their start.
-
-    Raises:
-        RunRecordError: A record is damaged.
-    """
+    """Read all trials in a sweep's trials folder, in the order of their start."""
     found = [read_trial(trial_folder) for trial_folder in _folders(folder)]
     return sorted((trial for trial in found if trial is not None), key=lambda trial: (trial.started_at, trial.name))
 

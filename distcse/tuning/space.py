@@ -38,17 +38,7 @@ _CHANGEABLE_IN_TRAINING = (
 
 
 class Space:
-    """The searched parameters of a recipe.
-
-    Args:
-        sweep: Gives the parameters and their bounds.
-        recipe: The recipe that has the parameters.
-
-    Raises:
-        SearchSpaceError: A parameter cannot be searched, or an expression cannot be computed.
-        UnknownKeyError: The recipe has no such key.
-        InvalidValueError: The recipe does not allow a bound or a choice.
-    """
+    """The searched parameters of a recipe."""
 
     def __init__(self, sweep: Sweep, recipe: BaseRecipe) -> None:
         self._recipe = recipe
@@ -122,9 +112,6 @@ class Space:
         """Return the recipe's values by path that a sample gives, with expressions computed and weights on their simplex.
 
         Weights are −log u of independent u, divided by their sum, which is uniform on the simplex.
-
-        Raises:
-            SearchSpaceError: An expression is not arithmetic on known names.
         """
         values = {path: self._original(path, value) for path, value in sample.items()}
         for paths in self._simplices:

@@ -73,11 +73,6 @@ def begin(recipe: BaseRecipe, sweep: Sweep, reporter: Reporter | None = None) ->
 
     With `storage.run_id`, return the folder of the earlier sweep with this id, if there is one.
 
-    Args:
-        recipe: The recipe whose parameters are searched.
-        sweep: The search space.
-        reporter: Receives a message if checking the folder's lease takes up to 60 s. Default: none does.
-
     Raises:
         FrozenKeyError: The earlier sweep has another recipe or another search space.
         RunInUseError: Another process works in the folder.

@@ -64,9 +64,6 @@ def run_trial(
             trial has a newer one.
         stop_requested: Returns whether to write a checkpoint and stop. Called often. Default: never.
 
-    Returns:
-        The record of the ended trial.
-
     Raises:
         StoppedEarlyError: It was asked to stop before its end. Called again, it continues from its last checkpoint.
     """

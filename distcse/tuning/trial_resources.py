@@ -12,7 +12,6 @@ from distcse.devices.resources import (
     Resources,
     count_fitting,
     even_share,
-    find_shortfall,
     format_nodes,
     format_resources,
     nodes_with,
@@ -85,11 +84,6 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
     distillation trains its groups one after the other in the trial's process. No worker spans two nodes. With
     `resources.wait_s`, more than `search.concurrent` need not fit yet: one trial is enough, and the others wait for nodes.
 
-    Args:
-        recipe: The sweep's recipe.
-        sweep: `search.concurrent` sets the number of trials; null is as many as fit.
-        nodes: The nodes of the cluster.
-
     Raises:
         ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
             the labels of a key.
@@ -110,8 +104,7 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
     trainer_cpus = _TRAINER_CPUS if each > 1 else 0.0
     left = [node for node in left if count_fitting([node], {"GPU": gpu})]
     fits = count_fitting(left, {"CPU": (cpu or 1) + trainer_cpus / each, "GPU": gpu}) // each
-    trial = worker.request(cpu or 1.0, gpu)
-    concurrent = sweep.search.concurrent or _number_beside(servers, trial, max(1, fits), nodes)
+    concurrent = sweep.search.concurrent or max(1, fits)
     at_once = min(concurrent, max(1, fits)) if can_wait else concurrent
     total_workers = each * concurrent
     left = _without(left, at_once, {"CPU": trainer_cpus})
@@ -138,17 +131,6 @@ def trial_resources(recipe: BaseRecipe, sweep: Sweep, nodes: Sequence[Node]) -> 
         server_gpus,
         [*embedding, plan],
     )
-
-
-def _number_beside(servers: Sequence[ResourceRequest], trial: ResourceRequest, most: int, nodes: Sequence[Node]) -> int:
-    """Return how many trials, up to `most`, leave labelled servers room on whichever nodes the trials start."""
-    if not any(server.labels for server in servers):
-        return most
-    for count in range(most, 0, -1):
-        trials = replace(trial, number=trial.number * count)
-        if find_shortfall([trials, *servers], nodes, in_start_order=True) is None:
-            return count
-    return most
 
 
 def _without(nodes: Sequence[Resources], number: int, each: Resources) -> list[Resources]:

@@ -24,16 +24,7 @@ _STATUS: dict[Status, RunStatus] = {
 
 @contextmanager
 def track_trials(sweep: Sweep, context: TrialContext, reporter: Reporter) -> Iterator[Reporter]:
-    """Log the trials of a search, or the final runs, to the loggers of the search space.
-
-    Args:
-        sweep: The search space; its name is MLflow's experiment and W&B's project.
-        context: What all trials share, with the folder of their records.
-        reporter: Receives all events, and one warning for each logger that failed.
-
-    Yields:
-        A reporter whose events are also logged.
-    """
+    """Log the trials of a search, or the final runs, to the loggers of the search space."""
     if not sweep.loggers:
         yield reporter
         return
@@ -58,13 +49,7 @@ def track_trials(sweep: Sweep, context: TrialContext, reporter: Reporter) -> Ite
 
 
 class TrialRuns:
-    """The tracker runs of all trials at one logger.
-
-    Args:
-        open_tracker: Opens a trial's tracker.
-        describe: Returns a trial's description for its tracker.
-        earlier: Records of the trials at the start: what an earlier process of the sweep has logged already.
-    """
+    """The tracker runs of all trials at one logger."""
 
     def __init__(self, open_tracker: Opener, describe: Callable[[Trial], RunInfo], earlier: list[Trial]) -> None:
         self._open_tracker = open_tracker

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cluster
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 _SAMPLE = re.compile(r"^ray_(distcse_\w+)\{(.*)\} (\S+)$", re.MULTILINE)
-_TAG = re.compile(r'(run|group|part|teacher|worker)="([^"]*)"')
+_TAG = re.compile(r'(run|group|part|teacher)="([^"]*)"')
 
 
 def read_metrics() -> Samples:
@@ -63,10 +63,9 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
     import ray
     from ray.util.state import list_actors, list_tasks
 
-    from distcse.cluster.metrics import COUNTERS, GAUGES, HISTOGRAMS, RunMetrics
+    from distcse.cluster.metrics import COUNTERS, GAUGES, RunMetrics
 
-    endings = ("_bucket", "_sum", "_count")
-    metrics = {*GAUGES, *(f"{name}_total" for name in COUNTERS), *(f"{n}{end}" for n in HISTOGRAMS for end in endings)}
+    metrics = {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
     secrets = {"HF_TOKEN": "hf_SentinelOfTheHub", "DISTCSE_ENDPOINT_KEY": "sk-SentinelOfTheEndpoint"}
     for name, secret in secrets.items():
         monkeypatch.setenv(name, secret)
@@ -79,20 +78,12 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
             steps.append(event)
         if isinstance(event, DevScore) and event.step == 0:
             actors.update(actor.name for actor in list_actors(limit=1000) if actor.state == "ALIVE")
-            (folder,) = (tmp_path / "runs").iterdir()
-            found.update(
-                wait_for_metrics({name for name in metrics if "queue" in name or "answer" in name}, folder.name)
-            )
         if isinstance(event, CheckpointSaved) and steps and event.step == steps[-1].total:
             (folder,) = (tmp_path / "runs").iterdir()
             other = RunMetrics(folder.name)  # events that this run lacks: a reused table, a group
             other.on_event(StageProgress("teacher 7", 10, 10, "sentences", finished=True, reused=30))
             other.on_event(GroupEvent("bert", GroupActivity("cycle-1-bi", "training", phase_index=2)))
-            found.update(
-                wait_for_metrics(
-                    {name for name in metrics if "queue" not in name and "answer" not in name}, folder.name
-                )
-            )
+            found.update(wait_for_metrics(metrics, folder.name))
 
     overrides = ("training.workers=1", "training.cpus_per_worker=1", "training.epochs=20", "evaluation.eval_steps=200")
     overrides += ("teachers.serve=actor",)
@@ -119,8 +110,6 @@ def test_a_run_exports_metrics_and_leaks_no_secret(
     for teacher in ("0", "1"):
         assert value("rows_embedded_total", teacher=teacher) == done.rows
         assert value("table_hit_rate", teacher=teacher) == 0
-        assert value("teacher_answer_seconds_count", teacher=teacher) >= 1
-        assert 0 <= value("teacher_queue_depth", teacher=teacher, worker="0") <= 2
     assert value("table_hit_rate", teacher="7") == 0.75 and value("phase", group="bert") == 2
 
     name = done.directory.path.name

@@ -161,7 +161,7 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
 def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
     """Selected layers, false negatives and joined regression targets, together.
 
-    The workers and the dev-score evaluator read the tables; a thread serves the local run's lists.
+    The workers read the tables; a thread serves the local run's lists.
     """
     overrides = (
         "student.layers=auto",
@@ -173,7 +173,7 @@ def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> Non
         "training.dropout_rng_streams=2",
     )
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
-    on_ray = run(recipe_with(*overrides, *workers, "evaluation.async_eval={}"), Reporter())
+    on_ray = run(recipe_with(*overrides, *workers), Reporter())
     local = run(recipe_with(*overrides, "training.workers=0", "teachers.serve=actor"), Reporter())
     assert on_ray.recipe.student.layers == local.recipe.student.layers
     assert_same_learning(weights_of(local.directory.path), weights_of(on_ray.directory.path))

@@ -15,22 +15,20 @@ import pytest
 
 from distcse.cluster import embedding_actors, nodes
 from distcse.cluster.backend import RayBackend
-from distcse.cluster.evaluator_actor import RemoteEvaluator
 from distcse.cluster.event_channel import EventChannel
 from distcse.cluster.nodes import ResourceWatchdog
 from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers, served
 from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
-from distcse.events import DevScore, Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
+from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.tables import prepare_tables
 from distcse.teachers.teacher import open_table_teacher
-from distcse.training.checkpoint_files import ModelState
 from tests.backends import run
 from tests.failures import fails_with
-from tests.jobs import embed_tables, make_recipe, make_spec, make_two_worker_recipe
+from tests.jobs import embed_tables, make_recipe, make_two_worker_recipe
 from tests.kills import CpuHolder, kill_actor, processes_of
 from tests.weights import assert_equal_weights, assert_same_learning, weights_of
 
@@ -76,9 +74,7 @@ def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(rec
     columns = np.arange(64).reshape(2, 32)
     expected = open_table_teacher(teacher, table).similarities(columns, slice(None))
     with served(teachers, corpus, [table], 0.0, Reporter(events.append), "run") as servers:
-        client = RemoteTeacherClient(
-            co_located_servers(servers, teachers, "run", 0, Reporter())[0], lambda answer: None
-        )
+        client = RemoteTeacherClient(co_located_servers(servers, teachers, "run", 0, Reporter())[0])
         before = client.request(columns, slice(None)).result(60)
         np.testing.assert_allclose(before, expected, atol=1e-6)
         stop("TeacherServer")
@@ -240,38 +236,19 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
     return partial(make_two_worker_recipe, tmp_path, tiny, sentences)
 
 
-def test_killed_workers_and_servers_and_a_hanging_evaluator_do_not_change_the_result(
-    recipe_with: MakeRecipe,
-) -> None:
+def test_killed_workers_and_servers_do_not_change_the_result(recipe_with: MakeRecipe) -> None:
     import ray
 
     uninterrupted = run(recipe_with("training.workers=0", "training.epochs=2"), Reporter())
     to_kill = ["RayTrainWorker", "TeacherServer"]
-    stopped: list[int] = []
-    warnings: list[str] = []
 
     def disturb(event: Event) -> None:
-        # An evaluator that has scored has sent heartbeats. It is stopped before its worker is killed, which would end it.
-        if isinstance(event, DevScore) and not stopped and kill_actor("EvaluatorActor", signal.SIGSTOP):
-            stopped.append(event.step)
-        if isinstance(event, LogMessage) and "the dev-score evaluator" in event.text:
-            warnings.append(event.text)
-        if isinstance(event, StepReport) and event.step >= 16 and warnings and to_kill and kill_actor(to_kill[0]):
+        if isinstance(event, StepReport) and event.step >= 16 and to_kill and kill_actor(to_kill[0]):
             to_kill.pop(0)
 
     overrides = ("training.workers=2", "training.epochs=2", "training.log_every=1", "teachers.serve=actor")
-    disturbed = run(
-        recipe_with(
-            *overrides,
-            "teachers.prefetch_steps=2",
-            "evaluation.async_eval={}",
-            "teachers.heartbeat_timeout_s=3",
-        ),
-        Reporter(disturb),
-    )
-    assert not to_kill and stopped
-    assert any(" 3 s" in text for text in warnings)
-    assert disturbed.train_result.state.finished
+    disturbed = run(recipe_with(*overrides, "teachers.prefetch_steps=2"), Reporter(disturb))
+    assert not to_kill and disturbed.train_result.state.finished
     assert_same_learning(weights_of(uninterrupted.directory.path), weights_of(disturbed.directory.path))
     expected, scores = uninterrupted.train_result.state.scores, disturbed.train_result.state.scores
     assert [step for step, _ in scores] == [step for step, _ in expected]
@@ -318,15 +295,6 @@ def test_ctrl_c_ends_an_embedding_pass_and_keeps_its_shards(recipe: Recipe) -> N
     while processes_of(psutil.Process(), "EmbeddingActor"):
         assert time.monotonic() < deadline, "an embedding actor is still running"
         time.sleep(0.05)
-
-
-def test_ctrl_c_ends_the_wait_for_an_evaluator_without_a_node(recipe: Recipe) -> None:
-    spec, _ = make_spec(recipe)
-    request = ResourceRequest("the evaluator", 1, {"CPU": 999.0, "GPU": 0.0}, None, "", {})
-    with RemoteEvaluator(spec, {}, request, Reporter(stop_requested=lambda: True)) as evaluator:
-        evaluator.begin(ModelState({}, {}, 0))
-        with fails_with(StoppedEarlyError, "evaluator"):
-            evaluator.take()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from distcse.cluster.heartbeat import CONCURRENCY
 from distcse.cluster.teacher_servers import RemoteTeacherClient, TeacherServer, server_of
 from distcse.errors import TeacherOutputError
-from tests.load import TOLERANCE, Load, RequestTimes, deepest, run_load
+from tests.load import TOLERANCE, Load, RequestTimes, TrackedServer, deepest, run_load
 from tests.memory import MIB
 
 pytestmark = pytest.mark.cluster
@@ -50,7 +50,7 @@ def test_requests_to_a_slow_server_wait_for_earlier_answers(cluster: None) -> No
     import ray
 
     server, times = ray.remote(num_cpus=0, **CONCURRENCY)(TeacherServer).remote(SlowTeacher), RequestTimes()
-    client = RemoteTeacherClient(server, times.track)
+    client = RemoteTeacherClient(TrackedServer(server, times))
     answers = [client.request(np.array([[row]]), slice(None)) for row in range(30)]
     with pytest.raises(TeacherOutputError, match="no row 7"):  # Ray raises a subclass of RayTaskError and of the cause
         answers.pop(7).result()

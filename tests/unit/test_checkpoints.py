@@ -294,7 +294,7 @@ def test_weights_that_are_not_finite_are_not_stored(gpu: Simulation, tmp_path: P
     engine = TorchEngine(task.model, section(), None)
 
     def save(step: int) -> None:
-        with CheckpointManager(task, engine, store, lambda _: None, None, None) as manager:
+        with CheckpointManager(task, engine, store, lambda _: None, None) as manager:
             manager.evaluate_and_save(TrainerState(step), should_evaluate=False)
 
     with torch.no_grad():
@@ -338,79 +338,6 @@ def test_a_run_of_slow_steps_stops_between_reports(tmp_path: Path, monkeypatch: 
     assert_equal_weights(load_weights(folders[0]), load_weights(folders[1]))
 
 
-class SlowEvaluator:
-    """An `AsyncEvaluator` whose `begin` waits for `go`; scores are the sums of the weights."""
-
-    def __init__(self) -> None:
-        self.go, self._score = threading.Event(), 0.0
-
-    def begin(self, state: ModelState) -> None:
-        assert self.go.wait(TIMEOUT_S), "training waited for the evaluator"
-        self._score = float(state.weights["weight"].sum())
-
-    def is_ready(self) -> bool:
-        return True
-
-    def take(self) -> float:
-        return self._score
-
-
-def test_training_continues_while_an_evaluator_receives_the_weights(gpu: Simulation, tmp_path: Path) -> None:
-    scores = []
-    for name, step in (("late", 5), ("at once", 0)):
-        task, evaluator = LineTask(), SlowEvaluator()
-        task.at_step = lambda now, step=step, go=evaluator.go: go.set() if now == step else None
-        store = CheckpointStore(tmp_path / name)
-        task.evaluates_initial_model = False
-        state = train(task, section(), store, Reporter(), evaluator=evaluator).state
-        best = store.best()
-        assert state.best is not None and best is not None and best.name == f"step-{state.best[0]:06d}"
-        scores.append(state.scores)
-    assert scores[0] == scores[1] and [step for step, _ in scores[0]] == [3, 6, 9, 12]
-
-
-class ScoresBySteps:
-    """An `AsyncEvaluator` that gives the next of some scores."""
-
-    def __init__(self, scores: Iterable[float]) -> None:
-        self._scores = iter(scores)
-
-    def begin(self, state: ModelState) -> None:
-        """Accept the state."""
-
-    def is_ready(self) -> bool:
-        return False  # so that scores come with the next evaluation
-
-    def take(self) -> float:
-        return next(self._scores)
-
-
-@pytest.mark.parametrize(
-    ("scores", "saved"), [([1, 2, 1, 1], [3, 6, 12]), ([1, 2, 3, 1], [3, 6, 9, 12]), ([1, 1, 1, 2], [3, 12])]
-)
-def test_the_best_of_an_evaluators_scores_is_written_although_a_write_is_slow(
-    gpu: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: list[float], saved: list[int]
-) -> None:
-    """The checkpoint of step 3 is written until after the report of step 8 or 12, and scores come with the next evaluation."""
-    monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
-    store, events, task = SlowStore(tmp_path, step=3), list[Event](), LineTask()
-    task.evaluates_initial_model = False
-
-    def emit(event: Event) -> None:
-        events.append(event)
-        is_early = isinstance(event, StepReport) and event.step == 8 and scores[1] == 2
-        if is_early or (isinstance(event, DevScore) and event.step == 9):  # the last evaluation has begun
-            store.go.set()
-
-    state = train(task, section(), store, Reporter(emit), evaluator=ScoresBySteps(scores)).state
-    assert [score for _, score in state.scores] == scores
-    written = [event.step for event in events if isinstance(event, CheckpointSaved)]
-    assert set(saved) <= set(written) and (scores[1] == 2 or written == saved)  # once it goes, more may be written
-    best, latest = store.best(), store.latest()
-    assert best is not None and best.name == f"step-{3 * (1 + scores.index(max(scores))):06d}"
-    assert latest is not None and latest.name == "step-000012"
-
-
 class Killed(BaseException):
     """Ends a process as SIGKILL does: no clause for errors catches it, and each later change raises it again."""
 
@@ -449,7 +376,7 @@ def save_in_a_group(folder: Path) -> dict[str, Any]:
     task = RisingTask({0: 2, 3: 1, 6: 3, 9: 1})
 
     def saving(store: CheckpointStore, engine: TorchEngine) -> CheckpointManager:
-        return CheckpointManager(task, engine, store, lambda _: None, None, None)
+        return CheckpointManager(task, engine, store, lambda _: None, None)
 
     def failed_write() -> None:
         store = SlowStore(folder / "failed", 1, StorageWriteError("the disk is full"))
@@ -458,7 +385,7 @@ def save_in_a_group(folder: Path) -> dict[str, Any]:
             manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
             while rank() == 0 and manager.writer.is_busy():
                 pass
-            manager.collect(TrainerState(1))
+            manager.collect()
 
     def no_memory() -> None:
         engine = TorchEngine(task.model, section(), None)

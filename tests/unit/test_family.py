@@ -233,7 +233,6 @@ def test_students_that_are_saved_as_they_started_are_reported_and_left_out_of_ca
         ([8], ["teachers.serve=actor"], None),
         ([8], ["training.workers=0"], None),
         ([8], ["training.engine=deepspeed"], None),
-        ([8], ["evaluation.dev=agreement", "evaluation.async_eval={}"], None),
         ([8], ["resources.gpu=none"], None),
         ([8], ["teachers.encoders.1.similarity=rank", "teachers.encoders.1.num_references=50"], "a GPU"),
         ([8], ["training.node_labels={role: students}"], None),

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import pytest
 
 from distcse.cluster.assigned_resources import interface_of
-from distcse.cluster.nodes import ResourceWatchdog
 from distcse.cluster.teacher_servers import placement_options
 from distcse.devices.resources import (
     Node,
@@ -122,17 +121,13 @@ def test_an_elastic_run_divides_the_batch_for_every_number_of_workers() -> None:
 
 @pytest.mark.parametrize("first", range(3))
 def test_requests_with_the_fewest_options_are_placed_first(first: int) -> None:
-    """For any order of the nodes; but in the order of their starts, nodes fill up that later requests need."""
+    """For any order of the nodes."""
     nodes = [node(8, 1, role="teachers"), node(8, 1), node(8, 1)]
     nodes = nodes[first:] + nodes[:first]
     students, servers = workers(2, 1, 1), workers(1, 1, 1, {"role": "teachers"})
     assert find_shortfall([students, servers], nodes) is None
     assert find_shortfall([workers(2, 8), workers(1, 1, 1)], [node(8, 1), *[node(8)] * 2]) is None
     assert find_shortfall([workers(3, 1, 1), servers], nodes) is not None
-    found = find_shortfall([students, servers], nodes, in_start_order=True)
-    assert found is not None and "1 of workers=1" in found and "role=teachers" in found
-    assert find_shortfall([servers, students], nodes, in_start_order=True) is None
-    assert find_shortfall([workers(2, 1), servers], nodes, in_start_order=True) is None
 
 
 def test_a_server_that_spills_to_another_node_keeps_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,17 +139,3 @@ def test_a_server_that_spills_to_another_node_keeps_its_labels(monkeypatch: pyte
     assert placement_options(two, labels, needs_resources=True) == {"label_selector": labels}
     free = placement_options(two, None, needs_resources=True)
     assert free["label_selector"] is None and free["scheduling_strategy"].node_id == two
-
-
-def test_a_lost_node_warns_once_of_what_the_start_order_may_leave_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remaining nodes suffice, but the restarted worker may take the GPU that the labelled server needs."""
-    left, warnings = [node(8, 1, role="teachers"), node(8, 1)], list[str]()
-    monkeypatch.setattr("distcse.cluster.nodes.live_nodes", lambda: left)
-    monkeypatch.setattr("distcse.cluster.nodes.CHECK_INTERVAL_S", 0.0)
-    requests = [workers(1, 1, 1), workers(1, 1, 1, {"role": "teachers"})]
-    for before, expected in ((left, 0), ([*left, Node("gone", {"CPU": 8.0, "GPU": 1.0}, {})], 1)):
-        watchdog = ResourceWatchdog(requests, warnings.append, before)
-        watchdog.check()
-        watchdog.check()
-        assert len(warnings) == expected
-    assert "role=teachers may wait forever" in warnings[0] and "--resume" in warnings[0]

@@ -23,7 +23,6 @@ MakeRecipe = Callable[..., Recipe]
 
 LIVE = "teachers.mode=live"
 RANK = "teachers.encoders.1.similarity=rank"
-ASYNC = "evaluation.async_eval={}"
 STUDENTS, TEACHERS = "training.node_labels={role: students}", "teachers.node_labels={role: teachers}"
 
 
@@ -51,16 +50,12 @@ RUNS = [
     row("1", 1, gets="1 x 1"),
     row("0 4", 4, gets="4 x 1"),
     row("4", 1, LIVE, gets="1 x 1, teacher servers 2 x 0.25"),
-    row("2", 1, ASYNC, gets="1 x 1, dev-score evaluator 1 x 0.25"),
     row("8", 4, "teachers.num_servers=3", RANK, gets="4 x 1, teacher servers 3 x 0.25"),
     # Too few: one error with the sum.
-    row("1", 1, ASYNC, needs="1.25"),
     row("1", 1, RANK, needs="1.25"),
     row("1", 1, LIVE, needs="1.5"),
-    row("1", 1, LIVE, ASYNC, needs="1.75"),
     row("4 4", 8, LIVE, needs="8.5"),
     row("1", 1, RANK, "teachers.num_servers=12", needs="4"),
-    row("8", 8, "evaluation.async_eval={gpus: 0.5}", needs="8.5"),
     row("7", 8, needs="8"),
     row("8:teachers 2:students", 4, STUDENTS, needs="4"),
     # What the recipe sets is kept.
@@ -81,8 +76,6 @@ RUNS = [
     row("8:teachers 0:students", 4, STUDENTS, gets="none"),
     row("1:teachers 2:students", 2, STUDENTS, TEACHERS, LIVE, gets="2 x 1, teacher servers 2 x 0.25"),
     row("1:teachers 1", 1, TEACHERS, LIVE, gets="1 x 1, teacher servers 2 x 0.25"),
-    row("2:students 8", 1, STUDENTS, LIVE, ASYNC, gets="1 x 1, teacher servers 2 x 0.25, dev-score evaluator 1 x 0.25"),
-    row("1:students 8", 1, STUDENTS, ASYNC, needs="1.25"),
     # No GPU for anything.
     row("8", 8, LIVE, "resources.gpu=none", gets="none, teacher servers none"),
 ]
@@ -188,11 +181,7 @@ def test_a_required_gpu_that_is_missing_is_refused(recipe_with: MakeRecipe) -> N
         plan_of(recipe_with(required, "training.workers=8"), nodes_of("7"))
     with fails_with(ClusterTooSmallError, "the nodes with role=students have no GPU for the training workers"):
         plan_of(recipe_with(required, "training.workers=1", STUDENTS), nodes_of("8 0:students"))
-    for override in (
-        "training.gpus_per_worker=0",
-        "teachers.gpus_per_actor=0",
-        "evaluation.async_eval={gpus: 0}",
-    ):
+    for override in ("training.gpus_per_worker=0", "teachers.gpus_per_actor=0"):
         with fails_with(InvalidValueError, "resources.gpu is required, and ", "is 0"):
             recipe_with(required, "training.workers=1", override)
 
@@ -244,27 +233,6 @@ def test_cpus_are_shared_among_the_nodes_with_gpus(recipe_with: MakeRecipe) -> N
     assert plan_run(recipe_with("training.workers=8"), nodes).per_worker == {"CPU": 2.0, "GPU": 1.0}
 
 
-def test_gpus_that_labels_leave_to_others_are_named(recipe_with: MakeRecipe) -> None:
-    """Ray keeps no GPU free for labels: the worker may start on the node that the labelled server needs."""
-    recipe = recipe_with("training.workers=1", TEACHERS, RANK, "teachers.gpus_per_actor=1")
-    assert "training.node_labels" in plan_run(recipe, nodes_of("1:teachers 1")).warning
-    labelled = recipe_with("training.workers=1", STUDENTS, TEACHERS, RANK, "teachers.gpus_per_actor=1")
-    assert not plan_run(labelled, nodes_of("1:teachers 1:students")).warning
-
-
-def test_cpus_of_labelled_servers_are_left_free(recipe_with: MakeRecipe) -> None:
-    """Both workers may start on the servers' node, with 4 CPUs, of which the two servers need one each."""
-    nodes = [Node("teachers", {"CPU": 4.0}, {"role": "teachers"}), Node("other", {"CPU": 4.0}, {})]
-    live = ("training.workers=2", TEACHERS, LIVE)
-    resources = plan_run(recipe_with(*live), nodes)
-    assert resources.per_worker == {"CPU": 1.0} and not resources.warning
-    resources = plan_run(recipe_with(*live, "training.cpus_per_worker=2"), nodes)
-    assert "live teacher servers" in resources.warning and "training.node_labels" in resources.warning
-    nodes = [nodes[0], Node("students", {"CPU": 4.0}, {"role": "students"})]
-    resources = plan_run(recipe_with(*live, STUDENTS), nodes)
-    assert resources.per_worker == {"CPU": 2.0} and not resources.warning
-
-
 def test_teachers_whose_lists_workers_compute_need_no_nodes(recipe_with: MakeRecipe) -> None:
     """Those that embedded the corpus may be gone."""
     nodes = [Node("students", {"CPU": 4.0}, {"role": "students"})]
@@ -293,7 +261,7 @@ def test_gpus_that_ray_cannot_give_are_refused(
 ) -> None:
     """Ray refuses `num_gpus=1.5` when the process starts; a group's worker and scorer take half each."""
     models = {"group": tiny("bert")}
-    for override in ("training.gpus_per_worker=", "teachers.gpus_per_actor=", "evaluation.async_eval.gpus="):
+    for override in ("training.gpus_per_worker=", "teachers.gpus_per_actor="):
         assert recipe_with("training.workers=1", f"{override}2") and recipe_with(
             "training.workers=1", f"{override}0.25"
         )

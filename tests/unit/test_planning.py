@@ -19,10 +19,10 @@ from distcse.devices.device import DeviceSpeed
 from distcse.errors import ArgumentError
 from distcse.models import Encoder
 from distcse.models.folder import model_class
-from distcse.planning.costs import Pass, StudentPlan, Terms, WorkerMemory, gradient_bytes, transfer_seconds
+from distcse.planning.costs import Pass, StudentPlan, transfer_seconds, worker_memory
 from distcse.planning.machines import GPUS, Cluster, Machine, parse_cluster
 from distcse.planning.sizes import Lengths, assumed_lengths, read_lengths, read_shape
-from distcse.planning.text import student_advice, student_problems
+from distcse.planning.text import scaling, student_advice, student_problems
 from distcse.preflight.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
@@ -144,7 +144,7 @@ def test_gradcache_saves_activations_for_another_forward_pass() -> None:
         for override in ([], ["training.grad_cache_chunk=8"])
     )
     assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 1 + 15 / 16 / 3
-    assert chunks.memory_of(1, 128, 0).activations < plain.memory_of(1, 128, 0).activations / 8
+    assert chunks.memory_of(1, 128, 0)["activations"] < plain.memory_of(1, 128, 0)["activations"] / 8
 
 
 # Recorded runs
@@ -242,10 +242,9 @@ def test_lengths_are_those_of_the_texts_with_their_prompt(
     ],
 )
 def test_a_zero_stage_divides_its_states(stage: int, by_hand: tuple[int, ...]) -> None:
-    held = WorkerMemory.of(100, stage, 4, 0.0, 0.0)
-    assert (held.weights, held.gradients, held.moments, held.copies) == by_hand
-    alone = WorkerMemory.of(100, 0, 1, 0.0, 0.0)
-    assert alone.total - alone.process == 1600  # 16 bytes per parameter
+    assert tuple(worker_memory(100, stage, 4, 0.0, 0.0).values())[:4] == by_hand
+    alone = worker_memory(100, 0, 1, 0.0, 0.0)
+    assert sum(alone.values()) - alone["process"] == 1600  # 16 bytes per parameter
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("bert", "fp32"), ("distilbert", "bf16")])
@@ -276,22 +275,7 @@ def test_a_table_has_the_estimated_bytes(recipe_with: Callable[..., Recipe], sen
     plan = StudentPlan.of(recipe, lengths, Cluster("local", 1, 1, CPU))
     for teacher, table, width in zip(plan.teachers, tables, (48, 32), strict=True):
         stored = sum(np.load(file).nbytes for file in table.directory.glob("*.npy"))
-        assert teacher.table_bytes(plan.rows) == stored == len(sentences) * 2 * width
-
-
-def test_the_samplers_memory_grows_with_the_rows_until_their_order_is_computed_by_position() -> None:
-    few, many, most = (plan_of(load_recipe(RANKCSE), rows=rows).host_bytes for rows in (10**6, 10**8, 10**9))
-    assert many - few == 12e8 - 12e6
-    assert few - most == 12e6
-
-
-@pytest.mark.parametrize(("stage", "each_step", "each_update"), [(0, 0, 2), (1, 0, 2), (2, 1, 1), (3, 3, 0)])
-def test_gradients_are_sent_per_update_or_per_step(stage: int, each_step: int, each_update: int) -> None:
-    overrides = ["training.gradient_accumulation=4", f"training.zero_stage={stage}", "evaluation.eval_steps=128"]
-    training = load_recipe(RANKCSE, overrides).training
-    ring = 3 / 4 * 4 * 1000
-    assert gradient_bytes(1000, 4, training) == (each_step + each_update / 4) * ring
-    assert gradient_bytes(1000, 1, training) == 0
+        assert teacher.table_bytes(plan.lengths.rows) == stored == len(sentences) * 2 * width
 
 
 def test_the_slowest_link_limits_a_transfer() -> None:
@@ -329,11 +313,6 @@ def test_clusters_are_parsed_or_refused_with_what_to_write(spec: str, form: tupl
             parse_cluster(spec)
 
 
-def test_a_gpu_overlaps_with_its_host() -> None:
-    terms = Terms(math=3, traffic=1, host=6, network=2)
-    assert terms.seconds("gpu") == 8 and terms.seconds("cpu") == 12 and terms.binding == "host and launches"
-
-
 # Plans
 
 
@@ -355,11 +334,6 @@ def test_problems_name_their_keys() -> None:
     (problem,) = student_problems(plan_of(load_recipe(RANKCSE, ["training.workers=16"])))
     assert "training.workers is 16" in problem and "1x8xA100-40G" in problem
     assert not student_problems(plan_of(load_recipe(RANKCSE), rows=15 * 10**9))
-    plan = plan_of(load_recipe(RANKCSE), rows=10**8)
-    assert not student_problems(plan)
-    cluster = replace(plan.cluster, machine=replace(plan.cluster.machine, host_memory=2e9))
-    (problem,) = student_problems(replace(plan, cluster=cluster))
-    assert "100,000,000 rows" in problem and "corpus.limit" in problem
 
 
 def test_the_default_number_of_workers_divides_the_batch() -> None:
@@ -384,29 +358,6 @@ def test_teachers_cost_follows_from_their_shapes() -> None:
     assert second.flops == pytest.approx(10**6 * length * 24 * (24 * 1024**2 + 4 * length * 1024))
 
 
-def test_ranks_at_inference_cost_a_pass_over_the_references() -> None:
-    overrides = ["evaluation.data=data", "evaluation.rank_inference={num_references: 50000}"]
-    plan = plan_of(load_recipe("simcse-bert-base", overrides), rows=20_000)
-    phase = plan.phases[-1]
-    assert phase.name == "ranks at inference" and phase.note.startswith("20,000 references")
-    length = plan.lengths.mean(plan.recipe.student.max_length)
-    assert phase.flops == pytest.approx(Pass(plan.student, 20_000, length).flops)
-    assert plan.seconds > phase.seconds > 0
-
-
-def test_only_the_last_dev_score_delays_a_run_with_asynchronous_evaluation() -> None:
-    synchronous, asynchronous = (
-        plan_of(load_recipe(RANKCSE, override)) for override in ([], ["evaluation.async_eval={}"])
-    )
-    assert synchronous.dev_seconds > asynchronous.dev_seconds > 0
-
-
-def test_a_larger_corpus_costs_at_least_as_much() -> None:
-    plans = [plan_of(load_recipe(RANKCSE), rows=rows) for rows in (1000, 9999, 10**6, 10**9)]
-    assert sorted(plans, key=lambda plan: plan.seconds) == plans
-    assert sorted(plans, key=lambda plan: plan.disk_bytes) == plans
-
-
 def test_live_teachers_can_be_the_bottleneck() -> None:
     live = plan_of(load_recipe(RANKCSE, ["teachers.mode=live", "training.precision=bf16"]))
     more = plan_of(load_recipe(RANKCSE, ["teachers.mode=live", "training.precision=bf16", "teachers.num_servers=4"]))
@@ -419,13 +370,13 @@ def test_live_teachers_can_be_the_bottleneck() -> None:
 
 
 def test_efficiency_is_1_for_one_worker_and_falls_with_more() -> None:
-    one, eight, many = plan_of(load_recipe(RANKCSE)).scaling([1, 8, 64])
-    assert one["strong"]["efficiency"] == one["weak"]["efficiency"] == 1.0
-    assert 1 > eight["weak"]["efficiency"] > many["weak"]["efficiency"] > 0
-    assert eight["weak"]["efficiency"] > eight["strong"]["efficiency"]
+    (one, eight, many), _ = scaling(plan_of(load_recipe(RANKCSE)), [1, 8, 64])
+    alone, some, all_of_them = (row["efficiency"] for row in (one, eight, many))
+    assert alone["strong"] == alone["weak"] == 1.0
+    assert 1 > some["weak"] > all_of_them["weak"] > 0 and some["weak"] > some["strong"]
     assert one["teachers"] > eight["teachers"]
-    alone, shared = one["teachers"], many["teachers"]  # an embedding pass ends at most a shard late
-    assert alone / 64 <= shared * 1.001 and shared <= alone / 64 + 1.1 * alone * 8192 / 10**6
+    slow, shared = one["teachers"], many["teachers"]  # an embedding pass ends at most a shard late
+    assert slow / 64 <= shared * 1.001 and shared <= slow / 64 + 1.1 * slow * 8192 / 10**6
 
 
 # The command
@@ -498,7 +449,7 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     arguments = ["minilm-mutual", *folders, *layers, "evaluation.dev=none"]
     assert main([*arguments, "--cluster", "3xL4-24G"]) == 0
     printed = capsys.readouterr().out
-    assert "3 groups in parallel on 3 devices" in printed and "cycle-2-bi" in printed and "idle" in printed
+    assert "3 groups in parallel on 3 devices" in printed and "cross " in printed and "idle" in printed
     assert main([*arguments, "--cluster", "2xL4-24G", "mutual.shared_workers=auto"]) == 0
     assert "3 groups on 2 shared workers" in capsys.readouterr().out
     assert main([*arguments, "--cluster", "L4-24G"]) == 1
@@ -506,14 +457,13 @@ def test_groups_have_a_plan(tiny: Callable[..., Path], capsys: pytest.CaptureFix
     parts = [f"groups.{number}.gpus_per_worker=0.25" for number in range(3)]
     assert main([*arguments, *parts, "--cluster", "L4-24G", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
-    assert described["pairs"] == 10_000 and len(described["phases"]) == 5
-    phases = [[group["seconds"] for group in phase] for phase in described["phases"]]
-    assert described["seconds"] == pytest.approx(sum(map(sum, phases)))  # one device is busy until the last group ends
+    assert described["pairs"] == 10_000 and len(described["phases"]) == 6
+    start = sum(part["scoring"] for part in described["phases"] if part["kind"] == "bi")
+    cycle = sum(part["training"] + part["scoring"] for part in described["phases"])
+    assert described["seconds"] == pytest.approx(start + 2 * cycle)  # one device is busy until the last group ends
     assert main([*arguments, "--cluster", "L4-24G", "ray=false", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
-    assert described["idle"] == 0 and described["driver_memory"] == 1_450_000
-    assert main([*arguments, "--cluster", "3xL4-24G", "--corpus-rows", "1_000_000_000"]) == 1
-    assert "IMPOSSIBLE the driver needs 135.0 GiB for 1,000,000,000 pairs" in capsys.readouterr().out
+    assert described["idle"] == 0
 
 
 @pytest.mark.parametrize(

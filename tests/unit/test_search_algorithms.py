@@ -110,7 +110,6 @@ def test_a_sweep_without_a_running_trial_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "WaitWarning", partial(WaitWarning, after_s=-1.0))
-    monkeypatch.setattr(tune, "describe_holders", lambda: "held by others")
     events: list[Event] = []
     context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
     listener = TrialListener(context, Reporter(events.append), ONE)
@@ -119,7 +118,7 @@ def test_a_sweep_without_a_running_trial_says_what_it_waits_for(
         listener.on_step_end(1, trials)
         assert len(events) == number
     (event,) = events
-    assert isinstance(event, LogMessage) and "a node with 1 CPU and 0.5 GPUs free; held by others" in event.text
+    assert isinstance(event, LogMessage) and "a node with 1 CPU and 0.5 GPUs free; see `ray status`" in event.text
 
 
 def test_a_trial_that_starts_again_is_named_with_its_error(tmp_path: Path) -> None:

@@ -460,7 +460,6 @@ ASKS = {
     "api:_candidate": _PASS,
     "api:_add_retrieval_with_documents_by": "as _candidate",
     "cluster/embedding_actors:_EmbeddingTasks._check": "tests/faults/test_kills.py",
-    "cluster/evaluator_actor:RemoteEvaluator.take": "tests/faults/test_kills.py",
     "cluster/ray_group:RayGroup._check_wait": "tests/faults/test_mutual_kills.py",
     "cluster/ray_group:RayGroup._retry": "tests/faults/test_mutual_kills.py",
     "cluster/teacher_servers:co_located_servers": "tests/faults/test_kills.py",

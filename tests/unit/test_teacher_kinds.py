@@ -153,31 +153,6 @@ def test_settings_that_a_cross_encoder_lacks_are_refused_before_embedding(
         kind_of(recipe.teachers.encoders[1]).open_embedder()
 
 
-@pytest.mark.parametrize(
-    ("teacher", "mode", "described", "phase"),
-    [
-        (f"class_path: '{CLASS_PATH}'", "auto", f"computed by {CLASS_PATH}", f"are embedded by {CLASS_PATH}; time not"),
-        (f"class_path: '{CLASS_PATH}'", "live", f"computed by {CLASS_PATH}", "live: no table, runs during training"),
-        ("endpoint: {url: 'http://host:8080/v1'}", "auto", "behind an endpoint", "are sent over HTTP; time not"),
-    ],
-)
-def test_a_plan_says_where_a_teacher_computes(
-    teacher: str,
-    mode: str,
-    described: str,
-    phase: str,
-    recipe_with: Callable[..., Recipe],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    recipe_with()
-    overrides = [f"teachers.encoders=[{{backbone: mine, {teacher}}}]", f"teachers.mode={mode}"]
-    assert plan([str(tmp_path / "recipe.yaml"), *overrides]) == 0
-    printed = capsys.readouterr().out
-    assert f"mine, {described}" in printed and phase in printed
-    assert ("HTTP" in printed or "endpoint" in printed) == ("endpoint" in teacher)
-
-
 # Runs
 
 LISTS_ALONE = (

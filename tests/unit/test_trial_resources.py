@@ -73,14 +73,6 @@ def test_the_default_number_of_trials_is_what_fits(
     assert trial_resources(recipe, sweep(concurrent=concurrent), nodes_of(nodes)) == expected
 
 
-def test_trials_leave_labelled_servers_their_gpus(recipe_with: MakeRecipe) -> None:
-    """Trials start before the servers, and on any node."""
-    recipe = recipe_with("training.workers=1", "teachers.mode=live", "teachers.node_labels={role: teachers}")
-    nodes = [Node("teachers", {"CPU": 8.0, "GPU": 2.0}, {"role": "teachers"}), Node("", {"CPU": 8.0, "GPU": 2.0}, {})]
-    resources = trial_resources(recipe, sweep(), nodes)
-    assert (resources.concurrent, resources.gpus, resources.server_gpus) == (1, 1.0, 0.25)
-
-
 def test_trials_run_on_labelled_nodes_only(recipe_with: MakeRecipe) -> None:
     recipe = recipe_with("training.workers=1", "training.node_labels={role: students}")
     nodes = [Node("a", {"CPU": 2.0}, {"role": "students"}), Node("b", {"CPU": 8.0}, {})]
@@ -120,10 +112,9 @@ def test_a_run_waits_for_what_its_recipe_sets(recipe_with: MakeRecipe) -> None:
     workers, embedding = run_requests(recipe)
     assert (workers.number, workers.each, workers.labels) == (4, {"CPU": 1.0, "GPU": 1.0}, {"role": "students"})
     assert (embedding.number, embedding.each, embedding.labels) == (1, {"CPU": 1.0, "GPU": 1.0}, {"role": "teachers"})
-    set_cpus = ("training.workers=2", "training.cpus_per_worker=8", "evaluation.async_eval={}", "teachers.mode=live")
-    requests = run_requests(recipe_with(*set_cpus))
+    requests = run_requests(recipe_with("training.workers=2", "training.cpus_per_worker=8", "teachers.mode=live"))
     assert requests[0].each == {"CPU": 8.0}
-    assert {request.description for request in requests[1:]} == {"2 live teacher servers", "evaluation.async_eval"}
+    assert {request.description for request in requests[1:]} == {"2 live teacher servers"}
 
 
 def test_a_trial_across_nodes_is_refused(recipe_with: MakeRecipe) -> None:

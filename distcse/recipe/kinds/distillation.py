@@ -119,8 +119,6 @@ class Recipe(BaseRecipe):
         if self.evaluation.data is None:
             keys = ["evaluation.dev_is_test", *([] if is_path(self.dev_score) else ["corpus.exclude_evaluation"])]
             unread |= dict.fromkeys(keys, "evaluation.data is null")
-        if self.dev_score == "none":
-            unread["evaluation.async_eval"] = "there is no dev score (evaluation.dev)"
         return unread
 
     @property
@@ -232,11 +230,7 @@ class Recipe(BaseRecipe):
 
     @model_validator(mode="after")
     def _gpus_do_not_contradict(self) -> Recipe:
-        evaluator = self.evaluation.async_eval
-        gpus = {
-            "training.gpus_per_worker": self.training.gpus_per_worker,
-            "evaluation.async_eval.gpus": evaluator.gpus if evaluator is not None else None,
-        }
+        gpus = {"training.gpus_per_worker": self.training.gpus_per_worker}
         if any(teacher.endpoint is None for teacher in self.teachers.encoders):
             gpus["teachers.gpus_per_actor"] = self.teachers.gpus_per_actor
         check_gpu_keys(self.resources.gpu, gpus)
@@ -253,11 +247,6 @@ class Recipe(BaseRecipe):
 
     @model_validator(mode="after")
     def _scores_have_what_they_need(self) -> Recipe:
-        if self.evaluation.async_eval is not None and not self.training.workers:
-            raise ValueError(
-                "evaluation.async_eval starts a process of Ray's, and training.workers is 0, which wants none; write "
-                "training.workers: 1, or evaluation.async_eval: null"
-            )
         final = self.evaluation.final_suites
         final = final if isinstance(final, list) else []
         can_agree = self.teachers.encoders and self.evaluation.num_heldout >= 3

@@ -98,7 +98,6 @@ class FamilyRecipe(Recipe):
             and not training.needs_deepspeed
             and teachers.serve != "actor"
             and teachers.num_servers == 1
-            and self.evaluation.async_eval is None
         )
 
     def student_recipe(self, member: MemberSection) -> Recipe:

@@ -18,7 +18,6 @@ from distcse.runs.distillation.dev_metric import DevMetric
 from distcse.runs.distillation.model import StudentOutput, build_student
 from distcse.teachers.lists import TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
 from distcse.teachers.targets import TargetReader
-from distcse.training.checkpoint_manager import AsyncEvaluator
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.cuda_graphs import graph_mode
 from distcse.training.task import StepInputs, describe_rows
@@ -135,7 +134,6 @@ def train_student(
     clients: Sequence[TeacherClient],
     reporter: Reporter,
     report_to_train: Callable[[dict[str, float]], None] | None = None,
-    evaluator: AsyncEvaluator | None = None,
 ) -> TrainResult:
     """Train the student of `spec` to its last step, from its latest checkpoint if there is one. Called by every worker.
 
@@ -146,7 +144,6 @@ def train_student(
         clients: One per teacher, in the recipe's order.
         reporter: Receives events from rank 0. Its stop request ends the training, with a checkpoint.
         report_to_train: Called by every worker after every dev score.
-        evaluator: Computes dev scores in another process; None computes them here.
 
     Raises:
         CorpusTooSmallError: The corpus has too few rows for the recipe.
@@ -166,6 +163,5 @@ def train_student(
         cuda_graphs = graph_mode(
             training.cuda_graphs, spec.recipe.changes_to_record, backbone, name, "training", reporter.emit
         )
-        return train(
-            task, training, checkpoints, reporter, report_to_train, evaluator, cuda_graphs, training.layer_compilation
-        )
+        compilation = training.layer_compilation
+        return train(task, training, checkpoints, reporter, report_to_train, cuda_graphs, compilation)

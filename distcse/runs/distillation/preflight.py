@@ -101,8 +101,6 @@ def rehearse_run(
             report_plans(plans_of_trials(nodes), reporter.emit)
         elif resources is not None:
             report_plans(plans_of_run(recipe, resources, nodes), reporter.emit)
-            if resources.warning:
-                reporter.emit(LogMessage(resources.warning, warning=True))
         require_embedding_gpus(recipe, corpus, cluster, reporter)
         reporter.found("cluster", describe_resources(recipe, resources, nodes))
 

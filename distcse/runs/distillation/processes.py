@@ -19,11 +19,10 @@ from distcse.devices.resources import (
     Resources,
     count_fitting,
     even_share,
-    find_shortfall,
     nodes_with,
     refuse_impossible,
 )
-from distcse.events import LogMessage, Reporter
+from distcse.events import Reporter
 from distcse.model_source import CONFIG_FILE
 from distcse.models import resolve_model
 from distcse.models.folder import find_local_model
@@ -45,14 +44,12 @@ from distcse.teachers.resources import (
 
 R = TypeVar("R", bound=Recipe)
 
-WORKERS, EVALUATOR = "training workers", "dev-score evaluator"
-"""Names of the processes of a run, besides its teachers' servers."""
-EVALUATOR_ALTERNATIVE = "evaluation.async_eval=null scores in the workers"
-"""Fix of problems with the dev-score evaluator."""
+WORKERS = "training workers"
+"""Name of a run's training workers."""
 
 
 def student_processes(recipe: Recipe) -> list[Process]:
-    """Return the processes of a student's training: workers, teachers' servers, and the evaluator of dev scores, if any."""
+    """Return the processes of a student's training: workers and teachers' servers."""
     training = recipe.training
     key = "training.workers" if training.min_workers is None else "training.min_workers"
     workers = Process(
@@ -66,22 +63,7 @@ def student_processes(recipe: Recipe) -> list[Process]:
         {"CPU": "training.cpus_per_worker", "GPU": "training.gpus_per_worker"},
         is_elastic=training.min_workers is not None,
     )
-    processes = [workers, *server_processes(recipe.teachers)]
-    if (section := recipe.evaluation.async_eval) is not None:
-        evaluator = Process(
-            EVALUATOR,
-            1,
-            training.node_labels,
-            section.gpus,
-            section.cpus,
-            "evaluation.async_eval",
-            "training.workers",
-            {"CPU": "evaluation.async_eval.cpus", "GPU": "evaluation.async_eval.gpus"},
-            EVALUATOR_ALTERNATIVE,
-            is_helper=True,
-        )
-        processes.append(evaluator)
-    return processes
+    return [workers, *server_processes(recipe.teachers)]
 
 
 def student_needs(recipe: Recipe) -> NodeNeeds:
@@ -138,19 +120,11 @@ class RunResources:
     gpus: GpuPlan
     per_worker: Resources
     """CPUs and GPUs of one training worker."""
-    warning: str = ""
-    """A warning that servers or evaluator may wait forever for resources of nodes that the workers fill."""
 
     @property
     def server_gpus(self) -> float:
         """GPUs of one server that computes with a model or ranks."""
         return self.gpus.of(SERVERS)
-
-    @property
-    def evaluator(self) -> ResourceRequest | None:
-        """The dev-score evaluator; None if the workers compute the dev scores."""
-        found = [process for process in self.gpus.processes if process.name == EVALUATOR]
-        return GpuPlan(found, self.gpus.nodes, self.gpus.mode).requests()[0] if found else None
 
     def requests(self, workers: int) -> list[ResourceRequest]:
         """List what must run at the same time, with the given number of workers."""
@@ -187,19 +161,8 @@ def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
     most = [count_fitting([node], gpus) for node in usable]
     cpu = training.cpus_per_worker or max(1.0, float(int(even_share(cpus, min(training.workers, sum(most)), most))))
     resources = RunResources(plan, {"CPU": cpu, **gpus})
-    stranded = _find_stranded(resources, training.workers)
-    while stranded is not None and training.cpus_per_worker is None and cpu > 1:
-        cpu -= 1.0
-        resources = RunResources(plan, {"CPU": cpu, **gpus})
-        stranded = _find_stranded(resources, training.workers)
     refuse_impossible(resources.requests(min(training.worker_counts)), nodes)
-    if stranded is None:
-        return resources
-    warning = (
-        f"{stranded} may wait forever: processes that start before may fill the nodes that it needs; lower "
-        "training.cpus_per_worker, or keep the workers off them with training.node_labels"
-    )
-    return replace(resources, warning=warning)
+    return resources
 
 
 def _remaining_cpus(nodes: Sequence[Node], labels: Labels, requests: Sequence[ResourceRequest]) -> list[float]:
@@ -213,14 +176,6 @@ def _remaining_cpus(nodes: Sequence[Node], labels: Labels, requests: Sequence[Re
         for _ in range(request.number):
             free[max(usable, key=free.__getitem__)] -= request.each.get("CPU", 0.0)
     return [cpus for node, cpus in zip(nodes, free, strict=True) if node.has(labels)]
-
-
-def _find_stranded(resources: RunResources, workers: int) -> str | None:
-    """Describe processes that may never start, because workers without their labels may fill the nodes that they need."""
-    requests = resources.requests(workers)
-    if all(request.labels == requests[0].labels for request in requests):
-        return None
-    return find_shortfall(requests, resources.gpus.nodes, in_start_order=True)
 
 
 def describe_resources(recipe: Recipe, resources: RunResources | None, nodes: Sequence[Node]) -> str:
@@ -256,10 +211,7 @@ def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> 
     if cluster is None or not plans_gpus(cluster, recipe.gpu_mode):
         return
     nodes = cluster.nodes()
-    resources = plan_run(recipe, nodes)
-    report_plans(plans_of_run(recipe, resources, nodes), reporter.emit)
-    if resources.warning:
-        reporter.emit(LogMessage(resources.warning, warning=True))
+    report_plans(plans_of_run(recipe, plan_run(recipe, nodes), nodes), reporter.emit)
 
 
 def with_precisions(recipe: R, cluster: Cluster | None, reporter: Reporter, trial: TrialGpus | None = None) -> R:
@@ -310,17 +262,14 @@ def roles_on(recipe: Recipe, devices: list[DeviceSpeed]) -> list[Role]:
 def _roles_on_cluster(
     recipe: Recipe, trial: TrialGpus | None, speeds: ClusterSpeeds, nodes: Sequence[Node]
 ) -> list[Role]:
-    labels, evaluators = recipe.training.node_labels, list[DeviceSpeed]()
     options = DeviceOptions(uses_gpu=recipe.gpu_mode != "none")
     if trial is None:
         options = student_needs(recipe).options()
         gpus = plan_run(recipe, nodes).gpus
         trial = TrialGpus(gpus.of(WORKERS), gpus.of(SERVERS))
-        if recipe.evaluation.async_eval is not None:
-            evaluators = speeds.of(labels, gpus.of(EVALUATOR))
-    student = speeds.of(labels, trial.worker)
+    student = speeds.of(recipe.training.node_labels, trial.worker)
     teachers = _teacher_devices(recipe, speeds, nodes, trial.server)
-    return _roles(recipe, student, teachers, [*(evaluators or student), *usable_devices(options, speeds, nodes)])
+    return _roles(recipe, student, teachers, [*student, *usable_devices(options, speeds, nodes)])
 
 
 def _teacher_devices(

@@ -64,7 +64,7 @@ class DistillationTrials(Trials):
         return Distillation(self.searched).run(backend, reporter, directory, is_trial=True)
 
     def recipe(self, cpus: float, gpus: float) -> Recipe:
-        evaluation = self.searched.evaluation.model_copy(update={"final_suites": [], "async_eval": None})
+        evaluation = self.searched.evaluation.model_copy(update={"final_suites": []})
         training = self.searched.training.model_copy(update={"cpus_per_worker": cpus, "gpus_per_worker": gpus})
         return self.searched.model_copy(
             update={"evaluation": evaluation, "loggers": LoggersSection(), "training": training}

@@ -35,8 +35,6 @@ class TeacherKind(ABC):
     """Whether `backbone` names a model to load here: it has a config.json, a tokenizer and a precision."""
     has_vectors: ClassVar[bool] = True
     """Whether it outputs one vector per sentence, so that it can have a table. If not, it scores pairs, always live."""
-    bottleneck: ClassVar[str] = "the teacher"
-    """What determines the time of an embedding pass of a teacher that is no model, for a plan."""
     uses_gpu: ClassVar[bool] = True
     """Whether it can compute on a GPU of the process that hosts it."""
 
@@ -110,15 +108,6 @@ class TeacherKind(ABC):
     def check_source(self) -> list[Check]:
         """Check, for the doctor, that the source is there. Models are checked together with the student's."""
         return []
-
-    @property
-    def location(self) -> str:
-        """Where a teacher that is no model computes, for a plan."""
-        return f"computed by {self.source}"
-
-    def describe_pass(self, rows: int) -> str:
-        """Describe, for a plan, an embedding pass of `rows` sentences whose time depends on more than a model's size."""
-        return f"{rows:,} sentences are embedded by {self.source}; time not estimated"
 
 
 class ModelKind(TeacherKind):

@@ -59,7 +59,6 @@ class EndpointKind(TeacherKind):
 
     name = "endpoint"
     uses_gpu = False
-    bottleneck = "its endpoint"
 
     @classmethod
     def matches(cls, section: TeacherSection) -> bool:
@@ -100,14 +99,6 @@ class EndpointKind(TeacherKind):
         if answer.status_code >= 500:
             return [warn("endpoint", f"{name}: {url} answers {answer.status_code}", "see its log")]
         return [ok("endpoint", f"{name}: {url} answers")]
-
-    @property
-    def location(self) -> str:
-        """Behind an endpoint."""
-        return "behind an endpoint"
-
-    def describe_pass(self, rows: int) -> str:
-        return f"{rows:,} sentences are sent over HTTP; time not estimated"
 
 
 class Endpoint:
