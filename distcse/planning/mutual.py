@@ -68,7 +68,7 @@ class _Groups:
         recipe = fit_to_pairs(with_max_workers(recipe, Reporter()), pairs)
         shapes: list[dict[Kind, Shape]] = []
         for group in recipe.groups:
-            # The cross-encoder reads the first token of its own start.
+            # The cross-encoder starts from another model, and reads the first token.
             cross = group.model_copy(update={"backbone": recipe.cross_start(group), "pooling": "cls"})
             shapes.append({"bi": read_shape(group), "cross": read_shape(cross)})
         return cls(recipe, cluster, shapes, lengths, pairs)
