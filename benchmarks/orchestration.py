@@ -1,4 +1,4 @@
-"""Rows 26, 29 and 31 (exposed): what Ray adds to waiting and to a start.
+"""Rows 26 and 29: what Ray adds to waiting and to a start.
 
 python -m benchmarks.orchestration --data ../shared/data [--quick] [--rows 26]
 """
@@ -21,7 +21,7 @@ from benchmarks.protocol import Figure, Report, counted, machine, of_spread, spr
 from distcse.cluster.backend import choose_backend
 from distcse.cluster.cluster import cluster
 from distcse.cluster.sweep import run_sweep
-from distcse.events import DevScore, Event, Reporter, StepReport
+from distcse.events import Event, Reporter, StepReport
 from distcse.recipe import Recipe, Sweep
 from distcse.runs.distillation.batch_loader import BatchLoader
 from distcse.runs.distillation.experiment import Distillation
@@ -40,12 +40,9 @@ def measure(options: Options) -> Report:
             found += [calls(root / "calls", options)]
         if options.wants(29):
             found += starts(root / "starts", options)
-        if options.wants(26, 31):
+        if options.wants(26):
             with cluster(cpus=2):
-                if options.wants(31):
-                    found += [exposed(root / "async-eval", options)]
-                if options.wants(26):
-                    found += [waiting(root / mode, options, mode) for mode in ("table", "live")]
+                found += [waiting(root / mode, options, mode) for mode in ("table", "live")]
     return Report("orchestration", machine(), {"pairs": options.pairs, "threads": 1}, found, options.quick)
 
 
@@ -88,33 +85,6 @@ def waiting(folder: Path, options: Options, mode: str) -> Figure:
     at = f"{'two teachers' if mode == 'table' else 'one teacher'}, {'tiny' if options.quick else 'MiniLM'} student, N = {n}"
     part = f"share of a step spent waiting, {'tables' if mode == 'table' else 'live'}"
     return of_spread(26, part, spread_of(shares), at)
-
-
-def exposed(folder: Path, options: Options) -> Figure:
-    """Row 31's asynchronous part: how long training stops for a dev score that another process computes meanwhile.
-
-    The first score, which waits for that process to start, and the last, which no training overlaps, are left out.
-    """
-    n, every = (16, 4) if options.quick else (32, 10)
-    student = str(stand_in(folder / "model", "tiny")) if options.quick else MINILM
-    teacher = {"backbone": MINILM, "pooling": "mean", "max_length": 32}
-    recipe = list_recipe(
-        folder,
-        wiki_file(options.data),
-        student,
-        [teacher],
-        {},
-        n,
-        4 * n,
-        training={"workers": 1, "cpus_per_worker": 1, "max_steps": 4 * every, "log_every": 4, "engine": "torch"},
-        evaluation={"dev": "stsb", "data": str(options.data), "eval_steps": every, "async_eval": {}},
-    )
-    events = _run_and_collect(recipe, StepReport, DevScore)
-    step = float(np.median([event.seconds for event in events if isinstance(event, StepReport)][1:]))
-    blocked = [event.blocked_s for event in events if isinstance(event, DevScore)][1:-1]
-    at = f"{'tiny' if options.quick else 'MiniLM'} student, N = {n}, one core each, of 125 steps"
-    shares = spread_of([100 * seconds / (125 * step) for seconds in blocked])
-    return of_spread(31, "exposed share, asynchronous", shares, at)
 
 
 def _run_and_collect(recipe: Recipe, *kinds: type[Event]) -> list[Any]:

@@ -309,7 +309,6 @@ ROWS = (
         (
             Part("sentences encoded a score", "<= 3000", unit="sentences"),
             Part("share of training at every 125 steps", "<= 3", unit="%"),
-            Part("exposed share, asynchronous", "<= 0.5", unit="%"),
         ),
         (Part("share of training at every 125 steps", "<= 2", unit="%"),),
     ),

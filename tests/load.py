@@ -119,10 +119,10 @@ class Trial:
     """
 
     def __init__(self, load: Load, corpus: Path, tables: list[EmbeddingTable], servers: Any, number: int) -> None:
-        from distcse.cluster.assigned_resources import use_assigned_threads
+        from distcse.cluster.assigned_resources import use_threads
         from distcse.cluster.teacher_servers import co_located_servers
 
-        use_assigned_threads()
+        use_threads()
         self._load, self._tables, self._number = load, tables, number
         self._name = f"load-{number}"
         self._mine = co_located_servers(servers, load.section, self._name, 0, Reporter())

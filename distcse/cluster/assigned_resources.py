@@ -16,21 +16,17 @@ from distcse.devices import host
 
 def use_assigned() -> None:
     """Restrict an actor to the GPUs and CPUs that Ray assigned to it. Call it before PyTorch initializes CUDA."""
-    use_assigned_gpus()
-    use_assigned_threads()
+    use_gpus()
+    use_threads()
 
 
-def use_assigned_gpus() -> None:
-    """Restrict an actor to the GPUs that Ray assigned to it. Call it before PyTorch initializes CUDA."""
-    use_gpus(ray.get_runtime_context().get_assigned_resources().get("GPU", 0.0))
-
-
-def use_gpus(gpus: float) -> None:
-    """Restrict an actor's process to its GPUs.
+def use_gpus(gpus: float | None = None) -> None:
+    """Restrict an actor's process to its GPUs, by default those that Ray assigned. Call it before PyTorch initializes CUDA.
 
     All GPUs are hidden from an actor that reserved none, because Ray's newer versions leave `CUDA_VISIBLE_DEVICES` as it is for
     `num_gpus=0`. An actor with a fraction of a GPU gets that fraction of its memory, so that it cannot exhaust that of others.
     """
+    gpus = _assigned("GPU", 0.0) if gpus is None else gpus
     if not gpus:
         host.hide_gpus()
     elif gpus < 1:
@@ -39,15 +35,15 @@ def use_gpus(gpus: float) -> None:
         limit_memory(gpus)
 
 
-def use_assigned_threads() -> None:
-    """Limit PyTorch's threads to the actor's CPUs, if PyTorch is imported."""
-    use_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
-
-
-def use_threads(number: int) -> None:
-    """Limit PyTorch's threads, if PyTorch is imported."""
+def use_threads(number: int | None = None) -> None:
+    """Limit PyTorch's threads, by default to the CPUs that Ray assigned, if PyTorch is imported."""
     if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(number)
+        torch.set_num_threads(number or max(1, int(_assigned("CPU", 1.0))))
+
+
+def _assigned(kind: str, default: float) -> float:
+    found: float = ray.get_runtime_context().get_assigned_resources().get(kind, default)
+    return found
 
 
 _SIOCGIFADDR = 0x8915

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from distcse.cluster.assigned_resources import use_assigned_gpus, use_threads
+from distcse.cluster.assigned_resources import use_gpus, use_threads
 from distcse.cluster.cluster import worker_environment
 from distcse.cluster.event_channel import EventChannel, flush, reporter_of, unique_name
 from distcse.cluster.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
@@ -32,7 +32,7 @@ class DeviceActor(HeartbeatActor):
     """Ray actor that calls functions on its device, one after the other."""
 
     def __init__(self, plan: DevicePlan) -> None:
-        use_assigned_gpus()
+        use_gpus()
         node_id = ray.get_runtime_context().get_node_id()
         self._threads = next(plan.threads_on(node.resources) for node in live_nodes() if node.id == node_id)
         os.environ["OMP_NUM_THREADS"] = str(self._threads)  # for faiss: Ray's value is that of the reserved CPUs

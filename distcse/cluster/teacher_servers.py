@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from distcse.cluster.assigned_resources import use_assigned_gpus, use_assigned_threads
+from distcse.cluster.assigned_resources import use_gpus, use_threads
 from distcse.cluster.heartbeat import RESTARTABLE, HeartbeatActor, HeartbeatMonitor
 from distcse.cluster.nodes import alive
 from distcse.cluster.versions import prefer_node
@@ -45,13 +45,13 @@ class TeacherServer(HeartbeatActor):
     """Actor that hosts one teacher and serves its lists."""
 
     def __init__(self, make_teacher: Callable[[], Teacher]) -> None:
-        use_assigned_gpus()
+        use_gpus()
         self._make_teacher = make_teacher
 
     @cached_property
     def _teacher(self) -> Teacher:
         teacher = self._make_teacher()
-        use_assigned_threads()
+        use_threads()
         return teacher
 
     def similarities(self, columns: NDArray[np.int64], rows: slice) -> NDArray[np.float32]:

@@ -245,11 +245,7 @@ class StudentPlan:
 
     @classmethod
     def of(cls, recipe: Recipe, lengths: Lengths, cluster: Cluster, measured: Measured | None = None) -> StudentPlan:
-        """Plan with the recipe's workers; by default, with the most devices that divide the batch size.
-
-        Raises:
-            CorpusTooSmallError: There are fewer rows than the recipe holds out and has in a batch.
-        """
+        """Plan with the recipe's workers; by default, with the most devices that divide the batch size."""
         recipe = fit_to_corpus(recipe, lengths.rows, Reporter())
         training, detection = recipe.training, recipe.objective.active(DetectionSection)
         models = [] if detection is None else [read_shape(EncoderSection(backbone=detection.generator))]

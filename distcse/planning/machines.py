@@ -133,9 +133,6 @@ def parse_cluster(text: str) -> Form:
     """Parse the value of `--cluster` into (nodes, devices per node, kind of device).
 
     `2x8xH100-80G` is (2, 8, "H100-80G"), `8xL4-24G` one node, `3xcpu` three machines like this one, `local` this machine.
-
-    Raises:
-        ArgumentError: The form is wrong, or the GPU is unknown or comes with several memory sizes.
     """
     found = _FORM.match(text)
     if found is None:

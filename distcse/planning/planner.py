@@ -118,13 +118,7 @@ def _plan_family(recipe: FamilyRecipe, cluster: Cluster, rows: int | None) -> Es
 
 
 def open_cluster(spec: str, form: Form, recipe: BaseRecipe) -> Cluster:
-    """Return the cluster that the user described.
-
-    Args:
-        spec: The value of `--cluster`.
-        form: (nodes, devices per node, kind of device), from `parse_cluster`.
-        recipe: Gives the CPUs of a worker, and the workers that share this machine.
-    """
+    """Return the cluster that the user described."""
     nodes, per_node, kind = form
     if kind in GPUS:
         return Cluster(spec, nodes, per_node, GPUS[kind])
@@ -152,15 +146,7 @@ def with_precisions(recipe: BaseRecipe, form: Form) -> BaseRecipe:
 
 
 def measure(recipe: BaseRecipe, run: Callable[[BaseRecipe, Listener], object]) -> Measured:
-    """Run a few steps of a student's recipe on a sample of its text, in a temporary folder, and return their times.
-
-    Args:
-        recipe: The recipe.
-        run: Trains a recipe and calls a listener with the events.
-
-    Raises:
-        ArgumentError: The recipe is not a student's.
-    """
+    """Run a few steps of a student's recipe on a sample of its text, in a temporary folder, and return their times."""
     if type(recipe) is not Recipe:
         raise ArgumentError("--measure is for a student's recipe; leave it out, or plan one student or group by itself")
     steps: list[float] = []

@@ -72,11 +72,6 @@ def read_shape(section: EncoderSection) -> Shape:
 
     The config.json of a hub model comes from the local cache. If it is not there, the shape of a well-known model follows
     from its name, and the config.json of another one is downloaded.
-
-    Raises:
-        ModelNotFoundError: There is no such folder or hub model.
-        ModelFormatError: The config.json is not that of an encoder.
-        EncoderError: A folder with weights would not load, or the prompt would not be pooled.
     """
     from transformers import AutoConfig
 
@@ -196,13 +191,7 @@ class Lengths:
 
 
 def read_lengths(corpus: CorpusSection, encoder: EncoderSection, rows: int | None) -> Lengths:
-    """Measure the lengths of a corpus's sentences with an encoder's tokenizer, or assume them if it cannot be read.
-
-    Args:
-        corpus: The recipe's corpus section.
-        encoder: The encoder whose tokens are counted.
-        rows: Sentences to plan for; None counts those of the corpus.
-    """
+    """Measure the lengths of a corpus's sentences with an encoder's tokenizer, or assume them if it cannot be read."""
     texts, counted, why = _sample(corpus)
     row_count = rows if rows is not None else counted
     if not texts:

@@ -14,7 +14,7 @@ import pytest
 
 import distcse
 from distcse.cluster import health
-from distcse.cluster.assigned_resources import use_assigned_gpus
+from distcse.cluster.assigned_resources import use_gpus
 from distcse.cluster.backend import RayBackend
 from distcse.cluster.cluster import was_started_here
 from distcse.cluster.nodes import alive
@@ -195,7 +195,7 @@ class Watcher:
     """Actor that restricts itself to its GPUs, and says what it sees, and with which priority it runs."""
 
     def __init__(self) -> None:
-        use_assigned_gpus()
+        use_gpus()
 
     def see(self) -> tuple[str | None, bool, int]:
         return os.environ.get("CUDA_VISIBLE_DEVICES"), host.hides_gpus(), os.nice(0)
