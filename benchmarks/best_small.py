@@ -64,7 +64,8 @@ PAPER = (
 LIST_NET = (*PAPER, "training.lr=3e-5", "objective.rank={form: list_net, tau2: 0.025, tau3: 0.0125}")
 LIST_MLE = (*PAPER, "objective.rank={form: list_mle, tau2: 0.05}")
 FALSE_NEGATIVES = "objective.info_nce.false_negatives={threshold: 0.9, form: %s}"
-CHOSEN = ("student.layers=auto", "student.num_layers=3")
+CHOSEN = ("student.layers=[0, 4, 5]",)
+"""The layers that agree best with the teacher before training, as `layers: auto` of commit 4e988bc9 chose them."""
 
 ROWS: dict[str, tuple[str, ...]] = {
     "RankCSE-ListNet, as published": (*LIST_NET, "TWO"),
@@ -238,7 +239,7 @@ def distil(
     if "TWO" in overrides:
         with FileLock(options.runs / "locks" / "second-teacher"):
             if not (second / "config.json").exists():
-                four = (*VECTORS, "student.layers=auto", "student.num_layers=4")
+                four = (*VECTORS, "student.layers=[0, 1, 4, 5]")
                 distil(options, "second teacher", 0, four, second)[0].save(second)
         teachers.append(str(second))
     encoders = ", ".join(
@@ -347,7 +348,7 @@ def regress(
 def teacher_vectors(options: argparse.Namespace, seed: int) -> tuple[list[str], NDArray[np.float32]]:
     """The sentences that distcse's rows with this seed learn from, and all-MiniLM-L6-v2's vectors of them, from a table."""
     from distcse.runs.distillation.corpus import read_corpus
-    from distcse.runs.distillation.tables import embed_corpus
+    from distcse.runs.distillation.preflight import embed_corpus
 
     overrides = [*corpus(options), f"seed={seed}", f"student.backbone={MINILM}", "training.workers=0"]
     teacher = f"teachers.encoders=[{{backbone: '{MINILM}', max_length: {options.max_length}, precision: fp32}}]"

@@ -758,7 +758,7 @@ class PairStep:
 
     def __init__(self, bench: Bench, encoder: Encoder | CrossEncoder, tokens: PairTokens, size: int) -> None:
         section = LoopSection(batch_size=size, engine="torch", epochs=1e6, warmup=0.0, precision="bf16")
-        labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
+        labels = np.linspace(0, 1, tokens.number, dtype=np.float32)
         self._task = PairTask(encoder, tokens, labels, section, None, 10**9, seed=0)
         self._engine = TorchEngine(self._task.model, section, None)
         self._step = 0

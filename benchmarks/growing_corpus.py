@@ -25,7 +25,7 @@ from distcse.devices import host
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable, normalize_rows
 

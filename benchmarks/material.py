@@ -16,7 +16,7 @@ from distcse.models import resolve_model
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.storage import resolve_path
 from distcse.teachers.embedding import table_of
@@ -128,7 +128,7 @@ def prepared(recipe: Recipe) -> tuple[TrainSpec, list[EmbeddingTable | None]]:
     """Corpus, tokens and teachers' tables on disk, as a run prepares them."""
     text = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     tables = text.tables(LocalBackend(), Reporter())
-    return text.spec(RunDirectory.create(text.recipe).path, tables, LocalBackend(), Reporter()), tables
+    return text.spec(RunDirectory.create(text.recipe), tables, LocalBackend(), Reporter()), tables
 
 
 def make_up_tables(recipe: Recipe, width: int = 384) -> None:

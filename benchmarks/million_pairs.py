@@ -34,11 +34,10 @@ from distcse.recipe import MutualRecipe, read_recipe
 from distcse.report.history import read_cycles
 from distcse.runs.lease import Lease
 from distcse.runs.mutual.label_exchange import LabelExchange
-from distcse.runs.mutual.pair_task import BiTokens, CrossTokens, PairTask, PairTokens
+from distcse.runs.mutual.pair_task import PairTask, PairTokens
 from distcse.runs.mutual.pairs import read_pairs
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import GroupContext, Phase
-from distcse.runs.mutual.scoring import PairScorer
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
+from distcse.runs.mutual.phase_trainer import PairScorer
 from distcse.storage import open_store
 from distcse.text import Pairs, PairTokenTable, TokenTable
 from tests.wikipedia import wiki_file
@@ -175,9 +174,9 @@ def drive(recipe: MutualRecipe, folder: Path) -> Work:
 
     def work() -> dict[str, Any]:
         began = time.perf_counter()
-        pairs = read_pairs(recipe, folder / "pairs")
+        pairs = read_pairs(recipe, open_store(folder / "pairs"))
         read = time.perf_counter()
-        pairs = Pairs.open_verified(folder / "pairs")
+        pairs = Pairs.open_verified(open_store(folder / "pairs"))
         store = PhaseStore(folder, Lease.acquire(folder))
         exchange = LabelExchange(recipe, store, threading.Event())
         base = np.random.default_rng(0).random(len(pairs), dtype=np.float32)
@@ -199,9 +198,9 @@ def tokenize_bi(recipe: MutualRecipe, folder: Path) -> Work:
     encoder = Encoder.from_section(recipe.groups[0])
 
     def work() -> dict[str, Any]:
-        sentences = Pairs.open(folder / "pairs").sentences
-        table = TokenTable.prepare(sentences, encoder.tokenizer, encoder.max_length, folder / "cache")
-        (folder / "bi.txt").write_text(str(table.directory))
+        sentences = Pairs.open(open_store(folder / "pairs")).sentences
+        table = TokenTable.prepare(sentences, encoder.tokenizer, encoder.max_length, open_store(folder / "cache"))
+        (folder / "bi.txt").write_text(str(table.store))
         return {"sentences": len(table)}
 
     return work
@@ -212,9 +211,11 @@ def tokenize_cross(recipe: MutualRecipe, folder: Path) -> Work:
     tokenizer, section = Encoder.from_section(recipe.groups[0]).tokenizer, recipe.cross
 
     def work() -> dict[str, Any]:
-        pairs = Pairs.open(folder / "pairs")
-        table = PairTokenTable.prepare(pairs, tokenizer, section.max_length, section.both_orders, folder / "cache")
-        (folder / "cross.txt").write_text(str(table.directory))
+        pairs = Pairs.open(open_store(folder / "pairs"))
+        table = PairTokenTable.prepare(
+            pairs, tokenizer, section.max_length, section.both_orders, open_store(folder / "cache")
+        )
+        (folder / "cross.txt").write_text(str(table.store))
         return {"rows": len(table)}
 
     return work
@@ -225,8 +226,10 @@ def train_bi(recipe: MutualRecipe, folder: Path) -> Work:
     encoder = Encoder.from_section(recipe.groups[0])
 
     def work() -> dict[str, Any]:
-        table = TokenTable.open(Path((folder / "bi.txt").read_text()))
-        return _batches(recipe, folder, encoder, BiTokens(encoder, Pairs.open(folder / "pairs"), table))
+        table = TokenTable.open(open_store((folder / "bi.txt").read_text()))
+        return _batches(
+            recipe, folder, encoder, PairTokens.bi(encoder, Pairs.open(open_store(folder / "pairs")), table)
+        )
 
     return work
 
@@ -236,8 +239,8 @@ def train_cross(recipe: MutualRecipe, folder: Path) -> Work:
     encoder = CrossEncoder.fresh(resolve_model(MINILM), recipe.cross.max_length, [0])
 
     def work() -> dict[str, Any]:
-        table = PairTokenTable.open(Path((folder / "cross.txt").read_text()))
-        return _batches(recipe, folder, encoder, CrossTokens(encoder, table))
+        table = PairTokenTable.open(open_store((folder / "cross.txt").read_text()))
+        return _batches(recipe, folder, encoder, PairTokens.cross(encoder, table))
 
     return work
 
@@ -262,7 +265,7 @@ def score(recipe: MutualRecipe, folder: Path) -> Work:
     scorer._model(Phase(0))  # what loading a model leaves behind is not of the pairs
 
     def work() -> dict[str, Any]:
-        pairs = len(Pairs.open(folder / "pairs"))
+        pairs = len(Pairs.open(open_store(folder / "pairs")))
         return {"scored": len(scorer.score(Phase(0), 0, max(1, pairs // 100_000)))}
 
     return work

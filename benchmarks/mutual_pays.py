@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from benchmarks.best_small import MINILM, STS, Book, folder_name
 from distcse.devices.device import default_device
-from distcse.evaluation import Tasks, collect, evaluate, make_candidate
+from distcse.evaluation import Tasks, collect, evaluate, make_candidate, read_dev
 from distcse.evaluation.contamination import Contamination
 from distcse.evaluation.models import VectorModel
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress
@@ -35,10 +35,9 @@ from distcse.models import Encoder
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import MutualRecipe, decided, read_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.mutual.dev_pairs import DevPairs
 from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.runs.mutual.pairs import load_pairs
-from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.phase_store import Phase
 from distcse.storage import write_text_atomic
 
 L6, L3, E5 = "all-MiniLM-L6-v2", "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"
@@ -170,7 +169,7 @@ def run(options: argparse.Namespace, tasks: Tasks, row: str, source: str, seed: 
 
 def measured(tasks: Tasks, recipe: MutualRecipe, encoder: Encoder) -> dict[str, float]:
     """STS-B dev, five STS sets and their average."""
-    dev = DevPairs.of(recipe)
+    dev = read_dev(recipe)
     assert dev is not None
     encoder = encoder.to(default_device())
     found = evaluate([make_candidate("model", "", encoder, Contamination({}))], tasks)

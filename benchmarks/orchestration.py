@@ -23,7 +23,7 @@ from distcse.cluster.cluster import cluster
 from distcse.cluster.sweep import run_sweep
 from distcse.events import Event, Reporter, StepReport
 from distcse.recipe import Recipe, Sweep
-from distcse.runs.distillation.batch_loader import BatchLoader
+from distcse.runs.distillation.distillation_task import BatchLoader
 from distcse.runs.distillation.experiment import Distillation
 from distcse.teachers.lists import TeacherEnsemble
 from distcse.tuning.sweep import begin

@@ -63,7 +63,7 @@ class OurPairStep:
     """distcse's step on pairs, as `train` takes it."""
 
     def __init__(self, encoder: Encoder | CrossEncoder, tokens: PairTokens, section: LoopSection) -> None:
-        labels = np.linspace(0, 1, len(tokens), dtype=np.float32)
+        labels = np.linspace(0, 1, tokens.number, dtype=np.float32)
         self.task = PairTask(encoder, tokens, labels, section, None, 10**9, seed=0)
         self.engine = make_engine(self.task.model, section, self.task.rows, None)
         self.step = 0

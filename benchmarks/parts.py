@@ -37,7 +37,7 @@ from benchmarks.protocol import (
 )
 from benchmarks.step import RANKCSE, SIMCSE, TOLERANCE
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.training.engines.fused_adamw import FusedAdamW
 from tests.counting import LargestTensor, dispatched
 from tests.training_step import TrainingStep

@@ -17,7 +17,7 @@ from benchmarks.unlike_teachers import Vectors, options_of_teachers, three_teach
 from distcse.events import Reporter
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import write_text_atomic
 from distcse.teachers.table import table_statistics
 from distcse.teachers.targets import fit_projection, joined_vectors, kept_share

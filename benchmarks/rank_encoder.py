@@ -137,7 +137,7 @@ def reference_of(spec: Any, student: str, references: NDArray[np.float32]) -> Co
     from distcse.text import Corpus
 
     section = spec.recipe.teachers.encoders[0]
-    encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(spec.corpus.path)
+    encoder, corpus = Encoder.from_section(section).eval(), Corpus.open(spec.corpus)
     live = TrainingStep(spec, [LocalTeacherClient(LiveRanks(encoder, corpus.texts, references))])
     teacher = FrozenTeacher(load(section.backbone).eval(), "cls", 1.0)
     model = AutoModel.from_pretrained(resolve_model(student))

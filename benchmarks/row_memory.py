@@ -35,7 +35,7 @@ from distcse.events import Event, Reporter, StageProgress
 from distcse.models import Encoder, TokenizerSpec
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.runs.distillation.distillation_task import BatchLoader, TrainSpec
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.storage import open_store, resolve_path
 from distcse.teachers.embedding import embed_shards, table_of
@@ -124,7 +124,7 @@ def driver(recipe: Recipe) -> dict[str, Any]:
         before = time.process_time()
         fill(located(recipe, prepared), WIDTH, np.random.default_rng(0))
         rows = len(prepared.corpus)
-    folders = [str(prepared.corpus.directory), str(prepared.tokens.directory)]
+    folders = [str(prepared.corpus.store), str(prepared.tokens.store)]
     (resolve_path(recipe.storage.cache) / _FOLDERS).write_text(json.dumps(folders))
     seconds = {"corpus": stages["corpus"] - began, "tokens": stages["tokens"] - stages["corpus"]}
     seconds["table"] = time.process_time() - before
@@ -160,7 +160,7 @@ def worker(recipe: Recipe) -> dict[str, Any]:
 def embedding(recipe: Recipe) -> dict[str, Any]:
     """Embed all rows as one shard."""
     cache = resolve_path(recipe.storage.cache)
-    corpus = Corpus.prepare(recipe.corpus, cache)
+    corpus = Corpus.prepare(recipe.corpus, open_store(cache))
     tokenizer = TokenizerSpec.of(recipe.student).tokenizer
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=SHARD_WIDTH, num_hidden_layers=1, intermediate_size=SHARD_WIDTH

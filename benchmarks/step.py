@@ -97,7 +97,7 @@ class Bench:
         teachers = self.teachers if distilled else []
         name = f"{'rankcse' if distilled else 'simcse'}-{precision}"
         spec, tables = prepared(self.recipe(objective, teachers, name, precision=precision, **training))
-        sources = live_sources(spec, Corpus.open(spec.corpus.path)) if live else table_sources(spec, tables)
+        sources = live_sources(spec, Corpus.open(spec.corpus)) if live else table_sources(spec, tables)
         return TrainingStep(spec, sources)
 
     def theirs(self, ours: TrainingStep, distilled: bool) -> ContrastiveLoop:

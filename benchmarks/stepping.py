@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.protocol import Duration
 from distcse.recipe import Recipe
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from tests.training_step import TrainingStep
 
 

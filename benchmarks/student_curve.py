@@ -34,11 +34,12 @@ from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
+from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.experiment import Distillation
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.distillation.processes import with_precisions
-from distcse.runs.distillation.tables import embed_corpus
 from distcse.teachers.table import EmbeddingTable
 
 L3, E5 = "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"
@@ -231,7 +232,7 @@ def targets(options: argparse.Namespace, row: str, seed: int) -> tuple[list[str]
     """The sentences that a row of distcse with this seed learns from, and their targets."""
     recipe, prepared, tables = tables_of(options, row, seed)
     with TemporaryDirectory() as run:
-        spec = prepared.spec(Path(run), tables, LocalBackend(), Reporter())
+        spec = prepared.spec(RunDirectory(Path(run)), tables, LocalBackend(), Reporter())
         assert spec.targets is not None
         rows = prepared.corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)[0].ids()
         return prepared.corpus.texts(rows), np.asarray(spec.targets.open().vectors(rows), dtype=np.float32)

@@ -25,6 +25,7 @@ from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.distillation.model import encoder_weights
+from distcse.storage import open_store
 from distcse.text import Corpus
 from distcse.training.checkpoint_files import load_weights
 from distcse.training.checkpoints import CheckpointStore
@@ -136,7 +137,7 @@ def make_generator(options: argparse.Namespace, steps: int = 400, batch: int = 6
     encoder = Encoder.from_section(recipe.student)
     model = AutoModelForMaskedLM.from_pretrained(resolve_model(MINILM), num_hidden_layers=3)
     model.base_model.load_state_dict(encoder.backbone.state_dict(), strict=False)
-    corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
+    corpus = Corpus.prepare(recipe.corpus, open_store(recipe.storage.cache))
     collator = DataCollatorForLanguageModeling(encoder.tokenizer, mlm_probability=0.15)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     model.train()

@@ -43,6 +43,7 @@ from distcse.models import Encoder, resolve_model
 from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.frozen_pass import by_length
 from distcse.recipe import CorpusSection, TeacherSection
+from distcse.storage import open_store
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.table import SHARD_ROWS, EmbeddingTable, TableIdentity
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
@@ -85,7 +86,7 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     objective = {"consistency": None, "rank": None}
     file = wiki_file(options.data)
     spec, tables = prepared(list_recipe(folder, file, MINILM, [teacher], {}, n, 4 * n))
-    corpus, table = Corpus.open(spec.corpus.path), tables[0]
+    corpus, table = Corpus.open(spec.corpus), tables[0]
     assert table is not None
     encoder = Encoder.from_section(spec.recipe.teachers.encoders[0]).eval()
     unique = len(set(corpus.texts(range(len(corpus)))))
@@ -160,7 +161,7 @@ def fidelity(folder: Path, options: Options, texts: list[str]) -> list[Figure]:
     file = folder / "text.txt"
     folder.mkdir()
     file.write_text("\n".join(texts[: LISTS * length]) + "\n", encoding="utf-8")
-    corpus = Corpus.prepare(CorpusSection(path=str(file)), folder)
+    corpus = Corpus.prepare(CorpusSection(path=str(file)), open_store(folder))
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32, precision="fp32")
     encoder, table = Encoder.from_section(section).eval(), table_of(section, corpus, folder, len(corpus))
     list(embed_shards(encoder, corpus, table, [0], None))
@@ -285,18 +286,18 @@ def _noted(texts: Sequence[str], calls: list[int], encode: Callable[..., Any]) -
 def tokens(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     """Row 32: how often a sentence is tokenised, and how fast."""
     limit = 500 if options.quick else 20_000
-    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), folder)
+    corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), open_store(folder))
     encoder = Encoder.load(MINILM, max_length=32)
     seen: list[int] = []
-    first = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder / "first", seen.append)
+    first = TokenTable.prepare(corpus, encoder.tokenizer, 32, open_store(folder / "first"), seen.append)
     passes = max(seen) / len(corpus)
     again: list[int] = []
-    second = TokenTable.prepare(corpus, encoder.tokenizer, 32, folder / "first", again.append)
+    second = TokenTable.prepare(corpus, encoder.tokenizer, 32, open_store(folder / "first"), again.append)
     assert not first.reused and second.reused
     caches = iter(range(10**6))
 
     def fresh() -> None:
-        TokenTable.prepare(corpus, encoder.tokenizer, 32, folder / str(next(caches)))
+        TokenTable.prepare(corpus, encoder.tokenizer, 32, open_store(folder / str(next(caches))))
 
     rounds = interleave({"tokenise": timed(fresh)}, Effort(effort.pairs, 1, 0.0))
     rate = rounds.of(lambda s: limit / s["tokenise"])

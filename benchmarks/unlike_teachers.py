@@ -33,7 +33,7 @@ from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.storage import write_text_atomic
 from distcse.teachers.table import measure_statistics
 from distcse.teachers.targets import fit_projection

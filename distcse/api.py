@@ -73,9 +73,8 @@ from distcse.runs.cluster_fit import gpu_policy
 from distcse.runs.directory import RunDirectory, require_lasting, require_lasting_run
 from distcse.runs.distillation.corpus import read_corpus
 from distcse.runs.distillation.dev_ensemble import EnsembleScores, require_labelled_dev, score_ensemble
-from distcse.runs.distillation.preflight import check_comparison, check_embedding
+from distcse.runs.distillation.preflight import check_comparison, check_embedding, embed_corpus
 from distcse.runs.distillation.processes import with_teacher_precisions
-from distcse.runs.distillation.tables import embed_corpus
 from distcse.runs.experiment import Result, experiment_of
 from distcse.runs.reference_run import Compared, ReferenceRun
 from distcse.storage import find_model, resolve_path, to_uri

@@ -13,9 +13,9 @@ from distcse.models import Encoder
 from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import EmbeddingRequest, LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import TrainSpec
-from distcse.runs.distillation.distillation_task import train_student
+from distcse.runs.distillation.distillation_task import TrainSpec, train_student
 from distcse.runs.distillation.preparation import PreparedCorpus
+from distcse.storage import open_store
 from distcse.teachers.embedding import table_of
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
@@ -81,7 +81,7 @@ def make_two_worker_recipe(folder: Path, tiny: Callable[..., Path], lines: list[
 def embed_tables(recipe: Recipe, corpus: Corpus | None = None) -> list[EmbeddingTable]:
     """Embed the corpus with all teachers in this process, so that a run on Ray starts no embedding actors."""
     cache = Path(recipe.storage.cache)
-    corpus = corpus or Corpus.prepare(recipe.corpus, cache)
+    corpus = corpus or Corpus.prepare(recipe.corpus, open_store(cache))
     tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
     for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
         if missing := table.missing_shards():
@@ -94,12 +94,12 @@ def embed_tables(recipe: Recipe, corpus: Corpus | None = None) -> list[Embedding
 def make_spec(recipe: Recipe, run: RunDirectory | None = None) -> tuple[TrainSpec, list[EmbeddingTable]]:
     """Prepare corpus, tokens and tables, and create a run directory unless `run` is given."""
     cache = Path(recipe.storage.cache)
-    corpus = Corpus.prepare(recipe.corpus, cache)
+    corpus = Corpus.prepare(recipe.corpus, open_store(cache))
     encoder = Encoder.from_section(recipe.student)
-    tokens = TokenTable.prepare(corpus, encoder.tokenizer, encoder.max_length, cache)
+    tokens = TokenTable.prepare(corpus, encoder.tokenizer, encoder.max_length, open_store(cache))
     tables = embed_tables(recipe, corpus)
     directory = run or RunDirectory.create(recipe)
-    return PreparedCorpus(corpus, tokens, recipe).spec(directory.path, tables, LocalBackend(), Reporter()), tables
+    return PreparedCorpus(corpus, tokens, recipe).spec(directory, tables, LocalBackend(), Reporter()), tables
 
 
 def train(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from distcse.events import Reporter
 from distcse.losses import mix_lists
 from distcse.recipe import CorpusSection, EndpointSection, TeacherSection, TeachersSection
-from distcse.storage import write_text_atomic
+from distcse.storage import open_store, write_text_atomic
 from distcse.teachers.embedding import table_of
 from distcse.teachers.lists import TeacherEnsemble
 from distcse.teachers.table import EmbeddingTable
@@ -126,7 +126,7 @@ class Trial:
         self._load, self._tables, self._number = load, tables, number
         self._name = f"load-{number}"
         self._mine = co_located_servers(servers, load.section, self._name, 0, Reporter())
-        self._corpus = Corpus.open(corpus)
+        self._corpus = Corpus.open(open_store(corpus))
 
     def ready(self) -> None:
         """Return once the process has started."""
@@ -168,7 +168,7 @@ def prepare(load: Load, cache: Path) -> tuple[Corpus, list[EmbeddingTable]]:
     file = cache / f"{load.rows}.txt"
     if not file.exists():
         write_text_atomic(file, "".join(f"sentence {row}\n" for row in range(load.rows)))
-    corpus = Corpus.prepare(CorpusSection(path=str(file)), cache)
+    corpus = Corpus.prepare(CorpusSection(path=str(file)), open_store(cache))
     section = load.section
     tables = [table_of(teacher, corpus, cache, section.shard_rows) for teacher in section.encoders]
     for number, table in enumerate(tables):
@@ -189,7 +189,7 @@ def run_load(load: Load, cache: Path) -> LoadResult:
     try:
         with served(load.section, corpus, tables, 0.0, Reporter(), "load") as servers:
             actor = ray.remote(num_cpus=0)(Trial)
-            trials = [actor.remote(load, corpus.directory, tables, servers, number) for number in range(load.trials)]
+            trials = [actor.remote(load, corpus.store.path, tables, servers, number) for number in range(load.trials)]
             ray.get([trial.ready.remote() for trial in trials])
             actors = ray.get(servers.running.remote()) | {
                 f"trial {number}": trial for number, trial in enumerate(trials)

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe, read_recipe
-from distcse.runs.mutual.pair_task import BiTokens, CrossTokens
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.pair_task import PairTokens
+from distcse.runs.mutual.phase_store import Phase, PhaseStore
+from distcse.storage import open_store
 from distcse.text import Pairs, PairTokenTable, TokenTable
 
 
@@ -64,24 +64,24 @@ def make_mutual_recipe(
 
 def make_pairs(folder: Path, first: Sequence[str], second: Sequence[str]) -> Pairs:
     """Store pairs in a new folder below `folder`."""
-    return Pairs.write(Path(tempfile.mkdtemp(dir=folder)) / "pairs", zip(first, second, strict=True))
+    return Pairs.write(open_store(Path(tempfile.mkdtemp(dir=folder)) / "pairs"), zip(first, second, strict=True))
 
 
-def bi_tokens(encoder: Encoder, pairs: Pairs) -> BiTokens:
+def bi_tokens(encoder: Encoder, pairs: Pairs) -> PairTokens:
     """Tokenize pairs for a bi-encoder; the table is next to the pairs."""
-    cache = pairs.directory.parent
-    return BiTokens(
+    cache = pairs.store.parent
+    return PairTokens.bi(
         encoder,
         pairs,
         TokenTable.prepare(pairs.sentences, encoder.tokenizer, encoder.max_length, cache, prompt=encoder.prompt),
     )
 
 
-def cross_tokens(encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> CrossTokens:
+def cross_tokens(encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> PairTokens:
     """Tokenize pairs for a cross-encoder; the table is next to the pairs."""
-    cache = pairs.directory.parent
+    cache = pairs.store.parent
     table = PairTokenTable.prepare(pairs, encoder.tokenizer, encoder.max_length, both_orders, cache)
-    return CrossTokens(encoder, table)
+    return PairTokens.cross(encoder, table)
 
 
 def labels_of(run: Path) -> list[NDArray[np.float32]]:

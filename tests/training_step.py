@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.runs.distillation.distillation_task import DistillationTask
+from distcse.runs.distillation.distillation_task import BatchLoader, DistillationTask, TrainSpec
 from distcse.teachers.lists import TeacherClient
 from distcse.text import TokenTable
 from distcse.training.engines import make_engine
@@ -29,7 +28,7 @@ class TrainingStep:
     def __init__(self, spec: TrainSpec, sources: Sequence[TeacherClient], rank: int = 0, workers: int = 1) -> None:
         self.loader = BatchLoader(spec, rank, workers)
         self.task = DistillationTask(spec, self.loader, sources)
-        self.token_table = TokenTable.open(spec.tokens.path)
+        self.token_table = TokenTable.open(spec.tokens)
         self.section = spec.recipe.training
         self.engine = make_engine(self.task.model, self.section, self.task.rows, None)
         self.step = 0

@@ -66,7 +66,7 @@ def test_rankcse_step_of_live_teachers(spec: Callable[..., Any], tiny: Callable[
         {"backbone": str(tiny("bert")), "pooling": "cls", "max_length": 32, "alpha": 2.0},
     ]
     made, _ = spec(RANKCSE, teachers)
-    ours = TrainingStep(made, live_sources(made, Corpus.open(made.corpus.path)))
+    ours = TrainingStep(made, live_sources(made, Corpus.open(made.corpus)))
     theirs = reference_rankcse(ours, teachers, tiny("bert"))
     equal_or_stop(ours, theirs)
     with torch.no_grad():

@@ -19,9 +19,9 @@ from distcse.devices.resources import Node, ResourceRequest
 from distcse.events import Reporter
 from distcse.recipe import BaseRecipe
 from distcse.runs.backend import Backend, DeviceCall, EmbeddingRequest, LocalBackend
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.mutual.group import Group
-from distcse.runs.mutual.phases import GroupContext
+from distcse.runs.mutual.phase_store import GroupContext
 from distcse.runs.mutual.processes import GroupResources
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
@@ -112,7 +112,7 @@ class RayBackend(Backend):
         from distcse.cluster.nodes import alive
         from distcse.cluster.teacher_servers import served
         from distcse.cluster.train_workers import train_in_workers
-        from distcse.runs.distillation.batch_loader import with_worker_tables
+        from distcse.runs.distillation.distillation_task import with_worker_tables
         from distcse.runs.distillation.processes import plan_run
 
         resources = plan_run(spec.recipe, alive())

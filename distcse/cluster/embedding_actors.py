@@ -20,7 +20,7 @@ from distcse.errors import TeacherServerError, first_line
 from distcse.events import WaitWarning
 from distcse.recipe import TeacherSection
 from distcse.runs.backend import EmbeddingRequest
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 from distcse.teachers import embedding
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import EMBEDDING, embedding_actors, plan_embedding
@@ -49,7 +49,7 @@ class EmbeddingActor(HeartbeatActor):
     ) -> None:
         use_assigned()
         self._teacher = teacher
-        self._corpus = Corpus.open(corpus.path)
+        self._corpus = Corpus.open(corpus)
         self._table = table
         self._tokens_per_batch = tokens_per_batch
         self._reuse = reuse
@@ -110,7 +110,7 @@ def embed_shards(request: EmbeddingRequest) -> None:
         text = f"teacher {teacher.backbone}: {count} of {section.embedding_workers} embedding actors, as many as fit"
         reporter.warn(text)
     actor_class = ray.remote(num_cpus=each["CPU"], num_gpus=each["GPU"], **RESTARTABLE)(EmbeddingActor)
-    corpus = open_store(request.corpus.directory)
+    corpus = request.corpus.store
     actors = [
         actor_class.options(
             name=f"embedding-{request.owner}-{table.identity.key[:8]}-{number}",

@@ -15,10 +15,8 @@ from distcse.cluster.event_channel import reporter_of
 from distcse.cluster.heartbeat import HeartbeatActor
 from distcse.devices import host
 from distcse.devices.gpu_plan import process_group_backend
-from distcse.runs.mutual.phase_store import Scores, StoredScores
-from distcse.runs.mutual.phase_trainer import PhaseTrainer
-from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult
-from distcse.runs.mutual.scoring import PairScorer
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, Scores, StoredScores
+from distcse.runs.mutual.phase_trainer import PairScorer, PhaseTrainer
 
 
 class GroupActor(HeartbeatActor):

@@ -40,12 +40,10 @@ from distcse.errors import (
 )
 from distcse.events import Reporter, WaitWarning
 from distcse.runs.mutual.group import Group, StepPasses
-from distcse.runs.mutual.phase_store import Scores, StoredScores
-from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult
-from distcse.runs.mutual.pooled_group import PooledGroup, SlotsLost
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, Scores, StoredScores
+from distcse.runs.mutual.phase_trainer import ScoringProgress
 from distcse.runs.mutual.processes import GroupResources
-from distcse.runs.mutual.scoring import ScoringProgress
-from distcse.runs.mutual.worker_pool import WorkerPool, pool_members
+from distcse.runs.mutual.worker_pool import PooledGroup, ResizableGroup, SlotsLost, WorkerPool, pool_members
 
 _STATES_AGE_S = 1.0
 """Seconds for which the states of a pool's placement groups are not asked for again."""
@@ -141,7 +139,7 @@ _NODE_LOSS_S = 30
 """Seconds within which Ray reports the loss of a node."""
 
 
-class RayGroup:
+class RayGroup(ResizableGroup):
     """A group of Ray actors (see `Group`). Lost and hanging actors are replaced, and those on a drained node move.
 
     Args:
@@ -184,9 +182,6 @@ class RayGroup:
         # Not awaited, so its errors are lost: training prepares again, and raises them.
         self._retry(phase, lambda: [trainer.prepare.remote(phase) for trainer in self._trainers])
 
-    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
-        """Do nothing: the group keeps its slots."""
-
     def use(self, slots: Sequence[int]) -> None:
         """Work in these slots of the pool from now on; see `ResizableGroup.use`."""
         assert self._pool is not None
@@ -220,9 +215,6 @@ class RayGroup:
         # Trainers on reserved slots start early, to be ready for the labels. In a pool they would end unused, or start again.
         scores: Scores = self._retry(phase, lambda: self._score(phase), trains=self._pool is None)
         return scores
-
-    def release(self) -> None:
-        """Do nothing: the group keeps its slots."""
 
     def close(self) -> None:
         if not self._closed:
@@ -487,7 +479,7 @@ def groups_of_shared_workers(
     slots = SlotPool(number, each, contexts[0].group.node_labels, contexts[0].run.name)
     groups: list[Group] = []
     try:
-        pool = WorkerPool(pool_members(contexts, number, "GPU" in each), slots.usable)
+        pool = WorkerPool(pool_members(contexts, number), slots.usable)
         for context, reporter in zip(contexts, reporters, strict=True):
             on_ray = RayGroup(context, pool.observed(context.group.name, reporter), each, pool=slots)
             groups.append(PooledGroup(on_ray, pool, reporter))

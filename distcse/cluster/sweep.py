@@ -22,16 +22,15 @@ from distcse.recipe import BaseRecipe, Sweep, TeachersSection, recipe_yaml, with
 from distcse.runs.backend import Backend, EmbeddingRequest, LocalBackend
 from distcse.runs.cluster_fit import gpu_policy, joined_for_devices, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
-from distcse.runs.distillation.batch_loader import (
+from distcse.runs.distillation.distillation_task import (
     TrainSpec,
     table_clients,
     teacher_clients,
+    train_student,
     with_worker_tables,
 )
-from distcse.runs.distillation.distillation_task import train_student
-from distcse.runs.experiment import experiment_of
+from distcse.runs.experiment import SharedTables, Trials, experiment_of
 from distcse.runs.stoppable_evaluation import FinalScores
-from distcse.runs.trials import SharedTables, Trials
 from distcse.storage import ArtifactStore, to_uri
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import worker_tables

@@ -26,7 +26,7 @@ from distcse.cluster.versions import prefer_node
 from distcse.errors import DistcseError, TeacherServerError, last_line
 from distcse.events import Reporter, WaitWarning
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 from distcse.teachers.resources import server_resources
 from distcse.teachers.table import EmbeddingTable
 from distcse.teachers.teacher import Teacher, open_table_teacher
@@ -158,7 +158,7 @@ def served(
         make = (
             table_teacher(teacher, table)
             if table is not None
-            else live_teacher(teacher, open_store(corpus.directory), section.tokens_per_batch)
+            else live_teacher(teacher, corpus.store, section.tokens_per_batch)
         )
         factories[number] = make, server_resources(section, teacher, gpus)
     if not factories:
@@ -227,4 +227,4 @@ def live_teacher(teacher: TeacherSection, corpus: ArtifactStore, tokens_per_batc
     """Return a function that loads a teacher and opens the corpus in a server's process."""
     from distcse.teachers.kinds import open_live  # imported here, so that servers of tables do not import PyTorch
 
-    return lambda: open_live(teacher, corpus.path, tokens_per_batch)
+    return lambda: open_live(teacher, corpus, tokens_per_batch)

@@ -54,7 +54,7 @@ with gc_paused():  # of PyTorch
     from ray.train.torch import TorchConfig
 
 if TYPE_CHECKING:
-    from distcse.runs.distillation.batch_loader import TrainSpec
+    from distcse.runs.distillation.distillation_task import TrainSpec
     from distcse.runs.distillation.processes import RunResources
     from distcse.training.trainer import TrainResult
 
@@ -258,8 +258,7 @@ def _train_on_rank(rank: int, config: dict[str, Any]) -> TrainResult | DistcseEr
         from distcse.cluster.assigned_resources import use_assigned
         from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers
         from distcse.devices.distributed import on_all_ranks
-        from distcse.runs.distillation.batch_loader import teacher_clients
-        from distcse.runs.distillation.distillation_task import train_student
+        from distcse.runs.distillation.distillation_task import teacher_clients, train_student
 
     silence_train_reports()
     use_assigned()

@@ -241,8 +241,6 @@ class DeviceDefaults:
     """Batches are padded to a multiple of this many tokens."""
     records_steps: bool
     """Whether training steps are recorded as CUDA graphs."""
-    shards_dev_scores: bool
-    """Whether each worker encodes its share of a dev score's sentences; otherwise all of them."""
     frozen_batch_tokens: int
     """Tokens per forward pass of a frozen model, with padding."""
     frozen_min_fill: float
@@ -256,8 +254,6 @@ CPU = DeviceDefaults(
     # Time is proportional to tokens, and training skips padding.
     width_multiple=1,
     records_steps=False,
-    # Other batches round differently, and scores must not depend on the number of workers.
-    shards_dev_scores=False,
     # Time is proportional to tokens and to padding, and a batch's activations must stay in the caches: MiniLM's passes of 4,096
     # tokens took 1.05 (AVX2) to 1.17 times (AVX-512) as long as those of 2,048.
     frozen_batch_tokens=2048,
@@ -273,7 +269,6 @@ GPU = DeviceDefaults(
     width_multiple=8,
     # A step of BERT-base launches thousands of kernels, which takes the host longer than the GPU.
     records_steps=True,
-    shards_dev_scores=True,
     # With an H100, the host took about a millisecond to launch a layer's forward pass (benchmarks/results), in which the GPU
     # computes a layer of BERT-base for tens of thousands of tokens. Smaller passes, or batches that end early, leave it idle.
     # The memory does not decide: a pass that does not fit is halved.

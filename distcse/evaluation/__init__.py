@@ -10,7 +10,7 @@ from distcse.evaluation.candidates import (
     parse_prompts,
 )
 from distcse.evaluation.contamination import Contamination, evaluation_sentences, refuse_test_as_dev
-from distcse.evaluation.dev import CustomDev, LabelledDev, labelled_dev
+from distcse.evaluation.dev import CustomDev, Dev, LabelledDev, labelled_dev, read_dev
 from distcse.evaluation.evaluation import (
     Candidate,
     ModelResults,
@@ -38,6 +38,7 @@ __all__ = [
     "CustomDev",
     "CustomSet",
     "DatasetFolder",
+    "Dev",
     "Ensemble",
     "Evaluation",
     "HeldOutVectors",
@@ -74,6 +75,7 @@ __all__ = [
     "parse_models",
     "parse_prompts",
     "parse_suites",
+    "read_dev",
     "read_table",
     "refuse_test_as_dev",
     "reporting",

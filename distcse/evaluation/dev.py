@@ -7,7 +7,7 @@ queries with relevant documents.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError
 from distcse.evaluation.bootstrap import spearman
 from distcse.evaluation.models import PairModel
 from distcse.evaluation.suites import DEV_SETS, DatasetFolder
-from distcse.evaluation.tables import read_table
+from distcse.evaluation.tables import find_table, read_table
+from distcse.evaluation.tasks import EvalTask
 from distcse.evaluation.tasks.pairs import PairClassificationTask, TripletTask
 from distcse.evaluation.tasks.retrieval import RetrievalDataset, RetrievalTask
 from distcse.evaluation.tasks.sts import ScoredPairs, StsTask, sts_score
+from distcse.recipe import MutualRecipe, Recipe
 from distcse.storage import content_key
 
 
@@ -73,6 +75,11 @@ class LabelledDev:
     def gold(self) -> list[float]:
         """Gold scores of all pairs."""
         return [score for pairs in self.sets for score in pairs.gold.tolist()]
+
+    @property
+    def tasks(self) -> list[EvalTask]:
+        """The sets as tasks of an evaluation, in the suite `dev`."""
+        return [StsTask(pairs, suite="dev") for pairs in self.sets]
 
     @property
     def fingerprint(self) -> str:
@@ -159,9 +166,9 @@ class CustomDev:
         return cls(f"{name}, NDCG@10", RetrievalTask(name, dataset), "ndcg@10", first, second, gold)
 
     @property
-    def pairs_only(self) -> bool:
-        """Whether a model that scores pairs can be scored; retrieval needs vectors."""
-        return self.task.pairs_only
+    def tasks(self) -> list[EvalTask]:
+        """The set as a task of an evaluation, in the suite `dev`."""
+        return [replace(self.task, suite="dev")]
 
     @property
     def fingerprint(self) -> str:
@@ -171,3 +178,35 @@ class CustomDev:
     def score(self, model: Any) -> float:
         """Compute the dev score of a `PairModel`, for retrieval of a `VectorModel`; higher is better."""
         return self.task.measure(model).scores[self.measure].value
+
+
+Dev = LabelledDev | CustomDev
+
+
+def read_dev(recipe: Recipe | MutualRecipe) -> Dev | None:
+    """Read the labelled dev sets of a recipe; None if it has none.
+
+    Raises:
+        EvaluationDataError: A file does not exist.
+        EvaluationFormatError: A file is malformed, or does not suit the recipe.
+    """
+    name = recipe.dev_score
+    if name == "none" or (name == "agreement" and not isinstance(recipe, MutualRecipe)):
+        return None
+    if name in DEV_SETS:
+        return LabelledDev.read(Path(str(recipe.evaluation.data)), name)
+    file = Path(name)
+    if not file.is_absolute():
+        folder = Path(str(recipe.evaluation.data)) / "pairs" / name
+        if (found := find_table(folder, "dev")) is None:
+            raise EvaluationDataError(
+                f"evaluation.dev is {name!r}, but {folder} has no dev table; name a file: evaluation.dev=FILE.tsv"
+            )
+        file = found
+    dev = CustomDev.read(file)
+    if isinstance(recipe, MutualRecipe) and not dev.task.pairs_only:
+        raise EvaluationFormatError(
+            f"evaluation.dev is {name}, a retrieval set, which needs vectors, and cross-encoders have none; name a file of "
+            "pairs or triplets"
+        )
+    return dev

@@ -5,7 +5,7 @@ from distcse.models.cross import CrossEncoder, is_cross_encoder
 from distcse.models.encoder import Encoder, EncoderHandle, TokenizerSpec
 from distcse.models.pooling import pool
 from distcse.models.static import StaticEncoder, is_static
-from distcse.models.student import build_projection, depth_of, needs_first_layer, only_layers
+from distcse.models.student import build_projection, depth_of, needs_first_layer
 
 __all__ = [
     "CrossEncoder",
@@ -19,7 +19,6 @@ __all__ = [
     "is_static",
     "model_fingerprint",
     "needs_first_layer",
-    "only_layers",
     "pool",
     "resolve_model",
 ]

@@ -118,8 +118,6 @@ class Encoder(nn.Module):
         configured_length = section.max_length or layout.max_length
         backbone = load_backbone(folder, dropout, configured_length, dtype)
         if isinstance(section, TrainedSection) and section.layers is not None:
-            if section.layers == "auto":
-                raise EncoderSettingError("layers is auto, which only a run resolves; write a list, such as [0, 2, 4]")
             keep_layers(backbone, section.layers)
         if isinstance(section, StudentSection) and section.embedding_size is not None:
             backbone = factorize_embeddings(backbone, section.embedding_size)

@@ -277,8 +277,8 @@ def length_limit(section: EncoderSection, layout: Layout, tokenizer: Any, backbo
 def require_fit(section: EncoderSection, config: Any) -> None:
     """Refuse layers and a maximum length that a model does not have, as far as its config tells."""
     depth, positions = (getattr(config, key, None) for key in ("num_hidden_layers", "max_position_embeddings"))
-    if isinstance(section, TrainedSection) and section.named_layers is not None and isinstance(depth, int):
-        require_layers(section.named_layers, depth)
+    if isinstance(section, TrainedSection) and section.layers is not None and isinstance(depth, int):
+        require_layers(section.layers, depth)
     if section.max_length is not None and isinstance(positions, int) and positions > 0:
         if any(name in config.model_type for name in _FIRST_POSITION_IS_PADDING) and config.pad_token_id is not None:
             positions -= config.pad_token_id + 1

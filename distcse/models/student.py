@@ -59,25 +59,6 @@ def require_layers(layers: Sequence[int], depth: int) -> None:
         )
 
 
-@contextmanager
-def only_layers(backbone: nn.Module, layers: Sequence[int]) -> Iterator[None]:
-    """Run the backbone with only the layers at these indices inside the context; restore it afterwards."""
-    config: Any = backbone.config
-    _require_first(backbone, layers)
-    parent, name, stack = _layer_stack(backbone, depth_of(backbone))
-    changed = _shallower_config(config, layers)
-    before = {key: getattr(config, key) for key in changed}
-    setattr(parent, name, nn.ModuleList(stack[index] for index in layers))
-    for key, value in changed.items():
-        setattr(config, key, value)
-    try:
-        yield
-    finally:
-        setattr(parent, name, stack)
-        for key, value in before.items():
-            setattr(config, key, value)
-
-
 def depth_of(backbone: nn.Module) -> int:
     """Return the backbone's number of layers."""
     config: Any = backbone.config

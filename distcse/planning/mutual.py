@@ -15,7 +15,7 @@ from distcse.planning.sizes import Lengths, Shape, assumed_lengths, read_lengths
 from distcse.planning.text import ESTIMATE, NOT_COUNTED, Estimate, describe_cluster, size_text, span
 from distcse.recipe import KINDS, MutualRecipe
 from distcse.runs.mutual.pairs import fit_to_pairs, temporary_pairs
-from distcse.runs.mutual.phases import Kind
+from distcse.runs.mutual.phase_store import Kind
 from distcse.runs.mutual.processes import with_max_workers
 from distcse.training.schedule import total_steps
 

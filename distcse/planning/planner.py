@@ -29,7 +29,7 @@ from distcse.planning.text import (
     student_problems,
 )
 from distcse.preflight.precision import decide_precisions
-from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe, StudentSection, with_values
+from distcse.recipe import BaseRecipe, FamilyRecipe, MutualRecipe, Recipe, with_values
 from distcse.runs.experiment import experiment_of
 
 _WARM_UP, _STEPS = 10, 20
@@ -196,7 +196,4 @@ def _short(recipe: Recipe, folder: Path) -> Recipe:
         "evaluation.rank_inference": None,
         "loggers": {},
     }
-    if isinstance(recipe.student, StudentSection) and recipe.student.num_layers is not None:
-        # Which layers a student has does not change its cost, and choosing them takes an evaluation of each.
-        values |= {"student.layers": list(range(recipe.student.num_layers)), "student.num_layers": None}
     return with_values(recipe, values)

@@ -126,9 +126,7 @@ def _count_matrices(backbone: Any) -> int:
 
 def _build(section: EncoderSection, config: Any, layout: Layout) -> Encoder:
     """Build the product's own encoder on the meta device, without its tokenizer."""
-    layers = section.named_layers if isinstance(section, TrainedSection) else None
-    if isinstance(section, StudentSection) and section.num_layers is not None:
-        layers = list(range(section.num_layers))
+    layers = section.layers if isinstance(section, TrainedSection) else None
     with torch.device("meta"):
         # Every family has eager attention.
         backbone = model_class(config).from_config(

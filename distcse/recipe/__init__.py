@@ -13,7 +13,6 @@ from distcse.recipe.loading import (
     read_recipe,
     read_sweep,
     recipe_yaml,
-    with_layers,
     with_values,
 )
 from distcse.recipe.objective import (
@@ -101,6 +100,5 @@ __all__ = [
     "recipe_classes",
     "recipe_yaml",
     "register_recipe",
-    "with_layers",
     "with_values",
 ]

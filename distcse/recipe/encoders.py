@@ -36,16 +36,10 @@ class TrainedSection(EncoderSection):
     max_length: Annotated[int, Field(ge=4, le=8192)] | None = 32
     """Maximum tokens per sentence, in training and in the saved model; longer ones are truncated. null reads it from the
     folder."""
-    layers: list[Annotated[int, Field(ge=0)]] | Literal["auto"] | None = None
-    """Layers of the backbone to keep, as ascending indices such as [0, 2, 4]; null keeps all. `auto` (students only, with
-    `num_layers`) selects those that agree best with the teachers before training."""
+    layers: list[Annotated[int, Field(ge=0)]] | None = None
+    """Layers of the backbone to keep, as ascending indices such as [0, 2, 4]; null keeps all."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Dropout probability of the backbone in training; null keeps the backbone's."""
-
-    @property
-    def named_layers(self) -> list[int] | None:
-        """The indices of the layers to keep; None for all layers or `auto`."""
-        return self.layers if isinstance(self.layers, list) else None
 
     @model_validator(mode="after")
     def _can_be_saved(self) -> Self:
@@ -58,7 +52,7 @@ class TrainedSection(EncoderSection):
 
     @model_validator(mode="after")
     def _layers_ascend(self) -> Self:
-        if isinstance(self.layers, list) and (not self.layers or sorted(set(self.layers)) != self.layers):
+        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != self.layers):
             raise ValueError(f"layers must be ascending and distinct, such as [0, 2, 4]; got {self.layers}")
         return self
 
@@ -66,8 +60,6 @@ class TrainedSection(EncoderSection):
 class StudentSection(TrainedSection):
     """The student encoder."""
 
-    num_layers: Annotated[int, Field(ge=1)] | None = None
-    """Layers to keep with `layers: auto`; null otherwise."""
     embedding_size: Annotated[int, Field(ge=2)] | None = None
     """Width of the word embeddings, reduced by principal components; the saved model is then an ELECTRA. null keeps the
     backbone's."""
@@ -76,12 +68,3 @@ class StudentSection(TrainedSection):
     continues from the unmixed ones."""
     projection: Projection = "tanh_mlp"
     """Projection head between pooled vector and objective, in training only; it is not saved."""
-
-    @model_validator(mode="after")
-    def _depth_belongs_to_auto(self) -> Self:
-        if (self.layers == "auto") != (self.num_layers is not None):
-            raise ValueError(
-                f"layers is {self.layers} and num_layers {self.num_layers}; write layers: auto with num_layers: 3 "
-                "(or another number), or name the layers without a num_layers"
-            )
-        return self

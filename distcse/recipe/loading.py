@@ -217,11 +217,6 @@ def _validated(kind: type[S], document: Document, name: str, prefix: str = "") -
         raise error_class(invalid, kind)(explain(invalid, kind, source=f"{called} {name}", prefix=prefix)) from None
 
 
-def with_layers(recipe: Recipe, layers: Sequence[int]) -> Recipe:
-    """Return a copy of a recipe with `layers: auto` replaced by these layers of the student."""
-    return with_values(recipe, {"student.layers": list(layers), "student.num_layers": None})
-
-
 def recipe_yaml(recipe: BaseRecipe | Sweep) -> str:
     """Format the resolved recipe as YAML, with the value of every key; `read_recipe` reads it back unchanged."""
     text: str = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)

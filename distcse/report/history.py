@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import RunDirectoryError, RunError
 from distcse.runs.directory import recorded
-from distcse.runs.mutual.phase_store import PhaseStore, Scores
-from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.phase_store import Phase, PhaseStore, Scores
 
 COMPARED_PAIRS = 1_000_000
 """Pairs whose scores are compared, at most; evenly spaced. The correlation's standard error is then at most 0.1."""

@@ -13,13 +13,13 @@ from distcse.devices.device_plan import GIB, DeviceOptions
 from distcse.devices.gpu_plan import GpuMode
 from distcse.events import Reporter
 from distcse.recipe import TeacherSection, TeachersSection
-from distcse.runs.distillation.batch_loader import (
+from distcse.runs.distillation.distillation_task import (
     TrainSpec,
     table_clients,
     teacher_clients,
+    train_student,
     with_worker_tables,
 )
-from distcse.runs.distillation.distillation_task import train_student
 from distcse.teachers.embedding import complete_shards
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient
@@ -118,9 +118,6 @@ class Backend(ABC):
         """Return a function that returns the value, for the functions of `run_on_devices`.
 
         However large the value and however many functions have it, a cluster stores it once, and each node fetches it once.
-
-        Args:
-            value: A picklable value.
         """
         return lambda: value
 

@@ -19,6 +19,7 @@ from distcse.events import Reporter
 from distcse.models import resolve_model
 from distcse.preflight.precision import Role, decide_precisions
 from distcse.recipe import BaseRecipe
+from distcse.recipe.names import is_path
 from distcse.storage import resolve_path
 
 R = TypeVar("R", bound=BaseRecipe)
@@ -52,17 +53,8 @@ class NodeNeeds:
     ) -> Iterator[T | None]:
         """Context manager: join a cluster, and check its room and that its nodes see the files.
 
-        Args:
-            cluster: The cluster to join; None does nothing.
-            plan: Checks the room for the processes on the cluster's nodes.
-            run: An existing folder: the run's, or the parent of all runs. Default: none is needed.
-
         Yields:
             What `plan` returns; None without a cluster.
-
-        Raises:
-            SharedStorageError: A node does not see a path.
-            RayConnectionError: The cluster cannot be joined or started.
         """
         if cluster is None:
             yield None
@@ -74,12 +66,7 @@ class NodeNeeds:
             yield planned
 
     def options(self, run: Path | None = None, uses_gpu: bool = True) -> DeviceOptions:
-        """Return the options of `Backend.run_on_devices`: nodes of the first labels, or of later ones if only those have GPUs.
-
-        Args:
-            run: The run's folder, if the functions read or write it. Default: None.
-            uses_gpu: Whether the functions are faster on a GPU. Default: True.
-        """
+        """Return the options of `Backend.run_on_devices`: nodes of the first labels, or of later ones if only those have GPUs."""
         return DeviceOptions(
             labels=self.labels,
             written=self.written if run is None else {"storage.runs": run, **self.written},
@@ -90,17 +77,15 @@ class NodeNeeds:
         )
 
 
+def evaluation_paths(data: str | None, dev: str) -> dict[str, Path]:
+    """Return the files of a recipe's `evaluation` that are read, by key."""
+    found = {} if data is None else {"evaluation.data": Path(data)}
+    return {**found, "evaluation.dev": Path(dev)} if is_path(dev) else found
+
+
 @contextmanager
 def gpu_policy(mode: GpuMode, computes_here: bool) -> Iterator[None]:
-    """Context manager: hide the GPUs from this process if the recipe wants none, and refuse a process that lacks a required one.
-
-    Args:
-        mode: The recipe's `resources.gpu`.
-        computes_here: Whether this process trains, rather than processes of a cluster, whose GPUs are planned there.
-
-    Raises:
-        ClusterTooSmallError: `mode` is `required`, and this process must train and sees no GPU.
-    """
+    """Context manager: hide the GPUs from this process if the recipe wants none, and refuse one that lacks a required GPU."""
     if mode == "none":
         with host.gpus_hidden():
             yield
@@ -141,16 +126,7 @@ def decide_for(
     on_cluster: Callable[[ClusterSpeeds, Sequence[Node]], list[Role]],
     in_sweep: bool = False,
 ) -> R:
-    """Return the recipe with each `precision: auto` decided. The cluster is waited for only if its devices matter.
-
-    Args:
-        recipe: The recipe.
-        cluster: Its cluster; None if everything runs in this process.
-        reporter: Receives the choice, and warnings of half precisions that are slow on a device.
-        on_one: Returns the recipe's roles where all run on one device.
-        on_cluster: Returns them on the nodes of a cluster.
-        in_sweep: Whether a sweep's trials run the recipe, which has joined the cluster already. Default: False.
-    """
+    """Return the recipe with each `precision: auto` decided. The cluster is waited for only if its devices matter."""
     if cluster is None:
         roles = on_one(local_speed())
     elif cluster.is_one_cpu() and not in_sweep:
@@ -161,13 +137,7 @@ def decide_for(
 
 
 def usable_devices(options: DeviceOptions, speeds: ClusterSpeeds, nodes: Sequence[Node]) -> list[DeviceSpeed]:
-    """Return the devices on which functions with these options can run; without GPUs, this process's is one of them.
-
-    Args:
-        options: The options of `Backend.run_on_devices`.
-        speeds: Device speeds of the cluster.
-        nodes: Its nodes.
-    """
+    """Return the devices on which functions with these options can run; without GPUs, this process's is one of them."""
     selected = select_nodes(options, nodes)
     if selected.has_gpus:
         return speeds.of(selected.labels, gpus=1.0)
@@ -175,11 +145,7 @@ def usable_devices(options: DeviceOptions, speeds: ClusterSpeeds, nodes: Sequenc
 
 
 def model_memory(backbone: str | None) -> float:
-    """Estimate the bytes of a process that loads a model and encodes test sets; without its weights if they are not here.
-
-    Args:
-        backbone: The model's name; None for an endpoint or a custom class, whose weights are elsewhere or unknown.
-    """
+    """Estimate the bytes of a process that loads a model and encodes test sets; without its weights if they are not here."""
     try:
         folder = None if backbone is None else resolve_model(backbone, only_local=True)
     except (EncoderError, StorageError):

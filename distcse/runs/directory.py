@@ -51,6 +51,7 @@ from distcse.storage import (
 _RECORDED = ("distcse", "torch", "transformers", "tokenizers", "ray", "deepspeed", "numpy", "scipy", "datasets")
 """Packages that a report lists; run.json has all."""
 
+PROJECTION = "projection.safetensors"
 _RECORD, _EVENTS, _REQUESTED = "run.json", "events.jsonl", "requested.yaml"
 
 
@@ -67,16 +68,13 @@ class RunDirectory:
         self.store = open_store(path, lease)
         self.lease = lease
         self.model = path / "model"
-        self.projection = path / "projection.safetensors"
+        self.projection = path / PROJECTION
 
     @classmethod
     def create(cls, recipe: BaseRecipe) -> RunDirectory:
         """Create a folder `<runs>/<name>-<time>` with the resolved recipe in it.
 
         With `storage.run_id`, it is `<runs>/<run_id>`, which may exist, and `request` stores the recipe.
-
-        Raises:
-            RunDirectoryError: The folder cannot be created, or `run_id` names one with other files.
         """
         require_lasting(recipe.storage)
         runs = open_store(recipe.storage.runs)
@@ -118,21 +116,13 @@ class RunDirectory:
 
     @contextmanager
     def leased(self, reporter: Reporter) -> Iterator[Lease]:
-        """Context manager: hold the folder's lease, which `store` checks before each change from now on.
-
-        Raises:
-            RunInUseError: Another process holds it. A killed one's lease is taken over.
-        """
+        """Context manager: hold the folder's lease, which `store` checks before each change from now on."""
         with nullcontext(self.lease) if self.lease else Lease.held(self.path, reporter) as lease:
             self.store = replace(self.store, guard=lease)
             yield lease
 
     def request(self, recipe: BaseRecipe) -> None:
-        """Store the recipe of a run that has an id, under the folder's lease.
-
-        Raises:
-            RunInUseError: Another start with the same id recorded its data meanwhile.
-        """
+        """Store the recipe of a run that has an id, under the folder's lease."""
         if self.is_recorded():
             raise RunInUseError(f"another start has just begun {self.store}; start again to resume it")
         write_recipe(self.store, recipe, _REQUESTED)
@@ -150,18 +140,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path, overrides: list[str], also: Sequence[str] = ()) -> tuple[RunDirectory, BaseRecipe]:
-        """Open an earlier run and its recipe, with overrides that do not change what is learned.
-
-        Args:
-            path: Its folder.
-            overrides: `key.path=value`.
-            also: More keys that may change, in addition to those of any resumed run.
-
-        Raises:
-            RunDirectoryError: The folder has no run.
-            RunRecordError: The stored recipe is damaged or was edited.
-            FrozenKeyError: An override would change what is learned.
-        """
+        """Open an earlier run and its recipe, with overrides that do not change what is learned."""
         stored, store = path / "recipe.yaml", open_store(path)
         if not store.fetch(stored.name):
             raise RunDirectoryError(
@@ -203,16 +182,12 @@ class RunDirectory:
         return self.store.fetch(_RECORD)
 
     def record(self, seed: int, data: Mapping[str, str]) -> None:
-        """Record what a rerun needs. Raises `ResumeMismatchError` if the data have changed since the run began.
-
-        Args:
-            seed: The recipe's seed.
-            data: Fingerprints by name: `corpus` (or `pairs`), `student`, `teacher 0`, `dev`, …
-        """
+        """Record what a rerun needs. Raises `ResumeMismatchError` if the data have changed since the run began."""
         if self.is_recorded():
             if changed := other_data(recorded(self.path)["data"], data):
+                name, before, now = changed
                 raise ResumeMismatchError(
-                    f"the {changed[0]} has changed since {self.store} began{_format_fingerprints(*changed)}; restore it, "
+                    f"the {name} has changed since {self.store} began (fingerprint {now[:12]}, was {before[:12]}); restore it, "
                     "or start a new run"
                 )
             return
@@ -329,10 +304,6 @@ def other_data(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, 
     return (names[0], before[names[0]], now[names[0]]) if names else None
 
 
-def _format_fingerprints(name: str, before: str, now: str) -> str:
-    return f" (fingerprint {now[:12]}, was {before[:12]})"
-
-
 @cache
 def _packages() -> dict[str, str]:
     """Return the version of each installed package. Cached: reading the metadata of a few hundred takes half a second."""
@@ -357,16 +328,7 @@ def differences(before: BaseRecipe, after: BaseRecipe) -> dict[str, Any]:
 
 
 def refuse_changes(recipe: BaseRecipe, changed: Sequence[str], also: Sequence[str] = ()) -> None:
-    """Check that a resumed run may change some keys.
-
-    Args:
-        recipe: The resumed run's recipe.
-        changed: Paths of the changed keys.
-        also: Keys that may change in addition to the recipe's `resumable_keys`.
-
-    Raises:
-        FrozenKeyError: A key would change what is learned.
-    """
+    """Check that a resumed run may change some keys."""
     allowed = (*recipe.resumable_keys, *also)
     if forbidden := [key for key in changed if not is_inside(_LIST_INDEX.sub(".", key), allowed)]:
         raise FrozenKeyError(

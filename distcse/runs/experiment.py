@@ -1,4 +1,4 @@
-"""The interface of an experiment, a kind of run: what commands, sweeps, the planner and the doctor ask of it.
+"""The interface of an experiment, a kind of run: what commands, sweeps, the planner and the doctor ask of it, and how it opens.
 
 To add a kind of run, see CONTRIBUTING.md.
 """
@@ -6,36 +6,48 @@ To add a kind of run, see CONTRIBUTING.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from distcse import runs
 from distcse.checks import Question, require
+from distcse.devices.cluster import Cluster
 from distcse.devices.device import DeviceSpeed
-from distcse.devices.gpu_plan import PlansOfTrials
+from distcse.devices.gpu_plan import PlansOfTrials, Process
 from distcse.devices.resources import Node
-from distcse.errors import ArgumentError, SearchSpaceError
-from distcse.evaluation import Evaluation
-from distcse.events import Reporter
+from distcse.errors import ArgumentError, SearchSpaceError, StoppedEarlyError
+from distcse.evaluation import Contamination, Evaluation, Tasks
+from distcse.events import Event, LogMessage, Reporter, combine_listeners
 from distcse.preflight.inputs import input_questions
 from distcse.preflight.models import model_questions
 from distcse.preflight.precision import Role
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_places, warn_of_unread_keys
-from distcse.recipe import BaseRecipe, EncoderSection
+from distcse.recipe import (
+    BaseRecipe,
+    EncoderSection,
+    MutualRecipe,
+    Recipe,
+    Sweep,
+    TeachersSection,
+    TrainedSection,
+    decided,
+)
 from distcse.recipe.section import unread_keys
 from distcse.runs.backend import Backend
-from distcse.runs.cluster_fit import gpu_policy
+from distcse.runs.cluster_fit import NodeNeeds, gpu_policy
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
+from distcse.runs.lease import Lease
 from distcse.runs.model_card import ModelCard
+from distcse.storage import to_uri
+from distcse.teachers.table import EmbeddingTable
+from distcse.text import Corpus
 from distcse.tracking import require_packages
 from distcse.training.engines import uses_deepspeed
-
-if TYPE_CHECKING:
-    from distcse.runs.trials import Trials
 
 R = TypeVar("R", bound=BaseRecipe)
 
@@ -95,9 +107,6 @@ class Experiment(ABC, Generic[R]):
             reporter: Receives the warnings, and a line for each thing tried.
             plans_of_trials: For a sweep, whose trials are scheduled differently than a single run: decides their GPUs from the
                 cluster's nodes. None for a single run.
-
-        Raises:
-            DistcseError: A check failed.
         """
         with gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None):
             require_lasting(self.recipe.storage)
@@ -112,14 +121,7 @@ class Experiment(ABC, Generic[R]):
 
     @abstractmethod
     def fingerprints(self, reporter: Reporter) -> dict[str, str]:
-        """Read the run's data, and fingerprint data and models by name: a rerun must match those of the first run.
-
-        Args:
-            reporter: Receives progress; its stop request ends the reading.
-
-        Raises:
-            StoppedEarlyError: A stop was requested.
-        """
+        """Read the run's data, and fingerprint data and models by name: a rerun must match those of the first run."""
 
     @abstractmethod
     def run(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None = None) -> Result:
@@ -129,9 +131,6 @@ class Experiment(ABC, Generic[R]):
             backend: Where the work runs.
             reporter: Receives events. Its stop request ends the run: training writes a checkpoint first.
             directory: The run's folder, new or of an interrupted run; None creates one.
-
-        Raises:
-            DistcseError: The recipe, the data or the cluster has a problem. Finished work is kept.
         """
 
     def questions(self, begun: RunDirectory | None = None) -> list[Question]:
@@ -139,9 +138,6 @@ class Experiment(ABC, Generic[R]):
 
         Default: for the recipe's text and labelled sets, and the packages of its loggers and engines. Models are asked for
         apart, because a begun run has them (`distcse.preflight.models`).
-
-        Args:
-            begun: The folder of the run to resume, which may have what would be asked for. Default: none.
         """
         return questions_of(self.recipe)
 
@@ -149,28 +145,15 @@ class Experiment(ABC, Generic[R]):
         """Return the warnings of the recipe's settings that a run begins with (see `open_run`), and that `check` reports.
 
         Default: those of any recipe.
-
-        Args:
-            only_local: Skip models that would have to be downloaded. Default: False.
         """
         return [*warn_of_places(self.recipe), *warn_of_unread_keys(self.recipe, self.unread_keys())]
 
     def warnings(self, corpus_rows: int | None = None) -> list[SettingsWarning]:
-        """Return all warnings that a run would report, from what is on this machine. Default: those that it begins with.
-
-        Args:
-            corpus_rows: Rows of the corpus to plan with, instead of those of the recipe's. Default: the recipe's.
-        """
+        """Return all warnings that a run would report, from what is on this machine. Default: those that it begins with."""
         return self.settings_warnings(only_local=True)
 
     def check_resources(self, nodes: Sequence[Node]) -> None:
-        """Check that the nodes can run everything that must run at the same time. Default: any can.
-
-        Raises:
-            ClusterTooSmallError: They have too few CPUs or GPUs. `resources.gpu` is `required`, and a process gets no
-                GPU.
-                No node has the labels of a key.
-        """
+        """Check that the nodes can run everything that must run at the same time. Default: any can."""
         return
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
@@ -205,11 +188,7 @@ EXPERIMENTS: dict[type[BaseRecipe], type[Experiment[Any]]] = {}
 
 
 def register_experiment(recipe_class: type[BaseRecipe]) -> Callable[[E], E]:
-    """Register the experiment of a class of recipes; a class decorator.
-
-    Args:
-        recipe_class: The class, itself registered with `distcse.recipe.register_recipe`.
-    """
+    """Register the experiment of a class of recipes, itself registered with `register_recipe`; a class decorator."""
 
     def register(experiment_class: E) -> E:
         EXPERIMENTS[recipe_class] = experiment_class
@@ -226,11 +205,7 @@ def load_kinds() -> None:
 
 
 def experiment_of(recipe: BaseRecipe) -> Experiment[Any]:
-    """Return the experiment that a recipe describes.
-
-    Raises:
-        ArgumentError: No experiment is registered for the recipe's class.
-    """
+    """Return the experiment that a recipe describes."""
     load_kinds()
     if type(recipe) not in EXPERIMENTS:
         name = type(recipe).__name__
@@ -238,3 +213,159 @@ def experiment_of(recipe: BaseRecipe) -> Experiment[Any]:
             f"there is no experiment for a {name}; import the module that registers one with @register_experiment({name})"
         )
     return EXPERIMENTS[type(recipe)](recipe)
+
+
+TRIALS = "trials"
+"""Name of the trials' processes."""
+
+
+class TrialGpus(NamedTuple):
+    """GPUs of a sweep's processes."""
+
+    worker: float
+    """Of one training worker of a trial."""
+    server: float
+    """Of one server that computes with a model or ranks."""
+
+
+@dataclass(frozen=True)
+class SharedTables:
+    """The corpus and the teachers' tables that all trials share."""
+
+    corpus: Corpus
+    tables: Sequence[EmbeddingTable | None]
+    """One per teacher; None for a live teacher."""
+
+
+class TrialScore(NamedTuple):
+    """A dev score of a trial."""
+
+    step: int
+    progress: float
+    """Percent of the training that is done."""
+    score: float
+
+
+class Trials(ABC):
+    """The trials of a sweep over one experiment's recipe."""
+
+    leaves_threads: ClassVar[bool] = False
+    """Whether a stopped trial's threads may train on for a while, so that its process cannot be reused."""
+
+    def __init__(self, searched: Recipe | MutualRecipe) -> None:
+        self.searched = searched
+
+    @property
+    @abstractmethod
+    def processes(self) -> list[Process]:
+        """The training workers of one trial, named `TRIALS`, then the servers that all trials share.
+
+        A single worker trains in the trial's own process.
+        """
+
+    @property
+    @abstractmethod
+    def needs(self) -> NodeNeeds:
+        """What every node must see, because a trial may run on any."""
+
+    @property
+    def teachers(self) -> TeachersSection | None:
+        """Teachers that all trials share. Default: there are none."""
+        return None
+
+    @property
+    def evaluation_precision(self) -> str:
+        """Precision of the final evaluation."""
+        return decided(self.searched.evaluation.precision)
+
+    @abstractmethod
+    def train(self, backend: Backend, reporter: Reporter, directory: RunDirectory) -> Result:
+        """Run `searched` as a trial, without what the sweep has done for all trials; see `Experiment.run`."""
+
+    @abstractmethod
+    def recipe(self, cpus: float, gpus: float) -> BaseRecipe:
+        """Return the recipe that trials run: with their share of the cluster, without final evaluation and loggers."""
+
+    @abstractmethod
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: TrialGpus) -> BaseRecipe:
+        """Return the recipe with the precisions decided that all trials share."""
+
+    def check_search(self, sweep: Sweep, paths: Iterable[str]) -> None:  # noqa: B027  (optional)
+        """Check what a sweep asks of the recipe. Default: nothing."""
+
+    @abstractmethod
+    def check_labels(self) -> None:
+        """Check the dev and test sets before the trials start."""
+
+    @abstractmethod
+    def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> SharedTables | None:
+        """Record the fingerprints of the trials' data, and prepare, once for all trials, what they read.
+
+        Returns:
+            The teachers' tables to serve; None if the trials need no servers.
+        """
+
+    @abstractmethod
+    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+        """Return a function that finds a trial's new dev scores when an event arrives."""
+
+    @abstractmethod
+    def labelled_tasks(self) -> Tasks:
+        """Read the test sets of the final evaluation."""
+
+    @abstractmethod
+    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+        """Return the models of a final run: their folders, and the recipe's sections of their encoders.
+
+        Returns:
+            By name; the name is empty if there is only one.
+        """
+
+    @abstractmethod
+    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
+        """Find the test sentences on which the models of a final run were trained."""
+
+
+class RunScope(NamedTuple):
+    """An open run."""
+
+    directory: RunDirectory
+    lease: Lease
+    reporter: Reporter
+    """Also logs the events in the run's folder."""
+
+
+@contextmanager
+def open_run(
+    experiment: Experiment[Any],
+    backend: Backend,
+    reporter: Reporter,
+    directory: RunDirectory | None,
+    is_trial: bool = False,
+) -> Iterator[RunScope]:
+    """Context manager: hold the lease of a run's folder, and start the backend's cluster in the background.
+
+    GPUs are hidden from this process if the recipe wants none. Reports the warnings of the recipe's settings.
+    """
+    recipe = experiment.recipe
+    with ExitStack() as scope:
+        scope.enter_context(gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None and not is_trial))
+        is_new = directory is None
+        if is_new and not is_trial:
+            require(model_questions(recipe, fetch=True))
+        directory = directory or RunDirectory.create(recipe)
+        lease = scope.enter_context(directory.leased(reporter))
+        if is_new and recipe.storage.run_id is not None:
+            directory.request(recipe)
+        reporter = Reporter(combine_listeners(directory.log, reporter.emit), reporter.stop_requested)
+        reporter.emit(LogMessage(f"run directory {to_uri(directory.path)}"))
+        scope.enter_context(backend.cluster.starting() if backend.cluster else nullcontext())
+        if not is_trial:
+            # A begun run has its models, apart from those that it has given up.
+            report_warnings(experiment.settings_warnings(only_local=not is_new), reporter)
+        try:
+            yield RunScope(directory, lease, reporter)
+        except StoppedEarlyError as stopped:
+            if not is_trial:
+                stopped.run = to_uri(directory.path)  # a family's own, after its student's
+            raise

@@ -207,16 +207,7 @@ class Lease:
 
 
 def find_owner(folder: Path, reporter: Reporter) -> LeaseOwner | None:
-    """Return the process that works in a folder, or None. It takes up to 60 s if the owner is on another machine.
-
-    Args:
-        folder: The folder.
-        reporter: Receives a message before a wait, and can request to stop it.
-
-    Raises:
-        StoppedEarlyError: A stop was requested during the wait.
-        RunDirectoryError: The lease cannot be read.
-    """
+    """Return the process that works in a folder, or None. It takes up to 60 s if the owner is on another machine."""
     store = open_store(folder)
     with _reading(store):
         return _find_owner(store, reporter)
@@ -323,17 +314,7 @@ def _parse(content: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _local_lock(folder: ArtifactStore, reporter: Reporter, limit_s: float = math.inf) -> Iterator[None]:
-    """Context manager: hold a lock among the processes of this machine.
-
-    Args:
-        folder: The locked folder.
-        reporter: Receives a message before a wait, and can request to stop it.
-        limit_s: Seconds to wait. Default: no limit.
-
-    Raises:
-        StoppedEarlyError: A stop was requested during a wait.
-        TimeoutError: Another process held the lock for `limit_s` seconds.
-    """
+    """Context manager: hold a lock among the processes of this machine."""
     if folder.is_remote:  # its local copy may not exist yet
         with storage_errors(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,11 @@ from distcse.storage import is_uri
 
 _INHERITED = ("language", "license", "license_name", "license_link")
 """Metadata that hold for a model because they hold for its initial model."""
+USE = """from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("path/to/this/folder")
+vectors = model.encode(["A sentence.", "Another one."])"""
+"""Code of the section Use of an encoder's card."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,7 @@ class ModelCard:
 
 
 def hub_metadata(backbone: str, pipeline: str, tags: Sequence[str], rows: int) -> dict[str, Any]:
-    """Return the hub's metadata of a model.
-
-    Args:
-        backbone: The initial model; named as `base_model` if it is from the hub.
-        pipeline: The hub's `pipeline_tag`.
-        tags: Tags that describe the kind of model.
-        rows: Number of sentences or pairs that the model was trained on.
-    """
+    """Return the hub's metadata of a model."""
     return {
         "library_name": "sentence-transformers",
         "pipeline_tag": pipeline,

@@ -56,19 +56,7 @@ class ReferenceRun:
 
     @classmethod
     def open(cls, path: Path, overrides: list[str], reporter: Reporter) -> ReferenceRun:
-        """Read the record of a finished run.
-
-        Args:
-            path: The run's directory.
-            overrides: Overrides of keys that do not change the trained weights, and of `storage.runs`.
-            reporter: Receives a message if checking the lease takes up to 60 s.
-
-        Raises:
-            RunDirectoryError: The directory is not a run, or has no finished model.
-            RunRecordError: A file of the run is missing or damaged.
-            RunInUseError: The run is still active.
-            FrozenKeyError: An override changes a key that cannot change.
-        """
+        """Read the record of a finished run."""
         _, recipe = RunDirectory.reopen(path, overrides, _ALSO_OVERRIDABLE)
         if (owner := find_owner(path, reporter)) is not None:
             raise RunInUseError(
@@ -83,11 +71,7 @@ class ReferenceRun:
         return cls(path, without_run_id(recipe), record["data"], _differences(record))
 
     def check_data(self, data: Mapping[str, str]) -> None:
-        """Check that the fingerprints of the rerun's data equal those of this run.
-
-        Raises:
-            ResumeMismatchError: The corpus or a model differs.
-        """
+        """Check that the fingerprints of the rerun's data equal those of this run."""
         if changed := other_data(self.data, data):
             name, before, now = changed
             raise ResumeMismatchError(
@@ -96,12 +80,7 @@ class ReferenceRun:
             )
 
     def compare(self, run: Path) -> Compared:
-        """Compare this run's weights with those of a rerun, and write the result to the rerun's rerun.json.
-
-        Raises:
-            ResumeMismatchError: The models have different weights or shapes.
-            RunRecordError: A file of a model is damaged.
-        """
+        """Compare this run's weights with those of a rerun, and write the result to the rerun's rerun.json."""
         folders = self.recipe.model_folders
         first, second = load_run_weights(self.path, folders), load_run_weights(run, folders)
         if shapes(first) != shapes(second):

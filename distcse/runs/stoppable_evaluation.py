@@ -30,17 +30,12 @@ class FinalScores:
     """Whether a stop request left models out."""
 
     def write(self, run: ArtifactStore, results: ArtifactStore | None = None) -> None:
-        """Write the scores, if there are any, and delete the results that `measure_models` stored, if it is complete.
-
-        Args:
-            run: The folder of evaluation.json.
-            results: The folder that `measure_models` got. Default: `run`.
-        """
+        """Write the scores, if there are any, and delete the results that `measure_models` stored, if it is complete."""
         if self.evaluation is None:
             return
         self.evaluation.write(run)
         if not self.stopped:
-            delete_results(results or run)
+            ((results or run) / _FOLDER).delete_all()
 
 
 def stoppable(evaluate: Callable[P, FinalScores]) -> Callable[P, FinalScores]:
@@ -110,16 +105,7 @@ def compare_measured(
     precision: str,
     started_at: float,
 ) -> FinalScores:
-    """Compare the models that were measured, and add those that were left out to what is missing.
-
-    Args:
-        results: What is compared.
-        tasks: The tasks that were measured.
-        calls: What `measure_models` got.
-        returned: What it returned.
-        precision: Precision of the forward passes.
-        started_at: `time.perf_counter()` at the start.
-    """
+    """Compare the models that were measured, and add those that were left out to what is missing."""
     left_out = [f"{call.name}: stopped" for call, result in zip(calls, returned, strict=True) if result is None]
     if not results:
         return FinalScores(None, bool(left_out))
@@ -127,11 +113,6 @@ def compare_measured(
     devices = ", ".join(sorted({model.device for model in results}))
     settings = {"STS": "all", "device": devices, "precision": precision}
     return FinalScores(compare_models(results, tasks, settings=settings, started_at=started_at), bool(left_out))
-
-
-def delete_results(run: ArtifactStore) -> None:
-    """Delete the results that `measure_models` has stored."""
-    (run / _FOLDER).delete_all()
 
 
 def _measure_and_store(measure: Callable[[Reporter], Any], run: ArtifactStore, file: str, reporter: Reporter) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from distcse.models import Encoder
 from distcse.recipe import TeacherSection
-from distcse.storage import content_key
+from distcse.storage import content_key, open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import Reuse
 from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
@@ -30,7 +30,7 @@ def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: i
     """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none."""
     identity = identity_of(teacher, corpus, shard_rows)
     if identity.distinct is not None:
-        corpus.distinct_rows(cache)  # the table reads them
+        corpus.distinct_rows(open_store(cache))  # the table reads them
     return EmbeddingTable.locate(cache, identity)
 
 

@@ -20,7 +20,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from distcse.errors import CorpusCacheError, EmbeddingTableError, ReusedTableError
-from distcse.storage import ArtifactStore
+from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.table import EmbeddingTable, StoredVectors
 from distcse.text import Corpus
 from distcse.text.row_keys import DistinctRows, RowKeys
@@ -76,14 +76,14 @@ def find_reuse(
     Returns:
         None if no table in `cache` has a sentence of the corpus.
     """
-    keys = corpus.keys(cache)
+    keys = corpus.keys(open_store(cache))
     found = _find_source(table, keys, cache)
     if found is None:
         return None
     source, source_keys = found
     if source.identity.distinct is not None:
         DistinctRows.prepare(
-            source_keys, source.identity.corpus, cache
+            source_keys, source.identity.corpus, open_store(cache)
         )  # the table reads them, and they may be damaged
     store = table.store / _FOLDER
     with store.write_folder() as temporary:
@@ -102,7 +102,7 @@ def find_reuse(
 def count_new_rows(table: EmbeddingTable, corpus: Corpus, cache: Path) -> int:
     """Return how many rows must be embedded to complete a table: an estimate if an earlier table has more than a million."""
     missing = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
-    found = _find_source(table, keys := corpus.keys(cache), cache) if missing else None
+    found = _find_source(table, keys := corpus.keys(open_store(cache)), cache) if missing else None
     return missing if found is None else min(missing, max(0, len(corpus) - keys.count_common(found[1])))
 
 
@@ -112,7 +112,7 @@ def _find_source(table: EmbeddingTable, keys: RowKeys, cache: Path) -> tuple[Emb
     for other in EmbeddingTable.list_all(cache):
         if other.identity == table.identity or not other.identity.has_teacher_of(table.identity):
             continue
-        other_keys = RowKeys.find(other.identity.corpus, cache)
+        other_keys = RowKeys.find(other.identity.corpus, open_store(cache))
         if other_keys is not None and (common := keys.count_common(other_keys)) > most:
             best, most = (other, other_keys), common
     return best

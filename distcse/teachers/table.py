@@ -293,7 +293,7 @@ class EmbeddingTable:
         """The numbers of the rows' vectors; None if they are the rows' ids."""
         if self.identity.distinct is None:
             return None
-        return DistinctRows.open(self.identity.corpus, self.directory.parent.parent)
+        return DistinctRows.open(self.identity.corpus, self.store.parent.parent)
 
     def _gather(self, ids: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
         """Gather (n, d) vectors from their shards, converted to a type but not normalized."""

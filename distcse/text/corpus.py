@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from distcse.errors import CorpusTooSmallError
 from distcse.events import CHUNK
 from distcse.recipe import CorpusSection
-from distcse.storage import Digest, text_checksum
+from distcse.storage import ArtifactStore, Digest, text_checksum
 from distcse.text.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
 from distcse.text.readers import Row
 from distcse.text.row_keys import DistinctRows, RowKeys
@@ -65,13 +65,13 @@ class Corpus:
     """A memory-mapped corpus of n sentences, with row ids 0 to n - 1 in the order of the source's non-blank rows.
 
     Args:
-        directory: Folder that `prepare` wrote.
+        store: Folder that `prepare` wrote.
         label: Content of its label file.
         reused: Whether an earlier call prepared it.
     """
 
-    def __init__(self, directory: Path, label: dict[str, Any], reused: bool) -> None:
-        self.directory = directory
+    def __init__(self, store: ArtifactStore, label: dict[str, Any], reused: bool) -> None:
+        self.store = store
         self.fingerprint: str = label["fingerprint"]
         """Hash of the sentences and their order, independent of the source's file or format."""
         self.blank_rows: int = label["blank_rows"]
@@ -85,14 +85,14 @@ class Corpus:
         self.sources: list[str] = label.get("sources", [])
         """Files or the data set."""
         self.reused = reused
-        self._rows = RaggedRows(directory, np.uint8)
+        self._rows = RaggedRows(store.path, np.uint8)
         self._keys: RowKeys | None = None
 
     @classmethod
     def prepare(
         cls,
         section: CorpusSection,
-        cache: Path,
+        cache: ArtifactStore,
         on_progress: Progress | None = None,
         excluded: Excluded | None = None,
     ) -> Corpus:
@@ -117,7 +117,7 @@ class Corpus:
 
     @classmethod
     def _prepare_all(
-        cls, section: CorpusSection, cache: Path, on_progress: Progress | None, excluded: Excluded | None
+        cls, section: CorpusSection, cache: ArtifactStore, on_progress: Progress | None, excluded: Excluded | None
     ) -> Corpus:
         """Prepare the corpus with its duplicates."""
         source = Source.of(section)
@@ -132,7 +132,7 @@ class Corpus:
             label.update(doubled_rows=len(keys) - keys.distinct)
         return cls(directory, label, reused=False)
 
-    def _without_duplicates(self, cache: Path) -> Corpus:
+    def _without_duplicates(self, cache: ArtifactStore) -> Corpus:
         """Prepare the corpus of the first rows of this corpus's distinct sentences, or reuse it."""
         directory = self._without_duplicates_at(cache)
         if (cached := find_cached(directory, _LABEL)) is not None:
@@ -152,11 +152,11 @@ class Corpus:
             )
         return type(self)(directory, label, reused=False)
 
-    def _without_duplicates_at(self, cache: Path) -> Path:
-        return cache / "corpora" / text_checksum(json.dumps(["without duplicates", FORMAT, self.directory.name]))
+    def _without_duplicates_at(self, cache: ArtifactStore) -> ArtifactStore:
+        return cache / "corpora" / text_checksum(json.dumps(["without duplicates", FORMAT, self.store.name]))
 
     @classmethod
-    def find(cls, section: CorpusSection, cache: Path, excluded: Excluded | None = None) -> Corpus | None:
+    def find(cls, section: CorpusSection, cache: ArtifactStore, excluded: Excluded | None = None) -> Corpus | None:
         """Return the corpus if the cache has it, as `prepare` would; None if it would be read.
 
         Raises:
@@ -175,13 +175,13 @@ class Corpus:
         return None if (cached := find_cached(directory, _LABEL)) is None else cls(directory, cached, reused=True)
 
     @classmethod
-    def open(cls, directory: Path) -> Corpus:
+    def open(cls, store: ArtifactStore) -> Corpus:
         """Open a corpus that `prepare` wrote.
 
         Raises:
             CorpusCacheError: The folder is incomplete or damaged.
         """
-        return cls(directory, fetch_label(directory, _LABEL, "corpus"), reused=True)
+        return cls(store, fetch_label(store, _LABEL, "corpus"), reused=True)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -190,7 +190,7 @@ class Corpus:
         """Return the sentences of row ids, in the order of the ids."""
         return decode_rows(self._rows, ids)
 
-    def keys(self, cache: Path) -> RowKeys:
+    def keys(self, cache: ArtifactStore) -> RowKeys:
         """Return the sorted keys of the sentences, from the cache or newly computed.
 
         Raises:
@@ -198,7 +198,7 @@ class Corpus:
         """
         return RowKeys.prepare(self.texts, len(self), self.fingerprint, cache)
 
-    def distinct_rows(self, cache: Path) -> DistinctRows:
+    def distinct_rows(self, cache: ArtifactStore) -> DistinctRows:
         """Return which rows have the same sentence, from the cache or newly computed.
 
         Raises:
@@ -218,7 +218,7 @@ class Corpus:
         train, chosen = split_held_out(len(self), held_out, seed)
         if held_out and self.doubled_rows:
             # `prepare` wrote and verified them; a worker only opens them.
-            self._keys = self._keys or RowKeys.open(self.fingerprint, self.directory.parent.parent)
+            self._keys = self._keys or RowKeys.open(self.fingerprint, self.store.parent.parent)
             train = RowSet(len(self), self._keys.rows_of(self.texts(chosen)))
             if not len(train):
                 raise CorpusTooSmallError(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import CorpusCacheError
 from distcse.events import CHUNK
-from distcse.storage import bytes_checksum, open_store, sha256
+from distcse.storage import ArtifactStore, bytes_checksum, sha256
 from distcse.text.corpus import Corpus, Progress, decode_rows, write_sentences
 from distcse.text.ragged import RaggedRows, RaggedWriter, fetch_label, load_verified_label, write_cache_folder
 
@@ -30,23 +30,23 @@ class Pairs:
     """n different sentence pairs, memory-mapped: a process holds only what it reads.
 
     Args:
-        directory: Folder that `write` or `write_rows` wrote.
+        store: Folder that `write` or `write_rows` wrote.
         label: Content of its label file.
     """
 
-    def __init__(self, directory: Path, label: dict[str, Any]) -> None:
-        self.directory = directory
+    def __init__(self, store: ArtifactStore, label: dict[str, Any]) -> None:
+        self.store = store
         self.fingerprint: str = label["fingerprint"]
         """Checksum of the pairs and their order."""
-        self.sentences = Corpus(directory, label["sentences"], reused=True)
+        self.sentences = Corpus(store, label["sentences"], reused=True)
         """The distinct sentences, in the order of their first pairs."""
-        self.rows: PairRows = np.asarray(np.load(directory / _ROWS, mmap_mode="r", allow_pickle=False))
+        self.rows: PairRows = np.asarray(np.load(store.path / _ROWS, mmap_mode="r", allow_pickle=False))
         """(n, 2) rows of each pair's sentences in `sentences`."""
 
     @classmethod
     def write(
         cls,
-        directory: Path,
+        store: ArtifactStore,
         pairs: Iterable[tuple[str, str]],
         select: Callable[[int], NDArray[np.int64]] | None = None,
         on_progress: Progress = lambda done: None,
@@ -56,7 +56,7 @@ class Pairs:
         Keeps 16 bytes per sentence of the stream in memory, and sorts them; the sentences themselves are on disk.
 
         Args:
-            directory: The folder to write.
+            store: The folder to write.
             pairs: The pairs; repeated ones are left out.
             select: Maps the number of different pairs to the rows of those to store, ascending. Default: all.
             on_progress: Called with the number of sentences read, and then with that of sentences stored.
@@ -64,7 +64,7 @@ class Pairs:
         Raises:
             CorpusCacheError: The folder cannot be written.
         """
-        with write_cache_folder(directory, _LABEL, "storage.runs") as (temporary, label):
+        with write_cache_folder(store, _LABEL, "storage.runs") as (temporary, label):
             spool = temporary / "spool"
             spool.mkdir()
             rows = _first_of_each(_spooled(spool, pairs, on_progress))
@@ -73,49 +73,48 @@ class Pairs:
             texts = partial(decode_rows, RaggedRows(spool, np.uint8))
             label.update(_write(temporary, texts, rows, on_progress))
             shutil.rmtree(spool)
-        return cls(directory, label)
+        return cls(store, label)
 
     @classmethod
     def write_rows(
-        cls, directory: Path, texts: Callable[[NDArray[np.int64]], list[str]], rows: NDArray[np.int64]
+        cls, store: ArtifactStore, texts: Callable[[NDArray[np.int64]], list[str]], rows: NDArray[np.int64]
     ) -> Pairs:
         """Store pairs that are given by row ids.
 
         Args:
-            directory: The folder to write.
+            store: The folder to write.
             texts: Returns the sentences of row ids; different ids are different sentences.
             rows: (n, 2) row ids of different pairs.
 
         Raises:
             CorpusCacheError: The folder cannot be written.
         """
-        with write_cache_folder(directory, _LABEL, "storage.runs") as (temporary, label):
+        with write_cache_folder(store, _LABEL, "storage.runs") as (temporary, label):
             label.update(_write(temporary, texts, rows))
-        return cls(directory, label)
+        return cls(store, label)
 
     @classmethod
-    def open(cls, directory: Path) -> Pairs:
+    def open(cls, store: ArtifactStore) -> Pairs:
         """Open stored pairs; reads only the label.
 
         Raises:
             CorpusCacheError: The folder is incomplete.
         """
-        return cls(directory, fetch_label(directory, _LABEL, "pairs"))
+        return cls(store, fetch_label(store, _LABEL, "pairs"))
 
     @classmethod
-    def open_verified(cls, directory: Path) -> Pairs:
+    def open_verified(cls, store: ArtifactStore) -> Pairs:
         """Open stored pairs, and verify the checksums of all files.
 
         Raises:
             CorpusCacheError: A file is missing or damaged.
         """
-        store = open_store(directory)
         store.fetch_folder()
-        if (label := load_verified_label(directory, _LABEL)) is None:
+        if (label := load_verified_label(store.path, _LABEL)) is None:
             raise CorpusCacheError(
                 f"{store} is incomplete or damaged (checksum mismatch); delete it and --resume to prepare the pairs again"
             )
-        return cls(directory, label)
+        return cls(store, label)
 
     def __len__(self) -> int:
         return len(self.rows)

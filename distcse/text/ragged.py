@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from distcse.errors import CorpusCacheError, StorageWriteError
-from distcse.storage import checksum, dump_checked_json, load_checked_json, open_store
+from distcse.storage import ArtifactStore, checksum, dump_checked_json, load_checked_json
 
 VALUES, OFFSETS = "values.bin", "offsets.npy"
 _BLOCK = 65_536
@@ -143,34 +143,32 @@ def load_verified_label(folder: Path, label: str) -> dict[str, Any] | None:
     return content if intact else None
 
 
-def find_cached(folder: Path, label: str) -> dict[str, Any] | None:
+def find_cached(store: ArtifactStore, label: str) -> dict[str, Any] | None:
     """Fetch a cached folder from object storage, or upload it there if only this machine has it.
 
     Returns:
         The verified label; None where the folder must be written.
     """
-    store = open_store(folder)
     stored = store.fetch_cached()
-    content = load_verified_label(folder, label)
+    content = load_verified_label(store.path, label)
     if content is not None and not stored:
         store.publish(is_new=True)
     return content
 
 
-def fetch_label(folder: Path, label: str, contents: str) -> dict[str, Any]:
+def fetch_label(store: ArtifactStore, label: str, contents: str) -> dict[str, Any]:
     """Fetch a cached folder from object storage, and load its label.
 
     Args:
-        folder: The cached folder.
+        store: The cached folder.
         label: Name of the label file in it.
         contents: What the folder contains, such as `corpus`, for the error message.
 
     Raises:
         CorpusCacheError: The folder is incomplete or damaged.
     """
-    store = open_store(folder)
     store.fetch_folder()
-    content = _load_label(folder, label)
+    content = _load_label(store.path, label)
     if content is None:
         raise CorpusCacheError(f"{store} contains no complete {contents}; restart the run to prepare it")
     return content
@@ -192,14 +190,16 @@ def _load_label(folder: Path, label: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def write_cache_folder(target: Path, label: str, key: str = "storage.cache") -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Create a cache folder atomically: it is written under a temporary name and renamed to `target` at the end.
+def write_cache_folder(
+    store: ArtifactStore, label: str, key: str = "storage.cache"
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Create a cache folder atomically: it is written under a temporary name and renamed to the store's at the end.
 
     Several processes may write the same target, also from machines that share storage. The first to finish wins, and the
     folders of the others are deleted.
 
     Args:
-        target: Final path of the folder.
+        store: The folder.
         label: Name of the label file in it.
         key: The recipe's key of the location, for the error message. Default: that of the caches.
 
@@ -209,10 +209,9 @@ def write_cache_folder(target: Path, label: str, key: str = "storage.cache") -> 
     Raises:
         CorpusCacheError: The cache folder cannot be written.
     """
-    store = open_store(target)
     content: dict[str, Any] = {}
     try:
-        with store.write_folder(lambda: load_verified_label(target, label) is not None) as temporary:
+        with store.write_folder(lambda: load_verified_label(store.path, label) is not None) as temporary:
             yield temporary, content
             files = sorted(temporary.iterdir())
             content["sizes"] = {file.name: file.stat().st_size for file in files}
@@ -222,6 +221,6 @@ def write_cache_folder(target: Path, label: str, key: str = "storage.cache") -> 
         cause = error.__cause__
         reason = getattr(cause, "strerror", None) or cause
         raise CorpusCacheError(
-            f"folder {target.parent} cannot be written: {reason}; set {key} to another folder"
+            f"folder {store.path.parent} cannot be written: {reason}; set {key} to another folder"
         ) from cause
     store.publish(is_new=True)

@@ -24,7 +24,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from distcse.events import CHUNK
-from distcse.storage import text_hashes
+from distcse.storage import ArtifactStore, text_hashes
 from distcse.text.ragged import fetch_label, find_cached, write_cache_folder
 
 _LABEL, _KEYS, _ROWS, _UNSORTED = "row_keys.json", "keys.npy", "rows.npy", "unsorted.bin"
@@ -51,7 +51,7 @@ class RowKeys:
         self._rows: NDArray[np.int64] = np.load(directory / _ROWS, mmap_mode="r", allow_pickle=False)
 
     @classmethod
-    def prepare(cls, texts: Texts, rows: int, fingerprint: str, cache: Path) -> RowKeys:
+    def prepare(cls, texts: Texts, rows: int, fingerprint: str, cache: ArtifactStore) -> RowKeys:
         """Hash and sort the sentences of a corpus, or reuse the keys of a corpus with this fingerprint.
 
         Args:
@@ -76,24 +76,24 @@ class RowKeys:
             label.update(distinct=_sort_ranges(bounds, keys, ids))
             keys.flush()
             ids.flush()
-        return cls(directory, label)
+        return cls(directory.path, label)
 
     @classmethod
-    def find(cls, fingerprint: str, cache: Path) -> RowKeys | None:
+    def find(cls, fingerprint: str, cache: ArtifactStore) -> RowKeys | None:
         """Return the keys of the corpus with this fingerprint; None if the cache has none that are intact."""
         directory = cache / "row_keys" / fingerprint
         label = find_cached(directory, _LABEL)
-        return None if label is None else cls(directory, label)
+        return None if label is None else cls(directory.path, label)
 
     @classmethod
-    def open(cls, fingerprint: str, cache: Path) -> RowKeys:
+    def open(cls, fingerprint: str, cache: ArtifactStore) -> RowKeys:
         """Open the keys that `prepare` wrote, without reading all of their files.
 
         Raises:
             CorpusCacheError: The folder is incomplete.
         """
         directory = cache / "row_keys" / fingerprint
-        return cls(directory, fetch_label(directory, _LABEL, "keys of sentences"))
+        return cls(directory.path, fetch_label(directory, _LABEL, "keys of sentences"))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -166,7 +166,7 @@ class DistinctRows:
         """(n,) numbers of the rows' sentences; memory-mapped."""
 
     @classmethod
-    def prepare(cls, keys: RowKeys, fingerprint: str, cache: Path) -> DistinctRows:
+    def prepare(cls, keys: RowKeys, fingerprint: str, cache: ArtifactStore) -> DistinctRows:
         """Number the distinct sentences of a corpus, or reuse the numbers of a corpus with this fingerprint.
 
         Args:
@@ -193,10 +193,10 @@ class DistinctRows:
                     numbers[block] = np.searchsorted(first, numbers[block])
                 numbers.flush()
                 first.flush()
-        return cls(directory)
+        return cls(directory.path)
 
     @classmethod
-    def open(cls, fingerprint: str, cache: Path) -> DistinctRows:
+    def open(cls, fingerprint: str, cache: ArtifactStore) -> DistinctRows:
         """Open the numbers that `prepare` wrote.
 
         Raises:
@@ -204,7 +204,7 @@ class DistinctRows:
         """
         directory = cache / "distinct_rows" / fingerprint
         fetch_label(directory, _DISTINCT_LABEL, "numbers of distinct sentences")
-        return cls(directory)
+        return cls(directory.path)
 
 
 def _ranges_of(rows: int) -> int:

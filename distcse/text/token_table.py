@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from distcse.errors import TokenizerError
 from distcse.events import CHUNK
-from distcse.storage import ArtifactStore, content_key, open_store, text_checksum
+from distcse.storage import ArtifactStore, content_key, text_checksum
 from distcse.text.corpus import Corpus
 from distcse.text.pairs import Pairs
 from distcse.text.ragged import RaggedRows, RaggedWriter, RowIds, fetch_label, find_cached, write_cache_folder
@@ -55,12 +54,12 @@ class Tokenization:
     corpus: Corpus
     tokenizer: Any
     max_length: int
-    cache: Path
+    cache: ArtifactStore
     prompt: str = ""
     part_rows: int = PART_ROWS
 
     @cached_property
-    def directory(self) -> Path:
+    def store(self) -> ArtifactStore:
         """The table's folder."""
         identity = [
             FORMAT,
@@ -73,9 +72,9 @@ class Tokenization:
         return self.cache / "tokens" / content_key(identity)
 
     @property
-    def parts_directory(self) -> Path:
+    def parts_store(self) -> ArtifactStore:
         """The folder of the parts. Who lets parts be written, or makes the table of them, holds its lease."""
-        return self.directory.with_name(f"{self.directory.name}.parts")
+        return self.store.parent / f"{self.store.name}.parts"
 
     @property
     def parts(self) -> list[range]:
@@ -105,7 +104,7 @@ class Tokenization:
         """
         rows = self.parts[number]
         report = None if on_progress is None else lambda done: on_progress(done - rows.start)
-        with self._written(self._part(number).path) as writer:
+        with self._written(self._part(number)) as writer:
             self._tokenize(rows, writer, report)
 
     def write_table(self, on_progress: Callable[[int], None] | None = None) -> None:
@@ -118,7 +117,7 @@ class Tokenization:
             TokenizerError: As for `write_part`.
             CorpusCacheError: As for `write_part`.
         """
-        with self._written(self.directory) as writer:
+        with self._written(self.store) as writer:
             for number, rows in enumerate(self.parts):
                 part = self._find_part(number) if self.has_parts else None
                 if part is None:
@@ -128,12 +127,11 @@ class Tokenization:
                 if on_progress is not None:
                     on_progress(rows.stop)
         if self.has_parts:
-            parts = open_store(self.parts_directory)
-            for name in filter(_PART.fullmatch, parts.list_names()):  # also those of another size
-                (parts / name).delete_folder()
+            for name in filter(_PART.fullmatch, self.parts_store.list_names()):  # also those of another size
+                (self.parts_store / name).delete_folder()
 
     @contextmanager
-    def _written(self, folder: Path) -> Iterator[RaggedWriter]:
+    def _written(self, folder: ArtifactStore) -> Iterator[RaggedWriter]:
         with write_cache_folder(folder, _LABEL) as (temporary, label):
             # Without a padding token, any valid id serves: the attention mask hides it.
             label.update(dtype=self._dtype.str, pad_id=self.tokenizer.pad_token_id or 0)
@@ -157,30 +155,28 @@ class Tokenization:
 
     def _part(self, number: int) -> ArtifactStore:
         rows = self.parts[number]
-        return open_store(self.parts_directory) / f"{rows.start}-{rows.stop}"
+        return self.parts_store / f"{rows.start}-{rows.stop}"
 
     def _find_part(self, number: int) -> RaggedRows | None:
         """Open a part; None if it is missing or damaged."""
-        folder = self._part(number).path
-        if find_cached(folder, _LABEL) is None:
-            return None
-        return RaggedRows(folder, self._dtype)
+        folder = self._part(number)
+        return None if find_cached(folder, _LABEL) is None else RaggedRows(folder.path, self._dtype)
 
 
 class TokenTable:
     """Memory-mapped token ids of every row of a corpus, with special tokens, truncated to a maximum length.
 
     Args:
-        directory: Folder that `prepare` wrote.
+        store: Folder that `prepare` wrote.
         label: Content of its label file.
         reused: Whether an earlier call tokenized the corpus.
     """
 
-    def __init__(self, directory: Path, label: dict[str, Any], reused: bool) -> None:
-        self.directory = directory
+    def __init__(self, store: ArtifactStore, label: dict[str, Any], reused: bool) -> None:
+        self.store = store
         self.pad_id: int = label["pad_id"]
         self.reused = reused
-        self._rows = RaggedRows(directory, label["dtype"])
+        self._rows = RaggedRows(store.path, label["dtype"])
 
     @classmethod
     def prepare(
@@ -188,7 +184,7 @@ class TokenTable:
         corpus: Corpus,
         tokenizer: Any,
         max_length: int,
-        cache: Path,
+        cache: ArtifactStore,
         on_progress: Callable[[int], None] | None = None,
         prompt: str = "",
     ) -> TokenTable:
@@ -211,22 +207,22 @@ class TokenTable:
         if (found := cls.find(wanted)) is not None:
             return found
         wanted.write_table(on_progress)
-        return cls(wanted.directory, fetch_label(wanted.directory, _LABEL, "token table"), reused=False)
+        return cls(wanted.store, fetch_label(wanted.store, _LABEL, "token table"), reused=False)
 
     @classmethod
     def find(cls, wanted: Tokenization) -> TokenTable | None:
         """Return the table in the cache, with its checksums verified; None if there is none."""
-        label = find_cached(wanted.directory, _LABEL)
-        return None if label is None else cls(wanted.directory, label, reused=True)
+        label = find_cached(wanted.store, _LABEL)
+        return None if label is None else cls(wanted.store, label, reused=True)
 
     @classmethod
-    def open(cls, directory: Path) -> TokenTable:
+    def open(cls, store: ArtifactStore) -> TokenTable:
         """Open a table that `prepare` wrote.
 
         Raises:
             CorpusCacheError: The folder is incomplete or damaged.
         """
-        return cls(directory, fetch_label(directory, _LABEL, "token table"), reused=True)
+        return cls(store, fetch_label(store, _LABEL, "token table"), reused=True)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -246,18 +242,18 @@ class PairTokenTable:
     With both orders, rows n to 2n - 1 are the pairs with their sentences swapped.
 
     Args:
-        directory: Folder that `prepare` wrote.
+        store: Folder that `prepare` wrote.
         label: Content of its label file.
         reused: Whether an earlier call tokenized the pairs.
     """
 
-    def __init__(self, directory: Path, label: dict[str, Any], reused: bool) -> None:
-        self.directory = directory
+    def __init__(self, store: ArtifactStore, label: dict[str, Any], reused: bool) -> None:
+        self.store = store
         self.pad_id: int = label["pad_id"]
         self.has_kinds: bool = label["has_kinds"]
         """Whether there are token type ids."""
         self.reused = reused
-        self._rows = RaggedRows(directory, label["dtype"])  # a row's token ids, followed by its token type ids
+        self._rows = RaggedRows(store.path, label["dtype"])  # a row's token ids, followed by its token type ids
 
     @classmethod
     def prepare(
@@ -266,7 +262,7 @@ class PairTokenTable:
         tokenizer: Any,
         max_length: int,
         both_orders: bool,
-        cache: Path,
+        cache: ArtifactStore,
         on_progress: Callable[[int], None] | None = None,
     ) -> PairTokenTable:
         """Tokenize the pairs, or reuse a table of the same pairs, tokenizer and length.
@@ -286,10 +282,10 @@ class PairTokenTable:
         has_kinds = "token_type_ids" in tokenizer.model_input_names
         settings = [truncation_side(tokenizer), max_length, both_orders, has_kinds]
         key = content_key([_PAIR_FORMAT, pairs.fingerprint, tokenizer_fingerprint(tokenizer), *settings])
-        directory = cache / "pair_tokens" / key
-        if (label := find_cached(directory, _PAIR_LABEL)) is not None:
-            return cls(directory, label, reused=True)
-        with write_cache_folder(directory, _PAIR_LABEL) as (temporary, label):
+        store = cache / "pair_tokens" / key
+        if (label := find_cached(store, _PAIR_LABEL)) is not None:
+            return cls(store, label, reused=True)
+        with write_cache_folder(store, _PAIR_LABEL) as (temporary, label):
             dtype = id_dtype(tokenizer)
             label.update(dtype=dtype.str, pad_id=tokenizer.pad_token_id or 0, has_kinds=has_kinds)
             with RaggedWriter(temporary) as writer, tokenizing(tokenizer, max_length) as backend:
@@ -302,16 +298,16 @@ class PairTokenTable:
                         if on_progress is not None:
                             on_progress(order * len(pairs) + begin + len(rows))
                 writer.finish()
-        return cls(directory, label, reused=False)
+        return cls(store, label, reused=False)
 
     @classmethod
-    def open(cls, directory: Path) -> PairTokenTable:
+    def open(cls, store: ArtifactStore) -> PairTokenTable:
         """Open a table that `prepare` wrote.
 
         Raises:
             CorpusCacheError: The folder is incomplete or damaged.
         """
-        return cls(directory, fetch_label(directory, _PAIR_LABEL, "token table"), reused=True)
+        return cls(store, fetch_label(store, _PAIR_LABEL, "token table"), reused=True)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -84,18 +84,14 @@ INTERVAL_S = 0.25
 """Seconds between two questions whether to stop. `ray job stop` kills a run after 3 s by default."""
 
 
-def stop_of_score(reporter: Reporter, together: bool) -> Callable[..., None]:
-    """Return what a dev score calls after each batch: it ends the score at a stop request.
+def stop_of_score(reporter: Reporter) -> Callable[..., None]:
+    """Return what a dev score calls after each batch: it ends the score of all workers after the same one at a stop request.
 
-    Args:
-        reporter: Has the stop request; only rank 0's counts.
-        together: Whether all workers compute the same batches, so that all of them end after the same one. Otherwise rank 0
-            ends its share, and the others theirs, before the error is raised on all (`on_all_ranks`).
+    Only rank 0's request counts.
     """
 
     def check(*_: object) -> None:
-        stop = rank() == 0 and reporter.stop_requested()
-        if broadcast(stop) if together else stop:
+        if broadcast(rank() == 0 and reporter.stop_requested()):
             raise StoppedEarlyError("stopped in it")
 
     return check

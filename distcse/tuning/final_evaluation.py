@@ -25,8 +25,8 @@ from distcse.events import Reporter
 from distcse.recipe import TrainedSection
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
+from distcse.runs.experiment import Trials
 from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
-from distcse.runs.trials import Trials
 from distcse.storage import ArtifactStore, open_store
 from distcse.tuning.records import Trial
 

@@ -19,8 +19,7 @@ from distcse.devices.resources import (
 )
 from distcse.errors import ClusterTooSmallError
 from distcse.recipe import BaseRecipe, Sweep
-from distcse.runs.experiment import experiment_of
-from distcse.runs.trials import TRIALS, TrialGpus
+from distcse.runs.experiment import TRIALS, TrialGpus, experiment_of
 from distcse.teachers.resources import SERVERS, plan_embedding
 
 _TRAINER_CPUS = 0.01

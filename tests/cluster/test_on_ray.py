@@ -25,8 +25,8 @@ from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress,
 from distcse.models import Encoder
 from distcse.recipe import Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.distillation.processes import plan_run
-from distcse.runs.distillation.tables import embed_corpus
 from tests.backends import run
 from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
@@ -159,13 +159,11 @@ def test_every_kind_of_teacher_and_detection_on_two_workers(
 
 @pytest.mark.slow
 def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> None:
-    """Selected layers, false negatives and joined regression targets, together.
+    """False negatives and joined regression targets, together.
 
     The workers read the tables; a thread serves the local run's lists.
     """
     overrides = (
-        "student.layers=auto",
-        "student.num_layers=2",
         "student.projection=none",
         "objective.info_nce.false_negatives={threshold: 0.8, form: soften}",
         "objective.regression={weight: 2.0}",
@@ -175,7 +173,6 @@ def test_extensions_of_the_papers_on_two_workers(recipe_with: MakeRecipe) -> Non
     workers = ("training.workers=2", "training.engine=deepspeed", "training.zero_stage=2")
     on_ray = run(recipe_with(*overrides, *workers), Reporter())
     local = run(recipe_with(*overrides, "training.workers=0", "teachers.serve=actor"), Reporter())
-    assert on_ray.recipe.student.layers == local.recipe.student.layers
     assert_same_learning(weights_of(local.directory.path), weights_of(on_ray.directory.path))
 
 

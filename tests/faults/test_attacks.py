@@ -35,7 +35,7 @@ from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
 from distcse.runs.directory import RunDirectory
-from distcse.storage import checksum, dump_checked_json
+from distcse.storage import checksum, dump_checked_json, open_store
 from distcse.text import Corpus
 from distcse.training.checkpoint_files import load_model_state, load_weights
 from distcse.training.checkpoints import CheckpointStore
@@ -113,7 +113,7 @@ def test_pickled_arrays_in_a_cache_are_never_opened(recipe_with: MakeRecipe, mar
         train(spec, tables)
     np.save(spec.corpus.path / "offsets.npy", bomb, allow_pickle=True)
     with pytest.raises(DistcseError):
-        Corpus.open(spec.corpus.path)
+        Corpus.open(spec.corpus)
     assert not marker.exists()
 
 
@@ -188,7 +188,7 @@ def test_a_data_set_folder_runs_no_script(tmp_path: Path, marker: Path, monkeypa
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
     (folder / "train.jsonl").write_text('{"text": "one"}\n')
     with fails_with(CorpusNotFoundError, str(folder), "scripts are no longer supported"):
-        Corpus.prepare(CorpusSection(dataset=str(folder)), tmp_path / "cache")
+        Corpus.prepare(CorpusSection(dataset=str(folder)), open_store(tmp_path / "cache"))
     assert not marker.exists()
 
 

@@ -29,12 +29,9 @@ from distcse.errors import (
 from distcse.events import Event, LogMessage, Reporter
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, Recipe
-from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.layer_selection import with_chosen_layers
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import Phase
-from distcse.storage import dump_checked_json, load_checked_json, open_store, sha256
+from distcse.runs.mutual.phase_store import Phase, PhaseStore
+from distcse.storage import dump_checked_json, open_store, sha256
 from distcse.storage.checksums import load_checked_json_bytes
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import Projection
@@ -90,7 +87,7 @@ def damage(request: pytest.FixtureRequest) -> Damage:
 def make_corpus(folder: Path) -> Corpus:
     file = folder / "corpus.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in LINES))
-    return Corpus.prepare(CorpusSection(path=str(file)), folder / "cache")
+    return Corpus.prepare(CorpusSection(path=str(file)), open_store(folder / "cache"))
 
 
 @pytest.mark.parametrize("name", ["values.bin", "offsets.npy", "json"])
@@ -103,9 +100,9 @@ def test_a_damaged_corpus_or_token_table_is_prepared_again(
     def prepare() -> tuple[Path, bool, list[Any]]:
         corpus = make_corpus(tmp_path)
         if kind == "corpora":
-            return corpus.directory, corpus.reused, [*corpus.texts(range(len(LINES))), corpus.fingerprint]
-        tokens = TokenTable.prepare(corpus, tokenizer, 16, tmp_path / "cache")
-        return tokens.directory, tokens.reused, [row.tolist() for row in tokens.rows(range(len(LINES)))]
+            return corpus.store.path, corpus.reused, [*corpus.texts(range(len(LINES))), corpus.fingerprint]
+        tokens = TokenTable.prepare(corpus, tokenizer, 16, open_store(tmp_path / "cache"))
+        return tokens.store.path, tokens.reused, [row.tolist() for row in tokens.rows(range(len(LINES)))]
 
     folder, _, content = prepare()
     assert prepare() == (folder, True, content)
@@ -133,18 +130,6 @@ def test_a_damaged_shard_is_embedded_again(tmp_path: Path, damage: Damage, name:
     open_table().write_shard(1, vectors[100:200])
     assert open_table().missing_shards() == []
     np.testing.assert_array_equal(open_table().vectors(np.arange(250)), expected)
-
-
-def test_a_damaged_layer_selection_is_computed_again(recipe_with: MakeRecipe) -> None:
-    recipe = recipe_with("student.layers=auto", "student.num_layers=1")
-    corpus = Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
-    chosen = with_chosen_layers(recipe, corpus, LocalBackend(), Reporter())
-    (file,) = (Path(recipe.storage.cache) / "layers").iterdir()
-    damages: tuple[Damage, ...] = (flip, Path.unlink)
-    for damage in damages:
-        damage(file)
-        assert with_chosen_layers(recipe, corpus, LocalBackend(), Reporter()) == chosen
-        assert load_checked_json(file)["layers"] == chosen.student.layers
 
 
 # -- other damaged files are refused, and the previous checkpoint is used --------------------------------------------------
@@ -241,7 +226,6 @@ class Record:
 
 def write_phase_store(folder: Path) -> None:
     store = PhaseStore(folder)
-    store.record_pairs("pairs")
     store.post("bert", Phase(0), _SCORES, None)
 
 
@@ -252,8 +236,8 @@ RECORDS = (
     *(
         Record(
             f"pairs/{name}",
-            lambda folder: Pairs.write(folder / "pairs", [(f"a {n}", f"b {n}") for n in range(99)]),
-            lambda folder: Pairs.open_verified(folder / "pairs"),
+            lambda folder: Pairs.write(open_store(folder / "pairs"), [(f"a {n}", f"b {n}") for n in range(99)]),
+            lambda folder: Pairs.open_verified(open_store(folder / "pairs")),
             CorpusCacheError,
             ("is incomplete or damaged", "delete it and --resume"),
         )
@@ -343,7 +327,7 @@ def test_a_run_whose_storage_refuses_ends_with_one_line_and_can_be_continued(
 
 def test_a_teacher_that_cannot_store_its_table_is_one_error(storage: Disk, recipe_with: MakeRecipe) -> None:
     recipe = recipe_with(f"storage.cache={storage.path}", "evaluation.final_suites=[]", "training.max_steps=1")
-    Corpus.prepare(recipe.corpus, storage.path)
+    Corpus.prepare(recipe.corpus, open_store(storage.path))
     error = RunDirectoryError if storage.kind == "read-only" else CorpusCacheError
     with storage.refusing(), fails_with(error, str(storage.path), "storage.cache"):
         run(recipe, Reporter())

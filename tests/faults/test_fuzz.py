@@ -31,6 +31,7 @@ from distcse.recipe import CorpusSection
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.storage import open_store
 from distcse.text import Corpus
 from distcse.text.readers import read_sentences
 from distcse.training.checkpoints import CheckpointStore
@@ -297,7 +298,7 @@ def test_files_of_sentences(place: Path, made: tuple[str, bytes], column: str) -
     for row in ours(lambda: list(read_sentences(file, column))) or []:
         assert row is None or (row and row == " ".join(row.split()) and "\0" not in row and row.encode())
     before = files(cache)
-    corpus = ours(lambda: Corpus.prepare(CorpusSection(path=str(file)), cache))
+    corpus = ours(lambda: Corpus.prepare(CorpusSection(path=str(file)), open_store(cache)))
     if corpus is None:
         assert files(cache) == before
     else:
@@ -434,7 +435,7 @@ def test_sentences_of_every_length_and_script(tmp_path: Path, name: str) -> None
         text = "\r\n".join(["", *sentences, "\0", "   "])
     content = b"\xef\xbb\xbf" + text.encode()
     (tmp_path / name).write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
-    corpus = Corpus.prepare(CorpusSection(path=str(tmp_path / name)), tmp_path / "cache")
+    corpus = Corpus.prepare(CorpusSection(path=str(tmp_path / name)), open_store(tmp_path / "cache"))
     assert corpus.texts(range(len(corpus))) == sentences
 
 
@@ -442,7 +443,7 @@ def test_sentences_of_every_length_and_script(tmp_path: Path, name: str) -> None
 def test_a_file_without_a_sentence_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     with fails_with(CorpusTooSmallError, "a.txt"):
-        Corpus.prepare(CorpusSection(path=str(tmp_path / "a.txt")), tmp_path / "cache")
+        Corpus.prepare(CorpusSection(path=str(tmp_path / "a.txt")), open_store(tmp_path / "cache"))
     assert not list((tmp_path / "cache").rglob("*.bin"))
 
 

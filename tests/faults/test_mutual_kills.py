@@ -14,7 +14,7 @@ from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporte
 from distcse.recipe import LoopSection, MutualRecipe
 from distcse.report.history import read_run
 from distcse.runs.directory import RunDirectory
-from distcse.runs.mutual.phases import GroupContext, Kind
+from distcse.runs.mutual.phase_store import GroupContext, Kind
 from distcse.runs.mutual.result import MutualResult
 from tests.backends import run_mutual
 from tests.drivers import Driver

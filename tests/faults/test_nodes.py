@@ -12,8 +12,7 @@ import pytest
 from distcse.devices.device import cpu_speed
 from distcse.events import Reporter
 from distcse.recipe import load_recipe, recipe_yaml
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.phase_store import Phase, PhaseStore
 from distcse.training.checkpoint_files import load_trainer_state
 from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run, run_mutual

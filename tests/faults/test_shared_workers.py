@@ -11,9 +11,7 @@ import pytest
 
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.recipe import LoopSection, with_values
-from distcse.runs.mutual.phases import GroupContext, Kind
-from distcse.runs.mutual.scheduling import RemainingWork
-from distcse.runs.mutual.worker_pool import PhaseCosts
+from distcse.runs.mutual.phase_store import GroupContext, Kind
 from tests.backends import run_mutual
 from tests.drivers import Driver
 from tests.kills import Nodes, actor_names, kill_actor
@@ -77,9 +75,7 @@ def test_a_group_grows_loses_a_worker_and_makes_the_labels_of_one_process(
             killed.append("trainer 1")
 
     monkeypatch.setattr("distcse.runs.mutual.experiment.GroupContext", LateGroup)
-    # By its size bert is the longest, under any load.
-    monkeypatch.setattr(PhaseCosts, "measure_scores", lambda *measured: None)
-    monkeypatch.setattr(RemainingWork, "pays", lambda self, count: True)  # these phases take less time than a restart
+    monkeypatch.setattr("distcse.runs.mutual.worker_pool.PAUSE_S", 0.0)  # these phases take less time than a restart
     pooled = run_mutual(with_values(recipe, ON_RAY), Reporter(on_event))
     assert killed and pooled.best and not pooled.interrupted
     assert not early, "trainers were started for the scores of the start"

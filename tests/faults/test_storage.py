@@ -9,7 +9,6 @@ import pickle
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,13 +39,11 @@ from distcse.preflight.machine import check_location
 from distcse.recipe import CorpusSection, FamilyRecipe, MutualRecipe, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.corpus import prepare_tables, read_corpus
 from distcse.runs.distillation.preparation import PreparedCorpus
-from distcse.runs.distillation.tables import prepare_tables
 from distcse.runs.family.experiment import Family
 from distcse.runs.lease import Lease, has_local_changes
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
 from distcse.runs.reference_run import ReferenceRun
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
@@ -236,17 +233,17 @@ def test_a_damaged_cache_is_made_again(
 ) -> None:
     for damaged in ("keys.npy", "record.json", ""):
         machine(f"with {damaged}")
-        keys = RowKeys.prepare(lambda ids: [sentences[number] for number in ids], 4, "corpus", resolve_path(bucket))
+        keys = RowKeys.prepare(lambda ids: [sentences[number] for number in ids], 4, "corpus", open_store(bucket))
         assert keys.distinct == 4
         for key in server.stored():
             if damaged and key.startswith(key_of(bucket)) and key.endswith(damaged):
                 server.write(key, b"{}")
         stored = server.stored()
         machine("finds the damage")
-        RowKeys.find("corpus", resolve_path(bucket))
+        RowKeys.find("corpus", open_store(bucket))
         assert server.stored() == stored, "another run may be replacing it"
     machine("last")
-    assert RowKeys.find("corpus", resolve_path(bucket)) is not None
+    assert RowKeys.find("corpus", open_store(bucket)) is not None
 
 
 def test_messages_name_the_address_of_a_damaged_file(bucket: str) -> None:
@@ -427,20 +424,20 @@ def source_of(location: ArtifactStore, version: int) -> CorpusSection:
 
 
 def prepare_corpus(location: ArtifactStore, version: int) -> None:
-    Corpus.prepare(source_of(location, version), location.path)
+    Corpus.prepare(source_of(location, version), location)
 
 
 def find_corpora(location: ArtifactStore) -> list[list[str] | None]:
-    found = [Corpus.find(source_of(location, version), location.path) for version in (0, 1)]
+    found = [Corpus.find(source_of(location, version), location) for version in (0, 1)]
     return [None if corpus is None else corpus.texts(range(len(corpus))) for corpus in found]
 
 
 def write_pairs(location: ArtifactStore, version: int) -> None:
-    Pairs.write(location.path / f"pairs-{version}", [(f"{number} of {version}", "b") for number in range(999)])
+    Pairs.write(location / f"pairs-{version}", [(f"{number} of {version}", "b") for number in range(999)])
 
 
 def read_pairs(location: ArtifactStore) -> list[list[tuple[str, str]]]:
-    return [list(Pairs.open_verified(folder).both()) for folder in sorted(location.path.glob("pairs-*"))]
+    return [list(Pairs.open_verified(open_store(folder)).both()) for folder in sorted(location.path.glob("pairs-*"))]
 
 
 IN_BOTH = {
@@ -672,16 +669,16 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
     prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     (table,) = prepared.tables(LocalBackend(), Reporter())
     run_path = RunDirectory.create(recipe).path
-    spec = prepared.spec(run_path, [table], LocalBackend(), Reporter(), Lease.acquire(run_path))
-    assert table is not None and spec.lease is not None
+    spec = prepared.spec(RunDirectory(run_path, Lease.acquire(run_path)), [table], LocalBackend(), Reporter())
+    assert table is not None and spec.run.guard is not None
     assert spec.targets is not None and spec.targets.projection is not None
-    teacher, corpus = recipe.teachers.encoders[0], open_store(prepared.corpus.directory)
+    teacher, corpus = recipe.teachers.encoders[0], prepared.corpus.store
     for sent in (
         spec,
         table,
         table_teacher(teacher, table),
         live_teacher(teacher, corpus, 64),
-        GroupContext(MutualRecipe.model_construct(), 0, replace(spec.run, guard=spec.lease), {"bi": spec.tokens}),  # type: ignore[call-arg]
+        GroupContext(MutualRecipe.model_construct(), 0, spec.run, {"bi": spec.tokens}),  # type: ignore[call-arg]
         TrialContext(recipe, spec.run / "trials"),
     ):
         assert str(tmp_path / "mirror").encode() not in cloudpickle.dumps(sent)

@@ -16,7 +16,7 @@ from distcse.events import Event, Reporter, StepReport
 from distcse.models import Encoder
 from distcse.recipe import Recipe, TeacherSection
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.teachers import kinds
 from distcse.teachers.kinds import base, kind_of
 from tests.backends import run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distcse.errors import InvalidValueError
-from distcse.evaluation import Contamination, RecordedScores, VectorModel
+from distcse.evaluation import Contamination, RecordedScores, VectorModel, read_dev
 from distcse.events import Event, GroupActivity, GroupEvent, Reporter
 from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
@@ -20,11 +20,9 @@ from distcse.report.history import read_cycles, read_run
 from distcse.report.page import html, markdown
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
-from distcse.runs.mutual.dev_pairs import DevPairs
+from distcse.runs.mutual.experiment import CycleScores
 from distcse.runs.mutual.label_exchange import LabelExchange
-from distcse.runs.mutual.phase_store import PhaseStore, best_phase, dev_scores
-from distcse.runs.mutual.phases import Phase, PhaseResult
-from distcse.runs.mutual.trials import CycleScores
+from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, best_phase, dev_scores
 from distcse.storage import dump_checked_json, load_checked_json
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -45,7 +43,7 @@ def make(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Mak
     def make(*overrides: str) -> MutualRecipe:
         models = {"good": tiny("bert"), "weak": tiny("minilm")}
         recipe = make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", "bi.epochs=1", *overrides)
-        dev, recorded = DevPairs.of(recipe), RecordedScores()
+        dev, recorded = read_dev(recipe), RecordedScores()
         assert dev is not None
         dev.score(recorded.recording(VectorModel.of(Encoder.from_section(recipe.groups[0]))))
         rows = [f"{score:.6f}\t{one}\t{other}" for (one, other), score in recorded.known.items()]
@@ -117,7 +115,7 @@ def post_two_cycles(recipe: MutualRecipe, folder: Path) -> PhaseStore:
     for phase in map(Phase, range(5)):
         dev = 60.0 if phase.kind == "cross" else 50.0 + phase.number
         for group in ("good", "weak"):
-            trained = PhaseResult("model", 1, dev, 1) if phase.number else None
+            trained = PhaseResult(1, dev, 1) if phase.number else None
             exchange.post(group, phase, np.zeros(3, dtype=np.float32), trained)
     return store
 

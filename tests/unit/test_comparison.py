@@ -18,6 +18,7 @@ from distcse.events import Reporter
 from distcse.recipe import Recipe, load_recipe
 from distcse.report.terminal import print_comparison
 from distcse.runs.distillation.dev_ensemble import DevEnsemble
+from distcse.storage import open_store
 from distcse.teachers.comparison import compare
 from distcse.text import Corpus
 from tests.commands import command
@@ -57,7 +58,7 @@ def test_a_comparison_equals_one_by_hand(
 ) -> None:
     """Two teachers with random vectors follow a cross-encoder: the indices are those of the recipe."""
     recipe = recipe_with(f"teachers.encoders=[{{backbone: '{tiny_cross}'}}, {planted(1, 0)}, {planted(2, 0)}]")
-    found = compare(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"), 1000, Reporter())
+    found = compare(recipe, Corpus.prepare(recipe.corpus, open_store(tmp_path / "cache")), 1000, Reporter())
     assert found.teachers[1:] == ["p1", "p2"] and found.compared == [1, 2] and found.sentences == len(sentences)
     from planted import Planted
 

@@ -24,8 +24,7 @@ from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.experiment import Experiment
 from distcse.runs.mutual.experiment import MutualDistillation
-from distcse.runs.mutual.phase_store import PhaseStore, StoredScores
-from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.phase_store import Phase, PhaseStore, StoredScores
 from distcse.storage import content_key, open_store
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.table import EmbeddingTable, TableIdentity
@@ -91,7 +90,7 @@ def test_a_teachers_table_depends_on_its_files_its_settings_and_the_sentences(
     section = recipe.teachers.encoders[0].model_copy(update={"backbone": str(model), "trust_remote_code": True})
 
     def identity(shard_rows: int = 100, **settings: Any) -> TableIdentity:
-        corpus = Corpus.prepare(recipe.corpus, cache)
+        corpus = Corpus.prepare(recipe.corpus, open_store(cache))
         return identity_of(section.model_copy(update=settings), corpus, shard_rows)
 
     first = identity()
@@ -136,20 +135,20 @@ def test_tokens_depend_on_sentences_tokenizer_length_side_and_prompt_and_parts_o
 
     def corpus_of(lines: list[str]) -> Corpus:
         (tmp_path / "corpus.txt").write_text("\n".join(lines) + "\n")
-        return Corpus.prepare(CorpusSection(path=str(tmp_path / "corpus.txt")), tmp_path / "cache")
+        return Corpus.prepare(CorpusSection(path=str(tmp_path / "corpus.txt")), open_store(tmp_path / "cache"))
 
     corpus = corpus_of(sentences)
-    first = Tokenization(corpus, tokenizer, 16, tmp_path)
+    first = Tokenization(corpus, tokenizer, 16, open_store(tmp_path))
     changed = [
         replace(first, corpus=corpus_of(sentences[1:])),
         *(replace(first, tokenizer=other) for other in (others, left, added)),
         replace(first, max_length=15),
         replace(first, prompt="q: "),
     ]
-    assert len({each.directory for each in (first, *changed)}) == 1 + len(changed)
-    assert replace(first, part_rows=50).directory == first.directory, "a table does not depend on its parts"
-    pairs, pair_tokens = Pairs.write(tmp_path / "pairs", pairwise(sentences)), []
-    fewer = Pairs.write(tmp_path / "fewer", pairwise(sentences[:10]))
+    assert len({each.store for each in (first, *changed)}) == 1 + len(changed)
+    assert replace(first, part_rows=50).store == first.store, "a table does not depend on its parts"
+    pairs, pair_tokens = Pairs.write(open_store(tmp_path / "pairs"), pairwise(sentences)), []
+    fewer = Pairs.write(open_store(tmp_path / "fewer"), pairwise(sentences[:10]))
     for of, by, length, both in [
         (pairs, tokenizer, 32, True),
         (fewer, tokenizer, 32, True),
@@ -158,7 +157,7 @@ def test_tokens_depend_on_sentences_tokenizer_length_side_and_prompt_and_parts_o
         (pairs, tokenizer, 31, True),
         (pairs, tokenizer, 32, False),
     ]:
-        PairTokenTable.prepare(of, by, length, both, tmp_path)
+        PairTokenTable.prepare(of, by, length, both, open_store(tmp_path))
         pair_tokens.append(len([*(tmp_path / "pair_tokens").iterdir()]))
     assert pair_tokens == [1, 2, 3, 4, 5, 6]
 
@@ -220,13 +219,10 @@ def test_a_mutual_run_depends_on_its_pairs_their_sides_and_their_order(tmp_path:
         [("a", "bc"), ("", "d"), rows[2]],
         [("x", "b"), *rows[1:]],
     ]
-    prints = [Pairs.write(tmp_path / str(number), each).fingerprint for number, each in enumerate(variants)]
-    assert len(set(prints)) == len(variants) and Pairs.write(tmp_path / "again", rows).fingerprint == prints[0]
-    store = PhaseStore(tmp_path / "run")
-    for fingerprint in (prints[0], prints[0]):
-        store.record_pairs(fingerprint)
-    with fails_with(ResumeMismatchError, "pairs"):
-        PhaseStore(tmp_path / "run").record_pairs(prints[1])
+    prints = [Pairs.write(open_store(tmp_path / str(number)), each).fingerprint for number, each in enumerate(variants)]
+    assert (
+        len(set(prints)) == len(variants) and Pairs.write(open_store(tmp_path / "again"), rows).fingerprint == prints[0]
+    )
 
 
 def replace_in(file: Path, old: str, new: str) -> None:

@@ -27,6 +27,7 @@ from distcse.errors import (
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import CorpusSection, load_recipe
 from distcse.runs.distillation.corpus import read_corpus
+from distcse.storage import open_store
 from distcse.text import Corpus, row_keys, sources
 from distcse.text.ragged import OFFSETS, VALUES, RaggedWriter, write_cache_folder
 from distcse.text.readers import Row
@@ -40,7 +41,7 @@ REPEATABLE = settings(max_examples=15, deadline=None, derandomize=True, database
 
 
 def prepare(folder: Path, **section: Any) -> Corpus:
-    return Corpus.prepare(CorpusSection(**section), folder / "cache")
+    return Corpus.prepare(CorpusSection(**section), open_store(folder / "cache"))
 
 
 def texts_of(corpus: Corpus) -> list[str]:
@@ -74,9 +75,9 @@ def test_row_ids_are_those_of_the_sentences_that_are_not_blank(
     pq.write_table(pa.table({"text": lines}), folder / "a.parquet")
     plain, parquet = ({"path": str(folder / name)} for name in ("a.txt", "a.parquet"))
     exact = CorpusSection(**plain, deduplicate="exact")
-    assert Corpus.find(exact, folder / "cache") is None
+    assert Corpus.find(exact, open_store(folder / "cache")) is None
     corpora = [prepare(folder, **source) for source in (plain, parquet, plain)]
-    corpora.append(Corpus.open(corpora[0].directory))
+    corpora.append(Corpus.open(corpora[0].store))
     assert [corpus.reused for corpus in corpora] == [False, False, True, True]
     ids = [pick % len(texts) for pick in picks]
     for corpus in corpora:
@@ -85,12 +86,12 @@ def test_row_ids_are_those_of_the_sentences_that_are_not_blank(
         assert corpus.fingerprint == corpora[0].fingerprint and corpus.blank_rows == len(lines) - len(texts)
         assert (corpus.doubled_rows, corpus.removed_duplicates) == (len(texts) - len(distinct), 0)
     for _ in range(2):
-        without = Corpus.prepare(exact, folder / "cache")
+        without = Corpus.prepare(exact, open_store(folder / "cache"))
         assert texts_of(without) == distinct and without.blank_rows == len(lines) - len(texts)
         assert (without.doubled_rows, without.removed_duplicates) == (0, len(texts) - len(distinct))
         assert (without.fingerprint == corpora[0].fingerprint) == (len(texts) == len(distinct))
-    found = Corpus.find(exact, folder / "cache")
-    assert without.reused and found is not None and found.directory == without.directory
+    found = Corpus.find(exact, open_store(folder / "cache"))
+    assert without.reused and found is not None and found.store == without.store
 
 
 ROWS = st.lists(st.integers(0, 30).map(str), min_size=1, max_size=60)
@@ -105,7 +106,7 @@ def test_equal_sentences_are_found_in_one_corpus_and_in_two(
     cache = tmp_path_factory.mktemp("cache")
 
     def keys_of(texts: list[str], name: str) -> RowKeys:
-        return RowKeys.prepare(lambda rows: [texts[row] for row in rows], len(texts), name, cache)
+        return RowKeys.prepare(lambda rows: [texts[row] for row in rows], len(texts), name, open_store(cache))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_keys, "RANGE_ROWS", range_rows)
@@ -117,10 +118,10 @@ def test_equal_sentences_are_found_in_one_corpus_and_in_two(
         assert found.tolist() == expected
         if range_rows > 60:  # with several ranges it is an estimate
             assert keys.count_common(others) == sum(row >= 0 for row in expected)
-        distinct = DistinctRows.prepare(keys, "new", cache)
+        distinct = DistinctRows.prepare(keys, "new", open_store(cache))
         assert [new[row] for row in distinct.first] == list(dict.fromkeys(new)) and keys.distinct == len(distinct.first)
         assert [new[distinct.first[number]] for number in distinct.numbers] == new
-        reopened = DistinctRows.open("new", cache)
+        reopened = DistinctRows.open("new", open_store(cache))
         assert reopened.first.tolist() == sorted(reopened.first.tolist()) == distinct.first.tolist()
         assert keys.rows_of([*new[:3], "x"]).tolist() == [row for row, text in enumerate(new) if text in new[:3]]
 
@@ -130,7 +131,8 @@ def test_a_range_estimates_the_common_sentences_of_large_corpora(
 ) -> None:
     monkeypatch.setattr(row_keys, "RANGE_ROWS", 64)
     many, few = (
-        RowKeys.prepare(lambda rows: [str(row) for row in rows], count, str(count), tmp_path) for count in (900, 500)
+        RowKeys.prepare(lambda rows: [str(row) for row in rows], count, str(count), open_store(tmp_path))
+        for count in (900, 500)
     )
     assert many.count_common(few) == pytest.approx(500, rel=0.5)
 
@@ -142,7 +144,7 @@ def test_memory_of_keys_does_not_grow_with_rows(tmp_path: Path, monkeypatch: pyt
     for count in (20_000, 80_000):
         tracemalloc.start()
         keys, others = (
-            RowKeys.prepare(lambda rows: [str(row) for row in rows], size, f"{count} {size}", tmp_path)
+            RowKeys.prepare(lambda rows: [str(row) for row in rows], size, f"{count} {size}", open_store(tmp_path))
             for size in (count, count // 2)
         )
         assert sum(int((found >= 0).sum()) for _, found in keys.match(others)) == count // 2
@@ -155,7 +157,7 @@ def test_memory_of_keys_does_not_grow_with_rows(tmp_path: Path, monkeypatch: pyt
 def test_rows_with_the_text_of_held_out_ones_are_not_trained_on(lines: list[str], tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("\n".join(lines))
     corpus = prepare(tmp_path, path=str(tmp_path / "c.txt"))
-    train, held_out = Corpus.open(corpus.directory).split_held_out(9, seed=3)
+    train, held_out = Corpus.open(corpus.store).split_held_out(9, seed=3)
     assert held_out.tolist() == split_held_out(60, 9, seed=3)[1].tolist()
     texts = set(corpus.texts(held_out))
     assert train.ids().tolist() == [row for row, line in enumerate(lines) if line not in texts]
@@ -164,7 +166,7 @@ def test_rows_with_the_text_of_held_out_ones_are_not_trained_on(lines: list[str]
     assert corpus.split_held_out(9, seed=3)[0].ids().tolist() == train.ids().tolist(), "it has opened the keys"
     if len({*lines}) < len(lines):
         with fails_with(CorpusCacheError, "keys"):
-            Corpus.open(corpus.directory).split_held_out(9, seed=3)
+            Corpus.open(corpus.store).split_held_out(9, seed=3)
     assert not keys.exists(), "only prepare writes keys"
 
 
@@ -205,7 +207,7 @@ def test_a_corpus_is_keyed_by_its_content_format_column_and_limit(tmp_path: Path
     )
     assert [texts_of(corpus) for corpus in (table, other, limited)] == [["a", "c"], ["b", "d"], ["a"]]
     assert (texts_of(text), texts_of(lines)) == (['{"text": "x"}'], ["x"])
-    assert moved.reused and moved.directory == table.directory
+    assert moved.reused and moved.store == table.store
     assert not any(corpus.reused for corpus in (table, other, limited, text, lines))
 
 
@@ -228,7 +230,7 @@ def test_limit_stops_reading(tmp_path: Path) -> None:
 
 
 def test_row_ids_out_of_range_are_errors(tmp_path: Path, section: CorpusSection) -> None:
-    corpus = Corpus.prepare(section, tmp_path / "cache")
+    corpus = Corpus.prepare(section, open_store(tmp_path / "cache"))
     for ids in ([-1], [len(LINES)], range(35, 45), np.array([0, -3])):
         with pytest.raises(IndexError, match="0 to 39"):
             corpus.texts(ids)
@@ -237,7 +239,7 @@ def test_row_ids_out_of_range_are_errors(tmp_path: Path, section: CorpusSection)
 
 @pytest.mark.parametrize("name", [VALUES, OFFSETS, "corpus.json"])
 def test_every_damage_is_detected_and_repaired(name: str, tmp_path: Path, section: CorpusSection) -> None:
-    directory = Corpus.prepare(section, tmp_path / "cache").directory
+    directory = Corpus.prepare(section, open_store(tmp_path / "cache")).store.path
     file = directory / name
     intact = file.read_bytes()
     flipped = intact[:-1] + bytes([intact[-1] ^ 1])
@@ -245,10 +247,10 @@ def test_every_damage_is_detected_and_repaired(name: str, tmp_path: Path, sectio
         file.unlink() if damaged is None else file.write_bytes(damaged)
         if damaged != flipped or name == "corpus.json":  # only prepare computes checksums
             with fails_with(CorpusCacheError, str(directory)):
-                Corpus.open(directory)
-        repaired = Corpus.prepare(section, tmp_path / "cache")
+                Corpus.open(open_store(directory))
+        repaired = Corpus.prepare(section, open_store(tmp_path / "cache"))
         assert not repaired.reused and texts_of(repaired) == LINES
-    assert Corpus.prepare(section, tmp_path / "cache").reused and not leftovers(tmp_path)
+    assert Corpus.prepare(section, open_store(tmp_path / "cache")).reused and not leftovers(tmp_path)
 
 
 def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
@@ -267,17 +269,20 @@ def test_of_two_concurrent_preparations_the_first_result_is_used(
     def reading_while_another_finishes(file: Path, column: str) -> Iterator[Row]:
         monkeypatch.setattr(sources, "read_sentences", read)
         yield from read(file, column)
-        winners.append(Corpus.prepare(section, tmp_path / "cache"))
+        winners.append(Corpus.prepare(section, open_store(tmp_path / "cache")))
 
     monkeypatch.setattr(sources, "read_sentences", reading_while_another_finishes)
-    second = Corpus.prepare(section, tmp_path / "cache")
-    assert not winners[0].reused and second.directory == winners[0].directory
+    second = Corpus.prepare(section, open_store(tmp_path / "cache"))
+    assert not winners[0].reused and second.store == winners[0].store
     assert texts_of(second) == texts_of(winners[0]) == LINES and not leftovers(tmp_path)
 
 
 def test_concurrent_writers_have_separate_folders(tmp_path: Path) -> None:
     target = tmp_path / "target"
-    with write_cache_folder(target, "label.json") as (one, _), write_cache_folder(target, "label.json") as (other, _):
+    with (
+        write_cache_folder(open_store(target), "label.json") as (one, _),
+        write_cache_folder(open_store(target), "label.json") as (other, _),
+    ):
         assert one != other and one.parent == other.parent == tmp_path
         for folder, content in ((one, b"one"), (other, b"two")):
             with RaggedWriter(folder) as writer:
@@ -290,13 +295,13 @@ def test_concurrent_writers_have_separate_folders(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, section: CorpusSection) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     with fails_with(CorpusCacheError, str(tmp_path / "cache"), "storage.cache"):
-        Corpus.prepare(section, tmp_path / "cache")
+        Corpus.prepare(section, open_store(tmp_path / "cache"))
 
 
 def test_progress_counts_sentences(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x\n\n" * 20_000)
     seen: list[int] = []
-    Corpus.prepare(CorpusSection(path=str(tmp_path / "a.txt")), tmp_path / "cache", seen.append)
+    Corpus.prepare(CorpusSection(path=str(tmp_path / "a.txt")), open_store(tmp_path / "cache"), seen.append)
     assert seen == [8192, 16384, 20000]
 
 

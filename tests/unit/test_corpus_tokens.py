@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from distcse.errors import CorpusCacheError, TokenizerError
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection
+from distcse.storage import open_store
 from distcse.text import Corpus, Tokenization, TokenTable, tokenizer_fingerprint
 from distcse.text import token_table as tokens_module
 from distcse.text.collate import collate
@@ -37,7 +38,7 @@ def corpus(tmp_path: Path, sentences: list[str]) -> Corpus:
 
 def corpus_of(folder: Path, lines: list[str]) -> Corpus:
     (folder / "corpus.txt").write_text("\n".join(lines))
-    return Corpus.prepare(CorpusSection(path=str(folder / "corpus.txt")), folder)
+    return Corpus.prepare(CorpusSection(path=str(folder / "corpus.txt")), open_store(folder))
 
 
 def ids_of(table: TokenTable) -> list[list[int]]:
@@ -56,16 +57,16 @@ def test_the_table_equals_the_tokenizers_output_and_is_written_once(
     prompt: str, tmp_path: Path, corpus: Corpus, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    table = TokenTable.prepare(corpus, tokenizer, 16, tmp_path, seen.append, prompt=prompt)
+    table = TokenTable.prepare(corpus, tokenizer, 16, open_store(tmp_path), seen.append, prompt=prompt)
     texts = [prompt + text for text in corpus.texts(range(len(corpus)))]
     expected = tokenizer(texts, truncation=True, max_length=16)["input_ids"]
     assert ids_of(table) == expected and max(map(len, expected)) == 16
     assert table.lengths(range(len(table))).tolist() == [len(row) for row in expected]
     assert not table.reused and seen == [len(corpus)] and table.pad_id == tokenizer.pad_token_id
     monkeypatch.setattr(tokens_module, "encode_batch", lambda *_: pytest.fail("tokenized again"))
-    again = TokenTable.prepare(corpus, tokenizer, 16, tmp_path, prompt=prompt)
-    assert again.reused and again.directory == table.directory
-    assert ids_of(TokenTable.open(again.directory)) == expected
+    again = TokenTable.prepare(corpus, tokenizer, 16, open_store(tmp_path), prompt=prompt)
+    assert again.reused and again.store == table.store
+    assert ids_of(TokenTable.open(again.store)) == expected
 
 
 def test_truncation_and_padding_of_the_tokenizer_are_restored_and_not_part_of_its_fingerprint(
@@ -76,11 +77,11 @@ def test_truncation_and_padding_of_the_tokenizer_are_restored_and_not_part_of_it
     backend.enable_padding(length=11, pad_id=5, pad_token="x")
     assert tokenizer_fingerprint(tokenizer) == plain
     before = backend.truncation, backend.padding
-    TokenTable.prepare(corpus, tokenizer, 8, tmp_path)
+    TokenTable.prepare(corpus, tokenizer, 8, open_store(tmp_path))
     assert (backend.truncation, backend.padding) == before
     backend.no_truncation()
     backend.no_padding()
-    TokenTable.prepare(corpus, tokenizer, 9, tmp_path)
+    TokenTable.prepare(corpus, tokenizer, 9, open_store(tmp_path))
     assert backend.truncation is None and backend.padding is None
     assert len({plain, tokenizer_fingerprint(words({"a": 0})), tokenizer_fingerprint(words({"b": 0}))}) == 3
 
@@ -89,13 +90,15 @@ def test_left_truncation_keeps_the_end(tmp_path: Path) -> None:
     vocabulary = {word: number for number, word in enumerate("abcdef")}
     corpus = corpus_of(tmp_path, ["a b c d e f"])
     for side, kept in (("right", [0, 1, 2, 3]), ("left", [2, 3, 4, 5])):
-        assert ids_of(TokenTable.prepare(corpus, words(vocabulary, truncation_side=side), 4, tmp_path)) == [kept]
+        assert ids_of(TokenTable.prepare(corpus, words(vocabulary, truncation_side=side), 4, open_store(tmp_path))) == [
+            kept
+        ]
 
 
 def test_ids_above_sixteen_bits_are_preserved(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, ["a b"])
     for largest, dtype in ((65_535, np.uint16), (65_536, np.int32)):
-        row = TokenTable.prepare(corpus, words({"a": 0, "b": largest}), 4, tmp_path).rows([0])[0]
+        row = TokenTable.prepare(corpus, words({"a": 0, "b": largest}), 4, open_store(tmp_path)).rows([0])[0]
         assert row.tolist() == [0, largest] and row.dtype == dtype
 
 
@@ -106,41 +109,41 @@ def test_a_row_without_tokens_and_a_slow_tokenizer_are_refused(tmp_path: Path) -
     corpus = corpus_of(tmp_path, ["aa", "xyz"])
     letters = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0}, [])))  # drops unknown characters
     with fails_with(TokenizerError, "row 1", "'xyz'"):
-        TokenTable.prepare(corpus, letters, 4, tmp_path)
+        TokenTable.prepare(corpus, letters, 4, open_store(tmp_path))
     assert not list((tmp_path / "tokens").iterdir())
     with fails_with(TokenizerError, "tokenizer Slow", "tokenizer.json"):
-        TokenTable.prepare(corpus, Slow(), 4, tmp_path)
+        TokenTable.prepare(corpus, Slow(), 4, open_store(tmp_path))
 
 
 def test_a_damaged_table_is_written_again(tmp_path: Path, corpus: Corpus, tokenizer: Any) -> None:
-    table = TokenTable.prepare(corpus, tokenizer, 8, tmp_path)
+    table = TokenTable.prepare(corpus, tokenizer, 8, open_store(tmp_path))
     expected = ids_of(table)
-    (table.directory / VALUES).write_bytes(b"")
-    with fails_with(CorpusCacheError, str(table.directory)):
-        TokenTable.open(table.directory)
-    repaired = TokenTable.prepare(corpus, tokenizer, 8, tmp_path)
+    (table.store.path / VALUES).write_bytes(b"")
+    with fails_with(CorpusCacheError, str(table.store.path)):
+        TokenTable.open(table.store)
+    repaired = TokenTable.prepare(corpus, tokenizer, 8, open_store(tmp_path))
     assert not repaired.reused and ids_of(repaired) == expected
 
 
 def test_a_table_made_of_parts_equals_one_of_a_single_pass(tmp_path: Path, corpus: Corpus, tokenizer: Any) -> None:
-    whole = TokenTable.prepare(corpus, tokenizer, 16, tmp_path / "whole", prompt="q: ")
-    wanted = Tokenization(corpus, tokenizer, 16, tmp_path, "q: ", part_rows=100)
+    whole = TokenTable.prepare(corpus, tokenizer, 16, open_store(tmp_path / "whole"), prompt="q: ")
+    wanted = Tokenization(corpus, tokenizer, 16, open_store(tmp_path), "q: ", part_rows=100)
     count, done = len(wanted.parts), list[int]()
     assert [*chain.from_iterable(wanted.parts)] == [*range(len(corpus))] and count > 3
     assert wanted.missing_parts() == [*range(count)]
     for number in (0, 2, count - 1):
         wanted.write_part(number, done.append)
     assert done == [100, 100, len(wanted.parts[-1])]
-    other = Tokenization(corpus, tokenizer, 16, tmp_path, "q: ", part_rows=50)
-    assert other.directory == wanted.directory and other.missing_parts() == [*range(len(other.parts))]
+    other = Tokenization(corpus, tokenizer, 16, open_store(tmp_path), "q: ", part_rows=50)
+    assert other.store == wanted.store and other.missing_parts() == [*range(len(other.parts))]
     other.write_part(1)
-    (wanted.parts_directory / "200-300" / VALUES).write_bytes(b"damaged")
+    (wanted.parts_store.path / "200-300" / VALUES).write_bytes(b"damaged")
     assert wanted.missing_parts() == [1, *range(2, count - 1)]
     wanted.write_table()
-    table = TokenTable.open(wanted.directory)
-    assert not list(wanted.parts_directory.iterdir())
-    for file in whole.directory.iterdir():
-        assert (table.directory / file.name).read_bytes() == file.read_bytes()
+    table = TokenTable.open(wanted.store)
+    assert not list(wanted.parts_store.path.iterdir())
+    for file in whole.store.path.iterdir():
+        assert (table.store.path / file.name).read_bytes() == file.read_bytes()
 
 
 def test_collate_pads_on_the_right_with_the_given_id() -> None:

@@ -18,7 +18,7 @@ from distcse.losses import build_objective, gather_views
 from distcse.losses.views import TeacherOutputs
 from distcse.recipe import ObjectiveSection, Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.teachers.kinds import kind_of
 from tests.backends import run
 from tests.conftest import ROOT

@@ -33,7 +33,7 @@ from distcse.models.detection import (
     sample_tokens,
 )
 from distcse.recipe import DetectionSection, Recipe
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.model import build_encoder
 from distcse.teachers.table import EmbeddingTable
 from distcse.text.collate import Tokens, collate

@@ -19,10 +19,12 @@ from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidVa
 from distcse.evaluation import (
     CustomDev,
     CustomSet,
+    Dev,
     LabelledDev,
     VectorModel,
     collect,
     labelled_dev,
+    read_dev,
     read_table,
 )
 from distcse.events import DevScore, Event, Reporter
@@ -30,9 +32,7 @@ from distcse.models import Encoder
 from distcse.planning.costs import DEV_SENTENCES
 from distcse.recipe import Recipe
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.dev_metric import read_labelled_dev
 from distcse.runs.distillation.preflight import recipe_questions
-from distcse.runs.mutual.dev_pairs import DevPairs
 from tests.backends import run
 from tests.failures import fails_with
 from tests.labelled import scored
@@ -87,7 +87,7 @@ def test_the_score_of_two_dev_sets_is_the_mean_of_their_correlations(both: Path,
 def test_a_group_is_selected_by_it(both: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path) -> None:
     overrides = (f"evaluation.data={both}", "evaluation.dev=stsb_sickr")
     recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
-    dev, expected = DevPairs.of(recipe), LabelledDev.read(both, "stsb_sickr")
+    dev, expected = read_dev(recipe), LabelledDev.read(both, "stsb_sickr")
     assert dev is not None and (dev.name, dev.gold, dev.first) == (expected.name, expected.gold, expected.first)
     assert dev.score(VectorModel.of(Encoder.from_section(recipe.groups[0]))) > 0
 
@@ -107,7 +107,7 @@ def test_its_sentences_are_excluded_from_the_corpus_on_request(
 
 def test_a_missing_dev_set_is_named(recipe_with: MakeRecipe, labelled: Path) -> None:
     with fails_with(EvaluationDataError, "SICK-R trial", "trial.tsv.gz"):
-        read_labelled_dev(recipe_with(f"evaluation.data={labelled}", "evaluation.dev=stsb_sickr"))
+        read_dev(recipe_with(f"evaluation.data={labelled}", "evaluation.dev=stsb_sickr"))
     with fails_with(InvalidValueError, "evaluation.dev is stsb_sickr", "evaluation.data"):
         require(recipe_questions(recipe_with("evaluation.dev=stsb_sickr")))
 
@@ -157,7 +157,7 @@ def test_a_student_is_selected_by_its_dev_set(
     recipe = recipe_with(*chosen, "evaluation.final_suites=[]", "evaluation.eval_steps=6", "training.max_steps=12")
     events: list[Event] = []
     result = run(recipe, Reporter(events.append))
-    dev = read_labelled_dev(recipe) if measure == "published" else CustomDev.read(own[measure])
+    dev = read_dev(recipe) if measure == "published" else CustomDev.read(own[measure])
     assert dev is not None and (measure == "published" or dev.name.endswith(f", {measure}"))
     scores = [event.score for event in events if isinstance(event, DevScore) and event.name == dev.name]
     best = dev.score(VectorModel.of(Encoder.load(result.directory.model)))
@@ -231,8 +231,8 @@ def test_a_changed_document_changes_the_fingerprint(own: dict[str, Path]) -> Non
 def test_a_group_is_selected_by_triplets_and_not_by_retrieval(
     own: dict[str, Path], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
 ) -> None:
-    def dev_of(path: Path) -> DevPairs | None:
-        return DevPairs.of(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, f"evaluation.dev={path}"))
+    def dev_of(path: Path) -> Dev | None:
+        return read_dev(make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, f"evaluation.dev={path}"))
 
     dev = dev_of(own["accuracy"])
     assert dev is not None and dev.name.endswith("accuracy")

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import distcse
 from distcse.devices.device import CPU, GPU, DeviceSpeed, auto_precision, defaults_of
-from distcse.devices.distributed import rank
-from distcse.errors import EvaluationOptionError, OutOfMemoryError
+from distcse.errors import OutOfMemoryError
 from distcse.events import Event, StageProgress
 from distcse.losses import list_mle, list_net
 from distcse.models import Encoder
@@ -24,8 +22,7 @@ from distcse.models.loading import halve_matrices
 from distcse.preflight.precision import Role, report_precisions
 from distcse.recipe import Recipe, TrainingSection
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import BatchLoader
-from distcse.runs.distillation.dev_metric import encode_shares
+from distcse.runs.distillation.distillation_task import BatchLoader
 from distcse.teachers.kinds.base import frozen_weight_dtype
 from distcse.training.engines.deepspeed_engine import deepspeed_config
 from distcse.training.out_of_memory import OutOfMemoryAdvice
@@ -33,7 +30,6 @@ from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
 from tests.jobs import make_spec, train
 from tests.pairs import make_mutual_recipe
-from tests.workers import run_workers
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -143,38 +139,6 @@ def test_widths_are_kept_where_the_loss_counts_padding(recipe_with: MakeRecipe) 
         assert loader.batch(0, torch.device("gpu"), 16).streams[0][0].ids.shape == narrow.ids.shape
 
 
-def encoded_in_shares(count: int, failing: int | None) -> Any:
-    """Return each worker's gathered vectors; worker `failing` fails."""
-
-    def encode(texts: Any) -> Any:
-        if rank() == failing:
-            raise EvaluationOptionError("no")
-        return np.array([[len(text), hash_of(text)] for text in texts], dtype=np.float32)
-
-    texts = [f"{'a' * (number * 7 % 13)} {number}" for number in range(count)]
-    try:
-        return texts, encode_shares(encode, texts, torch.device("cpu"))
-    except EvaluationOptionError:
-        return "failed"
-
-
-def hash_of(text: str) -> int:
-    return sum(map(ord, text)) % 97
-
-
-def all_in_a_group() -> list[Any]:
-    """Return a worker's vectors of several texts."""
-    return [encoded_in_shares(*case) for case in ((1, None), (2, None), (9, None), (9, 1))]
-
-
-def test_workers_share_the_sentences_of_a_dev_score() -> None:
-    """A worker that cannot encode its share ends the score on all workers."""
-    encoded, other_encoded = run_workers(all_in_a_group, 2)
-    for texts, vectors in [*encoded[:3], *other_encoded[:3]]:
-        assert vectors.tolist() == [[len(text), hash_of(text)] for text in texts]
-    assert encoded[3] == other_encoded[3] == "failed"
-
-
 def test_a_step_without_memory_says_how_to_continue(recipe_with: MakeRecipe) -> None:
     """The checkpoint is kept, and the run continues with the gradient cache that the message names."""
     spec, tables = make_spec(recipe_with("training.max_steps=8", "evaluation.eval_steps=2"))
@@ -246,4 +210,4 @@ def test_deepspeed_sums_gradients_of_a_gpu_during_the_backward_pass_from_stage_1
 
 def test_a_cpu_has_none_of_it(simulated_gpu: Simulation) -> None:
     assert defaults_of("cpu") is CPU and defaults_of("gpu") is GPU
-    assert CPU.width_multiple == 1 and not CPU.shards_dev_scores and not CPU.records_steps
+    assert CPU.width_multiple == 1 and not CPU.records_steps

@@ -23,7 +23,8 @@ from distcse.errors import EndpointError, RefusedTextError
 from distcse.events import Reporter
 from distcse.recipe import EndpointSection, TeacherSection, load_recipe
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.tables import embed_corpus
+from distcse.runs.distillation.preflight import embed_corpus
+from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.endpoint import Endpoint
 from distcse.text import Corpus
@@ -189,7 +190,7 @@ def test_a_row_that_is_refused_is_named_as_the_corpus_numbers_it(server: Server,
     recipe = load_recipe("minilm-3layer", overrides)
     with fails_with(RefusedTextError, "corpus row 70:"):
         embed_corpus(recipe, LocalBackend(), Reporter())
-    corpus = Corpus.prepare(recipe.corpus, tmp_path / "cache")
+    corpus = Corpus.prepare(recipe.corpus, open_store(tmp_path / "cache"))
     live = kind_of(recipe.teachers.encoders[0]).open_live(corpus, tokens_per_batch=None)
     with fails_with(RefusedTextError, "corpus row 70:") as raised:
         live.similarities(np.array([[3, 70, 5]]), slice(0, 1))

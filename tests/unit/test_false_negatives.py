@@ -12,8 +12,7 @@ import torch
 from distcse.errors import InvalidValueError
 from distcse.losses import info_nce, negative_weights
 from distcse.recipe import Recipe
-from distcse.runs.distillation.batch_loader import BatchLoader
-from distcse.runs.distillation.distillation_task import DistillationTask
+from distcse.runs.distillation.distillation_task import BatchLoader, DistillationTask
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.teacher import open_table_teacher
 from tests.failures import fails_with

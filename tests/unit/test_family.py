@@ -31,7 +31,7 @@ from distcse.models import Encoder, StaticEncoder, static
 from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
 from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.family import experiment, students
 from distcse.runs.family.experiment import Family, evenly_spaced
 from distcse.runs.family.students import plan_side_by_side

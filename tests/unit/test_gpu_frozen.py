@@ -22,6 +22,7 @@ from distcse.rank_space import DeviceRankSpace, RankSpace, pair_similarities
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.runs.backend import EmbeddingRequest, LocalBackend
 from distcse.runs.mutual.pair_task import pair_model
+from distcse.storage import open_store
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
@@ -42,7 +43,7 @@ def unit(rows: int, width: int, seed: int = 0) -> np.ndarray:
 def corpus(tmp_path: Path, sentences: list[str]) -> Corpus:
     file = tmp_path / "text.txt"
     file.write_text("\n".join(sentences[:100]) + "\n", encoding="utf-8")
-    return Corpus.prepare(CorpusSection(path=str(file)), tmp_path)
+    return Corpus.prepare(CorpusSection(path=str(file)), open_store(tmp_path))
 
 
 @pytest.fixture

@@ -18,15 +18,16 @@ from distcse.evaluation import (
     collect,
     evaluation_sentences,
     labelled_dev,
+    read_dev,
     refuse_test_as_dev,
 )
 from distcse.evaluation.contamination import OverlapCounts
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import CorpusSection, Recipe, recipe_yaml
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.dev_metric import read_labelled_dev
 from distcse.runs.distillation.final_evaluation import contamination_of, labelled_tasks
 from distcse.runs.mutual.final_evaluation import checked_tasks
+from distcse.storage import open_store
 from distcse.text import Corpus, Excluded
 from tests.backends import run, run_mutual
 from tests.failures import fails_with
@@ -142,7 +143,7 @@ def test_a_dev_file_of_yours_is_counted_and_excluded_as_other_labelled_sets(
         f"corpus.exclude_evaluation={str(is_excluded).lower()}",
         "evaluation.num_heldout=3",
     )
-    corpus, dev = read_corpus(recipe, Reporter()), read_labelled_dev(recipe)
+    corpus, dev = read_corpus(recipe, Reporter()), read_dev(recipe)
     assert dev is not None
     events: list[Event] = []
     found = contamination_of(recipe, corpus, Tasks(), Reporter(events.append))
@@ -159,13 +160,13 @@ def test_excluded_rows_are_left_out_of_the_corpus(tmp_path: Path) -> None:
     rows = ["one", "two", "Three!", "four"]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     section = CorpusSection(path=str(file))
-    full = Corpus.prepare(section, tmp_path / "cache")
-    filtered = Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(["THREE", "two."]))
+    full = Corpus.prepare(section, open_store(tmp_path / "cache"))
+    filtered = Corpus.prepare(section, open_store(tmp_path / "cache"), excluded=Excluded.of(["THREE", "two."]))
     assert filtered.texts(range(2)) == ["one", "four"] and filtered.excluded_rows == 2
     assert len(full) == 4 and full.fingerprint != filtered.fingerprint
-    assert Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(["two.", "THREE"])).reused
+    assert Corpus.prepare(section, open_store(tmp_path / "cache"), excluded=Excluded.of(["two.", "THREE"])).reused
     with fails_with(CorpusTooSmallError, "4"):
-        Corpus.prepare(section, tmp_path / "cache", excluded=Excluded.of(rows))
+        Corpus.prepare(section, open_store(tmp_path / "cache"), excluded=Excluded.of(rows))
 
 
 def test_dev_and_all_test_sets_are_excluded(labelled: Path, tmp_path: Path) -> None:

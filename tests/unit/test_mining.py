@@ -19,6 +19,7 @@ from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.mutual.mining import knn, mine_pairs, mining_memory, prepare_mining
+from distcse.storage import open_store
 from distcse.text import Pairs
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
@@ -37,9 +38,10 @@ def mine(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Min
         source = f"pairs={{mine: {{corpus: {{path: '{corpus}'}}, pairs: {pairs}, num_neighbors: 10}}}}"
         recipe = make_mutual_recipe(tmp_path / "recipe", {"bert": tiny("bert")}, sentences, source, *overrides)
         events: list[Event] = []
-        folder = Path(tempfile.mkdtemp(dir=tmp_path)) / "pairs"
+        folder = open_store(tempfile.mkdtemp(dir=tmp_path)) / "pairs"
         reporter = Reporter(events.append, stop_requested)
-        return mine_pairs(recipe, prepare_mining(recipe, Reporter()), folder, reporter), recipe, events
+        mine_pairs(recipe, prepare_mining(recipe, Reporter()).store, folder, reporter)
+        return Pairs.open(folder), recipe, events
 
     return run
 

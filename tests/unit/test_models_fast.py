@@ -31,7 +31,7 @@ needs_kernels = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), rea
 IS_FASTER = "distcse.models.cpu_kernels.is_faster"
 SHORTCUTS = {
     "packing": "distcse.models.fast_layers.packed",
-    "choice of packing": "distcse.runs.distillation.batch_loader.worth_packing",
+    "choice of packing": "distcse.runs.distillation.distillation_task.worth_packing",
     "last layer": "distcse.models.fast_layers.last_layer_at",
     "dropout": "distcse.models.cpu_kernels.dropout",
     "oneDNN layout": "distcse.models.cpu_kernels.onednn_reorder",

@@ -33,6 +33,7 @@ from distcse.evaluation import (
     RecordedScores,
     VectorModel,
     open_candidate,
+    read_dev,
     read_table,
     sts_score,
 )
@@ -48,15 +49,13 @@ from distcse.report.history import read_run
 from distcse.report.page import html, markdown
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.mutual.dev_pairs import DevPairs
 from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.runs.mutual.pair_task import BiPairs, CrossPairs
 from distcse.runs.mutual.pairs import read_pairs
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import GroupContext, Phase
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
+from distcse.runs.mutual.preflight import score_starts
 from distcse.runs.mutual.processes import roles_on
 from distcse.runs.mutual.result import MutualResult
-from distcse.runs.mutual.start_scores import score_starts
 from distcse.storage import dump_checked_json, load_checked_json, open_store
 from distcse.text import BatchSampler, Pairs
 from distcse.training.dropout_rng import dropout_seed
@@ -228,7 +227,7 @@ def test_batches_split_by_length_equal_one_padded_batch(
     np.testing.assert_allclose(ours.detach(), bi.encode([first[row] for row in rows]), atol=1e-5)
     np.testing.assert_allclose(theirs.detach(), bi.encode([second[row] for row in rows]), atol=1e-5)
     tokens = cross_tokens(cross, pairs, both_orders=True)
-    assert len(tokens) == 48
+    assert tokens.number == 48
     logits = CrossPairs(cross)([tokens.batch(rows + 24, 0, cpu)])
     swapped = cross.score([(second[row], first[row]) for row in rows])
     np.testing.assert_allclose(logits.sigmoid().detach(), swapped, atol=1e-5)
@@ -257,7 +256,7 @@ def test_two_groups_exchange_scores_and_keep_the_best(two_groups: Finished) -> N
 
 def test_a_group_trains_with_its_own_settings(two_groups: Finished) -> None:
     steps = {name: entry["steps"] for name, entry in two_groups.store.posted(Phase(2)).items()}
-    pairs = len(Pairs.open(two_groups.path / "pairs"))
+    pairs = len(Pairs.open(open_store(two_groups.path / "pairs")))
     assert steps == {"bert": pairs // 16, "roberta": pairs // 8}
     reopened(two_groups.path, "groups.1.bi.engine=auto")
     with fails_with(FrozenKeyError, "groups.1.bi.lr"):
@@ -267,7 +266,7 @@ def test_a_group_trains_with_its_own_settings(two_groups: Finished) -> None:
 def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(two_groups: Finished) -> None:
     from sentence_transformers import CrossEncoder as Theirs
 
-    pairs = list(Pairs.open(two_groups.path / "pairs").both())[:20]
+    pairs = list(Pairs.open(open_store(two_groups.path / "pairs")).both())[:20]
     for group, max_length in (("bert", 32), ("roberta", 24)):
         model = two_groups.result.models[f"{group} cross"]
         ours, theirs = CrossEncoder.load(model), Theirs(str(model), device="cpu")
@@ -386,12 +385,12 @@ def test_a_phases_initial_weights_are_mixed_into_its_scored_and_saved_bi_encoder
     trained, saved = (Encoder.load(each.models["bert bi"], pooling="mean") for each in (plain.result, mixed))
     for name, parameter in saved.named_parameters():
         torch.testing.assert_close(parameter.data, 0.75 * trained.state_dict()[name] + 0.25 * start[name])
-    dev = DevPairs.of(mixed.recipe)
+    dev = read_dev(mixed.recipe)
     (best,) = (best for best in mixed.best if best.kind == "bi")
     assert dev is not None and best.dev == pytest.approx(dev.score(VectorModel.of(saved)), abs=1e-4)
     _, from_cross, from_bi = labels_of(mixed.directory.path)
     np.testing.assert_array_equal(labels_of(plain.path)[1], from_cross)
-    pairs = [*Pairs.open(mixed.directory.path / "pairs").both()]
+    pairs = [*Pairs.open(open_store(mixed.directory.path / "pairs")).both()]
     np.testing.assert_allclose(VectorModel.of(saved).similarities(*zip(*pairs, strict=True)), from_bi, atol=1e-5)
 
 
@@ -410,7 +409,7 @@ def weak(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Mut
     """A recipe of two groups whose dev scores are the first one's cosines: the other knows nothing of them."""
     models = {"good": tiny("bert"), "weak": tiny("minilm")}
     recipe, recorded = make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1"), RecordedScores()
-    dev = DevPairs.of(recipe)
+    dev = read_dev(recipe)
     assert dev is not None
     dev.score(recorded.recording(VectorModel.of(Encoder.from_section(recipe.groups[0]))))
     rows = [f"{score:.6f}\t{one}\t{other}" for (one, other), score in recorded.known.items()]
@@ -575,7 +574,7 @@ def test_evaluations_follow_optimizer_updates_and_pairs_of_a_task_are_transducti
 
 
 def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labelled: Path, tmp_path: Path) -> None:
-    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"), tmp_path / "stsb")
+    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"), open_store(tmp_path / "stsb"))
     tables = [read_table(labelled / "sts" / "stsb" / f"{split}.tsv.gz") for split in ("dev", "test")]
     expected = {
         pair for table in tables for pair in zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)

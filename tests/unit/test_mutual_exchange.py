@@ -23,8 +23,7 @@ from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
 from distcse.runs.mutual import label_exchange
 from distcse.runs.mutual.label_exchange import LabelExchange, combine, dev_weight, to_band
-from distcse.runs.mutual.phase_store import PhaseStore, StoredScores
-from distcse.runs.mutual.phases import Phase, PhaseResult
+from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, StoredScores
 from distcse.runs.mutual.preflight import recipe_questions
 from distcse.storage import open_store, sha256
 from tests.disks import before_change
@@ -107,7 +106,7 @@ class DisturbedRun(RuleBasedStateMachine):
             return
         if self.stopped_after is not None and number > self.stopped_after:
             return
-        trained = PhaseResult("model", 1, dev, 1) if number else None
+        trained = PhaseResult(1, dev, 1) if number else None
         self.killed_before(
             killed_at, lambda: self.exchange.post(group, Phase(number), scores_of(group, number), trained)
         )

@@ -17,12 +17,11 @@ from distcse.recipe import MutualRecipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
-from distcse.runs.mutual import scoring
+from distcse.runs.mutual import phase_trainer
 from distcse.runs.mutual.pair_task import PairTask, PairTokens
 from distcse.runs.mutual.pairs import load_pairs
-from distcse.runs.mutual.phase_store import ScoreShards
-from distcse.runs.mutual.phases import GroupContext, Phase
-from distcse.runs.mutual.scoring import PairScorer
+from distcse.runs.mutual.phase_store import GroupContext, Phase, ScoreShards
+from distcse.runs.mutual.phase_trainer import PairScorer
 from distcse.storage import open_store
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -190,8 +189,8 @@ def context(recipe_with: MakeRecipe) -> GroupContext:
 
 def test_any_number_of_scorers_computes_the_same_scores(context: GroupContext, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = PairScorer(context).score(Phase(0))
-    shards = context.folder(Phase(0)) / "scores"
-    monkeypatch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 11)
+    shards = (context.folder(Phase(0)) / "scores").path
+    monkeypatch.setitem(phase_trainer.PAIRS_PER_SHARD, "cpu", 11)
     boundaries = [bound for edge in (0, 15, 30, 45) for bound in (edge, edge + 11)]
     found = []
     for parts in (1, 2, 3, 4):

@@ -18,14 +18,13 @@ from distcse.recipe import MutualRecipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.lease import Lease
-from distcse.runs.mutual import scoring
+from distcse.runs.mutual import phase_trainer
 from distcse.runs.mutual.experiment import run_groups
-from distcse.runs.mutual.group import LocalGroup, SerializedGroup
+from distcse.runs.mutual.group import Group, LocalGroup
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.pairs import load_pairs
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult
-from distcse.runs.mutual.scoring import PairScorer
+from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseResult, PhaseStore
+from distcse.runs.mutual.phase_trainer import PairScorer
 from distcse.storage import open_store
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -43,7 +42,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path], se
     return lambda *overrides: make_mutual_recipe(folder, models, sentences, *overrides)
 
 
-class FakeGroup:
+class FakeGroup(Group):
     """A group that trains and scores at once.
 
     Args:
@@ -55,23 +54,11 @@ class FakeGroup:
         self.name = name
         self._scores = scores
 
-    def prepare(self, phase: Phase) -> None:
-        pass
-
-    def acquire(self, phase: Phase, has_labels: Callable[[], bool]) -> None:
-        pass
-
     def train(self, phase: Phase, labels: Any) -> PhaseResult:
-        return PhaseResult("model", 1, 50.0, 1)
+        return PhaseResult(1, 50.0, 1)
 
     def score(self, phase: Phase) -> Any:
         return np.zeros(3, dtype=np.float32) if self._scores is None else self._scores()
-
-    def release(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class FakeRun:
@@ -164,15 +151,20 @@ def test_cycles_end_without_improvement(both: MakeRecipe, tmp_path: Path) -> Non
     assert run.store.stopped_after == Phase(4) and run.store.labels(Phase(5)) is None
 
 
-def test_groups_in_one_process_take_turns_and_name_their_errors() -> None:
+def test_groups_in_one_process_take_turns_and_name_their_errors(
+    both: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A group that waits for its turn does not start once a stop is requested."""
     stop, lock, done = threading.Event(), threading.Lock(), list[str]()
 
-    def fail() -> None:
+    def fail(*arguments: object, **options: object) -> None:
         done.append("scored")
         raise OSError(28, "No space left on device")
 
-    group = SerializedGroup(FakeGroup("bert", fail), lock, stop.is_set)
+    monkeypatch.setattr(PairScorer, "score", fail)
+    recipe = both()
+    context = GroupContext(recipe, 0, open_store(RunDirectory.create(recipe).path), {})
+    group = LocalGroup(context, Reporter(stop_requested=stop.is_set), lock)
     with fails_with(WorkFailedError, "bert", "cycle-1-cross", "OSError", "No space left on device"):
         group.score(Phase(1))
 
@@ -196,7 +188,7 @@ def test_groups_in_one_process_take_turns_and_name_their_errors() -> None:
 def undisturbed(both: MakeRecipe) -> Path:
     """The folder of a run that nothing stops."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 20)
+        patch.setitem(phase_trainer.PAIRS_PER_SHARD, "cpu", 20)
         return run_mutual(both("mutual.cycles=1"), Reporter()).directory.path
 
 
@@ -215,9 +207,9 @@ def test_a_stopped_run_resumes_to_the_same_labels(
 ) -> None:
     """A stopped group continues from its checkpoint, and scores the shards that are not stored."""
     waits, stop, phases = threading.Event(), threading.Event(), dict[str, str]()
-    scored, score_shard, score = list[str](), PairScorer.score_shard, SerializedGroup.score
-    monkeypatch.setitem(scoring.PAIRS_PER_SHARD, "cpu", 20)
-    monkeypatch.setattr(scoring, "REPORT_S", 0.0)
+    scored, score_shard, score = list[str](), PairScorer.score_shard, LocalGroup.score
+    monkeypatch.setitem(phase_trainer.PAIRS_PER_SHARD, "cpu", 20)
+    monkeypatch.setattr(phase_trainer, "REPORT_S", 0.0)
     if "waiting" not in str(stopped_at):
         waits.set()
 
@@ -225,13 +217,13 @@ def test_a_stopped_run_resumes_to_the_same_labels(
         scored.append(scored_phase.name)
         return score_shard(self, model, scored_phase, *rest)
 
-    def score_late(self: SerializedGroup, scored_phase: Phase) -> Any:
+    def score_late(self: LocalGroup, scored_phase: Phase) -> Any:
         """Delay roberta's scores of phase 1, so that bert waits for them regardless of the order of the groups."""
         assert (self.name, scored_phase.number) != ("roberta", 1) or waits.wait(30)
         return score(self, scored_phase)
 
     monkeypatch.setattr(PairScorer, "score_shard", note)
-    monkeypatch.setattr(SerializedGroup, "score", score_late)
+    monkeypatch.setattr(LocalGroup, "score", score_late)
 
     def on_event(event: Event) -> None:
         if not isinstance(event, GroupEvent):
@@ -271,7 +263,7 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
     monkeypatch.setattr(PairScorer, "score", score)
     monkeypatch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: [[n] for n in range(len(ids))])
     with pytest.raises(StoppedEarlyError):
-        LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2)).score(Phase(0))
+        LocalGroup(context, Reporter(stop_requested=lambda: len(passes) >= 2), threading.Lock()).score(Phase(0))
     assert len(passes) == 2 and passes[-1][0] < passes[-1][1]
 
 

@@ -21,12 +21,10 @@ from distcse.report import history
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual import mining
-from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.runs.mutual.experiment import MutualDistillation, MutualTrials
 from distcse.runs.mutual.pairs import fit_to_pairs, prepare_tokens, read_pairs, report_extent
-from distcse.runs.mutual.phase_store import PhaseStore
-from distcse.runs.mutual.phases import Phase
-from distcse.runs.mutual.trials import MutualTrials
-from distcse.storage import sha256
+from distcse.runs.mutual.phase_store import Phase, PhaseStore
+from distcse.storage import open_store, sha256
 from distcse.text import Pairs
 from tests.failures import fails_with
 from tests.pairs import bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
@@ -49,12 +47,12 @@ def test_stored_pairs_are_the_different_pairs_of_the_stream_in_its_order(
     stream = drawn_pairs(sentences, 700)
     expected = list(dict.fromkeys(stream))
     assert 400 < len(expected) < 700
-    pairs = Pairs.write(tmp_path / "pairs", iter(stream))
+    pairs = Pairs.write(open_store(tmp_path / "pairs"), iter(stream))
     assert list(pairs.both()) == expected and len(pairs) == len(expected)
     assert list(pairs.distinct()) == list(dict.fromkeys(text for pair in expected for text in pair))
     assert pairs.fingerprint == sha256(f"{one}\t{other}\n".encode() for one, other in expected)
     assert pairs.texts(3, 5) == ([one for one, _ in expected[3:5]], [other for _, other in expected[3:5]])
-    for opened in (Pairs.open(tmp_path / "pairs"), Pairs.open_verified(tmp_path / "pairs")):
+    for opened in (Pairs.open(open_store(tmp_path / "pairs")), Pairs.open_verified(open_store(tmp_path / "pairs"))):
         assert list(opened.both()) == expected and opened.fingerprint == pairs.fingerprint
     assert {entry.name for entry in tmp_path.iterdir()} == {"pairs"}
     assert {file.name for file in (tmp_path / "pairs").iterdir()} == {
@@ -67,7 +65,7 @@ def test_stored_pairs_are_the_different_pairs_of_the_stream_in_its_order(
 
 def test_pairs_given_by_rows_equal_pairs_given_by_texts(tmp_path: Path, sentences: list[str]) -> None:
     rows = np.array([[5, 2], [2, 9], [0, 5]])
-    by_rows = Pairs.write_rows(tmp_path / "rows", lambda ids: [sentences[row] for row in ids], rows)
+    by_rows = Pairs.write_rows(open_store(tmp_path / "rows"), lambda ids: [sentences[row] for row in ids], rows)
     by_texts = make_pairs(tmp_path, *zip(*((sentences[one], sentences[other]) for one, other in rows), strict=True))
     assert list(by_rows.both()) == list(by_texts.both()) and by_rows.fingerprint == by_texts.fingerprint
     assert len(by_rows.sentences) == 4
@@ -80,12 +78,14 @@ def test_a_limit_samples_the_pairs_that_it_sampled_in_memory(
     table = read_table(tmp_path / "pairs.tsv")
     different = list(dict.fromkeys(zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)))
     sample = np.random.Generator(np.random.PCG64([5, 2**31])).permutation(len(different))[:20]
-    assert list(read_pairs(recipe, tmp_path / "pairs").both()) == [different[row] for row in np.sort(sample)]
+    assert list(read_pairs(recipe, open_store(tmp_path / "pairs")).both()) == [
+        different[row] for row in np.sort(sample)
+    ]
     short = make_mutual_recipe(
         tmp_path, {"bert": tiny("bert")}, sentences, "pairs.limit=20", "groups.0.bi.batch_size=32"
     )
     with fails_with(CorpusTooSmallError, "20 different pairs", "32"):
-        read_pairs(short, tmp_path / "few")
+        read_pairs(short, open_store(tmp_path / "few"))
     assert not (tmp_path / "few").exists()
 
 
@@ -122,9 +122,9 @@ def test_a_run_on_few_pairs_keeps_the_batches_that_it_lowered(
 ) -> None:
     overrides = ("mutual.cycles=1", "bi.batch_size=128", "cross.batch_size=128", "bi.epochs=4")
     given = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
-    number = len(read_pairs(given.with_given_keys([]), tmp_path / "all"))
+    number = len(read_pairs(given.with_given_keys([]), open_store(tmp_path / "all")))
     with fails_with(CorpusTooSmallError, f"{number} different pairs", "128"):
-        read_pairs(read_recipe(str(tmp_path / "recipe.yaml"), overrides), tmp_path / "few")
+        read_pairs(read_recipe(str(tmp_path / "recipe.yaml"), overrides), open_store(tmp_path / "few"))
 
     def stop(*arguments: object) -> None:
         raise StoppedEarlyError("decided")
@@ -176,7 +176,7 @@ def test_tables_have_the_tokens_that_the_models_read(
     found = [row.tolist() for row in bi_tokens(bi, pairs).texts(every)[0]]
     assert found == bi.token_ids([expected[row][side] for side in (0, 1) for row in every])
     tokens = cross_tokens(cross, pairs, both_orders=True)
-    assert len(tokens) == 2 * len(pairs)
+    assert tokens.number == 2 * len(pairs)
     for rows, ordered in (
         (every, [expected[row] for row in every]),
         (every + len(pairs), [expected[row][::-1] for row in every]),
@@ -185,7 +185,7 @@ def test_tables_have_the_tokens_that_the_models_read(
         expected_ids, expected_kinds = cross.token_ids(ordered)
         assert [row.tolist() for row in ids] == expected_ids
         assert (None if kinds is None else [row.tolist() for row in kinds]) == expected_kinds
-    assert len(cross_tokens(cross, pairs, both_orders=False)) == len(pairs)
+    assert cross_tokens(cross, pairs, both_orders=False).number == len(pairs)
 
 
 def test_groups_of_one_tokenizer_share_tables_and_a_second_run_reuses_them(
@@ -193,7 +193,7 @@ def test_groups_of_one_tokenizer_share_tables_and_a_second_run_reuses_them(
 ) -> None:
     backbones = {"one": tiny("bert"), "two": tiny("bert"), "three": tiny("roberta")}
     recipe = make_mutual_recipe(tmp_path, backbones, sentences)
-    pairs = read_pairs(recipe, tmp_path / "folder")
+    pairs = read_pairs(recipe, open_store(tmp_path / "folder"))
     for expected in (
         ["one: tokenized", "three: tokenized", "two: reused"],
         ["one: reused", "three: reused", "two: reused"],
@@ -285,7 +285,7 @@ def test_a_group_reports_its_steps_and_what_it_cuts(
     events: list[Event] = []
     models = {"bert": tiny("bert"), "short": tiny("bert")}
     recipe = make_mutual_recipe(tmp_path, models, sentences, "groups.1.max_length=4", "cross.epochs=3")
-    pairs = read_pairs(recipe, tmp_path / "folder")
+    pairs = read_pairs(recipe, open_store(tmp_path / "folder"))
     for group in recipe.groups:
         spec = TokenizerSpec.of(group)
         spec.tokenizer.backend_tokenizer.enable_padding(length=128)  # as all-MiniLM-L6-v2's file asks for

@@ -27,6 +27,7 @@ from distcse.preflight.precision import decide_precisions
 from distcse.recipe import EncoderSection, Recipe, StudentSection, recipe_yaml
 from distcse.recipe import load_recipe as load_undecided
 from distcse.runs.distillation.processes import roles_on
+from distcse.storage import open_store
 from distcse.text import Corpus
 from tests.commands import command
 from tests.conftest import ROOT
@@ -85,8 +86,6 @@ def test_a_students_shape_has_its_layers_and_embedding_size(tiny: Callable[..., 
     section = StudentSection(backbone=str(tiny("roberta")), layers=[0, 2], embedding_size=8)
     encoder = Encoder.from_section(section)
     assert read_shape(section).parameters == sum(p.numel() for p in encoder.backbone.parameters())
-    auto = StudentSection(backbone=str(tiny("bert")), layers="auto", num_layers=1)
-    assert read_shape(auto).layers == 1
 
 
 def test_bert_base_has_the_sizes_of_its_paper() -> None:
@@ -413,7 +412,7 @@ def test_a_plan_s_warnings_count_the_rows_that_are_given(
 ) -> None:
     recipe = recipe_with()
     if is_cached:
-        Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
+        Corpus.prepare(recipe.corpus, open_store(recipe.storage.cache))
     assert main([str(tmp_path / "recipe.yaml"), "training.epochs=1", "--corpus-rows", str(rows), "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     few = [warning["problem"] for warning in described["warnings"] if warning["code"] == "DCSE-W05"]
@@ -433,7 +432,7 @@ def test_a_plan_times_this_machine(
 def test_a_short_run_is_measured_and_extrapolated(
     recipe_with: Callable[..., Recipe], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = recipe_with("training.workers=0", "student.layers=auto", "student.num_layers=2")
+    recipe = recipe_with("training.workers=0")
     assert main([str(tmp_path / "recipe.yaml"), "--measure", "--corpus-rows", "1000000", "--json"]) == 0
     described = json.loads(capsys.readouterr().out)
     assert described["measured"] and not list(Path(recipe.storage.runs).glob("*"))

@@ -24,11 +24,10 @@ from distcse.recipe.section import Weight
 from distcse.report.card import write_cards
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import TrainSpec
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.distillation_task import train_student
+from distcse.runs.distillation.distillation_task import TrainSpec, train_student
+from distcse.runs.distillation.experiment import DistillationTrials
 from distcse.runs.distillation.preparation import require_shared_projection
-from distcse.runs.distillation.trials import DistillationTrials
 from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import (
@@ -205,7 +204,7 @@ def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, fi
 
 def _opened(spec: TrainSpec) -> tuple[list[EmbeddingTable], Sequence[float]]:
     assert spec.targets is not None
-    return [location.open() for location in spec.targets.tables], spec.targets.alphas
+    return list(spec.targets.tables), spec.targets.alphas
 
 
 def test_a_run_that_has_its_copy_of_a_projection_needs_the_other_run_no_more(
@@ -216,7 +215,7 @@ def test_a_run_that_has_its_copy_of_a_projection_needs_the_other_run_no_more(
     second = run(shared, Reporter()).directory.path
     shutil.rmtree(other)
     corpus = read_corpus(shared, Reporter())
-    require_shared_projection(shared, corpus, second)
+    require_shared_projection(shared, corpus, RunDirectory(second))
     with fails_with(InvalidValueError, "objective.regression.projection", str(other), "no projection.safetensors"):
         require_shared_projection(shared, corpus)
 

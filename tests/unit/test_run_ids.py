@@ -16,7 +16,7 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, refuse_changes
 from distcse.runs.experiment import experiment_of
 from distcse.runs.lease import Lease
-from distcse.storage import atomic_write
+from distcse.storage import atomic_write, open_store
 from distcse.text import Pairs
 from distcse.tuning import sweep as sweeps
 from tests.backends import run_mutual
@@ -110,7 +110,7 @@ def test_pairs_of_a_start_that_was_killed_before_its_record_are_read_again(
     directory, changed = RunDirectory.reopen_by_id(with_values(recipe, {"pairs.path": str(other)}))
     assert directory is None
     result = run_mutual(changed, Reporter())
-    assert set(Pairs.open(result.directory.path / "pairs").distinct()) == set(sentences[:40])
+    assert set(Pairs.open(open_store(result.directory.path / "pairs")).distinct()) == set(sentences[:40])
 
 
 def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Path, tmp_path: Path) -> None:

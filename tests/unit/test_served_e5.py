@@ -17,7 +17,7 @@ from distcse.recipe import EndpointSection, TeacherSection
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.corpus import find_corpus
 from distcse.runs.distillation.experiment import Distillation
-from distcse.runs.distillation.warnings import band_warnings
+from distcse.runs.distillation.extent import band_warnings
 from distcse.teachers.kinds import kind_of
 from tests.failures import fails_with
 from tests.jobs import make_recipe

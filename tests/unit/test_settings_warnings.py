@@ -39,15 +39,12 @@ from distcse.recipe.section import settings_without_effect, unread_keys
 from distcse.recipe.training import TrainingSection
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.experiment import Distillation
-from distcse.runs.distillation.extent import Extent, fit_to_corpus
-from distcse.runs.distillation.preflight import check_embedding
-from distcse.runs.distillation.tables import embed_corpus
-from distcse.runs.distillation.trials import DistillationTrials
-from distcse.runs.distillation.warnings import averaged_teachers, band_warnings, model_warnings
+from distcse.runs.distillation.experiment import Distillation, DistillationTrials
+from distcse.runs.distillation.extent import Extent, averaged_teachers, band_warnings, fit_to_corpus, model_warnings
+from distcse.runs.distillation.preflight import check_embedding, embed_corpus
 from distcse.runs.experiment import experiment_of
 from distcse.runs.mutual.experiment import MutualDistillation
-from distcse.storage import resolve_path
+from distcse.storage import open_store, resolve_path
 from distcse.teachers.table import SAMPLE, EmbeddingTable, TableIdentity, VectorStatistics, table_statistics
 from distcse.text import Corpus
 from distcse.tuning.space import Space
@@ -418,12 +415,14 @@ def test_bands_are_compared_only_where_cosines_are_averaged(
 ) -> None:
     recipe = make_recipe(tmp_path, tiny("bert"), [tiny("bert"), tiny("minilm")], sentences, *overrides)
     assert list(averaged_teachers(recipe)) == averaged
-    assert not band_warnings(recipe, Corpus.prepare(recipe.corpus, tmp_path / "cache"))  # nothing is embedded
+    assert not band_warnings(
+        recipe, Corpus.prepare(recipe.corpus, open_store(tmp_path / "cache"))
+    )  # nothing is embedded
 
 
 def test_the_extent_counts_steps_and_rows_that_are_cut(recipe_with: Callable[..., Recipe]) -> None:
     recipe = recipe_with("training.epochs=2.5", "student.max_length=9")
-    corpus = Corpus.prepare(recipe.corpus, resolve_path(recipe.storage.cache))
+    corpus = Corpus.prepare(recipe.corpus, open_store(recipe.storage.cache))
     extent, tokenizer = Extent.of(recipe, corpus), TokenizerSpec.of(recipe.student).tokenizer
     lengths = [len(tokenizer(text)["input_ids"]) for text in corpus.texts(range(len(corpus)))]
     assert extent.cut_share == pytest.approx(np.mean([length > 9 for length in lengths])) and 0 < extent.cut_share < 1

@@ -148,7 +148,6 @@ def groups(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], labe
         sentences,
         f"evaluation.data={labelled}",
         "evaluation.final_suites=[sts]",
-        "evaluation.final_cycles=all",
         "mutual.cycles=1",
     )
 
@@ -166,13 +165,6 @@ def test_an_evaluation_of_groups_continues_after_a_stop(groups: MutualRecipe) ->
     done = run_mutual(groups, Reporter(later.append), stopped.directory)
     assert not done.interrupted and done.evaluation is not None and undisturbed.evaluation is not None
     assert measured_in(later)[0] == "roberta cross" and "bert bi" not in measured_in(later)
-    for score in done.evaluation.scores:  # there is one cycle, which is the best
-        of_cycles = {name: value for name, value in score.values.items() if name.endswith(", cycle 1")}
-        kinds = ("bi", "cross")
-        assert set(of_cycles) == {f"{name} {kind}, cycle 1" for name in ("bert", "roberta") for kind in kinds} | {
-            f"{kind} ensemble, cycle 1" for kind in kinds
-        }
-        assert all(value == score.values[name.removesuffix(", cycle 1")] for name, value in of_cycles.items())
     assert values_of(done.evaluation) == values_of(undisturbed.evaluation)
 
 
@@ -230,7 +222,7 @@ class MeasuringBackend(LocalBackend):
 @pytest.mark.slow
 def test_test_sets_are_sent_once(recipe_with: MakeRecipe, groups: MutualRecipe, labelled: Path) -> None:
     recipe = recipe_with(*SHORT, f"evaluation.data={labelled}", "evaluation.dev=agreement")
-    for experiment, count in ((Distillation(recipe), 4), (MutualDistillation(groups), 10)):
+    for experiment, count in ((Distillation(recipe), 4), (MutualDistillation(groups), 6)):
         backend = MeasuringBackend()
         result = experiment.run(backend, Reporter())
         assert not result.interrupted and len(backend.sizes) == count

@@ -31,10 +31,9 @@ from distcse.models import Encoder, EncoderHandle
 from distcse.recipe import MutualRecipe, RankInferenceSection, Recipe, read_recipe, recipe_yaml
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation import dev_metric
-from distcse.runs.distillation.corpus import prepare_tokens
+from distcse.runs.distillation.corpus import prepare_tables, prepare_tokens
 from distcse.runs.distillation.dev_ensemble import score_ensemble
-from distcse.runs.distillation.dev_metric import make_dev_encode
+from distcse.runs.distillation.distillation_task import DistillationTask
 from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.distillation.final_evaluation import (
     ScoredStudent,
@@ -43,12 +42,13 @@ from distcse.runs.distillation.final_evaluation import (
     labelled_tasks,
     rank_inference_call,
 )
-from distcse.runs.distillation.tables import embed_corpus, prepare_tables
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.experiment import experiment_of
 from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.storage import open_store
 from distcse.teachers.comparison import compare
 from distcse.text import Corpus
+from distcse.training.step_log import stop_of_score
 from tests.commands import TRAIN, user_environment
 from tests.conftest import ROOT
 from tests.failures import fails_with
@@ -161,8 +161,6 @@ VECTORS = (
 )
 EVERYTHING = (
     "corpus.limit=120",
-    "student.layers=auto",
-    "student.num_layers=2",
     "objective={info_nce: null, consistency: null, regression: {form: cosine}}",
     "student.projection=none",
     "evaluation.final_suites=[]",
@@ -172,7 +170,7 @@ EVERYTHING = (
 def test_a_stop_before_training_ends_the_run_at_once(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each stage in turn: a later start has what the earlier ones stored."""
     recipe = recipe_with(*EVERYTHING)
-    for number, stage in enumerate(["corpus", "layers", "tokens", "teacher 0", "teacher 1", "targets"], start=1):
+    for number, stage in enumerate(["corpus", "tokens", "teacher 0", "teacher 1", "targets"], start=1):
         with monkeypatch.context() as patch:
             work = Work(patch, stage)
             message = work.stops(lambda reporter: Distillation(recipe).run(LocalBackend(), reporter))
@@ -187,7 +185,7 @@ def test_a_stop_in_a_dev_score_ends_it_and_the_resumed_run_computes_it(
 ) -> None:
     """The first score is the initial model's, the third the last step's."""
     changes = ("evaluation.final_suites=[]", "student.dropout=0.1", "training.max_steps=4", "evaluation.eval_steps=2")
-    recipe, make = recipe_with(*changes), dev_metric.make_dev_encode
+    recipe, make = recipe_with(*changes), DistillationTask.evaluate
     undisturbed = distcse.run(recipe, listen=lambda event: None).directory
     for score in (1, 2, 3):
         before = {*Path(recipe.storage.runs).iterdir()}
@@ -198,7 +196,7 @@ def test_a_stop_in_a_dev_score_ends_it_and_the_resumed_run_computes_it(
                 work.current = f"score {next(numbers)}"
                 return make(*arguments)
 
-            patch.setattr(dev_metric, "make_dev_encode", made)
+            patch.setattr(DistillationTask, "evaluate", made)
             with suppress(StoppedEarlyError):  # in the first score there is no model yet
                 Distillation(recipe).run(LocalBackend(), work.reporter)
         assert work.requested and work.afterwards <= 1
@@ -217,9 +215,8 @@ def _batches_of_a_stopped_score(model: Path, texts: list[str]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("distcse.models.frozen_pass.by_length", lambda ids, *_: _in_batches(len(ids)))
         encoder.register_forward_hook(lambda *_: batches.append(1))
-        encode = make_dev_encode(encoder, "fp32", None, False, reporter)
         with pytest.raises(StoppedEarlyError):
-            encode(texts)
+            encoder.encode(texts, precision="fp32", on_progress=stop_of_score(reporter))
     return len(batches)
 
 
@@ -250,7 +247,7 @@ def test_what_a_stopped_pass_has_stored_is_kept(recipe_with: MakeRecipe, monkeyp
 def corpus_of(recipe_with: MakeRecipe) -> Callable[..., tuple[Recipe, Corpus]]:
     def prepare(*overrides: str) -> tuple[Recipe, Corpus]:
         recipe = recipe_with(*overrides)
-        return recipe, Corpus.prepare(recipe.corpus, Path(recipe.storage.cache))
+        return recipe, Corpus.prepare(recipe.corpus, open_store(recipe.storage.cache))
 
     return prepare
 
@@ -435,16 +432,15 @@ ASKS = {
     "runs/distillation/final_evaluation:_measure_student": _PASS,
     "runs/distillation/final_evaluation:_measure_teacher": _PASS,
     "runs/distillation/final_evaluation:contamination_of": _PASS,
-    "runs/distillation/layer_selection:_search": _RUN,
     "runs/distillation/preparation:_fit_projection": _RUN,
     "runs/distillation/final_evaluation:_measure_ranks": _PASS,
-    "runs/distillation/tables:prepare_tables": _RUN,
-    "runs/distillation/tables:_embed": _PASS,
-    "runs/distillation/tables:_verifying": _PASS,
+    "runs/distillation/corpus:prepare_tables": _RUN,
+    "runs/distillation/corpus:_embed": _PASS,
+    "runs/distillation/corpus:_verifying": _PASS,
     "runs/distillation/corpus:prepare_tokens": _RUN,
     "runs/distillation/corpus:_write_part": _PASS,
-    "runs/family/experiment:Family.run": "as static:_train",
-    "runs/family/static:_train": _PASS,
+    "runs/family/experiment:Family.run": "as students:_train_static",
+    "runs/family/students:_train_static": _PASS,
     "runs/backend:LocalBackend.run_on_devices": _EVALUATION,
     "runs/mutual/final_evaluation:contamination_of": "as the other contamination_of",
     "runs/mutual/final_evaluation:_measure": _EVALUATION,
@@ -454,7 +450,7 @@ ASKS = {
     "runs/mutual/mining:_mine_bands": _MUTUAL,
     "runs/mutual/mining:_mine_bm25": "as _mine_bands",
     "runs/mutual/pairs:read_pairs": _MUTUAL,
-    "runs/mutual/start_scores:_score": _MUTUAL,
+    "runs/mutual/preflight:_score": _MUTUAL,
     "runs/mutual/pairs:_prepare": _MUTUAL,
     "runs/mutual/worker_pool:WorkerPool._wait_for_slots": "test_worker_pool.py",
     "api:_candidate": _PASS,
@@ -475,8 +471,7 @@ SHORT = {
     "evaluation/candidates:_with_total": "static models: tens of thousands of sentences a second",
     "evaluation/contamination:Contamination.write": "a small file of a model's folder",
     "report/card:write_cards": "as Contamination.write",
-    "runs/distillation/dev_metric:make_dev_encode": "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…",
-    "runs/distillation/dev_metric:encode_shares": "as make_dev_encode",
+    "runs/distillation/dev_metric:DevMetric.of": "asks by `stop_of_score`: test_a_stop_in_a_dev_score_…",
     "runs/mutual/pair_task:PairBatch.encode": "a training step",
     "runs/mutual/pair_task:PairBatch._encode_part": "a training step",
     "runs/mutual/pair_task:encode_streams": "a training step",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
 from distcse.errors import (
     CorpusTooSmallError,
@@ -25,13 +26,15 @@ from distcse.errors import (
     RecipeNotFoundError,
     ResumeMismatchError,
     RunDirectoryError,
+    UnsupportedModelError,
 )
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.models import Encoder
+from distcse.models.student import keep_layers
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, recorded
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks, selected_suites
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.teachers.table import EmbeddingTable
@@ -330,3 +333,18 @@ def test_deepspeed_settings_that_the_recipe_decides_are_refused(recipe_with: Mak
         recipe_with("training.engine=deepspeed", "training.deepspeed=nowhere.json")
     with fails_with(InvalidValueError, "engine", "deepspeed"):
         recipe_with("training.deepspeed={steps_per_print: 1}")
+
+
+@pytest.mark.skipif("hy_v4" not in CONFIG_MAPPING, reason="this transformers has no HYV4")
+def test_layers_with_which_the_saved_model_would_lack_weights_are_refused() -> None:
+    """Its third layer has no indexer, and would be the second one, which has."""
+    sizes = {
+        **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+        **{"pad_token_id": 0, "vocab_size": 300},
+    }  # fmt: skip
+    with torch.device("meta"):
+        backbone = AutoModel.from_config(AutoConfig.for_model("hy_v4", **sizes))
+    with fails_with(UnsupportedModelError, "indexer", "depends on all 3 layers"):
+        keep_layers(backbone, [0, 2])

@@ -29,8 +29,7 @@ from distcse.report.page import write_page_files
 from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory, check_stored, recorded
 from distcse.runs.lease import Lease
-from distcse.runs.mutual.phase_store import PhaseStore, ScoreShards
-from distcse.runs.mutual.phases import Phase
+from distcse.runs.mutual.phase_store import Phase, PhaseStore, ScoreShards
 from distcse.runs.stoppable_evaluation import FinalScores, measure_models
 from distcse.storage import open_store
 from distcse.teachers.targets import Projection, has_projection
@@ -93,7 +92,6 @@ def store_phases(job: Job, start: int) -> None:
     scores = np.full(4, 0.5 + start * 1e-6, dtype=np.float32)  # other machines compute scores that differ by rounding
     store = PhaseStore(job.run, lease)
     store.record_starts({"bert": 0.5})
-    store.record_pairs("pairs")
     for phase in (Phase(0), Phase(1)):
         if "bert" not in store.posted(phase):
             shards = ScoreShards(run, "bert", phase)

@@ -14,6 +14,7 @@ from distcse.evaluation import collect, read_table
 from distcse.evaluation.task_pairs import PAIR_TASKS, write_task_pairs
 from distcse.recipe import MutualRecipe, read_recipe
 from distcse.runs.mutual.pairs import read_pairs
+from distcse.storage import open_store
 from tests.commands import command
 from tests.failures import fails_with
 
@@ -56,7 +57,7 @@ def test_the_first_1000_of_qnlis_validation_rows_are_dev_and_the_4463_others_tes
     assert [task.name for task in tasks.tasks] == ["QNLI"] and not tasks.warnings
     recipe = read_recipe("trans-encoder-bert-base-qnli", [f"evaluation.data={data}"])
     assert isinstance(recipe, MutualRecipe)
-    assert len(read_pairs(recipe, tmp_path / "read")) == 10_000 + 1_000 + 4_463
+    assert len(read_pairs(recipe, open_store(tmp_path / "read"))) == 10_000 + 1_000 + 4_463
     before = (file := data / "pairs" / "qnli" / "test.tsv.gz").read_bytes()
     assert main(["qnli", *map(str, qnli), "--data", str(data)]) == 1, "existing pairs are kept"
     assert EvaluationOptionError.code in capsys.readouterr().err and file.read_bytes() == before

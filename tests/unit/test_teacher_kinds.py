@@ -15,9 +15,10 @@ from distcse.events import Reporter, StepReport
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import EndpointSection, Recipe, TeacherSection
 from distcse.runs.backend import LocalBackend
+from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.distillation.result import StudentResult
-from distcse.runs.distillation.tables import embed_corpus
+from distcse.storage import open_store
 from distcse.teachers.kinds import TeacherKind, kind_of
 from distcse.teachers.kinds.cross_encoder import PairTeacher
 from distcse.teachers.table import TableIdentity
@@ -128,7 +129,7 @@ def test_custom_teachers_and_cross_encoders_compute_lists_live(
     sentences: list[str],
     tmp_path: Path,
 ) -> None:
-    corpus = Corpus.prepare(recipe_with().corpus, tmp_path / "cache")
+    corpus = Corpus.prepare(recipe_with().corpus, open_store(tmp_path / "cache"))
     opened = teachers["custom"].open_live(corpus, 512)
     assert isinstance(opened, LiveTeacher)
     np.testing.assert_allclose(opened.similarities(np.array([[3, 1, 2]]), slice(0, 2)), np.ones((1, 2, 3)), rtol=1e-6)

@@ -21,6 +21,7 @@ from distcse.events import Reporter
 from distcse.models import Encoder
 from distcse.recipe import CorpusSection, TeacherSection, TeachersSection
 from distcse.runs.backend import EmbeddingRequest, LocalBackend
+from distcse.storage import open_store
 from distcse.teachers import embedding
 from distcse.teachers.embedding import embed_shards, table_of
 from distcse.teachers.lists import LocalTeacherClient, TeacherEnsemble
@@ -56,7 +57,7 @@ def filled_table(folder: Path) -> tuple[EmbeddingTable, np.ndarray]:
 @pytest.fixture
 def corpus(tmp_path: Path, sentences: list[str]) -> Corpus:
     (tmp_path / "c.txt").write_text("\n".join(sentences))
-    return Corpus.prepare(CorpusSection(path=str(tmp_path / "c.txt")), tmp_path / "cache")
+    return Corpus.prepare(CorpusSection(path=str(tmp_path / "c.txt")), open_store(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from distcse.errors import ClusterTooSmallError
 from distcse.events import Event, Reporter
 from distcse.recipe import Recipe, Sweep, TeachersSection
 from distcse.runs.backend import LocalBackend
-from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.corpus import prepare_tables, read_corpus, require_embedding_gpus
 from distcse.runs.distillation.processes import least_requests as run_requests
 from distcse.runs.distillation.processes import report_gpus
-from distcse.runs.distillation.tables import prepare_tables, require_embedding_gpus
 from distcse.teachers.resources import EMBEDDING, plan_embedding
 from distcse.tuning.trial_resources import TrialResources, least_requests, trial_resources
 from tests.clusters import FixedCluster

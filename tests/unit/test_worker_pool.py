@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,19 +35,18 @@ from distcse.runs.lease import Lease
 from distcse.runs.mutual.experiment import run_groups
 from distcse.runs.mutual.group import Group
 from distcse.runs.mutual.label_exchange import LabelExchange
-from distcse.runs.mutual.phase_store import PhaseStore, Scores, StoredScores
-from distcse.runs.mutual.phases import Phase, PhaseResult
-from distcse.runs.mutual.pooled_group import PooledGroup, SlotsLost
-from distcse.runs.mutual.processes import Parameters, count_parameters, plan_groups, with_max_workers
-from distcse.runs.mutual.scheduling import (
+from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores
+from distcse.runs.mutual.processes import count_parameters, plan_groups, with_max_workers, worker_counts
+from distcse.runs.mutual.worker_pool import (
     START_SLACK,
+    PooledGroup,
+    PoolMember,
     RemainingWork,
-    StepTimes,
+    ResizableGroup,
+    SlotsLost,
+    WorkerPool,
     allocate_workers,
-    makespan_bound,
-    worker_counts,
 )
-from distcse.runs.mutual.worker_pool import FIRST_PAUSE_S, PhaseCosts, PoolMember, WorkerPool
 from tests.failures import fails_with
 from tests.models import make_encoder
 from tests.pairs import labels_of, make_mutual_recipe
@@ -66,93 +65,56 @@ def three(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Ma
 # -- scheduling -----------------------------------------------------------------------------------------------------------
 
 
-def make_work(group: str, cost: float, workers: int = 0, pause_s: float = 0.0, serial: float = 0.0) -> RemainingWork:
-    """Make a group of `cost` seconds on one worker, of which `serial` are not shortened, that can have 1, 2, 4 or 8."""
-    seconds = {count: cost * (serial + (1 - serial) / count) for count in (1, 2, 4, 8)}
-    return RemainingWork(group, seconds, workers, pause_s)
+def make_work(group: str, cost: float, workers: int = 0, counts: Sequence[int] = (1, 2, 4, 8)) -> RemainingWork:
+    return RemainingWork(group, cost, counts, workers)
 
 
 def random_work(drawn: random.Random, groups: int) -> list[RemainingWork]:
-    return [
-        make_work(str(index), math.exp(drawn.uniform(0, 4)), serial=drawn.uniform(0, 0.3)) for index in range(groups)
-    ]
+    return [make_work(str(index), math.exp(drawn.uniform(0, 4))) for index in range(groups)]
 
 
 def test_workers_divide_the_global_batch() -> None:
-    assert worker_counts(32, 20) == [1, 2, 4, 8, 16]
-    assert worker_counts(6, 20) == [1, 2, 3, 6]
+    assert worker_counts(32, 20, 1) == [1, 2, 4, 8, 16]
+    assert worker_counts(6, 20, 1) == [1, 2, 3, 6]
     assert worker_counts(32, 20, least=3) == [4, 8, 16]
     for streams, slots, least in [(32, 3, 3), (7, 6, 2), (4, 20, 5)]:
         with fails_with(ClusterTooSmallError, f"batch of {streams} parts on at least {least} workers"):
             worker_counts(streams, slots, least)
 
 
-def test_measured_steps_correct_the_estimate() -> None:
-    times = StepTimes(alone_s=1.0, serial_share=0.2)
-    assert times.seconds(4) == pytest.approx(0.4)
-    times.measure(1, 1.3)
-    assert times.seconds(1) == pytest.approx(1.3)
-    assert times.seconds(4) == pytest.approx(0.4 * 1.3)  # wrong by the same factor, until it is measured
-    times.measure(8, 0.6)
-    assert times.seconds(8) == pytest.approx(0.6)
-    assert times.seconds(4) == pytest.approx(0.4 * 0.6 / 0.3)  # 8 is nearer to 4 than 1 is
-    assert times.seconds(2) == pytest.approx(0.6 * 1.3)
-    times.measure(8, 0.3)
-    assert times.seconds(4) == pytest.approx(0.4)
-
-
-def test_the_bound_is_the_best_that_fixed_numbers_of_workers_reach() -> None:
-    """A group at work counts with the slots that it holds, or more."""
-    drawn = random.Random(0)
-    assert makespan_bound([], 8) == 0
-    for _ in range(100):
-        work, slots = random_work(drawn, drawn.randint(1, 4)), drawn.randint(8, 12)
-        held = drawn.choice([0, 1, 4])
-        work[0] = make_work("held", drawn.uniform(1, 50), workers=held, serial=drawn.choice([0.1, 1.0]))
-        best = min(
-            max(
-                max(group.seconds[count] for group, count in zip(work, counts, strict=True)),
-                sum(group.seconds[count] * count for group, count in zip(work, counts, strict=True)) / slots,
-            )
-            for counts in itertools.product((1, 2, 4, 8), repeat=len(work))
-            if counts[0] >= held
-        )
-        assert makespan_bound(work, slots) == pytest.approx(best)
-
-
 @pytest.mark.parametrize(
-    ("work", "slots", "expected"),
+    ("work", "slots", "pause_s", "expected"),
     [
-        ([], 8, {}),
+        ([], 8, 0, {}),
         # Longer groups start with more workers.
         (
             [make_work("short", 1), make_work("long", 8), make_work("middle", 2)],
             11,
+            0,
             {"short": 1, "middle": 2, "long": 8},
         ),
-        # More groups than slots run in waves from the longest; more workers would not help these.
-        ([make_work(str(cost), cost, serial=1.0) for cost in (1, 2, 3, 4)], 2, {"4": 1, "3": 1, "2": 0, "1": 0}),
-        (
-            [make_work("1", 1, serial=1.0), make_work("2", 2, serial=1.0), make_work("4", 1, workers=1, serial=1.0)],
-            2,
-            {"4": 1, "2": 1, "1": 0},
-        ),
-        # Free slots go to the group that ends last.
-        ([make_work("fast", 4, workers=1), make_work("slow", 12, workers=2)], 5, {"fast": 1, "slow": 4}),
-        ([make_work("fast", 4, workers=1), make_work("slow", 12, workers=2)], 6, {"fast": 2, "slow": 4}),
+        # More groups than slots run in waves from the longest.
+        ([make_work(str(cost), cost) for cost in (1, 2, 3, 4)], 2, 0, {"4": 1, "3": 1, "2": 0, "1": 0}),
+        ([make_work("1", 1), make_work("2", 2), make_work("4", 1, workers=1)], 2, 0, {"4": 1, "2": 1, "1": 0}),
+        # Free slots go to the group that ends last, also if two of its numbers of workers fit.
+        ([make_work("fast", 4, workers=1), make_work("slow", 12, workers=2)], 5, 0, {"fast": 1, "slow": 4}),
+        ([make_work("fast", 4, workers=1), make_work("slow", 12, workers=2)], 6, 0, {"fast": 2, "slow": 4}),
+        ([make_work("only", 4, workers=1)], 7, 0, {"only": 4}),
+        # A number that no longer fits is not waited for.
+        ([make_work("only", 4, counts=(1, 2, 3, 6))], 5, 0, {"only": 3}),
         # No group grows while another waits.
-        ([make_work("working", 100, workers=1), make_work("waiting", 400)], 5, {"working": 1, "waiting": 4}),
-        ([make_work("working", 100, workers=1), make_work("waiting", 400)], 4, {"working": 1, "waiting": 0}),
+        ([make_work("working", 100, workers=1), make_work("waiting", 400)], 5, 0, {"working": 1, "waiting": 4}),
+        ([make_work("working", 100, workers=1), make_work("waiting", 400)], 4, 0, {"working": 1, "waiting": 0}),
         # A group grows only if that pays for its pause.
-        ([make_work("last", 12, workers=1, pause_s=5.9)], 2, {"last": 2}),
-        ([make_work("last", 12, workers=1, pause_s=6.0)], 2, {"last": 1}),
+        ([make_work("last", 12, workers=1)], 2, 5.9, {"last": 2}),
+        ([make_work("last", 12, workers=1)], 2, 6.0, {"last": 1}),
         # A group at work never shrinks; the workers of a lost node count until they end.
-        ([make_work("large", 1, workers=8), make_work("new", 100)], 8, {"large": 8, "new": 0}),
-        ([make_work("large", 1, workers=8), make_work("new", 100)], 4, {"large": 8, "new": 0}),
+        ([make_work("large", 1, workers=8), make_work("new", 100)], 8, 0, {"large": 8, "new": 0}),
+        ([make_work("large", 1, workers=8), make_work("new", 100)], 4, 0, {"large": 8, "new": 0}),
     ],
 )
-def test_slots_of_the_groups(work: list[RemainingWork], slots: int, expected: dict[str, int]) -> None:
-    assert allocate_workers(work, slots) == expected
+def test_slots_of_the_groups(work: list[RemainingWork], slots: int, pause_s: float, expected: dict[str, int]) -> None:
+    assert allocate_workers(work, slots, pause_s) == expected
 
 
 def test_a_group_starts_with_the_fewest_workers_that_let_it_end_with_the_others() -> None:
@@ -160,33 +122,34 @@ def test_a_group_starts_with_the_fewest_workers_that_let_it_end_with_the_others(
     drawn = random.Random(1)
     for _ in range(200):
         work, slots = random_work(drawn, drawn.randint(1, 30)), drawn.randint(8, 30)
-        limit_s = START_SLACK * makespan_bound(work, slots)
-        allocated = allocate_workers(work, slots)
+        least_s = max(sum(group.alone_s for group in work) / slots, max(group.seconds(8) for group in work))
+        limit_s, allocated = START_SLACK * least_s, allocate_workers(work, slots, 20.0)
         assert 0 < sum(allocated.values()) <= slots
         for group in work:
             if not all(allocated.values()) and (count := allocated[group.group]):
-                assert group.seconds[count] <= limit_s
-                assert count == 1 or group.seconds[count // 2] > limit_s
+                assert group.seconds(count) <= limit_s
+                assert count == 1 or group.seconds(count // 2) > limit_s
 
 
 # -- the pool -------------------------------------------------------------------------------------------------------------
 
 
+PAIRS, BATCH = 1_000, 10
+
+
 def make_member(step_s: float, counts: Sequence[int] = (1, 2, 4)) -> PoolMember:
-    """Make a group whose phases take 100 steps, and as long as ten steps to score."""
-    times = {"bi": StepTimes(step_s, 0.0), "cross": StepTimes(step_s, 0.0)}
-    scoring = {"bi": 10 * step_s, "cross": 10 * step_s}
-    return PoolMember(PhaseCosts({"bi": STEPS, "cross": STEPS}, times, scoring), counts)  # type: ignore[arg-type]
+    """Make a group whose phases take 100 steps of this many seconds, and whose scoring takes as long as 33 steps."""
+    both = partial(dict.fromkeys, ("bi", "cross"))
+    return PoolMember(counts, both(STEPS), both(BATCH), PAIRS, 1e6, pass_s=step_s / (3 * BATCH))
 
 
 class Pool:
-    """A pool of which each group waits for workers in a thread; a test moves the clock."""
+    """A pool of which each group waits for workers in a thread."""
 
     def __init__(self, slots: int, **step_s: float) -> None:
-        self.now = 0.0
         self.members = {name: make_member(seconds) for name, seconds in step_s.items()}
         self.usable = list(range(slots))
-        self.pool = WorkerPool(self.members, lambda: self.usable, clock=lambda: self.now)
+        self.pool = WorkerPool(self.members, lambda: self.usable)
         self.stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -228,7 +191,6 @@ def test_groups_without_room_run_later_and_the_last_one_grows() -> None:
     pool.wait(long=1, short=1, last=0)
     assert not pool.pool.wants_more("long")
     assert len(pool.pool.begin_scoring("short")) == 1
-    pool.now = 220.0
     pool.pool.release("short")
     time.sleep(0.1)
     assert pool.slots("last") == {"last": 0}, "given away before it was known what the group needs next"
@@ -237,7 +199,6 @@ def test_groups_without_room_run_later_and_the_last_one_grows() -> None:
     pool.pool.measure_steps("long", 50, 4.0)
     assert not pool.pool.wants_more("long")
     pool.pool.begin_scoring("last")
-    pool.now = 240.0
     pool.pool.release("last")
     pool.acquire("last", 2, has_labels=False)
     pool.wait(long=2)
@@ -266,7 +227,6 @@ def test_measured_steps_and_pauses_decide_whether_growth_pays() -> None:
     pool.acquire("grows")
     pool.acquire("waits", has_labels=False)
     pool.wait(grows=1)
-    pool.now = 60.0 + 10 * 0.1
     pool.pool.measure_steps("grows", 10, 0.1)  # it took 60 seconds to start, and 9 seconds of steps remain
     pool.usable.append(1)
     pool.pool.measure_steps("grows", 20, 0.1)
@@ -293,69 +253,38 @@ def test_slots_of_lost_nodes_are_not_given_away() -> None:
     ]
 
 
-def test_the_measured_costs_of_a_phase_are_those_without_the_loss_of_its_node() -> None:
-    """Steps from the last checkpoint on are repeated, and stored scores are not, so that neither time is that of a phase.
-
-    Scores of the next cycle are measured at their end.
-    """
-    pool = Pool(1, only=1.0)
+def test_steps_are_measured_after_the_loss_of_a_node_and_estimated_by_size_before() -> None:
+    pool = Pool(2, only=1.0, waits=1.0)
     pool.acquire("only")
-    pool.wait(only=1)
-    pool.now = 30.0
+    pool.acquire("waits", has_labels=False)
+    pool.wait(only=2)
     pool.pool.measure_steps("only", 20, 1.0)
-    assert pool.pool.pause_s == (FIRST_PAUSE_S + 10) / 2
-    assert pool.pool.exchange("only", Reporter()) == [0]
-    pool.now = 65.0
+    only, waits = pool.members["only"], pool.members["waits"]
+    assert (only.passes, only.pass_s) == (PAIRS + 80 * 3 * BATCH, 2.0 / (3 * BATCH)), "two workers"
+    assert len(pool.pool.exchange("only", Reporter())) == 2
     pool.pool.measure_steps("only", 15, 1.0)
-    assert pool.pool.pause_s == (FIRST_PAUSE_S + 10) / 2
-    costs = pool.members["only"].costs
-    assert costs.times["cross"].seconds(1) == 1.0
+    assert only.passes == PAIRS + 85 * 3 * BATCH
     pool.pool.begin_scoring("only")
-    pool.now = 95.0
-    estimate = dict(costs.scoring_alone_s)
-    assert pool.pool.exchange("only", Reporter()) == [0]
-    pool.now = 96.0
-    pool.pool.release("only")
-    assert costs.scoring_alone_s == estimate
-    pool.acquire("only", 3)
-    pool.wait(only=1)
-    pool.pool.measure_steps("only", 1, 6.0)
-    pool.pool.begin_scoring("only")
-    pool.now = 116.0
-    pool.pool.release("only")
-    assert costs.scoring_alone_s["cross"] == 20.0 and costs.times["cross"].seconds(1) == 6.0
+    pool.pool.measure_steps("only", 16, 9.0)
+    assert (only.passes, only.pass_s) == (PAIRS, 2.0 / (3 * BATCH)), "a step that arrived late"
+    waits.pass_s, waits.parameters = None, 3e6
+    found = pool.pool.remaining("waits", waits, begins_scoring=False)
+    assert found.alone_s == pytest.approx(3 * 2.0 * STEPS + 3 * 2.0 * PAIRS / (3 * BATCH))
     pool.stop()
 
 
-@pytest.mark.parametrize(("on_gpu", "share"), [(False, 0.02), (True, 0.25)])
-def test_a_large_vocabulary_makes_steps_longer_and_scores_not(three: MakeRecipe, on_gpu: bool, share: float) -> None:
-    recipe = three("bi.batch_size=128", "cross.batch_size=128", "pairs.limit=1000")
-    small, large = (
-        PhaseCosts.of(recipe, recipe.groups[0], 1_000, Parameters(20_000_000, number), on_gpu)
-        for number in (20_000_000, 120_000_000)
-    )
-    for phase in (Phase(1), Phase(2)):
-        assert small.scoring_s(phase, 1) == large.scoring_s(phase, 1)
-        longer_s = large.training_s(phase, 1) - small.training_s(phase, 1)
-        assert share < longer_s / small.training_s(phase, 1) < 2 * share
-        assert large.training_s(phase, 4) - small.training_s(phase, 4) == pytest.approx(longer_s), (
-            "each worker updates all"
-        )
-
-
-def test_parameters_of_layers_and_embeddings_are_counted(three: MakeRecipe) -> None:
+def test_parameters_of_layers_are_counted(three: MakeRecipe) -> None:
     group = three().groups[0]
     weights = {name: tensor.numel() for name, tensor in Encoder.from_section(group).backbone.state_dict().items()}
     layers = {number: sum(s for name, s in weights.items() if f"layer.{number}." in name) for number in range(3)}
-    one_layer = count_parameters(group.model_copy(update={"layers": [0]}))
-    assert count_parameters(group) == (sum(layers.values()), sum(weights.values()))
-    assert one_layer == (layers[0], sum(weights.values()) - layers[1] - layers[2])
+    assert count_parameters(group) == sum(layers.values())
+    assert count_parameters(group.model_copy(update={"layers": [0]})) == layers[0]
 
 
 # -- groups that share workers --------------------------------------------------------------------------------------------
 
 
-class FakeWorkers:
+class FakeWorkers(ResizableGroup):
     """Workers of a group that take steps of some milliseconds (see `ResizableGroup`).
 
     Args:
@@ -390,7 +319,7 @@ class FakeWorkers:
             self._done_steps += 1
             self.reporter.emit(StepReport(self._done_steps, STEPS, {}, 1e-3, seconds, 0.0))
         self._done_steps = 0
-        return PhaseResult("model", STEPS, 0.5, STEPS)
+        return PhaseResult(STEPS, 0.5, STEPS)
 
     def score(self, phase: Phase) -> Scores:
         assert self._slots
@@ -428,7 +357,7 @@ def assert_labels_of_all(folder: Path) -> None:
 def test_groups_share_workers_from_the_start_to_the_end_of_a_run(
     three: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distcse.runs.mutual.worker_pool.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("distcse.runs.mutual.worker_pool.PAUSE_S", 0.001)
     in_use: dict[int, str] = {}
     steps = {"a": 0.012, "b": 0.001, "c": 0.001}
     pool = WorkerPool({name: make_member(seconds, (1, 2)) for name, seconds in steps.items()}, lambda: range(2))

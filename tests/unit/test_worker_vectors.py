@@ -14,8 +14,14 @@ from distcse.errors import UnsuitableTeacherError
 from distcse.events import Reporter
 from distcse.losses import TeacherOutputs
 from distcse.recipe import Recipe
-from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec, teacher_clients, with_worker_tables
-from distcse.runs.distillation.distillation_task import DistillationTask, train_student
+from distcse.runs.distillation.distillation_task import (
+    BatchLoader,
+    DistillationTask,
+    TrainSpec,
+    teacher_clients,
+    train_student,
+    with_worker_tables,
+)
 from distcse.runs.distillation.preparation import require_vectors
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient
 from distcse.teachers.table import EmbeddingTable

@@ -104,7 +104,7 @@ class FamilyRecipe(Recipe):
         """Return the recipe of one student, whose layers are decided."""
         document = self.model_dump(mode="json", exclude={"family"})
         document["name"] = member.label
-        document["student"] |= {"layers": member.layers, "num_layers": None}
+        document["student"]["layers"] = member.layers
         document["training"]["lr"] = member.lr or self.training.lr
         return Recipe.model_validate(document).with_given_keys(self.given_keys)
 

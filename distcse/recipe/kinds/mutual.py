@@ -71,14 +71,6 @@ class GroupSection(TrainedSection):
         return self.bi if kind == "bi" else self.cross
 
     @model_validator(mode="after")
-    def _layers_are_named(self) -> Self:
-        if self.layers == "auto":
-            raise ValueError(
-                "layers: auto is for a student, which has teachers to agree with; name the layers, such as [0, 2, 4]"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _gpus_are_shared_evenly(self) -> Self:
         gpus = self.gpus_per_worker or 0.0
         if gpus > 2 and gpus % 2:
@@ -145,8 +137,6 @@ class MutualEvaluationSection(Section):
     final_suites: list[Measure] | None = None
     """Suites of the final evaluation of starts, bi-encoders, cross-encoders and ensembles. null is `sts` with `data`; else your
     `dev` file, and the bi-encoders' agreement with the first group's start on the pairs' sentences."""
-    final_cycles: Literal["best", "all"] = "best"
-    """Models of the final evaluation: those of each group's best cycle, or also those and the ensembles of every cycle."""
 
 
 @register_recipe
@@ -186,7 +176,6 @@ class MutualRecipe(BaseRecipe):
         "mutual.max_failures",
         "mutual.heartbeat_timeout_s",
         "evaluation.final_suites",
-        "evaluation.final_cycles",
         "resources",
         "storage.cache",
         "loggers",

@@ -1,37 +1,39 @@
-"""Reading of a recipe's corpus, or its look-up in the cache."""
+"""A recipe's corpus, its tokens and the tables of its teachers' vectors, made or taken from the cache."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from distcse.devices.cluster import Cluster
 from distcse.devices.device_plan import GIB
-from distcse.errors import CorpusNotFoundError, EvaluationDataError
-from distcse.evaluation import evaluation_sentences
-from distcse.events import Event, Reporter, StageProgress
+from distcse.errors import CorpusNotFoundError, EvaluationDataError, ReusedTableError
+from distcse.evaluation import evaluation_sentences, read_dev
+from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.models import TokenizerSpec
 from distcse.recipe import Recipe, StudentSection
-from distcse.runs.backend import Backend, DeviceCall
+from distcse.runs.backend import Backend, DeviceCall, EmbeddingRequest
 from distcse.runs.directory import require_lasting
-from distcse.runs.distillation.dev_metric import read_labelled_dev
 from distcse.runs.distillation.processes import student_needs
 from distcse.runs.lease import Lease
 from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
+from distcse.teachers.embedding import new_rows, table_of
+from distcse.teachers.kinds import kind_of
+from distcse.teachers.resources import plan_embedding
+from distcse.teachers.reuse import Reuse, find_reuse
+from distcse.teachers.table import EmbeddingTable, table_statistics
 from distcse.text import Corpus, Excluded, Tokenization, TokenTable, count_repeated_files
 from distcse.text.token_table import PART_ROWS
 
 
 def read_corpus(recipe: Recipe, reporter: Reporter) -> Corpus:
-    """Read the recipe's corpus, or take it from the cache.
-
-    Raises:
-        CorpusError: The corpus cannot be read, or is empty.
-    """
+    """Read the recipe's corpus, or take it from the cache."""
     require_lasting(recipe.storage, ["cache"])
-    cache, excluded = resolve_path(recipe.storage.cache), _excluded_sentences(recipe)
+    cache, excluded = open_store(recipe.storage.cache), _excluded_sentences(recipe)
     corpus = Corpus.prepare(recipe.corpus, cache, start_stage(reporter, "corpus", recipe.corpus.limit), excluded)
     skipped = f", {corpus.blank_rows:,} blank rows skipped" if corpus.blank_rows else ""
     if excluded is not None:
@@ -59,13 +61,13 @@ def find_corpus(recipe: Recipe) -> Corpus | None:
     if recipe.corpus.dataset is not None:
         return None
     try:
-        return Corpus.find(recipe.corpus, resolve_path(recipe.storage.cache), _excluded_sentences(recipe))
+        return Corpus.find(recipe.corpus, open_store(recipe.storage.cache), _excluded_sentences(recipe))
     except (CorpusNotFoundError, EvaluationDataError):
         return None
 
 
 def _excluded_sentences(recipe: Recipe) -> Excluded | None:
-    dev = read_labelled_dev(recipe) if recipe.corpus.exclude_evaluation else None
+    dev = read_dev(recipe) if recipe.corpus.exclude_evaluation else None
     dev_sentences = [] if dev is None else [*dev.first, *dev.second]
     return evaluation_sentences(recipe.corpus, recipe.evaluation.data, dev_sentences)
 
@@ -86,21 +88,9 @@ _MEMORY = 2 * GIB
 
 
 def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: Reporter) -> TokenTable:
-    """Tokenize the corpus for the student, or take its tokens from the cache.
-
-    Args:
-        recipe: The recipe.
-        corpus: Its sentences.
-        backend: Where the parts of a large corpus are tokenized. Those that are stored already are kept.
-        reporter: Receives progress.
-
-    Raises:
-        TokenizerError: The corpus cannot be tokenized.
-        CorpusCacheError: The cache cannot be written.
-        StoppedEarlyError: A stop was requested before all parts were tokenized.
-    """
+    """Tokenize the corpus for the student, or take its tokens from the cache."""
     on_progress = start_stage(reporter, _STAGE, len(corpus))
-    wanted = _tokenization(recipe.student, corpus, resolve_path(recipe.storage.cache), PART_ROWS)
+    wanted = _tokenization(recipe.student, corpus, open_store(recipe.storage.cache), PART_ROWS)
     tokens, note = TokenTable.find(wanted), "reused"
     if tokens is None:
         if wanted.has_parts:
@@ -112,14 +102,14 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
         else:
             wanted.write_table(on_progress)
             note = "tokenized"
-        tokens = TokenTable.open(wanted.directory)
+        tokens = TokenTable.open(wanted.store)
     report_finished(reporter, _STAGE, len(corpus), note)
     return tokens
 
 
 def _lease(wanted: Tokenization, reporter: Reporter) -> AbstractContextManager[Lease]:
     """Return a context manager that holds the parts' lease, so that two runs do not make the same ones."""
-    folder = wanted.parts_directory
+    folder = wanted.parts_store.path
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return Lease.held(folder, reporter, waits_for="tokenizes the same sentences")
@@ -127,7 +117,7 @@ def _lease(wanted: Tokenization, reporter: Reporter) -> AbstractContextManager[L
 
 def _write_parts(recipe: Recipe, wanted: Tokenization, backend: Backend, reporter: Reporter) -> None:
     """Tokenize the parts that are missing, on all nodes."""
-    stores = open_store(wanted.corpus.directory), open_store(wanted.cache)
+    stores = wanted.corpus.store, wanted.cache
     calls = [
         DeviceCall(
             f"tokens of part {number}",
@@ -149,11 +139,11 @@ def _write_part(
     number: int,
     reporter: Reporter,
 ) -> None:
-    wanted = _tokenization(student, Corpus.open(corpus.path), cache.path, part_rows)
+    wanted = _tokenization(student, Corpus.open(corpus), cache, part_rows)
     wanted.write_part(number, partial(reporter.advance, f"part {number}", total=None, unit="sentences"))
 
 
-def _tokenization(student: StudentSection, corpus: Corpus, cache: Path, part_rows: int) -> Tokenization:
+def _tokenization(student: StudentSection, corpus: Corpus, cache: ArtifactStore, part_rows: int) -> Tokenization:
     spec = TokenizerSpec.of(student)
     return Tokenization(corpus, spec.tokenizer, spec.max_length, cache, spec.prompt, part_rows)
 
@@ -169,3 +159,111 @@ def _adding_up(reporter: Reporter, total: int) -> Reporter:
         reporter.emit(event)
 
     return Reporter(emit, reporter.stop_requested)
+
+
+def prepare_tables(
+    recipe: Recipe,
+    corpus: Corpus,
+    backend: Backend,
+    reporter: Reporter,
+    before_embedding: Callable[[], object] = lambda: None,
+    verifies: bool = True,
+) -> list[EmbeddingTable | None]:
+    """Return the teachers' tables, after embedding their missing rows.
+
+    Returns:
+        One complete table per teacher; None for a live teacher.
+    """
+    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
+    missing_shards = _missing_shards(recipe, corpus, cache, verifies, reporter)
+    _require_gpus_for(missing_shards, recipe, backend.cluster)
+    tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
+    for number, (table, missing) in missing_shards.items():
+        stage, embedded = f"teacher {number}", 0
+        if missing:
+            with Lease.held(table.directory, reporter, waits_for="embeds the same sentences with the same teacher"):
+                missing = table.not_intact(
+                    missing, _verifying(reporter, stage, len(missing))
+                )  # fewer if another run embedded some while we waited
+                if missing:
+                    reuse = find_reuse(table, corpus, cache, _verifying(reporter, stage, table.identity.shards))
+                    embedded = _count_new(table, missing, reuse)
+                    before_embedding()
+                    request = EmbeddingRequest(
+                        section.encoders[number],
+                        section,
+                        corpus,
+                        table,
+                        missing,
+                        start_stage(reporter, stage, embedded),
+                        reporter,
+                        recipe.gpu_mode,
+                        reuse,
+                        recipe.name,
+                    )
+                    embedded = _embed(request, backend, stage, embedded)
+                    if reuse is not None:
+                        reuse.rows.delete_folder()
+                    table_statistics(table, keep=True, is_complete=True)
+        reused_rows = len(corpus) - embedded
+        report_finished(reporter, stage, embedded, f"{embedded:,} embedded, {reused_rows:,} reused", reused_rows)
+        tables[number] = table
+    return tables
+
+
+def _embed(request: EmbeddingRequest, backend: Backend, stage: str, new: int) -> int:
+    """Embed missing rows; without the earlier table if it is removed or damaged in the meantime, as it only saves time.
+
+    Returns:
+        The number of embedded rows: `new`, or more without the earlier table.
+    """
+    try:
+        backend.embed(request)
+    except ReusedTableError as lost:
+        reporter, table = request.reporter, request.table
+        reporter.emit(LogMessage(f"{stage}: all missing rows are embedded, because {lost}", warning=True))
+        missing = table.not_intact(request.missing, _verifying(reporter, stage, len(request.missing)))
+        rest = _count_new(table, missing, None)
+        backend.embed(replace(request, reuse=None, missing=missing, on_rows=start_stage(reporter, stage, rest)))
+        return new - _count_new(table, missing, request.reuse) + rest
+    return new
+
+
+def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None) -> int:
+    """Return the number of rows of the shards that must be embedded."""
+    return sum(len(new_rows(table, shard, reuse)) for shard in shards)
+
+
+def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:
+    """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`."""
+    if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
+        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True, reporter=reporter)
+        _require_gpus_for(found, recipe, cluster)
+
+
+def _require_gpus_for(
+    missing_shards: Mapping[int, tuple[EmbeddingTable, list[int]]], recipe: Recipe, cluster: Cluster | None
+) -> None:
+    embedded = [recipe.teachers.encoders[number] for number, (_, missing) in missing_shards.items() if missing]
+    if embedded and cluster is not None and recipe.gpu_mode == "required":
+        plan_embedding(recipe.teachers, cluster.nodes(), recipe.gpu_mode, embedded).require_all()
+
+
+def _missing_shards(
+    recipe: Recipe, corpus: Corpus, cache: Path, verify: bool, reporter: Reporter
+) -> dict[int, tuple[EmbeddingTable, list[int]]]:
+    """Return the tables of the teachers that have one, and each one's missing or damaged shards, by the teachers' indices."""
+    section, found = recipe.teachers, {}
+    for number, teacher in enumerate(section.encoders):
+        if kind_of(teacher).uses_table(section.mode):
+            table = table_of(teacher, corpus, cache, section.shard_rows)
+            shards = table.identity.shards
+            found[number] = table, table.missing_shards(verify, _verifying(reporter, f"teacher {number}", shards))
+    return found
+
+
+def _verifying(reporter: Reporter, stage: str, shards: int) -> Callable[[int], None]:
+    def on_progress(done: int) -> None:
+        reporter.check_stop(f"after {done:,} of {shards:,} shards of {stage} were verified")
+
+    return on_progress

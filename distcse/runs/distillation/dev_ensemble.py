@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import ComparisonError
-from distcse.evaluation import LabelledDev
+from distcse.evaluation import LabelledDev, read_dev
 from distcse.events import Reporter, StageProgress
 from distcse.recipe import Recipe, TeacherSection
-from distcse.runs.distillation.dev_metric import read_labelled_dev
 from distcse.storage import resolve_path
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import embed_texts
@@ -55,12 +54,7 @@ class EnsembleScores:
 
 
 def require_labelled_dev(recipe: Recipe) -> LabelledDev:
-    """Read the labelled dev sets that weights are fitted to.
-
-    Raises:
-        ComparisonError: The recipe has none of the published ones.
-        EvaluationDataError: A dev set's file does not exist.
-    """
+    """Read the labelled dev sets that weights are fitted to."""
     if (dev := _published_dev(recipe)) is None:
         raise ComparisonError(
             "--fit-weights needs a published dev set of scored pairs; write evaluation.dev=stsb and evaluation.data=FOLDER "
@@ -71,22 +65,12 @@ def require_labelled_dev(recipe: Recipe) -> LabelledDev:
 
 def _published_dev(recipe: Recipe) -> LabelledDev | None:
     """Read the recipe's dev sets; None if it has none, or a set of the user's."""
-    dev = read_labelled_dev(recipe)
+    dev = read_dev(recipe)
     return dev if isinstance(dev, LabelledDev) else None
 
 
 def score_ensemble(recipe: Recipe, fits_weights: bool, reporter: Reporter) -> EnsembleScores | None:
-    """Score the recipe's teachers as an ensemble on its labelled dev sets; None if it has none.
-
-    Args:
-        recipe: The recipe, with its precisions decided.
-        fits_weights: Fit the weights too.
-        reporter: Receives progress; its stop request ends the pass.
-
-    Raises:
-        ComparisonError: Fewer than two teachers output vectors, or weights are to be fitted without a labelled dev set.
-        EvaluationDataError: A dev set's file does not exist.
-    """
+    """Score the recipe's teachers as an ensemble on its labelled dev sets; None if it has none."""
     numbers = comparable(recipe)
     dev = require_labelled_dev(recipe) if fits_weights else _published_dev(recipe)
     if dev is None:
@@ -130,14 +114,7 @@ class DevEnsemble:
         cache: Path,
         reporter: Reporter,
     ) -> DevEnsemble:
-        """Embed the dev sets' sentences by every teacher, or take their vectors from the cache.
-
-        Args:
-            dev: The dev sets.
-            teachers: T teachers that output vectors, by their indices in the recipe.
-            cache: The cache folder.
-            reporter: Receives progress; its stop request ends the pass.
-        """
+        """Embed the dev sets' sentences by every teacher, or take their vectors from the cache."""
         texts = list(dict.fromkeys([*dev.first, *dev.second]))
         index = {text: row for row, text in enumerate(texts)}
         first, second = ([index[text] for text in side] for side in (dev.first, dev.second))
@@ -165,9 +142,6 @@ class DevEnsemble:
 
     def fit(self, weights: Sequence[float]) -> list[float]:
         """Fit the weights to the dev score by coordinate ascent.
-
-        Args:
-            weights: T weights to start from.
 
         Returns:
             T weights with mean 1.

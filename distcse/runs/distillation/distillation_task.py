@@ -1,25 +1,37 @@
-"""The training task of a student: two views of a batch of sentences, and the teachers' similarities between them."""
+"""The training task of a student: batches that are functions of the step, their two views, and the teachers' similarities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from distcse.devices.device import defaults_of, is_gpu
 from distcse.devices.distributed import on_all_ranks, rank, world_size
 from distcse.events import Reporter
 from distcse.losses import TeacherOutputs, build_objective, gather_views
+from distcse.models.fast_layers import worth_packing
 from distcse.models.student import WeightInterpolation
-from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
+from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.distillation.dev_metric import DevMetric
-from distcse.runs.distillation.model import StudentOutput, build_student
-from distcse.teachers.lists import TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
-from distcse.teachers.targets import TargetReader
+from distcse.runs.distillation.model import Batch, StudentOutput, build_student
+from distcse.storage import ArtifactStore
+from distcse.teachers.lists import LocalTeacherClient, TeacherClient, TeacherEnsemble, WorkerTable, WorkerVectors
+from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.targets import TargetReader, TargetSpec
+from distcse.teachers.teacher import open_table_teacher, worker_tables
+from distcse.text import BatchSampler, Corpus, TokenTable
+from distcse.text.collate import Tokens, collate
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.cuda_graphs import graph_mode
+from distcse.training.dropout_rng import dropout_seed
+from distcse.training.schedule import total_steps
 from distcse.training.task import StepInputs, describe_rows
 from distcse.training.trainer import TrainResult, finished_state, train
 
@@ -138,21 +150,9 @@ def train_student(
     """Train the student of `spec` to its last step, from its latest checkpoint if there is one. Called by every worker.
 
     A run that has already finished returns at once.
-
-    Args:
-        spec: The run.
-        clients: One per teacher, in the recipe's order.
-        reporter: Receives events from rank 0. Its stop request ends the training, with a checkpoint.
-        report_to_train: Called by every worker after every dev score.
-
-    Raises:
-        CorpusTooSmallError: The corpus has too few rows for the recipe.
-        CUDAGraphError: training.cuda_graphs is on, but the student's forward pass cannot be recorded.
-        OutOfMemoryError: A step needs more memory than the device has.
-        DivergedError: A loss, a dev score or a weight is not finite.
     """
     loader = on_all_ranks(lambda: BatchLoader(spec, rank(), world_size()))
-    checkpoints = CheckpointStore(spec.run.path, spec.lease)
+    checkpoints = CheckpointStore(spec.run.path, spec.run.guard)
     state = on_all_ranks(lambda: finished_state(checkpoints))
     if state is not None:
         return TrainResult(state, loader.steps, 0.0, 0.0)
@@ -165,3 +165,109 @@ def train_student(
         )
         compilation = training.layer_compilation
         return train(task, training, checkpoints, reporter, report_to_train, cuda_graphs, compilation)
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """The inputs of a training worker. All folders are on storage that every worker sees."""
+
+    recipe: Recipe
+    run: ArtifactStore
+    """Its guard is the run's lease, checked before each write."""
+    corpus: ArtifactStore
+    tokens: ArtifactStore
+    targets: TargetSpec | None = None
+    """The teachers' vectors; None unless a loss term uses them."""
+    worker_tables: Mapping[int, EmbeddingTable] = field(default_factory=dict)
+    """Tables that the workers read themselves, by teacher index; the other teachers have clients."""
+
+
+class BatchLoader:
+    """The order of a run's rows, and this worker's part of each batch.
+
+    Args:
+        spec: The run.
+        rank: Rank of this worker.
+        workers: Number of workers.
+
+    Raises:
+        CorpusTooSmallError: The corpus has too few rows for the recipe.
+    """
+
+    def __init__(self, spec: TrainSpec, rank: int, workers: int) -> None:
+        training = spec.recipe.training
+        self._seed = spec.recipe.seed
+        self._tokens = TokenTable.open(spec.tokens)
+        self.corpus = Corpus.open(spec.corpus)
+        train_rows, self.held_out = self.corpus.split_held_out(spec.recipe.evaluation.num_heldout, spec.recipe.seed)
+        detection = spec.recipe.objective.active(DetectionSection)
+        self._detects = detection is not None
+        self._counts_padding = detection is not None and detection.reduction == "all"
+        self.sampler = BatchSampler(train_rows, training.batch_size, spec.recipe.seed)
+        self.steps = total_steps(training, self.sampler.steps_per_epoch)
+        rows = training.batch_size // workers
+        self.batch_slice = slice(rank * rows, (rank + 1) * rows)
+        """This worker's rows within each global batch."""
+        self._streams = max(1, training.streams // workers)
+        self._first_stream = rank * self._streams
+        self._all_streams = workers * self._streams
+        self._can_record_streams = training.can_record_streams
+
+    @property
+    def rows(self) -> int:
+        """Number of this worker's rows in each batch."""
+        return int(self.batch_slice.stop - self.batch_slice.start)
+
+    def batch(self, step: int, device: torch.device, max_length: int | None = None) -> Batch:
+        """Return this worker's rows of a step, split into streams with a dropout seed each."""
+        global_batch: NDArray[np.int64] = self.sampler.batch(step)
+        lengths = self._tokens.lengths(global_batch)
+        packs = worth_packing(lengths.reshape(self._all_streams, -1))
+        # On a GPU, streams that could be recorded get the width of the global batch, so that recorded steps have few shapes, and
+        # any number of workers the same masks. A loss that counts padding up to the longest edited sentence must pad any stream
+        # as far, and the host would wait for that length.
+        has_one_width = self._counts_padding or (self._all_streams > 1 and self._can_record_streams)
+        width = int(lengths.max()) if is_gpu(device) and has_one_width else 0
+        streams = [
+            (
+                self._collate(part, device, max_length, packs, width),
+                dropout_seed(self._seed, step, self._first_stream + number),
+            )
+            for number, part in enumerate(np.split(global_batch[self.batch_slice], self._streams))
+        ]
+        edit_seeds = [seed + 1 for _, seed in streams] if self._detects else []
+        return Batch(streams, edit_seeds)
+
+    def _collate(
+        self,
+        rows: NDArray[np.int64],
+        device: torch.device,
+        max_length: int | None,
+        packs: bool,
+        width: int,
+    ) -> Tokens:
+        """Pad rows at least to `width`, and to the device's multiple; a loss that counts padding gets no more than needed."""
+        multiple = 1 if self._counts_padding else defaults_of(device).width_multiple
+        return collate(self._tokens.rows(rows), self._tokens.pad_id, packs, multiple, max_length, width).to(device)
+
+
+def with_worker_tables(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> TrainSpec:
+    """Let the workers read the tables whose lists they compute themselves (`worker_tables`)."""
+    found = worker_tables(spec.recipe.teachers, tables)
+    return replace(spec, worker_tables=found)
+
+
+def table_clients(spec: TrainSpec, tables: Sequence[EmbeddingTable | None]) -> dict[int, TeacherClient]:
+    """Return the clients of teachers in this process whose tables the workers do not read themselves, by teacher index."""
+    return {
+        number: LocalTeacherClient(open_table_teacher(spec.recipe.teachers.encoders[number], table))
+        for number, table in enumerate(tables)
+        if table is not None and number not in spec.worker_tables
+    }
+
+
+def teacher_clients(spec: TrainSpec, served: Mapping[int, TeacherClient]) -> list[TeacherClient]:
+    """Return one client per teacher, in the recipe's order."""
+    tables = {number: WorkerTable(table) for number, table in spec.worker_tables.items()}
+    clients: dict[int, TeacherClient] = {**served, **tables}
+    return [clients[number] for number in sorted(clients)]

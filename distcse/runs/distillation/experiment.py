@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from distcse.checks import Question, require
+from distcse.devices.cluster import Cluster
 from distcse.devices.device import DeviceSpeed
-from distcse.devices.gpu_plan import PlansOfTrials
+from distcse.devices.gpu_plan import PlansOfTrials, Process
 from distcse.devices.resources import Node
-from distcse.errors import CheckpointError, StoppedEarlyError
-from distcse.evaluation import Contamination, Tasks
-from distcse.events import Reporter
+from distcse.errors import CheckpointError, SearchSpaceError, StoppedEarlyError
+from distcse.evaluation import Contamination, Tasks, read_dev
+from distcse.events import DevScore, Event, Reporter
 from distcse.models import Encoder, EncoderHandle
 from distcse.models.student import WeightInterpolation
 from distcse.preflight.precision import Role
@@ -22,13 +24,21 @@ from distcse.preflight.warnings import (
     report_warnings,
     warn_of_curve,
 )
-from distcse.recipe import Recipe
+from distcse.recipe import LoggersSection, Recipe, Sweep, TeachersSection, TrainedSection
 from distcse.runs.backend import Backend, DeviceCall
-from distcse.runs.cluster_fit import joined_for_devices, model_memory, waited_for_nodes
+from distcse.runs.cluster_fit import NodeNeeds, joined_for_devices, model_memory, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
-from distcse.runs.distillation.batch_loader import TrainSpec
-from distcse.runs.distillation.extent import Extent
-from distcse.runs.distillation.final_evaluation import ScoredStudent, final_scores, labelled_tasks
+from distcse.runs.distillation.corpus import read_corpus
+from distcse.runs.distillation.distillation_task import TrainSpec
+from distcse.runs.distillation.extent import (
+    Extent,
+    band_warnings,
+    cached_corpus_warnings,
+    fit_to_corpus,
+    model_warnings,
+    teacher_token_warnings,
+)
+from distcse.runs.distillation.final_evaluation import ScoredStudent, contamination_of, final_scores, labelled_tasks
 from distcse.runs.distillation.model import encoder_weights
 from distcse.runs.distillation.preflight import recipe_questions, rehearse_run
 from distcse.runs.distillation.preparation import (
@@ -44,21 +54,25 @@ from distcse.runs.distillation.processes import (
     report_gpus,
     roles_on,
     student_needs,
+    student_processes,
     with_precisions,
 )
 from distcse.runs.distillation.result import StudentResult
-from distcse.runs.distillation.warnings import (
-    band_warnings,
-    cached_corpus_warnings,
-    model_warnings,
-    teacher_token_warnings,
+from distcse.runs.experiment import (
+    TRIALS,
+    Experiment,
+    Result,
+    SharedTables,
+    TrialGpus,
+    Trials,
+    TrialScore,
+    open_run,
+    register_experiment,
 )
-from distcse.runs.experiment import Experiment, register_experiment
-from distcse.runs.run_scope import open_run
 from distcse.runs.stoppable_evaluation import FinalScores
-from distcse.runs.trials import Trials
 from distcse.storage import ArtifactStore
 from distcse.teachers.kinds import kind_of
+from distcse.teachers.resources import server_processes
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 from distcse.tracking import Tracking, track_run
@@ -138,7 +152,7 @@ class Distillation(Experiment[Recipe]):
             report_gpus(recipe, backend.cluster, reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
             recipe, corpus = prepared.recipe, prepared.corpus
-            require_shared_projection(recipe, corpus, directory.path)
+            require_shared_projection(recipe, corpus, directory)
             if not is_trial:
                 extent = Extent.of(recipe, corpus)
                 extent.report(reporter)
@@ -153,7 +167,7 @@ class Distillation(Experiment[Recipe]):
                 tables = prepared.tables(backend, reporter, verifies=not is_trial)
                 if not is_trial:
                     report_warnings(band_warnings(recipe, corpus, keep=True), reporter)
-                spec = prepared.spec(directory.path, tables, backend, reporter, lease)
+                spec = prepared.spec(directory, tables, backend, reporter)
                 yield OpenDistillation(
                     prepared, tables, spec, directory, reporter, backend, labelled, tracked, joined, is_trial
                 )
@@ -164,8 +178,6 @@ class Distillation(Experiment[Recipe]):
 
     @property
     def trials(self) -> Trials:
-        from distcse.runs.distillation.trials import DistillationTrials
-
         return DistillationTrials(self.recipe)
 
 
@@ -198,14 +210,8 @@ class OpenDistillation:
     def end(self, train_result: TrainResult) -> StudentResult:
         """Export and evaluate the trained student, also one whose training was interrupted.
 
-        Args:
-            train_result: What the training returned.
-
         Returns:
             The run's result.
-
-        Raises:
-            StoppedEarlyError: A stop was requested before the first step, so that there is no model.
         """
         self.joined.close()
         if train_result.interrupted and not train_result.state.step:
@@ -225,7 +231,7 @@ class OpenDistillation:
         self.tracked.end(final.stopped, final.evaluation)
         final.write(directory.store)
         if not train_result.interrupted:
-            CheckpointStore(directory.path, self.spec.lease).keep_weights(reporter.emit)
+            CheckpointStore(directory.path, self.spec.run.guard).keep_weights(reporter.emit)
         return StudentResult.of(recipe, directory, train_result, final.evaluation, len(self.corpus), final.stopped)
 
 
@@ -262,3 +268,103 @@ def load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:
     interpolation = WeightInterpolation(encoder, recipe.student.init_weight_mix)
     encoder.load_state_dict(interpolation.interpolate(encoder_weights(load_weights(folder))))
     return encoder.eval()
+
+
+class DistillationTrials(Trials):
+    """Trials that each train a student; all share the corpus and the teachers (see `Trials`)."""
+
+    searched: Recipe
+
+    def __init__(self, searched: Recipe) -> None:
+        super().__init__(searched)
+        self._contamination: Contamination | None = None
+
+    @property
+    def processes(self) -> list[Process]:
+        workers, key = self.searched.training.workers, "training.workers"
+        description = f"a trial with {key}={workers}"
+        trial = replace(
+            student_processes(self.searched)[0],
+            name=TRIALS,
+            number=max(1, workers),
+            description=description,
+            number_key=key,
+            is_elastic=False,
+        )
+        return [trial, *server_processes(self.searched.teachers, reads_tables=workers <= 1)]
+
+    @property
+    def needs(self) -> NodeNeeds:
+        return student_needs(self.searched)
+
+    @property
+    def teachers(self) -> TeachersSection:
+        return self.searched.teachers
+
+    def train(self, backend: Backend, reporter: Reporter, directory: RunDirectory) -> Result:
+        return Distillation(self.searched).run(backend, reporter, directory, is_trial=True)
+
+    def recipe(self, cpus: float, gpus: float) -> Recipe:
+        evaluation = self.searched.evaluation.model_copy(update={"final_suites": []})
+        training = self.searched.training.model_copy(update={"cpus_per_worker": cpus, "gpus_per_worker": gpus})
+        return self.searched.model_copy(
+            update={"evaluation": evaluation, "loggers": LoggersSection(), "training": training}
+        )
+
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: TrialGpus) -> Recipe:
+        return with_precisions(self.searched, cluster, reporter, gpus)
+
+    def check_search(self, sweep: Sweep, paths: Iterable[str]) -> None:
+        if sweep.schedule.kind == "pbt" and self.searched.training.workers > 1:
+            raise SearchSpaceError(
+                "schedule.kind is pbt, which copies checkpoints between trials with one worker; write training.workers: 1"
+            )
+        weights = next((path for path in paths if path.endswith(".alpha")), None)
+        if weights and self.searched.objective.projection_of is not None:
+            raise SearchSpaceError(
+                f"parameters.{weights} cannot be searched with objective.regression.projection, which was fitted to "
+                "other weights; write objective.regression.projection: null, or remove the weights from the space"
+            )
+        if self.searched.dev_score == "agreement" and weights:
+            raise SearchSpaceError(
+                f"parameters.{weights} cannot be searched with evaluation.dev=agreement, which depends on the weights; "
+                "set evaluation.data, or remove the weights from the space"
+            )
+
+    def check_labels(self) -> None:
+        read_dev(self.searched)
+        labelled_tasks(self.searched)
+
+    def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> SharedTables:
+        prepared = PreparedCorpus.prepare(self.searched, backend, reporter)
+        # Fitted once, for all trials and for best.yaml.
+        if (fitted := fit_to_corpus(self.searched, prepared.corpus, Reporter())) != self.searched:
+            sweep.decide(fitted)
+        sweep.record(self.searched.seed, data_fingerprints(self.searched, prepared.corpus, self.labelled_tasks()))
+        require_shared_projection(prepared.recipe, prepared.corpus)  # once, and before the teachers embed
+        prepared.check_student(backend, reporter)  # fail once, not in every trial, if the student cannot be loaded
+        tables = prepared.tables(backend, reporter)
+        recipe, corpus = prepared.recipe, prepared.corpus
+        of_text = [*Extent.of(recipe, corpus).warnings, *teacher_token_warnings(recipe, corpus)]
+        report_warnings([*of_text, *band_warnings(recipe, corpus, keep=True)], reporter)
+        return SharedTables(prepared.corpus, tables)
+
+    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+        return _dev_scores
+
+    def labelled_tasks(self) -> Tasks:
+        return labelled_tasks(self.searched)
+
+    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+        return {"": (run / "model", self.searched.student)}
+
+    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
+        if self._contamination is None:  # all runs train on the same corpus
+            corpus = read_corpus(self.searched, reporter)
+            self._contamination = contamination_of(self.searched, corpus, tasks, reporter)
+        return self._contamination
+
+
+def _dev_scores(event: Event) -> Iterator[TrialScore]:
+    if isinstance(event, DevScore):
+        yield TrialScore(event.step, 100 * event.step / event.total, event.score)

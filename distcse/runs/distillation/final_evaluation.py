@@ -31,6 +31,7 @@ from distcse.evaluation import (
     make_candidate,
     measure_model,
     open_candidate,
+    read_dev,
     refuse_test_as_dev,
     reporting,
 )
@@ -43,7 +44,6 @@ from distcse.recipe import RankInferenceSection, Recipe, TeacherSection, decided
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.dev_metric import read_labelled_dev
 from distcse.runs.distillation.processes import student_needs
 from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
 from distcse.storage import ArtifactStore, open_store
@@ -88,7 +88,7 @@ def labelled_tasks(recipe: Recipe) -> Tasks:
             Contamination.of_model(model)
     data = Path(str(recipe.evaluation.data))
     tasks = collect(data, suites, [])
-    if (dev := read_labelled_dev(recipe)) is not None:
+    if (dev := read_dev(recipe)) is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
     return tasks
 
@@ -121,15 +121,7 @@ def final_scores(
 
     Records in the trained students' folders which test sentences they were trained on. A stop request leaves models out, and a
     resumed run measures them. The agreement with the teachers needs all teachers.
-
-    Args:
-        recipe: The run's recipe.
-        corpus: The students' training corpus.
-        labelled: The labelled sets to evaluate on.
-        students: The students, in the tables' order; the last one is that of `evaluation.rank_inference`.
-        run: The run's folder.
-        backend: Where the models are evaluated.
-        reporter: Receives progress.
+    `evaluation.rank_inference` takes the last student.
 
     Returns:
         The scores of the models that were measured; none if the recipe selects no suite.
@@ -286,7 +278,7 @@ def _encode(embedder: Embedder, on_progress: Progress, texts: Sequence[str]) -> 
 
 def contamination_of(recipe: Recipe, corpus: Corpus, labelled: Tasks, reporter: Reporter) -> Contamination:
     """Find the sentences of test and dev sets on which a student of this corpus was trained."""
-    dev = read_labelled_dev(recipe)
+    dev = read_dev(recipe)
     sets = [*(task.sentences() for task in labelled.tasks), *([] if dev is None else [[*dev.first, *dev.second]])]
     if not sets:
         return Contamination({})
@@ -316,19 +308,7 @@ def rank_inference_call(
     tasks: Tasks,
     backend: Backend,
 ) -> DeviceCall[tuple[ModelResults]]:
-    """Return the call that stores the student with its references, and measures it on the suites of pairs.
-
-    Args:
-        recipe: The run's recipe.
-        section: Its `evaluation.rank_inference`.
-        corpus: The student's training corpus, of which the references are drawn.
-        student: The trained student.
-        folder: Where the student and its references are stored.
-        contamination: The test sentences on which the student was trained.
-        precision: Precision of the forward passes.
-        tasks: The tasks of the final evaluation.
-        backend: Where the call will run.
-    """
+    """Return the call that stores the student with its references, and measures it on the suites of pairs."""
     references = draw_references(len(corpus), section.num_references)
     of_pairs = Tasks([task for task in tasks.tasks if task.pairs_only])
     shared = backend.share((of_pairs, corpus.texts(references)))

@@ -1,4 +1,4 @@
-"""What a student's run asks before it starts, and what `--dry-run` tries in addition."""
+"""What a student's run asks before it starts, what `--dry-run` tries in addition, and an embedding pass without a run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import numpy as np
 
 from distcse.checks import Question
 from distcse.devices.cluster import Cluster
+from distcse.devices.device import use_available_cpus
 from distcse.devices.gpu_plan import PlansOfTrials, report_plans
 from distcse.errors import InvalidValueError, TeacherOutputError
+from distcse.evaluation import read_dev
 from distcse.events import LogMessage, Reporter
 from distcse.losses import build_objective, try_custom_terms
 from distcse.models import Encoder
 from distcse.preflight.warnings import report_warnings
 from distcse.recipe import Recipe
 from distcse.runs.backend import Backend
-from distcse.runs.cluster_fit import gpu_policy
-from distcse.runs.directory import check_storage
-from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.dev_metric import read_labelled_dev
-from distcse.runs.distillation.extent import Extent, fit_to_corpus
+from distcse.runs.cluster_fit import gpu_policy, waited_for_nodes
+from distcse.runs.directory import check_storage, require_lasting
+from distcse.runs.distillation.corpus import prepare_tables, read_corpus, require_embedding_gpus
+from distcse.runs.distillation.extent import Extent, band_warnings, fit_to_corpus, teacher_token_warnings
 from distcse.runs.distillation.final_evaluation import labelled_tasks
 from distcse.runs.distillation.model import build_student
 from distcse.runs.distillation.preparation import require_shared_projection, require_vectors
@@ -31,16 +32,14 @@ from distcse.runs.distillation.processes import (
     with_precisions,
     with_teacher_precisions,
 )
-from distcse.runs.distillation.tables import require_embedding_gpus
-from distcse.runs.distillation.warnings import band_warnings, teacher_token_warnings
-from distcse.runs.experiment import questions_of
-from distcse.runs.trials import TrialGpus
+from distcse.runs.experiment import TrialGpus, questions_of
 from distcse.storage import resolve_path
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
-from distcse.teachers.resources import SERVERS
+from distcse.teachers.resources import SERVERS, least_embedding
 from distcse.teachers.reuse import count_new_rows
+from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 
 
@@ -60,7 +59,7 @@ def recipe_questions(recipe: Recipe) -> list[Question]:
         try_custom_terms(objective, recipe.objective, recipe.training.batch_size)
 
     def ask_dev() -> str | None:
-        dev = read_labelled_dev(recipe)
+        dev = read_dev(recipe)
         return None if dev is None else dev.name
 
     return [*questions_of(recipe), ("objective", ask_objective), ("dev score", ask_dev)]
@@ -84,7 +83,7 @@ def rehearse_run(
     require_vectors(recipe)
     extent = Extent.of(recipe, corpus)
     extent.report(reporter)
-    encoder = build_student(_with_all_layers(recipe)).encoder
+    encoder = build_student(recipe).encoder
     require_shared_projection(recipe, corpus, dimension=encoder.dimension)
     reporter.found("student", _describe_encoder(encoder))
     tokens = teacher_token_warnings(recipe, corpus)
@@ -118,14 +117,6 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
 
     Reads the corpus, queries each teacher once, counts the rows missing from its table and joins the cluster. The corpus
     stays in the cache.
-
-    Args:
-        recipe: The recipe to check.
-        backend: The backend that would embed.
-        reporter: Receives one line per check.
-
-    Raises:
-        DistcseError: A check failed.
     """
     with gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None):
         check_storage(recipe.storage, ["cache"])
@@ -148,13 +139,6 @@ def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
     """Check everything a comparison of teachers needs without embedding (`--dry-run`).
 
     Reads the corpus and queries each teacher that can be compared once. The corpus stays in the cache.
-
-    Args:
-        recipe: The recipe to check.
-        reporter: Receives one line per check.
-
-    Raises:
-        DistcseError: A check failed.
     """
     numbers = comparable(recipe)
     check_storage(recipe.storage, ["cache"])
@@ -166,11 +150,7 @@ def check_comparison(recipe: Recipe, reporter: Reporter) -> None:
 
 
 def _query_teacher(recipe: Recipe, corpus: Corpus, number: int) -> str:
-    """Compute one similarity with a teacher, and return a note that it works.
-
-    Raises:
-        TeacherOutputError: The similarity is NaN or infinite.
-    """
+    """Compute one similarity with a teacher, and return a note that it works."""
     teacher = recipe.teachers.encoders[number]
     opened = kind_of(teacher).open_live(corpus, recipe.teachers.tokens_per_batch)
     answer = opened.similarities(np.array([[0, 1]]), slice(0, 1))
@@ -181,13 +161,28 @@ def _query_teacher(recipe: Recipe, corpus: Corpus, number: int) -> str:
     return f"{teacher.backbone} answers"
 
 
-def _with_all_layers(recipe: Recipe) -> Recipe:
-    """Replace `layers: auto` by all layers, because only the run itself searches for the best ones."""
-    if recipe.student.layers != "auto":
-        return recipe
-    return recipe.model_copy(update={"student": recipe.student.model_copy(update={"layers": None, "num_layers": None})})
-
-
 def _describe_encoder(encoder: Encoder) -> str:
     weights = sum(parameter.numel() for parameter in encoder.parameters())
     return f"{encoder.dimension} dimensions, {weights / 1e6:.1f} M parameters, at most {encoder.max_length} tokens"
+
+
+def embed_corpus(recipe: Recipe, backend: Backend, reporter: Reporter) -> list[EmbeddingTable | None]:
+    """Embed the corpus with the recipe's teachers, without training: the pass that a run would make first.
+
+    Returns:
+        One table per teacher; None for a live teacher.
+    """
+    use_available_cpus()
+    require_lasting(recipe.storage, ["cache"])
+    check_storage(recipe.storage, ["cache"])
+    requests = [least_embedding(recipe.teachers, recipe.gpu_mode)]
+    with (
+        gpu_policy(recipe.gpu_mode, computes_here=backend.cluster is None),
+        waited_for_nodes(backend.cluster, recipe, requests, reporter),
+    ):
+        recipe = with_teacher_precisions(recipe, backend.cluster, reporter)
+        report_embedding_gpus(recipe, backend.cluster, reporter)
+        corpus = read_corpus(recipe, reporter)
+        report_warnings(teacher_token_warnings(recipe, corpus), reporter)
+        with joined_for_embedding(recipe, backend.cluster):
+            return prepare_tables(recipe, corpus, backend, reporter)

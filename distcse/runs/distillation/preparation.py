@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import numpy as np
 
 from distcse.devices.device import default_device
 from distcse.errors import UnsuitableTeacherError
-from distcse.evaluation import Tasks
+from distcse.evaluation import Tasks, read_dev
 from distcse.events import Reporter
 from distcse.models import Encoder, EncoderHandle, model_fingerprint
 from distcse.recipe import DetectionSection, Recipe
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
-from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import BatchLoader, TrainSpec
-from distcse.runs.distillation.corpus import prepare_tokens, read_corpus
-from distcse.runs.distillation.dev_metric import read_labelled_dev
+from distcse.runs.directory import PROJECTION, RunDirectory
+from distcse.runs.distillation.corpus import prepare_tables, prepare_tokens, read_corpus
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.extent import fit_to_corpus
 from distcse.runs.distillation.final_evaluation import labelled_tasks
-from distcse.runs.distillation.layer_selection import with_chosen_layers
 from distcse.runs.distillation.processes import student_needs
-from distcse.runs.distillation.tables import prepare_tables
-from distcse.runs.lease import Lease
-from distcse.storage import ArtifactStore, open_store, resolve_path
+from distcse.storage import ArtifactStore, resolve_path
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import starts_servers
@@ -39,7 +34,7 @@ from distcse.teachers.targets import (
     has_projection,
     kept_share,
 )
-from distcse.text import Corpus, TokenTable
+from distcse.text import BatchSampler, Corpus, TokenTable
 
 _FIT_ROWS = 20_000
 """Rows on which a projection's principal components are fitted."""
@@ -66,29 +61,13 @@ class PreparedCorpus:
 
     @classmethod
     def prepare(cls, recipe: Recipe, backend: Backend, reporter: Reporter) -> PreparedCorpus:
-        """Read and tokenize the corpus, or take both from the cache.
-
-        Args:
-            recipe: The recipe, with its precisions decided.
-            backend: Where a large corpus is tokenized, and where the student's layers are selected if the run selects them.
-            reporter: Receives progress.
-
-        Raises:
-            CorpusTooSmallError: The corpus has too few rows for a batch and the held-out rows.
-            UnsuitableTeacherError: The recipe needs vectors of a teacher that gives none.
-            TokenizerError: The corpus cannot be tokenized.
-        """
+        """Read and tokenize the corpus, or take both from the cache."""
         corpus = read_corpus(recipe, reporter)
         recipe = fit_to_corpus(recipe, corpus, reporter)
         require_vectors(recipe)
-        recipe = with_chosen_layers(recipe, corpus, backend, reporter)
         tokens = prepare_tokens(recipe, corpus, backend, reporter)
-        # Raises if the corpus has too few rows.
-        BatchLoader(
-            TrainSpec(recipe, open_store("."), open_store(corpus.directory), open_store(tokens.directory)),
-            rank=0,
-            workers=max(1, recipe.training.workers),
-        )
+        rows, _ = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
+        BatchSampler(rows, recipe.training.batch_size, recipe.seed)  # raises if there are too few
         return cls(corpus, tokens, recipe)
 
     def tables(self, backend: Backend, reporter: Reporter, verifies: bool = True) -> list[EmbeddingTable | None]:
@@ -100,43 +79,29 @@ class PreparedCorpus:
         return prepare_tables(self.recipe, self.corpus, backend, reporter, check_student, verifies)
 
     def check_student(self, backend: Backend, reporter: Reporter) -> None:
-        """Load the student once.
-
-        Raises:
-            EncoderError: It cannot be loaded.
-        """
+        """Load the student once."""
         memory = model_memory(self.recipe.student.backbone)
         call = DeviceCall("check of the student", partial(_load, self.initial_encoder), memory)
         backend.run_on_devices([call], student_needs(self.recipe).options(uses_gpu=False), reporter)
 
     def spec(
         self,
-        run: Path,
+        directory: RunDirectory,
         tables: Sequence[EmbeddingTable | None],
         backend: Backend,
         reporter: Reporter,
-        lease: Lease | None = None,
     ) -> TrainSpec:
-        """Create the spec of the training workers, with regression targets if the recipe uses them.
-
-        Args:
-            run: The run's folder.
-            tables: One per teacher; None for a live teacher.
-            backend: Where targets are computed.
-            reporter: Receives progress.
-            lease: Lease on `run`.
-        """
+        """Create the spec of the training workers, with regression targets if the recipe uses them."""
         recipe, targets = self.recipe, None
         alphas = [teacher.alpha for teacher in recipe.teachers.encoders]
         if chosen := recipe.objective.vector_teachers(len(tables)):
             selected = [table for number in chosen if (table := tables[number]) is not None]
-            targets = self._target_spec(selected, [alphas[number] for number in chosen], run, lease, backend, reporter)
+            targets = self._target_spec(selected, [alphas[number] for number in chosen], directory, backend, reporter)
         return TrainSpec(
             recipe,
-            open_store(run),
-            open_store(self.corpus.directory),
-            open_store(self.tokens.directory),
-            lease,
+            directory.store,
+            self.corpus.store,
+            self.tokens.store,
             targets,
         )
 
@@ -144,8 +109,7 @@ class PreparedCorpus:
         self,
         tables: Sequence[EmbeddingTable],
         alphas: Sequence[float],
-        run: Path,
-        lease: Lease | None,
+        directory: RunDirectory,
         backend: Backend,
         reporter: Reporter,
     ) -> TargetSpec:
@@ -155,8 +119,7 @@ class PreparedCorpus:
         """
         objective = self.recipe.objective
         spec = TargetSpec(tables, alphas)
-        directory = RunDirectory(run, lease)
-        file = directory.store / directory.projection.name
+        file = directory.store / PROJECTION
         if has_projection(file, spec.key):
             return replace(spec, projection=file)
         call = DeviceCall(
@@ -165,15 +128,15 @@ class PreparedCorpus:
                 _fit_projection,
                 spec,
                 self.initial_encoder,
-                open_store(self.corpus.directory),
+                self.corpus.store,
                 file,
                 objective.projection_of,
             ),
             model_memory(self.recipe.student.backbone),
         )
-        (is_fitted,) = backend.run_on_devices([call], student_needs(self.recipe).options(run), reporter)
+        (is_fitted,) = backend.run_on_devices([call], student_needs(self.recipe).options(directory.path), reporter)
         if is_fitted:  # on another machine, perhaps
-            directory.store.fetch(directory.projection.name)
+            directory.store.fetch(PROJECTION)
         return replace(spec, projection=file) if is_fitted else spec
 
 
@@ -197,7 +160,7 @@ def _fit_projection(
     if other_run is not None:
         Projection.of_run(other_run, file.name, spec.key, initial.get().dimension).write(file)
         return True
-    encoder, corpus, targets = initial.get(), Corpus.open(prepared.path), spec.open()
+    encoder, corpus, targets = initial.get(), Corpus.open(prepared), spec.open()
     if len(spec.tables) == 1 and targets.vectors(np.array([0])).shape[1] == encoder.dimension:
         return False
     rows = np.random.default_rng(0).permutation(len(corpus))[: _FIT_ROWS + _KEPT_ROWS]
@@ -222,33 +185,21 @@ def locate_targets(recipe: Recipe, corpus: Corpus) -> TargetSpec:
 
 
 def require_shared_projection(
-    recipe: Recipe, corpus: Corpus, run: Path | None = None, dimension: int | None = None
+    recipe: Recipe, corpus: Corpus, directory: RunDirectory | None = None, dimension: int | None = None
 ) -> None:
     """Check that the run of `objective.regression.projection` has the projection that is needed, before anything is embedded.
 
-    Args:
-        recipe: The recipe, with its precisions decided.
-        corpus: Its corpus.
-        run: The run's folder. If it has its copy already, as when it resumes, the other run may be gone. Default: none.
-        dimension: The student's. Default: not checked.
-
-    Raises:
-        InvalidValueError: The other run has no projection, or one of other text, teachers, weights or width.
+    A resumed run that has its copy needs the other run no more. No `dimension` checks none.
     """
     if (other_run := recipe.objective.projection_of) is None:
         return
     spec = locate_targets(recipe, corpus)
-    file = RunDirectory(run or Path()).projection
-    if run is None or not has_projection(open_store(file), spec.key):
-        Projection.of_run(other_run, file.name, spec.key, dimension)
+    if directory is None or not has_projection(directory.store / PROJECTION, spec.key):
+        Projection.of_run(other_run, PROJECTION, spec.key, dimension)
 
 
 def require_vectors(recipe: Recipe) -> None:
-    """Check that all that needs teachers' vectors has them, before the corpus is embedded.
-
-    Raises:
-        UnsuitableTeacherError: A required teacher computes its similarities live, or `teachers.num_servers` has no effect.
-    """
+    """Check that all that needs teachers' vectors has them, before the corpus is embedded."""
     kinds = [kind_of(teacher) for teacher in recipe.teachers.encoders]
     for kind in kinds:
         kind.check_settings()
@@ -278,7 +229,7 @@ def data_fingerprints(recipe: Recipe, corpus: Corpus, labelled: Tasks) -> dict[s
         fingerprints[f"teacher {number}"] = kind_of(teacher).source_fingerprint()
     if (detection := recipe.objective.active(DetectionSection)) is not None:
         fingerprints["generator"] = model_fingerprint(detection.generator)
-    if (dev := read_labelled_dev(recipe)) is not None:
+    if (dev := read_dev(recipe)) is not None:
         fingerprints["dev set"] = dev.fingerprint
     return {**fingerprints, **labelled.fingerprints()}
 

@@ -28,9 +28,8 @@ from distcse.models import resolve_model
 from distcse.models.folder import find_local_model
 from distcse.preflight.precision import Role
 from distcse.recipe import Recipe, TeacherSection
-from distcse.recipe.names import is_path
-from distcse.runs.cluster_fit import NodeNeeds, decide_for, plans_gpus, usable_devices
-from distcse.runs.trials import TrialGpus
+from distcse.runs.cluster_fit import NodeNeeds, decide_for, evaluation_paths, plans_gpus, usable_devices
+from distcse.runs.experiment import TrialGpus
 from distcse.storage import is_uri
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import (
@@ -69,10 +68,7 @@ def student_processes(recipe: Recipe) -> list[Process]:
 def student_needs(recipe: Recipe) -> NodeNeeds:
     """Return which nodes can work for a student's run, and what they must see."""
     read = {"student.backbone": Path(recipe.student.backbone), **_teacher_paths(recipe)}
-    if recipe.evaluation.data is not None:
-        read["evaluation.data"] = Path(recipe.evaluation.data)
-    if is_path(recipe.evaluation.dev):
-        read["evaluation.dev"] = Path(recipe.evaluation.dev)
+    read |= evaluation_paths(recipe.evaluation.data, recipe.evaluation.dev)
     if (other_run := recipe.objective.projection_of) is not None and not is_uri(other_run):
         read["objective.regression.projection"] = Path(other_run)
     labels = {"training.node_labels": recipe.training.node_labels, "teachers.node_labels": recipe.teachers.node_labels}
@@ -88,18 +84,8 @@ def joined_for_run(
 ) -> AbstractContextManager[RunResources | None]:
     """Join a run's cluster, and check its room for the processes and that its nodes see the run's folders.
 
-    Args:
-        recipe: The recipe to run.
-        cluster: The cluster to join; None does nothing.
-        run: An existing folder: the run's, or the parent of all runs.
-        in_sweep: Whether a sweep runs the recipe, which decides the room of its trials itself. Default: False.
-
     Returns:
         The context manager of what the run's processes reserve; of None without a cluster or in a sweep.
-
-    Raises:
-        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
-            the labels of a key.
     """
     return student_needs(recipe).joined(cluster, lambda nodes: None if in_sweep else plan_run(recipe, nodes), run)
 
@@ -146,10 +132,6 @@ def plan_run(recipe: Recipe, nodes: Sequence[Node]) -> RunResources:
     """Decide the CPUs and GPUs of everything that runs during training.
 
     Values that the recipe does not set are an even share of the CPUs, a GPU for a worker and a quarter for a helper.
-
-    Raises:
-        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
-            the labels of a key.
     """
     training = recipe.training
     usable = nodes_with(nodes, training.node_labels, "training.node_labels")
@@ -201,13 +183,7 @@ def report_embedding_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Rep
 
 
 def report_gpus(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> None:
-    """Report the GPUs of a run on a cluster, waiting for the cluster unless it is this machine without a GPU.
-
-    Raises:
-        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
-            the labels of a key.
-        RayConnectionError: The cluster cannot be joined or started.
-    """
+    """Report the GPUs of a run on a cluster, waiting for the cluster unless it is this machine without a GPU."""
     if cluster is None or not plans_gpus(cluster, recipe.gpu_mode):
         return
     nodes = cluster.nodes()
@@ -218,12 +194,6 @@ def with_precisions(recipe: R, cluster: Cluster | None, reporter: Reporter, tria
     """Return the recipe with every `precision: auto` decided, and report the choice.
 
     A recipe that is fp32 throughout measures no device.
-
-    Args:
-        recipe: The recipe to run.
-        cluster: Its cluster; None if everything runs in this process.
-        reporter: Receives the choice, and warnings of half precisions that are slow on a device.
-        trial: GPUs of a sweep's trials, which may run on any node, and of their servers; None for a single run.
     """
     precisions = {recipe.training.precision, recipe.evaluation.precision}
     if precisions | {teacher.precision for teacher in _models(recipe).values()} == {"fp32"}:
@@ -234,13 +204,7 @@ def with_precisions(recipe: R, cluster: Cluster | None, reporter: Reporter, tria
 
 
 def with_teacher_precisions(recipe: Recipe, cluster: Cluster | None, reporter: Reporter) -> Recipe:
-    """Decide `precision: auto` for the teachers alone, for an embedding pass, which needs no training workers.
-
-    Args:
-        recipe: The recipe with the teachers.
-        cluster: The teachers' cluster; None if they run in this process.
-        reporter: As for `with_precisions`.
-    """
+    """Decide `precision: auto` for the teachers alone, for an embedding pass, which needs no training workers."""
     models, gpus = _models(recipe), recipe.teachers.gpus_per_actor or 0.0
     if all(teacher.precision == "fp32" for teacher in models.values()):
         return recipe
@@ -316,9 +280,6 @@ def _fetch_families(recipe: Recipe) -> None:
     """Download the config.json of hub teachers that are not in the hub's cache, since T5 and Gemma overflow in fp16.
 
     Without it, the first run would choose another precision, and therefore another table, than later ones.
-
-    Raises:
-        ModelNotFoundError: There is no such model, or the hub cannot be reached.
     """
     for teacher in _models(recipe).values():
         if teacher.precision == "auto" and find_local_model(teacher.backbone, wanted=[CONFIG_FILE]) is None:

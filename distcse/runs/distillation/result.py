@@ -9,17 +9,11 @@ from distcse.model_source import shown_name
 from distcse.recipe import Recipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.experiment import ReferenceModel, Result
-from distcse.runs.model_card import ModelCard, hub_metadata, limits, usage
+from distcse.runs.model_card import USE, ModelCard, hub_metadata, limits, usage
 from distcse.storage import to_uri
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.targets import Projection
 from distcse.training.trainer import TrainResult
-
-USE = """from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("path/to/this/folder")
-vectors = model.encode(["A sentence.", "Another one."])"""
-"""Code of the card's section Use."""
 
 
 @dataclass(frozen=True)

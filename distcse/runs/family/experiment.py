@@ -37,18 +37,18 @@ from distcse.runs.distillation.processes import (
     student_needs,
     with_precisions,
 )
-from distcse.runs.distillation.result import USE, StudentResult, is_start
-from distcse.runs.experiment import Experiment, Result, register_experiment
-from distcse.runs.family.static import MAX_ROWS, train_static
+from distcse.runs.distillation.result import StudentResult, is_start
+from distcse.runs.experiment import Experiment, Result, open_run, register_experiment
 from distcse.runs.family.students import (
+    MAX_ROWS,
     member_recipe,
     plan_side_by_side,
     prepare_targets,
     train_in_turn,
     train_side_by_side,
+    train_static,
 )
-from distcse.runs.model_card import ModelCard, hub_metadata, limits, usage
-from distcse.runs.run_scope import open_run
+from distcse.runs.model_card import USE, ModelCard, hub_metadata, limits, usage
 from distcse.runs.stoppable_evaluation import FinalScores
 from distcse.storage import to_uri
 
@@ -75,10 +75,7 @@ class Family(Experiment[FamilyRecipe]):
         return read_fingerprints(self.recipe, reporter)
 
     def unread_keys(self) -> dict[str, str]:
-        layers = dict.fromkeys(
-            ("student.layers", "student.num_layers"), "each student of the family has its own layers"
-        )
-        return {**super().unread_keys(), **layers}
+        return {**super().unread_keys(), "student.layers": "each student of the family has its own layers"}
 
     def check_resources(self, nodes: Sequence[Node]) -> None:
         plan_run(self.recipe.student_recipe(self.recipe.largest_first[0]), nodes)
@@ -95,7 +92,7 @@ class Family(Experiment[FamilyRecipe]):
             joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None))
             joined.enter_context(joined_for_devices(backend.cluster))
             recipe = with_member_layers(self.recipe, backend, reporter)  # before the folder is made
-            directory, lease, logged = joined.enter_context(open_run(self, backend, reporter, directory))
+            directory, _, logged = joined.enter_context(open_run(self, backend, reporter, directory))
             recipe = with_precisions(recipe, backend.cluster, logged)
             largest, cluster = recipe.student_recipe(recipe.largest_first[0]), backend.cluster
             with waited_for_nodes(cluster, largest, least_requests(largest), logged):
@@ -105,7 +102,7 @@ class Family(Experiment[FamilyRecipe]):
                 if recipe != self.recipe:
                     directory.decide(recipe)
                 directory.record(recipe.seed, data_fingerprints(recipe, prepared.corpus, labelled))
-                is_projected = prepare_targets(prepared, directory, lease, backend, logged)
+                is_projected = prepare_targets(prepared, directory, backend, logged)
             recipes = [member_recipe(recipe, member, directory, is_projected) for member in recipe.largest_first]
             if plan_side_by_side(recipe, backend.cluster, logged):
                 results = train_side_by_side(recipe, recipes, directory, backend, logged)
@@ -147,11 +144,7 @@ def _find_model2vec(recipe: FamilyRecipe) -> None:
 
 
 def with_member_layers(recipe: FamilyRecipe, backend: Backend, reporter: Reporter) -> FamilyRecipe:
-    """Return the recipe with each student's layers as indices. The backbone is loaded once, where models are evaluated.
-
-    Raises:
-        EncoderSettingError: The backbone has fewer layers than a student.
-    """
+    """Return the recipe with each student's layers as indices. The backbone is loaded once, where models are evaluated."""
     if all(isinstance(member.layers, list) for member in recipe.largest_first):
         return recipe
     call = DeviceCall("backbone's layers", partial(_read_depth, recipe.student), model_memory(recipe.student.backbone))
@@ -173,10 +166,7 @@ def with_member_layers(recipe: FamilyRecipe, backend: Backend, reporter: Reporte
 def evenly_spaced(depth: int, count: int, with_first: bool) -> list[int]:
     """Return the indices of `count` of `depth` layers, evenly spaced with the last one among them.
 
-    Args:
-        depth: Number of layers to choose from.
-        count: Number of layers to choose, at most `depth`.
-        with_first: Begin with layer 0, for models whose first layer has other parameters than the rest.
+    `with_first` begins with layer 0, for models whose first layer has other parameters than the rest.
     """
     if with_first:
         return [round(index * (depth - 1) / max(1, count - 1)) for index in range(count)]
@@ -184,7 +174,7 @@ def evenly_spaced(depth: int, count: int, with_first: bool) -> list[int]:
 
 
 def _read_depth(section: StudentSection, reporter: Reporter) -> tuple[int, bool]:
-    whole = section.model_copy(update={"layers": None, "num_layers": None, "embedding_size": None})
+    whole = section.model_copy(update={"layers": None, "embedding_size": None})
     backbone = Encoder.from_section(whole).backbone
     return depth_of(backbone), needs_first_layer(backbone)
 
@@ -197,16 +187,7 @@ def family_result(
     evaluation: Evaluation | None,
     interrupted: bool,
 ) -> Result:
-    """Describe a family's run.
-
-    Args:
-        recipe: The recipe, with the settings that it left to the run decided.
-        directory: The run's folder.
-        students: Results of the students that were trained, by name, the largest first. A stop request interrupts them.
-        static: Folders of the static students that were trained, by name.
-        evaluation: Evaluation of students and teachers; None if nothing was measured.
-        interrupted: Whether the run was asked to stop before its end.
-    """
+    """Describe a family's run."""
     models = {name: result.directory.model for name, result in students.items()} | dict(static)
     unchanged = [name for name, result in students.items() if result.unchanged]
     width = max(map(len, models), default=0)

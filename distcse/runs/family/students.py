@@ -1,4 +1,4 @@
-"""Trains a family's students on the same targets: side by side on a cluster's GPUs, or one after the other."""
+"""Trains a family's students on the same targets, side by side on GPUs or one after the other, and its static ones."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from distcse.devices.cluster import Cluster
+from distcse.devices.device import default_device
 from distcse.devices.device_plan import GIB, DeviceOptions, OwnNode, plan_devices
 from distcse.errors import DistcseError, StoppedEarlyError
-from distcse.events import Event, GroupEvent, LogMessage, Reporter
+from distcse.evaluation import Contamination
+from distcse.events import Event, GroupEvent, LogMessage, Reporter, StageProgress
+from distcse.models import Encoder, StaticEncoder
+from distcse.models.static import LEARNING_RATE, require_model2vec
 from distcse.recipe import FamilyRecipe, MemberSection, Recipe, with_values
 from distcse.runs.backend import Backend, DeviceCall, LocalBackend
 from distcse.runs.cluster_fit import model_memory
-from distcse.runs.directory import RunDirectory
-from distcse.runs.distillation.batch_loader import TrainSpec
+from distcse.runs.directory import PROJECTION, RunDirectory
+from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.experiment import Distillation, OpenDistillation
-from distcse.runs.distillation.preparation import PreparedCorpus, require_shared_projection
+from distcse.runs.distillation.preparation import PreparedCorpus, locate_targets, require_shared_projection
 from distcse.runs.distillation.processes import joined_for_run, student_needs
 from distcse.runs.distillation.result import StudentResult
-from distcse.runs.lease import Lease
-from distcse.storage import to_uri
+from distcse.storage import ArtifactStore, to_uri
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
+from distcse.teachers.targets import TargetSpec
 from distcse.text import Corpus
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.trainer import TrainResult, finished_state
@@ -33,40 +40,24 @@ _TRAINING_MEMORY = 2 * GIB
 """Memory of a process that trains a student, in addition to that of one that encodes with it."""
 
 
-def prepare_targets(
-    prepared: PreparedCorpus, directory: RunDirectory, lease: Lease, backend: Backend, reporter: Reporter
-) -> bool:
+def prepare_targets(prepared: PreparedCorpus, directory: RunDirectory, backend: Backend, reporter: Reporter) -> bool:
     """Complete the teachers' tables, and fit in the family's folder the projection that puts all students into one space.
 
     It is rotated towards the vectors of the largest student before training, or copied from the run that the recipe names.
 
-    Args:
-        prepared: The corpus of the largest student's recipe.
-        directory: The family's run.
-        lease: Lease on it.
-        backend: Where the teachers embed.
-        reporter: Receives progress.
-
     Returns:
         Whether there is a projection. There is none if the targets are the vectors of one teacher of the students' width.
     """
-    require_shared_projection(prepared.recipe, prepared.corpus, directory.path)
+    require_shared_projection(prepared.recipe, prepared.corpus, directory)
     with joined_for_run(prepared.recipe, backend.cluster, directory.path):
         reporter = backend.metered(reporter, directory.path.name)
         tables = prepared.tables(backend, reporter)
-        targets = prepared.spec(directory.path, tables, backend, reporter, lease).targets
+        targets = prepared.spec(directory, tables, backend, reporter).targets
     return targets is not None and targets.projection is not None
 
 
 def member_recipe(recipe: FamilyRecipe, member: MemberSection, directory: RunDirectory, is_projected: bool) -> Recipe:
-    """Return the recipe of a student's run, which is in the folder `members` of the family's.
-
-    Args:
-        recipe: The family's recipe, with precisions and layers decided.
-        member: The student.
-        directory: The family's run.
-        is_projected: Whether the student takes the projection in the family's folder.
-    """
+    """Return the recipe of a student's run, which is in the folder `members` of the family's."""
     changes = {
         "storage.runs": to_uri(directory.path / "members"),
         "storage.run_id": member.label,
@@ -123,18 +114,8 @@ def train_side_by_side(
     Their runs are open in this process, which holds their leases, logs their events and exports them. Only the steps are taken
     by other processes, one for each student.
 
-    Args:
-        recipe: The family's recipe.
-        recipes: The students' recipes, the one that takes longest first.
-        directory: The family's run.
-        backend: Starts the processes.
-        reporter: Receives each student's events, as those of a group.
-
     Returns:
         Results of the students that took a step, in their order. After a stop request, they may be interrupted.
-
-    Raises:
-        DistcseError: A student failed. Those that have finished are exported, unless storage or the cluster failed.
     """
     with ExitStack() as scope:
         runs: dict[str, OpenDistillation] = {}
@@ -175,14 +156,14 @@ def train_side_by_side(
 def _end_finished(runs: Sequence[OpenDistillation]) -> None:
     """Export the students whose training has finished."""
     for run in runs:
-        state = finished_state(CheckpointStore(run.directory.path, run.spec.lease))
+        state = finished_state(CheckpointStore(run.directory.path, run.spec.run.guard))
         if state is not None:
             run.end(TrainResult(state, state.step, 0.0, 0.0))
 
 
 def _train(name: str, spec: TrainSpec, tables: Sequence[EmbeddingTable | None], reporter: Reporter) -> TrainResult:
     """Train a student in this process, from its latest checkpoint if there is one."""
-    return LocalBackend().train(spec, Corpus.open(spec.corpus.path), tables, reporter.of_group(name))
+    return LocalBackend().train(spec, Corpus.open(spec.corpus), tables, reporter.of_group(name))
 
 
 def _memory(recipe: FamilyRecipe) -> float:
@@ -203,3 +184,100 @@ def _reopened(recipe: Recipe) -> tuple[RunDirectory | None, Distillation]:
     begun, student = RunDirectory.reopen_by_id(recipe)
     assert isinstance(student, Recipe)
     return begun, Distillation(student)
+
+
+MAX_ROWS = 1_000_000
+"""Rows of the corpus, evenly spaced, that a static student learns from at most: they are in memory at once."""
+_BLOCK = 1 << 14
+"""Rows whose joined vectors are in memory together."""
+_BYTES_PER_TEXT = 500
+_CHECKED_ROWS = 512
+"""Rows whose cosines choose the best pass, where the recipe holds none out."""
+
+
+def train_static(
+    recipe: FamilyRecipe,
+    member: MemberSection,
+    largest: StudentResult,
+    corpus: Corpus,
+    directory: RunDirectory,
+    backend: Backend,
+    reporter: Reporter,
+) -> Path:
+    """Train a static student on one of the backend's devices; one that is there already is kept.
+
+    Returns:
+        The folder of the trained model.
+    """
+    stored = directory.store / "members" / member.label / "model"
+    if not stored.has_folder():
+        spec, width = _targets(largest.recipe, corpus, largest.directory)
+        rows = min(len(corpus), MAX_ROWS)
+        call = DeviceCall(
+            f"training of {member.label}",
+            partial(
+                _train_static,
+                largest.recipe,
+                member.lr or LEARNING_RATE,
+                largest.directory.store / "model",
+                spec,
+                corpus.store,
+                stored,
+            ),
+            model_memory(str(largest.directory.model)) + rows * (2 * 4 * width + _BYTES_PER_TEXT),
+        )
+        backend.run_on_devices([call], student_needs(recipe).options(directory.path), reporter)
+    stored.fetch_folder()
+    return stored.path
+
+
+def _targets(recipe: Recipe, corpus: Corpus, run: RunDirectory) -> tuple[TargetSpec, int]:
+    """Locate the targets of a student that has been trained. Returns also the width of a teacher's vectors."""
+    spec = locate_targets(recipe, corpus)
+    if run.store.fetch(PROJECTION):
+        spec = replace(spec, projection=run.store / PROJECTION)
+    return spec, max(table.dimension for table in spec.tables)
+
+
+def _train_static(
+    recipe: Recipe,
+    lr: float,
+    largest: ArtifactStore,
+    spec: TargetSpec,
+    prepared: ArtifactStore,
+    out: ArtifactStore,
+    reporter: Reporter,
+) -> None:
+    require_model2vec("static: true")
+    largest.fetch_folder()
+    corpus, targets, device = Corpus.open(prepared), spec.open(), default_device()
+    train, held_out = corpus.split_held_out(recipe.evaluation.num_heldout, recipe.seed)
+    rows = _evenly_spaced(train.ids(), MAX_ROWS)
+    checked = held_out if len(held_out) else rows[:_CHECKED_ROWS]
+    progress = partial(reporter.advance, "static", total=None, unit="tokens")
+    encoder = Encoder.load(largest.path, trust_remote_code=recipe.student.trust_remote_code)
+    start = StaticEncoder.of_tokens(encoder.to(device).eval(), progress)
+    vectors = []
+    for begin in range(0, len(rows), _BLOCK):
+        reporter.advance("static", begin, len(rows), "sentences")
+        vectors.append(targets.vectors(rows[begin : begin + _BLOCK]))
+    trained = start.train(
+        corpus.texts(rows),
+        np.concatenate(vectors),
+        (corpus.texts(checked), targets.vectors(checked)),
+        lr=lr,
+        batch_size=recipe.training.batch_size,
+        seed=recipe.seed,
+        device=device,
+        on_step=partial(reporter.check_stop, "in the training of a static student"),
+    )
+    trained.save(out)
+    Contamination.read(largest.path).write(out)
+    reporter.emit(
+        StageProgress("static", len(rows), len(rows), "sentences", finished=True, note="trained by model2vec")
+    )
+
+
+def _evenly_spaced(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """Return `count` of the rows, or all if there are fewer."""
+    return rows if len(rows) <= count else rows[np.linspace(0, len(rows) - 1, count).astype(np.int64)]

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from distcse.checks import Question, require
+from distcse.devices.cluster import Cluster
 from distcse.devices.device import DeviceSpeed
-from distcse.devices.gpu_plan import PlansOfTrials
+from distcse.devices.gpu_plan import PlansOfTrials, Process
 from distcse.devices.resources import Node
 from distcse.errors import DistcseError, StoppedEarlyError
-from distcse.evaluation import Tasks
-from distcse.events import GroupActivity, LogMessage, Reporter
+from distcse.evaluation import Contamination, Tasks
+from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter
 from distcse.models import Encoder
 from distcse.preflight.precision import Role
 from distcse.preflight.warnings import SettingsWarning, report_warnings, warn_of_unused_prompts
-from distcse.recipe import KINDS, GroupSection, MutualRecipe
+from distcse.recipe import KINDS, GroupSection, LoggersSection, MutualRecipe, TrainedSection
 from distcse.runs.backend import Backend, DeviceCall
-from distcse.runs.cluster_fit import gpu_policy, joined_for_devices, model_memory, waited_for_nodes
+from distcse.runs.cluster_fit import NodeNeeds, gpu_policy, joined_for_devices, model_memory, waited_for_nodes
 from distcse.runs.directory import RunDirectory, check_storage
-from distcse.runs.experiment import Experiment, register_experiment
-from distcse.runs.mutual.final_evaluation import checked_tasks, final_scores
+from distcse.runs.experiment import (
+    TRIALS,
+    Experiment,
+    Result,
+    TrialGpus,
+    Trials,
+    TrialScore,
+    open_run,
+    register_experiment,
+)
+from distcse.runs.mutual.final_evaluation import checked_tasks, contamination_of, final_scores, wanted_tasks
 from distcse.runs.mutual.group import Group, open_groups
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.pairs import (
@@ -34,10 +45,18 @@ from distcse.runs.mutual.pairs import (
     load_pairs,
     prepare_tokens,
     read_fingerprints,
+    temporary_pairs,
 )
-from distcse.runs.mutual.phase_store import PhaseStore, best_phase, dev_scores
-from distcse.runs.mutual.phases import GroupContext, Phase, PhaseResult, last_phase
-from distcse.runs.mutual.preflight import load_cross, recipe_questions, rehearse_groups
+from distcse.runs.mutual.phase_store import (
+    GroupContext,
+    Phase,
+    PhaseResult,
+    PhaseStore,
+    best_phase,
+    dev_scores,
+    last_phase,
+)
+from distcse.runs.mutual.preflight import load_cross, recipe_questions, rehearse_groups, score_starts
 from distcse.runs.mutual.processes import (
     group_needs,
     joined_for_groups,
@@ -49,10 +68,7 @@ from distcse.runs.mutual.processes import (
     with_precisions,
 )
 from distcse.runs.mutual.result import Best, MutualResult
-from distcse.runs.mutual.start_scores import score_starts
-from distcse.runs.run_scope import open_run
 from distcse.runs.stoppable_evaluation import FinalScores
-from distcse.runs.trials import Trials
 from distcse.storage import open_store
 from distcse.text import Pairs
 from distcse.tracking import track_run
@@ -86,37 +102,20 @@ class MutualDistillation(Experiment[MutualRecipe]):
 
         A resumed run skips finished phases, and continues unfinished ones from their last checkpoint with the same labels.
         """
-        with self._prepared(backend, reporter, directory) as run:
-            recipe, store, directory = run.recipe, run.store, run.directory
-            with track_run(recipe, directory.path, run.reporter.emit) as tracked:
-                interrupted = _train(run, backend, tracked.relay(run.reporter))
-                best = [] if interrupted else save_best(recipe, run.contexts, store)
-                final = FinalScores(None, stopped=interrupted)
-                if not interrupted:
-                    final = final_scores(recipe, run.tasks, run.pairs, best, directory, backend, run.caller)
-                tracked.end(final.stopped, final.evaluation)
-            final.write(directory.store)
-            directory.store_events()
-            dropped, pairs = dict(store.dropped), len(run.pairs)
-            return MutualResult.of(recipe, directory, best, dropped, pairs, final.stopped, final.evaluation)
-
-    @contextmanager
-    def _prepared(self, backend: Backend, reporter: Reporter, directory: RunDirectory | None) -> Iterator[_Prepared]:
-        """Context manager: open a run, and prepare all that its groups are trained on."""
         require(self.questions(directory))
         check_storage(self.recipe.storage)
         tasks = checked_tasks(self.recipe)
         dropped = PhaseStore(directory.path).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
-        with ExitStack() as joined:
+        with ExitStack() as scope:
             # Before joining, because a local cluster counts its GPUs as it starts.
-            joined.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None))
-            joined.enter_context(joined_for_devices(backend.cluster))
+            scope.enter_context(gpu_policy(self.recipe.gpu_mode, computes_here=backend.cluster is None))
+            scope.enter_context(joined_for_devices(backend.cluster))
             groups = [self.recipe.groups[number] for number in active]
             _check_models(self.recipe, groups, backend, reporter)
-            directory, lease, caller = joined.enter_context(open_run(self, backend, reporter, directory))
+            directory, lease, caller = scope.enter_context(open_run(self, backend, reporter, directory))
             requests = least_requests(self.recipe, groups)
-            joined.enter_context(waited_for_nodes(backend.cluster, self.recipe, requests, caller))
+            scope.enter_context(waited_for_nodes(backend.cluster, self.recipe, requests, caller))
             ending = threading.Event()
             reporter = replace(caller, stop_requested=lambda: ending.is_set() or caller.stop_requested())
             if lease.has_local_changes:
@@ -142,42 +141,35 @@ class MutualDistillation(Experiment[MutualRecipe]):
                 groups = [recipe.groups[number] for number in active]
                 directory.decide(recipe)
             directory.record(recipe.seed, data_fingerprints(recipe, groups, pairs, tasks))
-            store.record_pairs(pairs.fingerprint)
             tokens = prepare_tokens(recipe, groups, pairs, backend, reporter)
             contexts = [
                 GroupContext(recipe, number, directory.store, tables)
                 for number, tables in zip(active, tokens, strict=True)
             ]
-            yield _Prepared(recipe, directory, tasks, pairs, contexts, store, ending, caller, reporter)
+            with track_run(recipe, directory.path, reporter.emit) as tracked:
+                reporter = tracked.relay(reporter)
+                with joined_for_groups(recipe, groups, backend.cluster, directory.path) as resources:
+                    reporter = backend.metered(reporter, directory.path.name)
+                    reporters = [reporter.of_group(group.name) for group in groups]
+                    with open_groups(backend, contexts, reporters, resources) as opened:
+                        exchange = LabelExchange(recipe, store, ending, caller.stop_requested)
+                        interrupted = run_groups(recipe, opened, store, exchange, reporter)
+                best = [] if interrupted else save_best(recipe, contexts, store)
+                final = FinalScores(None, stopped=interrupted)
+                if not interrupted:
+                    final = final_scores(recipe, tasks, pairs, best, directory, backend, caller)
+                tracked.end(final.stopped, final.evaluation)
+            final.write(directory.store)
+            directory.store_events()
+            dropped = store.dropped
+            return MutualResult.of(recipe, directory, best, dropped, len(pairs), final.stopped, final.evaluation)
 
     def precision_roles(self, devices: Sequence[DeviceSpeed]) -> list[Role]:
         return roles_on(self.recipe, {group.name: devices for group in self.recipe.groups}, devices)
 
     @property
     def trials(self) -> Trials:
-        from distcse.runs.mutual.trials import MutualTrials
-
         return MutualTrials(self.recipe)
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A run whose groups can be trained."""
-
-    recipe: MutualRecipe
-    directory: RunDirectory
-    tasks: Tasks
-    """The labelled sets of the final evaluation."""
-    pairs: Pairs
-    contexts: list[GroupContext]
-    """Each active group's part of the run."""
-    store: PhaseStore
-    ending: threading.Event
-    """Set when the groups end for any reason."""
-    caller: Reporter
-    """Asks for a stop if the run's caller does."""
-    reporter: Reporter
-    """Asks for a stop also when the groups end."""
 
 
 def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: PhaseStore) -> bool:
@@ -187,11 +179,7 @@ def _lacks_starts(recipe: MutualRecipe, groups: Sequence[GroupSection], store: P
 
 
 def _check_models(recipe: MutualRecipe, groups: Sequence[GroupSection], backend: Backend, reporter: Reporter) -> None:
-    """Load each group's models once, before the pairs are mined: without one, the run ends.
-
-    Raises:
-        EncoderError: A model cannot be loaded.
-    """
+    """Load each group's models once, before the pairs are mined: without one, the run ends."""
     memory = max(model_memory(group.backbone) for group in groups)
     call = DeviceCall("check of the groups' models", partial(_load_models, recipe, groups), memory)
     backend.run_on_devices([call], group_needs(recipe, groups).options(uses_gpu=False), reporter)
@@ -202,17 +190,6 @@ def _load_models(recipe: MutualRecipe, groups: Sequence[GroupSection], reporter:
         Encoder.from_section(group)
         if recipe.cross_start(group) != group.backbone:
             load_cross(recipe, group)
-
-
-def _train(run: _Prepared, backend: Backend, reporter: Reporter) -> bool:
-    """Run the groups on the backend. Return whether they were asked to stop before their end."""
-    active, name = [context.group for context in run.contexts], run.directory.path.name
-    with joined_for_groups(run.recipe, active, backend.cluster, run.directory.path) as resources:
-        reporter = backend.metered(reporter, name)
-        reporters = [reporter.of_group(group.name) for group in active]
-        with open_groups(backend, run.contexts, reporters, resources) as groups:
-            exchange = LabelExchange(run.recipe, run.store, run.ending, run.caller.stop_requested)
-            return run_groups(run.recipe, groups, run.store, exchange, reporter)
 
 
 def run_groups(
@@ -305,7 +282,7 @@ def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseSt
             copy = context.run / "models" / group.name / kind
             with copy.write_folder() as temporary:
                 if best.number:
-                    source = open_store(context.folder(best) / "model")
+                    source = context.folder(best) / "model"
                     source.fetch_folder()
                     shutil.copytree(source.path, temporary, dirs_exist_ok=True)
                 else:
@@ -313,3 +290,85 @@ def save_best(recipe: MutualRecipe, contexts: list[GroupContext], store: PhaseSt
             copy.publish()
             results.append(Best(group.name, kind, best, scores[best], copy.path))
     return results
+
+
+class MutualTrials(Trials):
+    """Trials that each train all groups one after the other, in one process (see `Trials`)."""
+
+    searched: MutualRecipe
+    leaves_threads = True
+
+    @property
+    def processes(self) -> list[Process]:
+        return [Process(TRIALS, 1, None, None, None, "a trial", "search.concurrent", {})]
+
+    @property
+    def needs(self) -> NodeNeeds:
+        return group_needs(self.searched, self.searched.groups, in_sweep=True)
+
+    def train(self, backend: Backend, reporter: Reporter, directory: RunDirectory) -> Result:
+        return MutualDistillation(self.searched).run(backend, reporter, directory)
+
+    def recipe(self, cpus: float, gpus: float) -> MutualRecipe:
+        evaluation = self.searched.evaluation.model_copy(update={"final_suites": []})
+        return self.searched.model_copy(update={"evaluation": evaluation, "loggers": LoggersSection(), "ray": False})
+
+    def with_precisions(self, cluster: Cluster, reporter: Reporter, gpus: TrialGpus) -> MutualRecipe:
+        return with_precisions(self.searched, cluster, reporter, gpus.worker)
+
+    def check_labels(self) -> None:
+        require(recipe_questions(self.recipe(0, 0)))  # as trials see it: without loggers
+        check_storage(self.searched.storage)
+        checked_tasks(self.searched)
+
+    def prepare(self, backend: Backend, reporter: Reporter, sweep: RunDirectory) -> None:
+        if self.searched.pairs.mine is None:  # fitted once, for all trials and for best.yaml
+            with temporary_pairs(self.searched, reporter) as pairs:
+                if (fitted := fit_to_pairs(self.searched, len(pairs), reporter)) != self.searched:
+                    sweep.decide(fitted)
+                fingerprints = data_fingerprints(self.searched, self.searched.groups, pairs, self.labelled_tasks())
+        else:
+            fingerprints = read_fingerprints(self.searched, reporter)
+        sweep.record(self.searched.seed, fingerprints)
+
+    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+        return CycleScores(self.searched, run).of
+
+    def labelled_tasks(self) -> Tasks:
+        return wanted_tasks(self.searched)
+
+    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+        return {
+            f"{group.name} {kind}": (run / "models" / group.name / kind, group)
+            for group in self.searched.groups
+            for kind in KINDS
+        }
+
+    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
+        return contamination_of(self.searched, Pairs.open(open_store(run) / "pairs"), tasks, reporter)
+
+
+class CycleScores:
+    """Dev scores of a trial, one per cycle: the mean over groups of each group's best bi-encoder so far."""
+
+    def __init__(self, recipe: MutualRecipe, run: Path) -> None:
+        self._recipe = recipe
+        self._groups = [group.name for group in recipe.groups]
+        self._run = run
+        self._scored = 0
+
+    def of(self, event: Event) -> Iterator[TrialScore]:
+        """Yield the score of each cycle that has ended since the last call, if the event reports a group's activity."""
+        if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
+            return
+        store = PhaseStore(self._run)
+        names = [name for name in self._groups if name not in store.dropped]
+        cycles = self._recipe.mutual.cycles
+        while self._scored < cycles and names:
+            phase = Phase(2 * (self._scored + 1))
+            if not all(name in store.posted(phase) for name in names):
+                return
+            self._scored += 1
+            scores = [dev_scores(self._recipe, store, name, "bi", phase) for name in names]
+            mean = sum(each[best_phase(each)] or 0.0 for each in scores) / len(scores)
+            yield TrialScore(self._scored, 100 * self._scored / cycles, mean)

@@ -26,6 +26,7 @@ from distcse.evaluation import (
     make_candidate,
     measure_ensemble,
     measure_model,
+    read_dev,
     refuse_test_as_dev,
     reporting,
 )
@@ -35,10 +36,8 @@ from distcse.recipe import KINDS, GroupSection, MutualRecipe, decided
 from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.directory import RunDirectory
-from distcse.runs.mutual.dev_pairs import DevPairs
-from distcse.runs.mutual.phase_store import PhaseStore
+from distcse.runs.mutual.phase_store import Kind
 from distcse.runs.mutual.phase_trainer import load_trained
-from distcse.runs.mutual.phases import Kind, Phase, last_phase
 from distcse.runs.mutual.processes import group_needs
 from distcse.runs.mutual.result import Best
 from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
@@ -51,11 +50,7 @@ _Seen = Mapping[tuple[str, Kind], Contamination]
 
 
 def wanted_tasks(recipe: MutualRecipe) -> Tasks:
-    """Read the labelled sets of the final evaluation; empty without labelled data.
-
-    Raises:
-        EvaluationFormatError: A set is malformed.
-    """
+    """Read the labelled sets of the final evaluation; empty without labelled data."""
     selected = recipe.evaluation.final_suites
     if selected is None:
         selected = ["sts"] if recipe.evaluation.data else []
@@ -70,7 +65,7 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
         EvaluationError: A set is missing or malformed, or a model's record of contamination cannot be read.
         DistcseError: The dev set is also a test set.
     """
-    tasks, dev = wanted_tasks(recipe), DevPairs.of(recipe)
+    tasks, dev = wanted_tasks(recipe), read_dev(recipe)
     if dev is not None:
         refuse_test_as_dev(dev.first, dev.second, tasks, recipe.evaluation.dev_is_test)
     for start in {start for group in recipe.groups for starts in _starts(recipe, group).values() for start in starts}:
@@ -81,7 +76,7 @@ def checked_tasks(recipe: MutualRecipe) -> Tasks:
 
 def contamination_of(recipe: MutualRecipe, pairs: Pairs, tasks: Tasks, reporter: Reporter) -> Contamination:
     """Find the sentences of test and dev sets that are among the training pairs."""
-    dev = DevPairs.of(recipe)
+    dev = read_dev(recipe)
     sets = [task.sentences() for task in tasks.tasks if not isinstance(task, TextsTask)]  # its texts are the pairs'
     sentences = reporter.follow(pairs.distinct(), "contamination")
     return Contamination.measure(sentences, [*sets, *([] if dev is None else [[*dev.first, *dev.second]])])
@@ -96,14 +91,8 @@ def _starts(recipe: MutualRecipe, group: GroupSection) -> dict[Kind, set[str]]:
 
 
 def unlabelled_tasks(recipe: MutualRecipe, pairs: Pairs, reference: str) -> Tasks:
-    """Return what is measured without labelled sets: the dev pairs, and how far the bi-encoders have moved on the run's texts.
-
-    Args:
-        recipe: The run's recipe.
-        pairs: The training pairs. Up to 1,000 of their sentences are compared, evenly spaced.
-        reference: Name of the model that the others are compared with on these sentences.
-    """
-    found, dev = Tasks(), DevPairs.of(recipe)
+    """Return what is measured without labelled sets: the dev pairs, and how far the bi-encoders have moved on the run's texts."""
+    found, dev = Tasks(), read_dev(recipe)
     if dev is not None:
         found.tasks += dev.tasks
         found.warnings.append(
@@ -129,20 +118,11 @@ def final_scores(
     backend: Backend,
     reporter: Reporter,
 ) -> FinalScores:
-    """Evaluate each group's initial and best models, with evaluation.final_cycles also those of each cycle, and their ensembles.
+    """Evaluate each group's initial and best models, and their ensembles.
 
     Each model is evaluated on one of the backend's devices. Test sentences that were among the training pairs are recorded in
     the models' folders. Scores on such sets are transductive, and marked so in tables and model cards. A stop request leaves
     models out, with the ensembles that need them, and a resumed run measures them.
-
-    Args:
-        recipe: The run's recipe.
-        tasks: The labelled sets to evaluate on.
-        pairs: The pairs that the models were trained on.
-        best: The best models.
-        run: The run's folder.
-        backend: Where the models are evaluated.
-        reporter: Receives progress.
 
     Returns:
         The scores of the models that were measured; none if the recipe selects no suite.
@@ -179,14 +159,6 @@ def final_scores(
             if model.kind == kind
         ]
         rows.append(_Row(f"{kind} ensemble", models))
-    if recipe.evaluation.final_cycles == "all":
-        for phase, folders in _models_by_phase(recipe, run, list(groups)).items():
-            kind, suffix = phase.kind, f", cycle {phase.cycle}"
-            models = [
-                _Scored(f"{name} {kind}{suffix}", groups[name], kind, open_store(folder), is_timed=False)
-                for name, folder in folders.items()
-            ]
-            rows.append(_Row(f"{kind} ensemble{suffix}", models))
     calls: list[DeviceCall[_Measured]] = [
         DeviceCall(
             f"evaluation of {model.name}", partial(_measure, model, precision, shared), model_memory(model.source)
@@ -220,7 +192,6 @@ class _Scored:
     """Folder of a trained model; None for the group's initial bi-encoder."""
     is_start: bool = False
     """Whether the folder has the group's start, which has not seen the pairs."""
-    is_timed: bool = True
 
     @property
     def source(self) -> str:
@@ -244,18 +215,6 @@ class _Measured(NamedTuple):
     """Similarities of the tasks' pairs, for the ensemble."""
 
 
-def _models_by_phase(recipe: MutualRecipe, run: RunDirectory, groups: Sequence[str]) -> dict[Phase, dict[str, Path]]:
-    """Return the folders of the models that each phase of a run trained, by group."""
-    store, last = PhaseStore(run.path), last_phase(recipe.mutual.cycles)
-    phases = [phase for number in range(1, last.number + 1) if store.posted(phase := Phase(number))]
-    return {
-        phase: {
-            name: run.path / "groups" / name / phase.name / "model" for name in groups if name in store.posted(phase)
-        }
-        for phase in phases
-    }
-
-
 def _start_name(group: str) -> str:
     return f"{group} start"
 
@@ -271,7 +230,7 @@ def _measure(
         scored.model.fetch_folder()
         encoder = load_trained(group, scored.kind, scored.model.path)
         contamination = Contamination.read(scored.model.path) if scored.is_start else seen[group.name, scored.kind]
-    if scored.model is None or not scored.is_timed:  # as large and as fast as the best trained model
+    if scored.model is None:  # as large and as fast as the best trained model
         tasks = replace(tasks, timed_texts=[])
     on_device, progress = encoder.to(default_device()), reporting(reporter, scored.name)
     candidate = make_candidate(scored.name, scored.source, on_device, contamination, precision, progress)

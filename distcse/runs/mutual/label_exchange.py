@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distcse.errors import StoppedEarlyError
 from distcse.recipe import KINDS, GroupSection, MutualRecipe, MutualSection
-from distcse.runs.mutual.phase_store import PhaseStore, Scores, StoredScores, best_phase, dev_scores
-from distcse.runs.mutual.phases import Phase, PhaseResult
+from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores, best_phase, dev_scores
 
 _POLL_S = 0.5
 """Seconds between checks for a stop request while a group waits."""
@@ -175,13 +173,18 @@ def combine(scores: Sequence[NDArray[np.floating]], weights: Sequence[float], st
         standardize: Whether to give the models' scores the same mean and standard deviation before.
     """
     number = len(scores[0])
-    bands = _bands(scores, weights) if standardize else None
+    if standardize:
+        means, deviations = np.array([_mean_and_deviation(group_scores) for group_scores in scores]).T[:, :, None]
+        mean, deviation = (float(np.average(values[:, 0], weights=weights)) for values in (means, deviations))
+        deviations[deviations == 0] = 1.0  # equal scores stay equal
     labels = np.empty(number, dtype=np.float32)
     parts = -(-number // PAIRS_PER_PART)
     for part in range(parts):
         rows = slice(number * part // parts, number * (part + 1) // parts)
         table = np.stack([group_scores[rows] for group_scores in scores]).astype(np.float64)
-        labels[rows] = np.average(table if bands is None else bands.align(table), axis=0, weights=weights)
+        if standardize:
+            table = (table - means) / deviations * deviation + mean
+        labels[rows] = np.average(table, axis=0, weights=weights)
     return labels
 
 
@@ -193,13 +196,7 @@ def to_band(labels: NDArray[np.float32], cosines: NDArray[np.floating]) -> NDArr
 
 
 def score_weight(section: MutualSection, group: GroupSection, dev: float | None) -> float:
-    """Return the weight of a model's scores in the labels (`mutual.weigh_by`).
-
-    Args:
-        section: The cycles' section of the recipe.
-        group: The model's group.
-        dev: The model's dev score; None only where weights do not depend on it.
-    """
+    """Return the weight of a model's scores in the labels (`mutual.weigh_by`)."""
     if section.weigh_by == "group":
         return group.weight
     assert dev is not None
@@ -214,27 +211,6 @@ def dev_weight(score: float) -> float:
     """
     rho = min(max(score / 100, _LEAST_RHO), 1 - _LEAST_RHO)
     return rho / (1 - rho * rho)
-
-
-@dataclass(frozen=True)
-class _Bands:
-    """Means and standard deviations (G, 1) of the groups' scores over all pairs, and the mean and deviation to give them all."""
-
-    means: NDArray[np.float64]
-    deviations: NDArray[np.float64]
-    mean: float
-    deviation: float
-
-    def align(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give each group's scores in a (G, n) table the same mean and standard deviation."""
-        return (table - self.means) / self.deviations * self.deviation + self.mean
-
-
-def _bands(scores: Sequence[NDArray[np.floating]], weights: Sequence[float]) -> _Bands:
-    means, deviations = np.array([_mean_and_deviation(group_scores) for group_scores in scores]).T.copy()
-    mean, deviation = (float(np.average(values, weights=weights)) for values in (means, deviations))
-    deviations[deviations == 0] = 1.0  # equal scores stay equal
-    return _Bands(means[:, None], deviations[:, None], mean, deviation)
 
 
 def _mean_and_deviation(scores: NDArray[np.floating]) -> tuple[float, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from distcse.devices import host
 from distcse.devices.device import default_device
 from distcse.errors import CorpusTooSmallError, MissingDependencyError
-from distcse.evaluation import evaluation_sentences
+from distcse.evaluation import evaluation_sentences, read_dev
 from distcse.events import Reporter, StageProgress
 from distcse.model_source import CONFIG_FILE
 from distcse.models import Encoder
@@ -25,8 +24,7 @@ from distcse.models.cpu_kernels import use_mkldnn_linear
 from distcse.models.folder import ModelFolder, find_local_model
 from distcse.recipe import KINDS, MiningSection, MutualRecipe
 from distcse.runs.cluster_fit import model_memory
-from distcse.runs.mutual.dev_pairs import DevPairs
-from distcse.storage import ArtifactStore, resolve_path
+from distcse.storage import ArtifactStore, open_store
 from distcse.text import Corpus, Pairs
 
 _STREAM, _BM25_STREAM = 2**31 + 1, 2**31 + 2
@@ -51,25 +49,15 @@ PairRows = NDArray[np.int64]
 
 
 def prepare_mining(recipe: MutualRecipe, reporter: Reporter) -> Corpus:
-    """Read the corpus of `pairs.mine`, or take it from the cache, and check that the packages for mining are installed.
-
-    Raises:
-        MissingDependencyError: A package of the extra `mining` is not installed.
-        CorpusError: The corpus cannot be read, or is empty.
-    """
+    """Read the corpus of `pairs.mine`, or take it from the cache, and check that the packages for mining are installed."""
     section = recipe.pairs.mine
     assert section is not None
     require_mining(section)
-    dev = DevPairs.of(recipe)
+    dev = read_dev(recipe)
     dev_sentences = [] if dev is None else [*dev.first, *dev.second]
     excluded = evaluation_sentences(section.corpus, recipe.evaluation.data, dev_sentences)
     progress = partial(reporter.advance, "corpus", total=section.corpus.limit, unit="sentences")
-    return Corpus.prepare(section.corpus, resolve_path(recipe.storage.cache), progress, excluded)
-
-
-def mine_into(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactStore, reporter: Reporter) -> None:
-    """Mine pairs from a prepared corpus, and store them."""
-    mine_pairs(recipe, Corpus.open(prepared.path), folder.path, reporter)
+    return Corpus.prepare(section.corpus, open_store(recipe.storage.cache), progress, excluded)
 
 
 def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
@@ -81,22 +69,14 @@ def mining_memory(recipe: MutualRecipe, corpus: Corpus) -> float:
     return model_memory(group.backbone) + len(corpus) * (_TEXT_BYTES + _VECTOR_COPIES * 4 * width)
 
 
-def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, reporter: Reporter) -> Pairs:
+def mine_pairs(recipe: MutualRecipe, prepared: ArtifactStore, folder: ArtifactStore, reporter: Reporter) -> None:
     """Mine the recipe's number of different pairs, with a share from each source.
 
     A source with too few pairs is topped up from the others.
-
-    Args:
-        recipe: A recipe with `pairs.mine`.
-        corpus: Its sentences, from `prepare_mining`.
-        folder: The folder to write.
-        reporter: Receives progress; its stop request ends the search.
-
-    Raises:
-        CorpusTooSmallError: There are too few sentences, or fewer pairs than a batch needs.
     """
     section = recipe.pairs.mine
     assert section is not None
+    corpus = Corpus.open(prepared)
     texts = corpus.texts(range(len(corpus)))
     first_row = {text: row for row, text in reversed(list(enumerate(texts)))}
     texts = list(first_row)  # deduplicated: a copy of a sentence is not a useful neighbor
@@ -114,15 +94,11 @@ def mine_pairs(recipe: MutualRecipe, corpus: Corpus, folder: Path, reporter: Rep
         pools.append((section.random_share, _random_pairs(len(texts), section.pairs, random)))
     rows = draw_pairs(pools, section.pairs, random)
     rows = rows[sample_pairs(len(rows), recipe)]
-    return Pairs.write_rows(folder, lambda ids: [texts[row] for row in ids.tolist()], rows)
+    Pairs.write_rows(folder, lambda ids: [texts[row] for row in ids.tolist()], rows)
 
 
 def require_mining(section: MiningSection) -> None:
-    """Check that the packages which the mining settings need are installed.
-
-    Raises:
-        MissingDependencyError: A package is not installed.
-    """
+    """Check that the packages which the mining settings need are installed."""
     if any(band.share for band in section.bands):
         _require_faiss()
     if section.bm25_share:
@@ -257,11 +233,7 @@ _SAMPLE_STREAM = 2**31
 
 
 def sample_pairs(number: int, recipe: MutualRecipe) -> NDArray[np.int64]:
-    """Sample `pairs.limit` rows of a number of different pairs, ascending; all of them without a limit.
-
-    Raises:
-        CorpusTooSmallError: There are fewer pairs than a batch needs.
-    """
+    """Sample `pairs.limit` rows of a number of different pairs, ascending; all of them without a limit."""
     own = [size for group in recipe.groups for kind in KINDS if (size := group.overrides(kind).batch_size)]
     batch_size = max(own + [recipe.batch_sizes(kind)[-1] for kind in KINDS])
     limit, rows = recipe.pairs.limit, np.arange(number)
@@ -291,9 +263,6 @@ def knn(
 
     Returns:
         (n, min(k + 1, n)) cosines and (n, min(k + 1, n)) row ids, nearest first; an id is -1 where the index finds fewer.
-
-    Raises:
-        MissingDependencyError: faiss is not installed.
     """
     faiss, report = _require_faiss(), on_progress or (lambda done: None)
     report(0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distcse.devices.device import defaults_of, to_device
-from distcse.evaluation import PairModel, PairScores, VectorModel
+from distcse.evaluation import Dev, PairModel, PairScores, VectorModel
 from distcse.events import Reporter
 from distcse.losses import bce_soft, mse_cosine
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.student import WeightInterpolation
 from distcse.recipe import LoopSection
-from distcse.runs.mutual.dev_pairs import DevPairs
 from distcse.text import BatchSampler, Pairs, PairTokenTable, TokenTable
 from distcse.text.collate import collate
 from distcse.training.dropout_rng import dropout_rng, dropout_seed
@@ -67,12 +66,7 @@ class PairBatch(NamedTuple):
     Each part then has its own dropout seed."""
 
     def encode(self, encoder: nn.Module, is_last: bool = True) -> Tensor:
-        """Return the encoder's outputs for all texts, in the batch's order.
-
-        Args:
-            encoder: The encoder.
-            is_last: Whether it is the step's last forward pass. Default: True.
-        """
+        """Return the encoder's outputs for all texts, in the batch's order."""
         if self.recomputes:
             outputs = torch.cat([self._encode_part(encoder, number, is_last) for number in range(len(self.parts))])
         else:
@@ -122,23 +116,30 @@ def encode_streams(encoder: nn.Module, streams: Sequence[PairBatch]) -> list[Ten
     return [batch.encode(encoder, number == len(streams)) for number, batch in enumerate(streams, start=1)]
 
 
-class PairTokens(ABC):
-    """Token ids of n pairs, which a task takes its batches from.
+@dataclass(frozen=True)
+class PairTokens:
+    """Token ids of n pairs, which a task takes its batches from."""
 
-    Args:
-        pad_id: Token id of padding.
-        max_length: Most tokens of a text.
-    """
+    number: int
+    """Number of rows: n, or 2n in both orders, where rows n to 2n - 1 are the pairs with their sentences swapped."""
+    texts: Callable[[NDArray[np.int64]], tuple[list[Row], list[Row] | None]]
+    """Returns the token ids of the texts of the pairs at these rows, and their token type ids; None without type ids."""
+    pad_id: int
+    max_length: int
 
-    def __init__(self, pad_id: int, max_length: int) -> None:
-        self._pad_id, self._max_length = pad_id, max_length
+    @classmethod
+    def bi(cls, encoder: Encoder, pairs: Pairs, table: TokenTable) -> PairTokens:
+        """Take the first sentences of the pairs, then the second ones, from the table of their distinct sentences."""
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+        def texts(rows: NDArray[np.int64]) -> tuple[list[Row], None]:
+            return table.rows(pairs.rows[rows].T.reshape(-1).astype(np.int64)), None
 
-    @abstractmethod
-    def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
-        """Return the token ids of the texts of the pairs at these rows, and their token type ids; None without type ids."""
+        return cls(len(pairs), texts, table.pad_id, encoder.max_length)
+
+    @classmethod
+    def cross(cls, encoder: CrossEncoder, table: PairTokenTable) -> PairTokens:
+        """Take each pair as one text from the table."""
+        return cls(len(table), table.rows, table.pad_id, encoder.max_length)
 
     def batch(
         self,
@@ -148,14 +149,10 @@ class PairTokens(ABC):
         length_ratio: float = MIN_LENGTH_RATIO,
         passes: int = 1,
     ) -> PairBatch:
-        """Collate the pairs at these rows.
+        """Collate the pairs at these (B,) rows.
 
-        Args:
-            rows: (B,) row ids.
-            seed: Dropout seed.
-            device: Device of the batch.
-            length_ratio: Smallest ratio of the shortest to the longest text in a padded tensor; used on CPUs only.
-            passes: Number of forward passes into which the texts are split, with recomputed activations. Default: 1, none split.
+        On CPUs, texts are padded together whose lengths have at least the ratio `length_ratio`. From two passes on, the texts
+        are split among that many forward passes, whose activations are recomputed.
         """
         texts, kinds = self.texts(rows)
         # On a GPU, one padded pass is faster than several small ones, and than one that skips padding.
@@ -166,54 +163,13 @@ class PairTokens(ABC):
             parts = [part[begin : begin + size] for part in parts for begin in range(0, len(part), size)]
         collated = []
         for part in parts:
-            width = defaults_of(device).width_multiple, self._max_length
-            tokens = collate([texts[index] for index in part], self._pad_id, on_cpu, *width).to(device)
+            width = defaults_of(device).width_multiple, self.max_length
+            tokens = collate([texts[index] for index in part], self.pad_id, on_cpu, *width).to(device)
             part_kinds = None if kinds is None else collate([kinds[index] for index in part], 0, False, *width)
             kind_ids = None if part_kinds is None else part_kinds.to(device).ids
             collated.append(Texts(tokens.ids, tokens.mask, tokens.token_index, kind_ids))
         order = to_device(torch.tensor([index for part in parts for index in part]), device)
         return PairBatch(collated, order, seed, recomputes=passes > 1)
-
-
-class BiTokens(PairTokens):
-    """Token ids of n pairs for a bi-encoder.
-
-    Args:
-        encoder: The bi-encoder.
-        pairs: The pairs.
-        table: The tokens of their distinct sentences.
-    """
-
-    def __init__(self, encoder: Encoder, pairs: Pairs, table: TokenTable) -> None:
-        super().__init__(table.pad_id, encoder.max_length)
-        self._pairs, self._table = pairs.rows, table
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], None]:
-        """Return the token ids of the first sentences of the pairs at these rows, then those of the second ones."""
-        return self._table.rows(self._pairs[rows].T.reshape(-1).astype(np.int64)), None
-
-
-class CrossTokens(PairTokens):
-    """Token ids of n pairs for a cross-encoder; in both orders, rows n to 2n - 1 are the pairs with their sentences swapped.
-
-    Args:
-        encoder: The cross-encoder.
-        table: The pairs' tokens.
-    """
-
-    def __init__(self, encoder: CrossEncoder, table: PairTokenTable) -> None:
-        super().__init__(table.pad_id, encoder.max_length)
-        self._table = table
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def texts(self, rows: NDArray[np.int64]) -> tuple[list[Row], list[Row] | None]:
-        """Return the token ids and token type ids at these rows (see `PairTokenTable.rows`)."""
-        return self._table.rows(rows)
 
 
 class PairTask:
@@ -251,7 +207,7 @@ class PairTask:
         tokens: PairTokens,
         labels: NDArray[np.float32],
         section: LoopSection,
-        dev: DevPairs | None,
+        dev: Dev | None,
         eval_steps: int,
         seed: int,
         rank: int = 0,
@@ -262,11 +218,11 @@ class PairTask:
         init_weight_mix: float = 0.0,
         reporter: Reporter | None = None,
     ) -> None:
-        self._check_stop = stop_of_score(reporter or Reporter(), together=True)
+        self._check_stop = stop_of_score(reporter or Reporter())
         self.model: BiPairs | CrossPairs = BiPairs(encoder) if isinstance(encoder, Encoder) else CrossPairs(encoder)
         self._tokens = tokens
         self.labels = labels
-        self._sampler = BatchSampler(len(tokens), section.batch_size, seed)
+        self._sampler = BatchSampler(tokens.number, section.batch_size, seed)
         self._dev_precision, self._passes = dev_precision, passes
         self._mixed: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(encoder, Encoder):
@@ -283,7 +239,7 @@ class PairTask:
         self.steps = total_steps(section, self._sampler.steps_per_epoch)
 
     def on_start(self, first_step: int) -> None:
-        """Do nothing: the labels are already available."""
+        """Do nothing: the labels are there."""
 
     def prepare_batch(self, step: int, device: torch.device) -> StepInputs:
         rows = self.rank_rows(step)
@@ -339,13 +295,7 @@ def pair_model(
     precision: str = "fp32",
     on_progress: Callable[..., None] | None = None,
 ) -> PairModel:
-    """Wrap an encoder as a model of pairs.
-
-    Args:
-        encoder: A bi-encoder, which scores by raw cosines, or a cross-encoder, which scores by sigmoid outputs.
-        precision: Precision of the forward passes.
-        on_progress: Called after each forward pass, as a `Progress`.
-    """
+    """Wrap an encoder as a model of pairs."""
     if isinstance(encoder, Encoder):
         return VectorModel.of(encoder, precision, on_progress)
     return PairScores(encoder, on_progress, precision)

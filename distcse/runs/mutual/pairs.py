@@ -13,7 +13,7 @@ import numpy as np
 
 from distcse.devices.device_plan import GIB
 from distcse.errors import CorpusNotFoundError
-from distcse.evaluation import Tasks, stream_texts
+from distcse.evaluation import Tasks, read_dev, stream_texts
 from distcse.evaluation.tables import ENDINGS
 from distcse.events import LogMessage, Reporter, StageProgress
 from distcse.models import TokenizerSpec, model_fingerprint, resolve_model
@@ -21,12 +21,11 @@ from distcse.models.folder import ModelFolder
 from distcse.preflight.warnings import report_warnings, warn_of_cut_rows, warn_of_unknown_tokens
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
 from distcse.runs.backend import Backend, DeviceCall
-from distcse.runs.mutual.dev_pairs import DevPairs
 from distcse.runs.mutual.final_evaluation import wanted_tasks
-from distcse.runs.mutual.mining import mine_into, mining_memory, prepare_mining, sample_pairs
-from distcse.runs.mutual.phases import TokenStores
+from distcse.runs.mutual.mining import mine_pairs, mining_memory, prepare_mining, sample_pairs
+from distcse.runs.mutual.phase_store import TokenStores
 from distcse.runs.mutual.processes import group_needs
-from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
+from distcse.storage import ArtifactStore, open_store, storage_errors
 from distcse.text import Pairs, PairTokenTable, TokenTable, tokenizer_fingerprint
 from distcse.text.token_table import SampledTokens
 from distcse.training.schedule import fitting_batch, total_steps
@@ -34,20 +33,8 @@ from distcse.training.schedule import fitting_batch, total_steps
 _SILENT = Reporter()
 
 
-def read_pairs(recipe: MutualRecipe, folder: Path, reporter: Reporter = _SILENT) -> Pairs:
-    """Read the different pairs in a recipe's files, in the files' order; `pairs.limit` of them, sampled by the seed.
-
-    Args:
-        recipe: A recipe without `pairs.mine`.
-        folder: The folder to write.
-        reporter: Receives progress; its stop request ends the reading. Default: silent, without stops.
-
-    Raises:
-        CorpusNotFoundError: The folder of pairs.task has no table.
-        CorpusTooSmallError: There are fewer different pairs than a batch needs.
-        EvaluationError: A file is missing or malformed.
-        CorpusCacheError: The folder cannot be written.
-    """
+def read_pairs(recipe: MutualRecipe, folder: ArtifactStore, reporter: Reporter = _SILENT) -> Pairs:
+    """Read the different pairs in a recipe's files, in the files' order; `pairs.limit` of them, sampled by the seed."""
     first, second = recipe.pairs.columns
     pairs = ((one, other) for file in _files(recipe) for one, other in stream_texts(file, first, second))
     progress = partial(reporter.advance, "pairs", total=None, unit="sentences")
@@ -55,12 +42,7 @@ def read_pairs(recipe: MutualRecipe, folder: Path, reporter: Reporter = _SILENT)
 
 
 def find_pairs(recipe: MutualRecipe) -> str:
-    """Check that the files with a recipe's pairs exist and have its columns, by their first rows, and return their names.
-
-    Raises:
-        CorpusNotFoundError: The folder of pairs.task has no table.
-        EvaluationError: A file is missing or malformed, or lacks a column.
-    """
+    """Check that the files with a recipe's pairs exist and have its columns, by their first rows, and return their names."""
     files = _files(recipe)
     for file in files:
         next(stream_texts(file, *recipe.pairs.columns), None)
@@ -71,11 +53,6 @@ def fit_to_pairs(recipe: MutualRecipe, number: int, reporter: Reporter = _SILENT
     """Return the recipe with lower defaults of `bi.batch_size` and `cross.batch_size` where there are few pairs.
 
     Each is the largest that leaves ten steps in a phase of each group. Values that a user gave are kept.
-
-    Args:
-        recipe: The recipe.
-        number: Number of different pairs.
-        reporter: Receives a line about lowered values. Default: silent.
     """
     fitted = recipe
     for kind in KINDS:
@@ -96,22 +73,18 @@ def fit_to_pairs(recipe: MutualRecipe, number: int, reporter: Reporter = _SILENT
 def temporary_pairs(recipe: MutualRecipe, reporter: Reporter = _SILENT) -> Iterator[Pairs]:
     """Context manager: read the pairs in a recipe's files into a temporary folder (see `read_pairs`)."""
     with tempfile.TemporaryDirectory() as folder:
-        yield read_pairs(recipe, Path(folder) / "pairs", reporter)
+        yield read_pairs(recipe, open_store(folder) / "pairs", reporter)
 
 
 def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Reporter) -> Pairs:
-    """Load the run's pairs. A new run reads or mines them first, and stores them.
-
-    Raises:
-        CorpusCacheError: The stored pairs are damaged.
-    """
+    """Load the run's pairs. A new run reads or mines them first, and stores them."""
     store = open_store(run) / "pairs"
     if not store.fetch_folder():
         if recipe.pairs.mine is None:
-            read_pairs(recipe, store.path, reporter)
+            read_pairs(recipe, store, reporter)
         else:
             _mine(recipe, store, backend, reporter)
-    pairs = Pairs.open_verified(store.path)
+    pairs = Pairs.open_verified(store)
     reporter.emit(
         StageProgress("pairs", len(pairs), len(pairs), "pairs", finished=True, note=f"{len(pairs):,} different pairs")
     )
@@ -122,7 +95,7 @@ def _mine(recipe: MutualRecipe, folder: ArtifactStore, backend: Backend, reporte
     corpus = prepare_mining(recipe, reporter)
     call = DeviceCall(
         "mining of pairs",
-        partial(mine_into, recipe, open_store(corpus.directory), folder),
+        partial(mine_pairs, recipe, corpus.store, folder),
         mining_memory(recipe, corpus),
     )
     backend.run_on_devices([call], group_needs(recipe, recipe.groups).options(folder.path.parent), reporter)
@@ -148,16 +121,9 @@ def _files(recipe: MutualRecipe) -> list[Path]:
 def data_fingerprints(
     recipe: MutualRecipe, groups: Sequence[GroupSection], pairs: Pairs | None, tasks: Tasks
 ) -> dict[str, str]:
-    """Fingerprint the pairs, the dev set, the models and the test sets, by name.
-
-    Args:
-        recipe: The recipe.
-        groups: The groups whose models to include.
-        pairs: The run's pairs; None leaves them out.
-        tasks: The labelled test sets.
-    """
+    """Fingerprint the pairs, the dev set, the models and the test sets, by name."""
     fingerprints = {} if pairs is None else {"pairs": pairs.fingerprint}
-    if (dev := DevPairs.of(recipe)) is not None:
+    if (dev := read_dev(recipe)) is not None:
         fingerprints["dev set"] = dev.fingerprint
     for group in groups:
         fingerprints[f"model of {group.name}"] = model_fingerprint(group.backbone, group.trust_remote_code)
@@ -184,25 +150,19 @@ def prepare_tokens(
 
     Returns:
         The tables of each group.
-
-    Raises:
-        TokenizerError: A sentence has no token.
-        StoppedEarlyError: A stop was requested before all pairs were tokenized.
-        CorpusCacheError: The cache cannot be written.
     """
     sharing: dict[str, list[GroupSection]] = {}
     for group in groups:
         sharing.setdefault(tokenizer_fingerprint(TokenizerSpec.of(group).tokenizer), []).append(group)
-    cache = resolve_path(recipe.storage.cache)
-    with storage_errors(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-    stores = open_store(pairs.directory), open_store(cache)
-    prepare = partial(_prepare, recipe, *stores)
+    cache = open_store(recipe.storage.cache)
+    with storage_errors(cache.path):
+        cache.path.mkdir(parents=True, exist_ok=True)
+    prepare = partial(_prepare, recipe, pairs.store, cache)
     calls = [
         DeviceCall(f"tokenization for {members[0].name}", partial(prepare, members), 2 * GIB)
         for members in sharing.values()
     ]
-    options = group_needs(recipe, groups).options(pairs.directory.parent, uses_gpu=False)
+    options = group_needs(recipe, groups).options(pairs.store.path.parent, uses_gpu=False)
     found = backend.run_on_devices(calls, options, reporter)
     tables = {name: tables for prepared in found for name, tables in prepared.items()}
     return [tables[group.name] for group in groups]
@@ -216,23 +176,23 @@ def _prepare(
     reporter: Reporter,
 ) -> dict[str, TokenStores]:
     """Prepare the tables of groups with one tokenizer, one after the other: groups of equal settings share them."""
-    pairs, prepared = Pairs.open(stored.path), dict[str, TokenStores]()
+    pairs, prepared = Pairs.open(stored), dict[str, TokenStores]()
     for group in groups:
         cross = recipe.cross_of(group)
         orders = 2 if cross.both_orders else 1
         spec = TokenizerSpec.of(group)
         report = partial(reporter.advance, "tokens", total=len(pairs.sentences), unit="sentences")
         sentences = TokenTable.prepare(
-            pairs.sentences, spec.tokenizer, spec.max_length, cache.path, report, prompt=spec.prompt
+            pairs.sentences, spec.tokenizer, spec.max_length, cache, report, prompt=spec.prompt
         )
         root = resolve_model(recipe.cross_start(group), group.trust_remote_code)
         tokenizer = ModelFolder.read(root, group.trust_remote_code).load_tokenizer()
         report = partial(reporter.advance, "tokens", total=orders * len(pairs), unit="pairs")
-        both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache.path, report)
+        both = PairTokenTable.prepare(pairs, tokenizer, cross.max_length, orders == 2, cache, report)
         note = f"{group.name}: {'reused' if sentences.reused and both.reused else 'tokenized'}"
         reporter.emit(StageProgress("tokens", len(pairs), len(pairs), "pairs", finished=True, note=note))
         report_extent(recipe, group, pairs, spec, tokenizer, reporter)
-        prepared[group.name] = {"bi": open_store(sentences.directory), "cross": open_store(both.directory)}
+        prepared[group.name] = {"bi": sentences.store, "cross": both.store}
     return prepared
 
 
@@ -248,16 +208,7 @@ def report_extent(
     cross_tokenizer: Any,
     reporter: Reporter,
 ) -> None:
-    """Report a line for a group, and warnings if it cuts, or does not know, more than in any run that was measured.
-
-    Args:
-        recipe: The recipe.
-        group: The group.
-        pairs: The run's pairs.
-        spec: The tokenizer of its bi-encoders, with length and prompt.
-        cross_tokenizer: The tokenizer of its cross-encoders.
-        reporter: Receives the line and the warnings.
-    """
+    """Report a line for a group, and warnings if it cuts, or does not know, more than in any run that was measured."""
     rows = np.sort(np.random.default_rng(0).choice(len(pairs), min(_SAMPLE, len(pairs)), replace=False))
     first, second = (pairs.sentences.texts(side) for side in pairs.rows[rows].T)
     bi, cross = recipe.bi_of(group), recipe.cross_of(group)

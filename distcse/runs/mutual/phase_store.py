@@ -1,4 +1,4 @@
-"""Crash-safe store of a mutual distillation's state: the finished phases of each group, their scores, and the labels.
+"""The phases of a mutual distillation, a group's part of a run, and the crash-safe store of its state.
 
 <run>/phases.json                 the state, replaced atomically
       labels/start-bert.0f3a9c1b7e24.npy  scores of one group in a phase, with the first digits of their checksum
@@ -13,17 +13,107 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distcse.errors import ResumeMismatchError, RunRecordError
+from distcse.errors import RunRecordError
 from distcse.evaluation.encoding import decode_result, encode_result
-from distcse.recipe import MutualRecipe
+from distcse.recipe import GroupSection, LoopSection, MutualRecipe
 from distcse.runs.lease import Lease
-from distcse.runs.mutual.phases import Kind, Phase, PhaseResult, last_phase
 from distcse.storage import ArtifactStore, open_store, sha256, storage_errors
+from distcse.text import Pairs
+from distcse.training.dropout_rng import dropout_seed
+
+Kind = Literal["bi", "cross"]
+
+
+@dataclass(frozen=True, order=True)
+class Phase:
+    """A phase of a run, by its number.
+
+    Phase 0 scores with the initial bi-encoders. Phase 1 trains the cross-encoders of cycle 1, phase 2 its bi-encoders, phase 3
+    the cross-encoders of cycle 2, and so on. The scores of phase n, combined over the groups, are the labels of phase n + 1.
+    """
+
+    number: int
+
+    @property
+    def kind(self) -> Kind:
+        """The formulation that is trained in the phase and then scores the pairs."""
+        return "cross" if self.number % 2 else "bi"
+
+    @property
+    def cycle(self) -> int:
+        """Number of the cycle, from 1; phase 0 belongs to cycle 0."""
+        return (self.number + 1) // 2
+
+    @property
+    def name(self) -> str:
+        """Name in folders and messages, such as `cycle-1-cross`."""
+        return f"cycle-{self.cycle}-{self.kind}" if self.number else "start"
+
+    @property
+    def ends_cycle(self) -> bool:
+        """Whether the phase is the last of its cycle."""
+        return self.number > 0 and self.kind == "bi"
+
+
+def last_phase(cycles: int) -> Phase:
+    """Return the last phase of a run of `cycles` cycles."""
+    return Phase(2 * cycles)
+
+
+TokenStores = Mapping[Kind, ArtifactStore]
+"""The folders of a group's token tables: a `TokenTable` of the sentences, and a `PairTokenTable`."""
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """Result of the training in a phase."""
+
+    step: int
+    """Step of the best model."""
+    dev: float | None
+    """Dev score of the best model; None without dev pairs."""
+    steps: int
+    """Number of training steps."""
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """The inputs of a group's trainer or scorer. The run's folder is on storage that all of them see, guarded by its lease."""
+
+    recipe: MutualRecipe
+    number: int
+    """Index of the group in the recipe."""
+    run: ArtifactStore
+    tokens: TokenStores
+    """The group's token tables."""
+
+    @property
+    def group(self) -> GroupSection:
+        """The group's section of the recipe."""
+        return self.recipe.groups[self.number]
+
+    @property
+    def pairs(self) -> Pairs:
+        """The run's pairs."""
+        return Pairs.open(self.run / "pairs")
+
+    def folder(self, phase: Phase) -> ArtifactStore:
+        """Return the folder of a phase of this group."""
+        return self.run / "groups" / self.group.name / phase.name
+
+    def section(self, kind: Kind) -> LoopSection:
+        """Return the group's training settings of a formulation."""
+        return self.recipe.loop_of(self.group, kind)
+
+    def seed(self, phase: Phase) -> int:
+        """Return the seed of new weights, row order and dropout, different for each group and phase."""
+        return dropout_seed(self.recipe.seed, phase.number, self.number) % 2**31
+
 
 Scores = NDArray[np.float32]
 
@@ -38,11 +128,7 @@ class StoredScores:
 
     @classmethod
     def write(cls, folder: ArtifactStore, name: str, scores: Scores) -> StoredScores:
-        """Store scores atomically, as `<name>.<first digits of their checksum>.npy`.
-
-        Raises:
-            StorageError: The storage refuses the file.
-        """
+        """Store scores atomically, as `<name>.<first digits of their checksum>.npy`."""
         digest = sha256([scores.data])
         file = f"{name}.{digest[:12]}.npy"
         with folder.write(file) as temporary, open(temporary, "wb") as out:
@@ -50,11 +136,7 @@ class StoredScores:
         return cls(folder, file, digest)
 
     def read(self) -> Scores:
-        """Memory-map the scores, and verify their checksum.
-
-        Raises:
-            RunRecordError: The file is missing or damaged.
-        """
+        """Memory-map the scores, and verify their checksum."""
         self.folder.fetch(self.name)
         file = f"{self.folder}/{self.name}"
         try:
@@ -93,12 +175,7 @@ class ScoreShards:
         return None if content is None else decode_result(content["scores"])
 
     def write(self, begin: int, scores: NDArray[np.float32]) -> None:
-        """Store the (n,) scores of the pairs from `begin` on, unless a later start has taken over the run.
-
-        Raises:
-            RunTakenOverError: A later start has taken over the run.
-            StorageError: The file cannot be written.
-        """
+        """Store the (n,) scores of the pairs from `begin` on, unless a later start has taken over the run."""
         self._run.write_json(self._file(begin, begin + len(scores)), {"scores": encode_result(scores)})
 
     def delete(self) -> None:
@@ -130,7 +207,7 @@ class PhaseStore:
         with storage_errors(self._labels.path):
             self._labels.path.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
-        self._state: dict[str, Any] = {"pairs": None, "posted": {}, "labels": {}, "own_labels": {}}
+        self._state: dict[str, Any] = {"posted": {}, "labels": {}, "own_labels": {}}
         self._state |= {"starts": {}, "dropped": {}, "stopped_after": None}
         try:
             self._state |= self._store.read_json(_STATE) or {}
@@ -159,29 +236,8 @@ class PhaseStore:
             self._state["starts"] |= dev
             self._write()
 
-    def record_pairs(self, fingerprint: str) -> None:
-        """Record the fingerprint of the pairs, or compare it with the recorded one.
-
-        Raises:
-            ResumeMismatchError: The run began with different pairs.
-        """
-        with self._lock:
-            if self._state["pairs"] not in (None, fingerprint):
-                raise ResumeMismatchError(
-                    f"the pairs have changed since {self._store} began; restore the folder pairs, or start a new run"
-                )
-            self._state["pairs"] = fingerprint
-            self._write()
-
     def post(self, group: str, phase: Phase, scores: Scores, trained: PhaseResult | None) -> None:
-        """Record that a group has finished a phase, with its scores, and delete their shards.
-
-        Args:
-            group: The group's name.
-            phase: The phase.
-            scores: (n,) scores of the pairs.
-            trained: The result of the training; None for phase 0.
-        """
+        """Record that a group has finished a phase, with its scores, and delete their shards."""
         with self._lock:
             training = {} if trained is None else {"dev": trained.dev, "step": trained.step, "steps": trained.steps}
             entry = {**self._write_scores(f"{phase.name}-{group}", scores), **training}
@@ -195,7 +251,7 @@ class PhaseStore:
 
     def scores(self, group: str, phase: Phase) -> Scores:
         """Map the (n,) scores that a group posted for a phase."""
-        return self._stored(f"{phase.name}-{group}", self._state["posted"][str(phase.number)][group]).read()
+        return self._stored(self._state["posted"][str(phase.number)][group]).read()
 
     def store_labels(self, phase: Phase, labels: Scores) -> None:
         """Store the final labels of a phase."""
@@ -211,20 +267,20 @@ class PhaseStore:
     def stored_labels(self, phase: Phase) -> StoredScores | None:
         """Return the file with the labels of a phase; None if not all groups have posted."""
         entry = self._state["labels"].get(str(phase.number))
-        return None if entry is None else self._stored(phase.name, entry)
+        return None if entry is None else self._stored(entry)
 
     def store_own_labels(self, group: str, phase: Phase, labels: Scores) -> StoredScores:
         """Store the (n,) labels on which one group trains a phase, and return their file."""
         with self._lock:
-            entry = self._write_scores(_own_name(group, phase), labels)
+            entry = self._write_scores(f"{phase.name}.for.{group}", labels)
             self._state["own_labels"].setdefault(str(phase.number), {})[group] = entry
             self._write()
-        return self._stored(_own_name(group, phase), entry)
+        return self._stored(entry)
 
     def own_labels(self, group: str, phase: Phase) -> StoredScores | None:
         """Return the file with the labels on which one group trains a phase; None before `store_own_labels`."""
         entry = self._state["own_labels"].get(str(phase.number), {}).get(group)
-        return None if entry is None else self._stored(_own_name(group, phase), entry)
+        return None if entry is None else self._stored(entry)
 
     def drop(self, group: str, why: str) -> None:
         """Record that the run continues without a group, and why."""
@@ -243,15 +299,11 @@ class PhaseStore:
         stored = StoredScores.write(self._labels, name, scores)
         return {"file": stored.name, "sha256": stored.sha256}
 
-    def _stored(self, name: str, entry: Mapping[str, str]) -> StoredScores:
+    def _stored(self, entry: Mapping[str, str]) -> StoredScores:
         return StoredScores(self._labels, entry["file"], entry["sha256"])
 
     def _write(self) -> None:
         self._store.write_json(_STATE, self._state)
-
-
-def _own_name(group: str, phase: Phase) -> str:
-    return f"{phase.name}.for.{group}"
 
 
 DevScores = Mapping[Phase, float | None]
@@ -259,15 +311,7 @@ DevScores = Mapping[Phase, float | None]
 
 
 def dev_scores(recipe: MutualRecipe, store: PhaseStore, group: str, kind: Kind, last: Phase | None = None) -> DevScores:
-    """Return the dev scores of the models among which a group's best of a formulation is selected.
-
-    Args:
-        recipe: The recipe; `mutual.best_of` decides whether the group's start is one of them.
-        store: The run's finished phases.
-        group: The group's name.
-        kind: The formulation.
-        last: The last phase to consider. Default: the run's.
-    """
+    """Return the dev scores of the models among which a group's best of a formulation is selected."""
     last = last or last_phase(recipe.mutual.cycles)
     phases = [Phase(number) for number in range(1, last.number + 1)]
     found = {

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import safe_open
 
@@ -26,28 +25,20 @@ from distcse.devices.resources import (
     nodes_with,
     refuse_impossible,
 )
-from distcse.errors import EncoderError, StorageError
+from distcse.errors import ClusterTooSmallError, EncoderError, StorageError
 from distcse.events import LogMessage, Reporter
 from distcse.models import resolve_model
 from distcse.models.st_format import backbone_folder
 from distcse.preflight.precision import Role
 from distcse.recipe import KINDS, GroupSection, MutualRecipe
-from distcse.recipe.names import is_path
-from distcse.runs.cluster_fit import NodeNeeds, decide_for, plans_gpus, usable_devices
-from distcse.runs.mutual.scheduling import worker_counts
+from distcse.runs.cluster_fit import NodeNeeds, decide_for, evaluation_paths, plans_gpus, usable_devices
 
 _LAYER = re.compile(r"\.(?:layers?|h|block)\.(\d+)\.")
 """Number of a layer in the name of a weight."""
 
 
 def group_processes(recipe: MutualRecipe, groups: Sequence[GroupSection], shared: int = 1) -> list[Process]:
-    """Return the workers of groups that run at the same time.
-
-    Args:
-        recipe: The recipe.
-        groups: Its groups that are not dropped.
-        shared: Number of shared workers, if the groups share some. Default: 1, which is the least.
-    """
+    """Return the workers of groups that run at the same time."""
     if recipe.mutual.shared_workers is None:
         key, kinds = "groups.N.workers", [(f"group {group.name}", group, group.workers) for group in groups]
     else:
@@ -69,26 +60,15 @@ def group_processes(recipe: MutualRecipe, groups: Sequence[GroupSection], shared
 
 
 def group_needs(recipe: MutualRecipe, groups: Sequence[GroupSection], in_sweep: bool = False) -> NodeNeeds:
-    """Return which nodes can work for groups, and what they must see.
-
-    Args:
-        recipe: The recipe.
-        groups: Its groups that are not dropped; the nodes of the others may be gone.
-        in_sweep: Whether a sweep runs the recipe, whose trials each run all groups in one process, on any node. It prepares the
-            tokens that it trains on, so that other nodes need not see them. Default: False.
-    """
+    """Return which nodes can work for groups, and what they must see."""
     labels: dict[str, Labels] = {}
-    read: dict[str, Path] = {}
+    read = evaluation_paths(recipe.evaluation.data, recipe.evaluation.dev)
     for group in groups:
         key = f"groups.{recipe.groups.index(group)}"
         labels[f"{key}.node_labels"] = group.node_labels
         read[f"{key}.backbone"] = Path(group.backbone)
         if group.cross_backbone is not None:
             read[f"{key}.cross_backbone"] = Path(group.cross_backbone)
-    if recipe.evaluation.data is not None:
-        read["evaluation.data"] = Path(recipe.evaluation.data)
-    if is_path(recipe.evaluation.dev):
-        read["evaluation.dev"] = Path(recipe.evaluation.dev)
     return NodeNeeds(recipe, {"": None} if in_sweep else labels, read, writes_cache=not in_sweep)
 
 
@@ -118,15 +98,6 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
     """Decide the CPUs and GPUs of one worker of each group, and how many workers they share.
 
     CPUs that a group does not set are its even share of the nodes. GPUs that it does not set are one for a worker.
-
-    Args:
-        recipe: The recipe.
-        groups: Its groups that run at the same time.
-        nodes: The nodes of the cluster.
-
-    Raises:
-        ClusterTooSmallError: The cluster does not have the resources, a GPU that `resources.gpu` requires, or a node with
-            the labels of a key.
     """
     number = recipe.mutual.shared_workers
     shared: int | None = None
@@ -152,6 +123,18 @@ def plan_groups(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Seq
     return GroupResources(per_worker * len(groups), plan, shared)
 
 
+def worker_counts(streams: int, slots: int, least: int) -> list[int]:
+    """List the numbers of workers, ascending, that split a batch of equal parts evenly and have room in a pool of slots."""
+    counts = [count for count in range(least, streams + 1) if streams % count == 0]
+    if not counts or counts[0] > slots:
+        needed = counts[0] if counts else least
+        raise ClusterTooSmallError(
+            f"a batch of {streams} parts on at least {least} workers needs {needed} of {slots} shared workers; add nodes, or "
+            "lower groups.N.workers"
+        )
+    return [count for count in counts if count <= slots]
+
+
 def _count_shared(recipe: MutualRecipe, groups: Sequence[GroupSection], nodes: Sequence[Resources]) -> int:
     """Count the workers that fit on the nodes: by GPUs, by `cpus_per_worker`, or one worker per CPU as far as groups need it."""
     first = groups[0]
@@ -173,36 +156,19 @@ def _competing_workers(group: GroupSection, groups: Sequence[GroupSection]) -> i
     )
 
 
-@contextmanager
 def joined_for_groups(
     recipe: MutualRecipe,
     groups: Sequence[GroupSection],
     cluster: Cluster | None,
     run: Path,
     in_sweep: bool = False,
-) -> Iterator[GroupResources]:
-    """Context manager: join the cluster, and check its room for all groups at once and that its nodes see the folders.
+) -> AbstractContextManager[GroupResources | None]:
+    """Join the cluster, and check its room for all groups and that its nodes see the folders.
 
-    Args:
-        recipe: The recipe to run.
-        groups: Its groups that are still running.
-        cluster: The cluster to join; None does nothing.
-        run: An existing folder: the run's, or the parent of all runs.
-        in_sweep: As for `group_needs`.
-
-    Yields:
-        What the groups' workers reserve; without a cluster or in a sweep, an empty mapping per group.
-
-    Raises:
-        SharedStorageError: A node does not see a folder.
-        DistcseError: `plan_groups` raised it.
+    The block gets what the groups' workers reserve; None without a cluster or in a sweep.
     """
-
-    def plan(nodes: Sequence[Node]) -> GroupResources | None:
-        return None if in_sweep else plan_groups(recipe, groups, nodes)
-
-    with group_needs(recipe, groups, in_sweep).joined(cluster, plan, run) as resources:
-        yield resources or GroupResources([{} for _ in groups], GpuPlan([], []))
+    needs = group_needs(recipe, groups, in_sweep)
+    return needs.joined(cluster, lambda nodes: None if in_sweep else plan_groups(recipe, groups, nodes), run)
 
 
 def report_gpus(
@@ -226,13 +192,6 @@ def with_precisions(
     """Return the recipe with every `precision: auto` decided, and report the choice.
 
     A recipe that is fp32 throughout measures no device.
-
-    Args:
-        recipe: The recipe to run.
-        cluster: Its cluster; None if everything runs in this process.
-        reporter: Receives the choice, and warnings of half precisions that are slow on a device.
-        trial_gpus: GPUs of a sweep's trial, whose process runs all groups one after the other; None for a single run.
-        groups: The groups that are not dropped. Default: all.
     """
     trained = {section.precision for section in recipe.loop_sections}
     if {*trained, recipe.mutual.precision, recipe.evaluation.precision} == {"fp32"}:
@@ -263,11 +222,6 @@ def roles_on(
     """List both formulations, labels and evaluation on the given devices.
 
     A precision of the run's is shared by the groups that don't set their own, so the devices of all of them decide it.
-
-    Args:
-        recipe: The recipe.
-        devices: The devices of each group that is not dropped, by name.
-        evaluation: The devices of the final evaluation.
     """
     roles = []
     for kind in KINDS:
@@ -292,15 +246,10 @@ def with_max_workers(recipe: MutualRecipe, reporter: Reporter) -> MutualRecipe:
     """Return a recipe of shared workers with each `max_workers: null` decided, and report the numbers.
 
     They follow from the recipe and its models alone, because results depend on them.
-
-    Args:
-        recipe: The recipe. One without shared workers is returned as it is.
-        reporter: Receives the numbers, and a warning for a model whose size is not known.
     """
     if recipe.mutual.shared_workers is None or all(group.max_workers is not None for group in recipe.groups):
         return recipe
-    counts = [count_parameters(group) for group in recipe.groups]
-    sizes = [None if count is None else count.layers for count in counts]
+    sizes = [count_parameters(group) for group in recipe.groups]
     smallest = min((size for size in sizes if size is not None), default=1)
     groups = []
     for number, (group, size) in enumerate(zip(recipe.groups, sizes, strict=True)):
@@ -317,31 +266,20 @@ def with_max_workers(recipe: MutualRecipe, reporter: Reporter) -> MutualRecipe:
     return recipe.model_copy(update={"groups": groups})
 
 
-class Parameters(NamedTuple):
-    """Number of a model's parameters."""
-
-    layers: int
-    """Those of its layers, which compute."""
-    all: int
-    """All, embeddings included, which an optimizer updates."""
-
-
-def count_parameters(group: GroupSection) -> Parameters | None:
-    """Count the parameters of a group's model; None if the model's files are not on this machine."""
+def count_parameters(group: GroupSection) -> int | None:
+    """Count the parameters of the layers of a group's model, which compute; None if its files are not on this machine."""
     try:
         folder: Path = backbone_folder(resolve_model(group.backbone, only_local=True))
     except (EncoderError, StorageError):
         return None
-    layers, of_layers, others = group.named_layers, 0, 0
+    layers, found = group.layers, 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "numpy") as weights:
             for name in weights.keys():  # noqa: SIM118
-                layer, number = _LAYER.search(name), math.prod(weights.get_slice(name).get_shape())
-                if layer is None:
-                    others += number
-                elif layers is None or int(layer[1]) in layers:
-                    of_layers += number
-    return Parameters(of_layers, of_layers + others) if of_layers else None
+                layer = _LAYER.search(name)
+                if layer is not None and (layers is None or int(layer[1]) in layers):
+                    found += math.prod(weights.get_slice(name).get_shape())
+    return found or None
 
 
 def _most(recipe: MutualRecipe, group: GroupSection, ratio: float) -> int:

@@ -11,14 +11,10 @@ from distcse.model_source import shown_name
 from distcse.recipe import MutualRecipe
 from distcse.runs.directory import RunDirectory
 from distcse.runs.experiment import ReferenceModel, Result
-from distcse.runs.model_card import ModelCard, hub_metadata, limits, usage
-from distcse.runs.mutual.phases import Kind, Phase
+from distcse.runs.model_card import USE, ModelCard, hub_metadata, limits, usage
+from distcse.runs.mutual.phase_store import Kind, Phase
 from distcse.storage import to_uri
 
-_USE_BI = """from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("path/to/this/folder")
-vectors = model.encode(["A sentence.", "Another one."])"""
 _USE_CROSS = """from sentence_transformers import CrossEncoder
 
 model = CrossEncoder("path/to/this/folder")
@@ -115,7 +111,7 @@ def _card(recipe: MutualRecipe, best: Best, dropped: Mapping[str, str], pairs: i
                 for name, why in dropped.items()
             ),
             "" if best.is_start else _transductive(recipe),
-            usage(_USE_CROSS if is_cross else _USE_BI),
+            usage(_USE_CROSS if is_cross else USE),
         ],
         closing=[
             "## Recipe\n\nThe resolved recipe is in `distcse/recipe.yaml`.",

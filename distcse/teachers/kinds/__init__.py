@@ -4,12 +4,12 @@ To add a kind, see CONTRIBUTING.md.
 """
 
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 
 from distcse.models import is_cross_encoder, resolve_model
 from distcse.models.folder import find_local_model
 from distcse.recipe import TeacherSection
+from distcse.storage import ArtifactStore
 from distcse.teachers.kinds import base
 from distcse.teachers.kinds.base import BiEncoderKind, ListSource, TeacherKind, register_kind
 from distcse.teachers.kinds.cross_encoder import CrossEncoderKind
@@ -38,6 +38,6 @@ def kind_of(section: TeacherSection, only_local: bool = False) -> TeacherKind:
     return CrossEncoderKind(section) if folder is not None and is_cross_encoder(folder) else BiEncoderKind(section)
 
 
-def open_live(section: TeacherSection, corpus: Path, tokens_per_batch: int | None) -> Teacher:
-    """Create a live teacher of the prepared corpus in folder `corpus`; see `TeacherKind.open_live`."""
+def open_live(section: TeacherSection, corpus: ArtifactStore, tokens_per_batch: int | None) -> Teacher:
+    """Create a live teacher of the prepared corpus in `corpus`; see `TeacherKind.open_live`."""
     return kind_of(section).open_live(Corpus.open(corpus), tokens_per_batch)
