@@ -11,7 +11,7 @@ from typing import Any
 
 from distcse.checks import require
 from distcse.cluster.backend import choose_backend
-from distcse.devices.device import default_device, speed_of, use_available_cpus
+from distcse.devices.device import default_device, use_available_cpus
 from distcse.devices.process import refuse_launchers
 from distcse.errors import (
     ArgumentError,
@@ -22,32 +22,18 @@ from distcse.errors import (
 )
 from distcse.evaluation import (
     NO_LIMITS,
-    Candidate,
     Choice,
     Contamination,
-    CustomSet,
     Evaluation,
     Limits,
     LoadOptions,
-    RetrievalTask,
-    Tasks,
-    TextsTask,
     VectorModel,
-    collect,
-    evaluate,
     labelled_dev,
-    make_candidate,
-    make_ensembles,
-    open_candidate,
-    parse_models,
-    parse_suites,
-    reporting,
     sts_score,
 )
-from distcse.evaluation.tasks.sts import AGGREGATES, Aggregate
+from distcse.evaluation.tasks.sts import AGGREGATES
 from distcse.events import Listener, LogMessage, Reporter, StageProgress
 from distcse.models import Encoder, is_cross_encoder, resolve_model
-from distcse.models.files import CHECKSUMS
 from distcse.models.onnx import ExportResult, export_encoder, require_onnx
 from distcse.models.st_format import default_pooling
 from distcse.planning.machines import parse_cluster
@@ -55,16 +41,9 @@ from distcse.planning.planner import measure as measure_steps
 from distcse.planning.planner import open_cluster, with_precisions
 from distcse.planning.planner import plan as plan_recipe
 from distcse.planning.text import Estimate
-from distcse.preflight.precision import Role, report_precisions
-from distcse.preflight.warnings import (
-    SettingsWarning,
-    report_warnings,
-    warn_of_narrow_bands,
-    warn_of_unknown_tokens,
-    warn_of_unused_prompts,
-)
+from distcse.preflight.warnings import report_warnings, warn_of_narrow_bands
 from distcse.rank_space import RankSpaceEncoder, draw_references, is_rank_space
-from distcse.recipe import BaseRecipe, CorpusSection, EncoderSection, Recipe, read_recipe
+from distcse.recipe import BaseRecipe, CorpusSection, Recipe, read_recipe
 from distcse.report.card import write_cards
 from distcse.report.grids import grids, legend, markdown_table
 from distcse.report.history import read_run
@@ -76,12 +55,12 @@ from distcse.runs.distillation.dev_ensemble import EnsembleScores, require_label
 from distcse.runs.distillation.preflight import check_comparison, check_embedding, embed_corpus
 from distcse.runs.distillation.processes import with_teacher_precisions
 from distcse.runs.experiment import Result, experiment_of
+from distcse.runs.measurement import measure_named_models
 from distcse.runs.reference_run import Compared, ReferenceRun
 from distcse.storage import find_model, resolve_path, to_uri
 from distcse.teachers.comparison import TeacherComparison
 from distcse.teachers.comparison import compare as compare_teachers
 from distcse.text import source_rows
-from distcse.text.token_table import SampledTokens
 
 
 @dataclass(frozen=True, repr=False)
@@ -379,16 +358,6 @@ def plan(
     return estimate._replace(warnings=experiment_of(recipe).warnings(corpus_rows))
 
 
-_IN_MEMORY, _TEACHER = "in memory", "teacher"
-_SAMPLED_TEXTS = 1000
-"""The first texts of the user, which show whether a tokenizer knows them."""
-
-Model = str | Path | Encoder
-"""A run directory, a model folder, the address of either in object storage, a name on the hub, `package:NAME/FOLDER`, or a loaded
-encoder.
-"""
-
-
 @dataclass(frozen=True, repr=False)
 class Measurement:
     """Scores of several models; notebooks show them as tables."""
@@ -433,7 +402,6 @@ def measure(
     texts: str | Path | None = None,
     column: str = "text",
     documents: str | None = None,
-    mteb: str | Path | None = None,
     ensembles: Iterable[str] = (),
     aggregate: Any = "all",
     limits: Limits = NO_LIMITS,
@@ -452,7 +420,6 @@ def measure(
         texts: File of texts without labels, on which the models are also compared, and their speed is measured.
         column: Column of the texts, if the file has columns.
         documents: Model to encode the documents; each retrieval set is measured once more with it.
-        mteb: Folder to write MTEB's results of its STS tasks into.
         ensembles: Rows with the mean of several models' similarities: "NAME=MODEL,MODEL" by names in `models`, or "all".
         aggregate: STS score over a year's subsets: all, mean or wmean.
         limits: What the model that is chosen at the end may need. Default: no choice.
@@ -470,174 +437,23 @@ def measure(
     """
     if aggregate not in AGGREGATES:
         raise EvaluationOptionError(f"aggregate is {aggregate!r}; set it to one of {', '.join(AGGREGATES)}")
-    if mteb is not None:
-        _check_mteb(data)
-    limits.check()
     use_available_cpus()
-    folder = None if data is None else Path(data)
-    load_options = load_options or LoadOptions(device=default_device())
     with open_listener(listen) as emit:
-        reporter = Reporter(emit, stop_requested)
-        report_precisions([_precision_role(load_options)], emit)
-        own = None if texts is None else (Path(texts), column)
-        candidates, tasks = _load(models, folder, suites, add, own, documents, load_options, reporter, aggregate)
-        limits.check_suites([task.suite for task in tasks.tasks])
-        if limits.ms is not None and not tasks.timed_texts:
-            tasks.timed_texts = tasks.first_sentences()
-        combined = make_ensembles(ensembles, candidates)
-        settings = {
-            "STS": aggregate,
-            "device": load_options.device,
-            "precision": load_options.resolved_precision,
-        }
-        base = _reference([candidate.info.name for candidate in candidates])
-        if dry_run:
-            _report_inputs(candidates, combined, tasks, emit)
-            models_found = [candidate.info for candidate in (*candidates, *combined)]
-            return Measurement(Evaluation(models_found, base, [], {}, tasks.missing, tasks.warnings, settings, {}, 0.0))
-        if mteb is not None and folder is not None:  # first, because a failure here must not lose the longer evaluation
-            from distcse.evaluation.mteb import write_results
-
-            write_results(candidates, folder, Path(mteb), load_options)
-        evaluation = evaluate([*candidates, *combined], tasks, settings=settings, reporter=reporter, base=base)
+        evaluation = measure_named_models(
+            models,
+            None if data is None else Path(data),
+            suites,
+            add,
+            None if texts is None else (Path(texts), column),
+            documents,
+            ensembles,
+            aggregate,
+            limits,
+            load_options or LoadOptions(device=default_device()),
+            dry_run,
+            Reporter(emit, stop_requested),
+        )
     return Measurement(evaluation, Choice.of(evaluation, limits))
-
-
-def _report_inputs(
-    candidates: Sequence[Candidate], ensembles: Sequence[Candidate], tasks: Tasks, emit: Listener
-) -> None:
-    """Report each model and set of a dry run, and warn of missing sets."""
-    notes = {
-        each.info.name: f"{each.info.kind}, pooling {each.info.pooling}, {each.info.parameters / 1e6:.1f} M parameters"
-        for each in candidates
-    }
-    notes |= {ensemble.info.name: ensemble.info.source for ensemble in ensembles}
-    for name, note in notes.items():
-        emit(StageProgress(name, 1, 1, "", finished=True, note=note))
-    for task in tasks.tasks:
-        number = len(set(task.sentences()))
-        note = f"{number:,} distinct texts"
-        emit(StageProgress(f"{task.suite} {task.name}", number, number, "texts", finished=True, note=note))
-    for line in (*(f"missing: {line}" for line in tasks.missing), *tasks.warnings):
-        emit(LogMessage(line, warning=True))
-
-
-def _precision_role(load_options: LoadOptions) -> Role:
-    return Role("models", "precision", load_options.precision, [speed_of(load_options.device)])
-
-
-def _load(
-    models: Mapping[str, Model] | Sequence[str] | str,
-    folder: Path | None,
-    suites: Iterable[str],
-    add: Iterable[str],
-    texts: tuple[Path, str] | None,
-    documents: str | None,
-    load_options: LoadOptions,
-    reporter: Reporter,
-    aggregate: Aggregate = "all",
-) -> tuple[list[Candidate], Tasks]:
-    """Load the candidates and read the tasks."""
-    if isinstance(models, str):
-        models = [models]
-    sources: Mapping[str, Model] = models if isinstance(models, Mapping) else parse_models(models)
-    if not sources:
-        raise EvaluationOptionError("there is no model to measure; name at least one")
-    custom = [CustomSet.parse(text) for text in add]
-    own = []
-    if texts is not None:
-        own = [TextsTask.read(*texts, reference=_reference(list(sources)) if len(sources) > 1 else None)]
-    tasks = collect(folder, parse_suites(list(suites)) if folder else [], custom, aggregate, own)
-    tasks.timed_texts = [text for task in own for text in task.texts]
-    candidates = [_candidate(name, source, load_options, reporter) for name, source in sources.items()]
-    report_warnings(_unused_prompts(candidates, load_options), reporter)
-    if own:
-        sample = tasks.timed_texts[:_SAMPLED_TEXTS]
-        shares = {
-            candidate.info.name: SampledTokens.of(candidate.tokenizer, sample).unknown_share
-            for candidate in candidates
-            if candidate.tokenizer is not None
-        }
-        report_warnings(warn_of_unknown_tokens(shares), reporter)
-    if documents is not None:
-        _add_retrieval_with_documents_by(documents, load_options, tasks, candidates, reporter)
-    return candidates, tasks
-
-
-def _reference(names: Sequence[str]) -> str:
-    """Return the model that all tables compare the others with: the one called `teacher`, or else the first."""
-    return _TEACHER if _TEACHER in names else names[0]
-
-
-def _candidate(name: str, source: Model, load_options: LoadOptions, reporter: Reporter) -> Candidate:
-    reporter.check_stop(f"before {name} is loaded")
-    on_progress = reporting(reporter, name)
-    if isinstance(source, Encoder):
-        return make_candidate(
-            name,
-            _IN_MEMORY,
-            source.to(load_options.device),
-            Contamination({}),
-            load_options.resolved_precision,
-            on_progress,
-        )
-    return open_candidate(name, str(source), load_options, on_progress)
-
-
-def _unused_prompts(candidates: Sequence[Candidate], load_options: LoadOptions) -> list[SettingsWarning]:
-    """Return the warnings of bi-encoders of other tools that are measured without the prompts that their folders name.
-
-    A model that distcse trained reads texts as it was trained.
-    """
-    sections = {}
-    for candidate in candidates:
-        info, folder = candidate.info, candidate.folder
-        if info.kind == "bi-encoder" and folder is not None and not (folder / CHECKSUMS).is_file():
-            sections[info.name] = EncoderSection(backbone=str(folder), prompt=load_options.prompt_of(info.name))
-    return warn_of_unused_prompts(
-        sections, fix="measure it with --prompt {key}={prompt}, or another that fits the texts"
-    )
-
-
-def _add_retrieval_with_documents_by(
-    documents: str, load_options: LoadOptions, tasks: Tasks, candidates: Sequence[Candidate], reporter: Reporter
-) -> None:
-    """Add each retrieval set once more, with documents encoded by one model for all candidates.
-
-    Raises:
-        EvaluationOptionError: The model is a cross-encoder, there is no retrieval set, or the dimensions differ.
-    """
-    ((name, source),) = parse_models([documents]).items()
-    model = open_candidate(name, source, load_options, reporting(reporter, name)).model
-    if not isinstance(model, VectorModel):
-        raise EvaluationOptionError(f"--documents {source} is a cross-encoder, which has no vectors; name a bi-encoder")
-    sets = [task for task in tasks.tasks if isinstance(task, RetrievalTask)]
-    if not sets:
-        raise EvaluationOptionError(
-            "--documents needs a retrieval set; add retrieval to --suite, or --add retrieval=FOLDER"
-        )
-    sample = sets[0].dataset.documents[:1]
-    dimension = model.vectors(sample).shape[1]
-    for candidate in candidates:
-        if (
-            isinstance(candidate.model, VectorModel)
-            and (found := candidate.model.vectors(sample).shape[1]) != dimension
-        ):
-            raise EvaluationOptionError(
-                f"{candidate.info.name} has {found} dimensions, {name} has {dimension}, so cosines between them are "
-                "undefined. Multiply the documents' vectors by the projection.safetensors of the student's run, or leave out "
-                "--documents"
-            )
-    tasks.tasks.extend(task.with_documents_by(name, model) for task in sets)
-
-
-def _check_mteb(data: str | Path | None) -> None:
-    """Check that MTEB's package and a folder with its sets exist, before the evaluation takes its time."""
-    from distcse.evaluation.mteb import sts_tasks  # the import error names the package to install
-
-    if data is None:
-        raise EvaluationOptionError("--mteb measures the STS sets of a data folder; add --data DIR")
-    sts_tasks(Path(data))
 
 
 def rank(

@@ -171,28 +171,12 @@ class Reporter:
         """End work at a stop request. All that can take more than five seconds calls it between its batches or shards.
 
         Training alone does not: it first writes a checkpoint.
-
-        Args:
-            place: Where the work is, for the message: `before X`, `in X`, `after 3 of 5 X`.
-
-        Raises:
-            StoppedEarlyError: A stop was requested.
         """
         if self.stop_requested():
             raise StoppedEarlyError(f"stopped {place}; what is stored is kept")
 
     def advance(self, name: str, done: int, total: int | None, unit: str) -> None:
-        """Report the progress of a stage between two batches or shards, and end it at a stop request.
-
-        Args:
-            name: The stage's name.
-            done: Number of units that are done.
-            total: Number of units; None if it is unknown.
-            unit: What is counted, such as `sentences`.
-
-        Raises:
-            StoppedEarlyError: A stop was requested.
-        """
+        """Report the progress of a stage between two batches or shards, and end it at a stop request."""
         self.emit(StageProgress(name, done, total, unit))
         self.check_stop(f"in {name} after {done:,}{'' if total is None else f' of {total:,}'} {unit}")
 
@@ -201,15 +185,7 @@ class Reporter:
         self.emit(StageProgress(stage, 1, 1, "", finished=True, note=note))
 
     def follow(self, items: Iterable[T], name: str) -> Iterator[T]:
-        """Yield the items of a long stream, and end it at a stop request.
-
-        Args:
-            items: The stream.
-            name: The stage's name.
-
-        Raises:
-            StoppedEarlyError: A stop was requested.
-        """
+        """Yield the items of a long stream, and end it at a stop request."""
         for done, item in enumerate(items):
             if done % CHUNK == 0:
                 self.check_stop(f"in {name} after {done:,} items")
@@ -225,13 +201,7 @@ class Reporter:
 
 
 class WaitWarning:
-    """Warns once of a wait that takes long.
-
-    Args:
-        reporter: Receives the warning.
-        after_s: Seconds of waiting after which it is due. Default: 30.
-        clock: Returns seconds. Default: the time.
-    """
+    """Warns once of a wait that takes long."""
 
     def __init__(self, reporter: Reporter, after_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._reporter, self._after_s, self._clock = reporter, after_s, clock

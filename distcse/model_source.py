@@ -42,16 +42,8 @@ def resolve_model(
 ) -> Path:
     """Return the local folder of a model, after downloading it if necessary.
 
-    Args:
-        name: A folder; a URI of object storage with a run's model; `package:NAME/FOLDER` inside an installed package,
-            which is not imported; or a hub id. Hub models are downloaded to the hub cache as safetensors, configuration
-            and tokenizer only.
-        trust_remote_code: Download the repository's Python files too.
-        wanted: Patterns of the files to download from the hub. Default: all that an encoder needs.
-        only_local: Use the local hub cache only, without network access.
-
-    Raises:
-        ModelNotFoundError: No such model exists, or the hub cannot be reached.
+    The name is a folder, a URI of object storage, `package:NAME/FOLDER` inside an installed package, which is not imported, or a
+    hub id. Of the hub only safetensors, configuration and tokenizer are downloaded, and Python files if they are trusted.
     """
     try:
         name = hub_id(name)

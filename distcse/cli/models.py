@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from distcse.cli.shared import Commands, add_command, add_output_options, loading, passed
+from distcse.cli.shared import Commands, add_command, add_output_options, finish, loading
 from distcse.devices.process import INTERRUPTED, StopOnSignal
 from distcse.errors import EvaluationResultError
 from distcse.report.progress import open_view, print_json, print_lines
@@ -79,9 +79,6 @@ def _add_evaluate(commands: Commands) -> None:
         help="write report.html, report.md, scores.csv, scores.tex (LaTeX) and evaluation.json there",
     )
     parser.add_argument(
-        "--mteb", type=Path, metavar="DIR", help="also write MTEB's own results of its STS tasks there (extra: mteb)"
-    )
-    parser.add_argument(
         "--aggregate", choices=["all", "mean", "wmean"], default="all", help="STS over a year's subsets"
     )
     parser.add_argument(
@@ -118,9 +115,8 @@ def _add_evaluate(commands: Commands) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    for option, folder in (("--out", options.out), ("--mteb", options.mteb)):
-        if folder is not None:
-            refuse_job_copy(option, resolve_path(folder), f"write {option} /shared/report")
+    if options.out is not None:
+        refuse_job_copy("--out", resolve_path(options.out), "write --out /shared/report")
     if options.out is not None and not options.dry_run:
         try:
             resolve_path(options.out).mkdir(parents=True, exist_ok=True)
@@ -144,7 +140,6 @@ def _evaluate(options: argparse.Namespace) -> int:
             texts=options.texts,
             column=options.column,
             documents=options.documents,
-            mteb=options.mteb,
             ensembles=options.ensemble,
             aggregate=options.aggregate,
             limits=limits,
@@ -163,7 +158,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         )
     if options.dry_run:
         line = "the dry run of this measurement passed; leave out --dry-run to start it"
-        return passed(options, line, models=options.models)
+        return finish(options, [line], "Checked", models=options.models)
     if options.json:
         choice = [] if measured.choice is None else [choice_as_json(measured.choice)]
         print_json([*results_as_json(measured.evaluation), *choice])
@@ -174,12 +169,9 @@ def _evaluate(options: argparse.Namespace) -> int:
             print_lines(["", str(measured.choice)])
         elif limits:
             print_lines(["", "no score says which model is best within the limits; add a suite, such as --suite sts"])
-    written = [options.mteb / "results"] if options.mteb is not None else []
-    written += measured.write(options.out) if options.out is not None else []
-    if options.json:
-        print_json([{"event": "Finished", "written": [to_uri(file) for file in written]}])
-    else:
-        print_lines(["", *(f"written {to_uri(file)}" for file in written)] if written else [])
+    written = [] if options.out is None else measured.write(options.out)
+    files = [to_uri(file) for file in written]
+    finish(options, ["", *(f"written {file}" for file in files)] if files else [], written=files)
     return INTERRUPTED if stop.stop_requested() else 0
 
 
@@ -233,11 +225,8 @@ def _rank(options: argparse.Namespace) -> int:
             pooling=options.pooling,
             listen=listen,
         )
-    if options.json:
-        print_json([{"event": "Finished", "model": options.out, "references": references}])
-    else:
-        print_lines([f"model   {options.out}  ({references:,} references, λ = {options.weight:g})"])
-    return 0
+    line = f"model   {options.out}  ({references:,} references, λ = {options.weight:g})"
+    return finish(options, [line], model=options.out, references=references)
 
 
 def _add_export(commands: Commands) -> None:
@@ -277,15 +266,12 @@ def _export(options: argparse.Namespace) -> int:
             prompt=options.prompt,
             listen=listen,
         )
-    if options.json:
-        files = [{**asdict(exported), "file": str(exported.file)} for exported in exports.files]
-        print_json([{"event": "Finished", "opset": exports.opset, "files": files, "spearman": exports.spearman}])
-        return 0
-    print_lines([f"onnx    {exported.file}\n        {exported.description}" for exported in exports.files])
+    lines = [f"onnx    {exported.file}\n        {exported.description}" for exported in exports.files]
     if exports.spearman is not None:
         scores = [f"{exported.file.name} {exported.spearman:.2f}" for exported in exports.files]
-        print_lines([f"STS-B dev  torch {exports.spearman:.2f}  {'  '.join(scores)}"])
-    return 0
+        lines.append(f"STS-B dev  torch {exports.spearman:.2f}  {'  '.join(scores)}")
+    files = [{**asdict(exported), "file": str(exported.file)} for exported in exports.files]
+    return finish(options, lines, opset=exports.opset, files=files, spearman=exports.spearman)
 
 
 def _add_push(commands: Commands) -> None:
@@ -319,11 +305,8 @@ def _push(options: argparse.Namespace) -> int:
             dry_run=options.dry_run,
             listen=view.show,
         )
-    if options.json:
-        print_json([{"event": "Finished", "files": sent.files, "remarks": sent.remarks, "address": sent.address}])
-    elif sent.address is None:
+    lines = [f"model   {sent.address}"]
+    if sent.address is None:
         lines = [f"would upload {len(sent.files)} files, {sent.megabytes:.1f} MB, to {options.to}:"]
-        print_lines([*lines, *(f"  {name}" for name in sent.files)])
-    else:
-        print_lines([f"model   {sent.address}"])
-    return 0
+        lines += [f"  {name}" for name in sent.files]
+    return finish(options, lines, files=sent.files, remarks=sent.remarks, address=sent.address)

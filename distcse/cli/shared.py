@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from distcse.devices.process import gc_paused
 from distcse.errors import PATHS_BY_NAME, nearest
@@ -15,6 +14,9 @@ from distcse.report.progress import open_view, print_json, print_lines
 
 if TYPE_CHECKING:
     from distcse.events import Listener
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What `ArgumentParser.add_subparsers` returns, whose class has no public name."""
 
 GROUPS = {
     "train": {
@@ -65,19 +67,6 @@ def program(command: str) -> str:
     return f"python -m distcse {command}" if started in (*_MODULES, "distcse.__main__") else f"distcse {command}"
 
 
-class Commands(Protocol):
-    """The commands of a parser: what `ArgumentParser.add_subparsers` returns, whose class has no public name."""
-
-    choices: Any
-    """The commands' parsers, by name."""
-    help: str | None
-
-    @property
-    def add_parser(self) -> Callable[..., argparse.ArgumentParser]:
-        """Add a command: its name, and what `ArgumentParser` takes."""
-        ...
-
-
 def add_command(
     commands: Commands,
     name: str,
@@ -86,16 +75,7 @@ def add_command(
     example: str,
     kept: str = "nothing was written",
 ) -> argparse.ArgumentParser:
-    """Add a command to the tree.
-
-    Args:
-        commands: The tree's commands.
-        name: Its name in `COMMANDS`.
-        run: Carries it out, and returns the exit status.
-        description: What it does, for its help.
-        example: The words of a call, after the command's name.
-        kept: What remains after a second Ctrl-C.
-    """
+    """Add a command to the tree."""
     parser = commands.add_parser(
         name,
         prog=program(name),
@@ -155,60 +135,27 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     # An option with a space in its value is an argument to argparse.
     unknown += [word for word in getattr(options, "overrides", ()) if word.startswith("--")]
     if unknown:
-        parser.error(_hint_at_option(parser, words, unknown, options))
+        parser.error(_hint_at_option(parser, unknown, options))
     return options
 
 
-def _hint_at_option(
-    parser: argparse.ArgumentParser, words: Sequence[str], unknown: Sequence[str], options: argparse.Namespace
-) -> str:
+def _hint_at_option(parser: argparse.ArgumentParser, unknown: Sequence[str], options: argparse.Namespace) -> str:
     """Describe what to write instead of the first of a command's unknown words."""
-    unknown_options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-    if not unknown_options or "subcommand" in options:
+    option = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
+    if option is None or "subcommand" in options:
         return f"unrecognized arguments: {' '.join(unknown)}"
-    first = unknown_options[0]
-    close = nearest(
-        first, [f"--{name.replace('_', '-')}" for name in vars(options).keys() - {"run", "kept"}], cutoff=0.75
-    )
-    name = first.removeprefix("--").replace("-", "_")
-    is_setting = "." in name or name in PATHS_BY_NAME or name in _RECIPE_OPTIONS
-    if "recipe" not in options or (close and not is_setting):
-        return f"no option {first}{close}"
-    return (
-        f"no option {first}: the recipe is the first word, and settings are key.path=value; write: "
-        f"{parser.prog} {shlex.join(_as_overrides(words, unknown_options))}"
-    )
-
-
-def _as_overrides(words: Sequence[str], unknown: Sequence[str]) -> list[str]:
-    """Rewrite `--config FILE --key value` as `FILE key=value`. The other words stay behind them, in their order."""
-    recipe, settings, others = list[str](), list[str](), list[str]()
-    rest = list(words)
-    while rest:
-        option, equals, value = rest.pop(0).partition("=")
-        if option not in unknown:
-            others.append(f"{option}{equals}{value}")
-            continue
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("-") else "true"
-        key = option.removeprefix("--").replace("-", "_")
-        if key in _RECIPE_OPTIONS:
-            recipe.append(value)
-        else:
-            settings.append(f"{PATHS_BY_NAME.get(key, key)}={value}")
-    if not recipe and others and not others[0].startswith("-"):
-        recipe.append(others.pop(0))
-    return [*recipe, *settings, *others]
+    known = [f"--{name.replace('_', '-')}" for name in vars(options).keys() - {"run", "kept"}]
+    close, name = nearest(option, known, cutoff=0.75), option.removeprefix("--").replace("-", "_")
+    if "recipe" in options and name in _RECIPE_OPTIONS:
+        return f"no option {option}: the recipe is the first word; write {parser.prog} FILE"
+    if "recipe" in options and ("." in name or name in PATHS_BY_NAME or not close):
+        return f"no option {option}: settings are key.path=value; write {PATHS_BY_NAME.get(name, name)}=VALUE"
+    return f"no option {option}{close}"
 
 
 @contextmanager
 def loading(options: argparse.Namespace, start: Callable[[], object] | None = None) -> Iterator[Listener]:
-    """Context manager: show a command's events; say that PyTorch is being loaded, and load it with the API.
-
-    Args:
-        options: The command's.
-        start: Called before the imports, which take seconds, to start Ray in the background. Default: nothing.
-    """
+    """Context manager: show a command's events; say that PyTorch is being loaded, and load it with the API."""
     as_events = "quiet" in options and options.json
     quiet = options.quiet if "quiet" in options else options.json
     with open_view(quiet, as_events, is_loading=True) as view:
@@ -219,10 +166,10 @@ def loading(options: argparse.Namespace, start: Callable[[], object] | None = No
         yield view.show
 
 
-def passed(options: argparse.Namespace, line: str, **checked: object) -> int:
-    """Print that a dry run passed, and return the exit status."""
+def finish(options: argparse.Namespace, lines: list[str], event: str = "Finished", **fields: object) -> int:
+    """Print a command's result, as lines or as one JSON event, and return the exit status."""
     if options.json:
-        print_json([{"event": "Checked", **checked}])
+        print_json([{"event": event, **fields}])
     else:
-        print_lines([line])
+        print_lines(lines)
     return 0

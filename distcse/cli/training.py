@@ -1,14 +1,11 @@
-"""Commands on the way to a model: train, tune, embed and pairs; recipe, plan, doctor and env look first."""
+"""Commands on the way to a model: train, tune, embed and pairs."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +15,8 @@ from distcse.cli.shared import (
     add_output_options,
     add_recipe_words,
     add_start_options,
+    finish,
     loading,
-    passed,
     program,
 )
 from distcse.cluster.cluster import start_ray
@@ -28,12 +25,9 @@ from distcse.devices.process import INTERRUPTED, NO_GAIN, StopOnSignal, refuse_l
 from distcse.errors import (
     PATHS_BY_NAME,
     ArgumentError,
-    ClusterTooSmallError,
     MissingDependencyError,
-    RecipeNotFoundError,
     UnknownKeyError,
     WorkFailedError,
-    nearest,
 )
 from distcse.report.progress import print_json, print_lines
 from distcse.storage import open_store, refuse_job_copy, resolve_path, to_uri
@@ -46,15 +40,12 @@ if TYPE_CHECKING:
 
 PAIR_TASKS = ("sts_unlabelled", "qqp", "qnli", "mrpc")
 """`PAIR_TASKS` of `distcse.evaluation.task_pairs`, whose import takes seconds that `--help` does not wait for."""
-SCHEMAS = ("recipe", "family", "mutual", "space")
-"""Names in `distcse.recipe.schema.schema_documents`, for the same reason."""
-_MODELINE = "# yaml-language-server:"
 _TUNE_PACKAGES = ("optuna", "simpleeval")
 
 
 def add_commands(commands: Commands) -> None:
     """Add the commands to the tree."""
-    for add in (_add_train, _add_tune, _add_embed, _add_pairs, _add_recipe, _add_plan, _add_doctor, _add_env):
+    for add in (_add_train, _add_tune, _add_embed, _add_pairs):
         add(commands)
 
 
@@ -97,7 +88,8 @@ def _train(options: argparse.Namespace) -> int:
             from distcse.api import check
 
             check(recipe, listen=listen)
-        return passed(options, "the dry run passed; leave out --dry-run to start the run", recipe=options.recipe)
+        line = "the dry run passed; leave out --dry-run to start the run"
+        return finish(options, [line], "Checked", recipe=options.recipe)
     start = start_ray if recipe is not None and recipe.uses_ray else None
     with loading(options, start) as listen, (stop := StopOnSignal()):
         from distcse.api import rerun, resume, run
@@ -112,11 +104,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    """Return the overrides of a run.
-
-    Raises:
-        ArgumentError: Options exclude each other, or the recipe is missing or named twice.
-    """
+    """Return the overrides of a run."""
     from distcse.recipe import packaged_recipes
 
     if options.rerun is None and options.resume is None:
@@ -247,12 +235,7 @@ def _refuse_with_resume(options: argparse.Namespace) -> None:
 
 
 def _recipe_and_space(options: argparse.Namespace) -> tuple[BaseRecipe, Sweep]:
-    """Read the recipe and the space of a new sweep.
-
-    Raises:
-        ArgumentError: One of them is not named.
-        UnknownKeyError: The recipe has no such key, which may be one of the space without its prefix.
-    """
+    """Read the recipe and the space of a new sweep."""
     from distcse.recipe import Sweep, packaged_recipes, packaged_spaces, read_recipe, read_sweep
     from distcse.recipe.base import recipe_classes
     from distcse.recipe.sweep import OVERRIDE_PREFIX
@@ -317,7 +300,7 @@ def _check_sweep(options: argparse.Namespace, recipe: BaseRecipe, sweep: Sweep) 
             lambda nodes: [*trial_resources(recipe, sweep, nodes).gpu_plans],
         )
     line = "the dry run passed; leave out --dry-run to start the sweep"
-    return passed(options, line, recipe=options.recipe, space=options.space)
+    return finish(options, [line], "Checked", recipe=options.recipe, space=options.space)
 
 
 def _sweep(options: argparse.Namespace, new: tuple[BaseRecipe, Sweep] | None) -> int:
@@ -382,11 +365,7 @@ def _print_sweep(result: SweepResult, pages: Sequence[Path], as_json: bool) -> N
 
 
 def status_of(result: SweepResult) -> int:
-    """Return a sweep's exit status: 130 interrupted, 3 if no trial is better than its start, else 0.
-
-    Raises:
-        WorkFailedError: No trial or no final run finished.
-    """
+    """Return a sweep's exit status: 130 interrupted, 3 if no trial is better than its start, else 0."""
     if result.interrupted:
         return INTERRUPTED
     if result.best_trial is None:
@@ -448,13 +427,10 @@ def _embed(options: argparse.Namespace) -> int:
         tables = embed(recipe, dry_run=options.dry_run, listen=listen, stop_requested=stop.stop_requested)
     if options.dry_run:
         line = "the dry run of this pass passed; leave out --dry-run to start it"
-        return passed(options, line, recipe=options.recipe)
+        return finish(options, [line], "Checked", recipe=options.recipe)
     folders = [None if table is None else to_uri(table) for table in tables]
-    if options.json:
-        print_json([{"event": "Finished", "tables": folders}])
-    else:
-        print_lines(["", *(f"table   {folder}" for folder in folders if folder is not None)])
-    return 0
+    lines = ["", *(f"table   {folder}" for folder in folders if folder is not None)]
+    return finish(options, lines, tables=folders)
 
 
 def _compare(options: argparse.Namespace, recipe: Recipe) -> int:
@@ -473,7 +449,7 @@ def _compare(options: argparse.Namespace, recipe: Recipe) -> int:
         )
     if options.dry_run:
         line = "the dry run of this comparison passed; leave out --dry-run to start it"
-        return passed(options, line, recipe=options.recipe)
+        return finish(options, [line], "Checked", recipe=options.recipe)
     if options.json:
         parts = {"Agreement": comparison, "EnsembleScores": scores}
         print_json([{"event": event, **asdict(part)} for event, part in parts.items() if part is not None])
@@ -513,228 +489,7 @@ def _pairs(options: argparse.Namespace) -> int:
         from distcse.evaluation.task_pairs import write_task_pairs
 
         written = write_task_pairs(options.task, options.data, options.files)
-    if options.json:
-        files = [{"file": str(each.file), "pairs": each.pairs, "published": each.published} for each in written]
-        print_json([{"event": "Finished", "files": files}])
-    else:
-        print_lines([f"{each.file}  {each.pairs:,} pairs (paper: {each.published:,})" for each in written])
-    return 0
-
-
-def _add_recipe(commands: Commands) -> None:
-    def show_help(options: argparse.Namespace) -> int:
-        parser.print_help()
-        return 0
-
-    def add(name: str, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
-        subparser = subcommands.add_parser(name, help=help)
-        subparser.set_defaults(run=run)
-        return subparser
-
-    parser = add_command(
-        commands, "recipe", show_help, "Look at recipes, copy and check them.", "cp quickstart my-recipe.yaml"
+    files = [{"file": str(each.file), "pairs": each.pairs, "published": each.published} for each in written]
+    return finish(
+        options, [f"{each.file}  {each.pairs:,} pairs (paper: {each.published:,})" for each in written], files=files
     )
-    subcommands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", title="commands")
-    add("ls", _list_recipes, "list the packaged recipes")
-    show = add("show", _show_recipe, "print a packaged recipe")
-    show.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
-    copy = add("cp", _copy_recipe, "copy a packaged recipe to a file, as a start for yours")
-    copy.add_argument("recipe", metavar="NAME", help="a packaged recipe's name")
-    copy.add_argument("file", nargs="?", metavar="FILE", help="the file to write (default: NAME.yaml)")
-    validate = add("validate", _validate_recipe, "check the keys and values of a recipe or search space; open nothing")
-    validate.add_argument(
-        "recipe", metavar="RECIPE", help="a packaged recipe's name, or the file of a recipe or search space"
-    )
-    validate.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the file's")
-    add("reference", _print_reference, "print the reference of all keys, as Markdown")
-    schema = add("schema", _print_schema, "print the JSON schema, for editors")
-    schema.add_argument("kind", nargs="?", choices=SCHEMAS, default="recipe", help="kind of document (default: recipe)")
-
-
-def _list_recipes(options: argparse.Namespace) -> int:
-    from distcse.recipe import packaged_recipes
-
-    names = packaged_recipes()
-    width = max(map(len, names))
-    for name in names:
-        sys.stdout.write(f"{name:<{width}}  {_recipe_lines(name)[0].removeprefix('#').strip()}\n")
-    return 0
-
-
-def _recipe_lines(name: str) -> list[str]:
-    """Read a packaged recipe without the modeline that gives editors the schema's path in the repository."""
-    from distcse.recipe.loading import RECIPES_ARE_LISTED, packaged_recipes
-
-    if name not in (known := packaged_recipes()):
-        raise RecipeNotFoundError(f"no packaged recipe {name!r}{nearest(name, known)}; {RECIPES_ARE_LISTED}")
-    text = files("distcse.recipes").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return [line for line in text.splitlines(keepends=True) if not line.startswith(_MODELINE)]
-
-
-def _show_recipe(options: argparse.Namespace) -> int:
-    sys.stdout.write("".join(_recipe_lines(options.recipe)))
-    return 0
-
-
-def _copy_recipe(options: argparse.Namespace) -> int:
-    file = options.file or f"{options.recipe}.yaml"
-    text, target = "".join(_recipe_lines(options.recipe)), resolve_path(file)
-    store = open_store(target.parent)
-    if store.fetch(target.name) or os.path.lexists(target):
-        raise ArgumentError(f"{file} exists; write another name: {program('recipe')} cp {options.recipe} FILE")
-    store.write_text(target.name, text)
-    sys.stdout.write(f"written to {file}\ntrain   {program('train')} {file}\n")
-    return 0
-
-
-def _validate_recipe(options: argparse.Namespace) -> int:
-    from distcse.recipe import Sweep
-    from distcse.recipe.loading import read_document
-    from distcse.recipe.section import settings_without_effect, unread_keys
-
-    document = read_document(options.recipe, options.overrides)
-    title = "search space" if isinstance(document, Sweep) else document.title
-    warnings = settings_without_effect(document, unread_keys(document))
-    sys.stdout.write(f"{options.recipe} is a valid {title}\n" + "".join(f"warning {line}\n" for line in warnings))
-    return 0
-
-
-def _print_reference(options: argparse.Namespace) -> int:
-    from distcse.recipe.schema import reference
-
-    sys.stdout.write(reference())
-    return 0
-
-
-def _print_schema(options: argparse.Namespace) -> int:
-    from distcse.recipe.schema import schema_json
-
-    sys.stdout.write(schema_json(options.kind))
-    return 0
-
-
-def _add_plan(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "plan",
-        _plan,
-        "What a recipe costs on given machines: time, memory, disk, what binds; nothing is run without --measure.",
-        "rankcse-listmle-bert-base --cluster 2x8xH100-80G --corpus-rows 1000000 --gpus 1 8 64 512 1000",
-    )
-    add_recipe_words(parser)
-    parser.add_argument(
-        "--cluster",
-        default="local",
-        metavar="MACHINES",
-        help="8xA100-40G, 2x8xH100-80G (nodes x GPUs), 2xcpu (machines like this one), or local (default)",
-    )
-    parser.add_argument(
-        "--corpus-rows",
-        type=int,
-        metavar="N",
-        help="sentences (or pairs) to plan for; default: those of the recipe's text",
-    )
-    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="also a table for these numbers of devices")
-    parser.add_argument(
-        "--measure",
-        action="store_true",
-        help="run twenty steps on a sample of the recipe's text on this machine first, and plan with their times",
-    )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from distcse.planning.machines import parse_cluster
-    from distcse.recipe import read_recipe
-
-    # Mistakes that are known before PyTorch is imported.
-    for name, numbers in (("--corpus-rows", [options.corpus_rows]), ("--gpus", options.gpus or [])):
-        if any(number is not None and number < 1 for number in numbers):
-            raise ArgumentError(f"{name} is {numbers}; write numbers from 1 on")
-    parse_cluster(options.cluster)
-    recipe = read_recipe(options.recipe, options.overrides)
-    with loading(options):
-        from distcse.api import plan
-
-        estimate = plan(
-            recipe,
-            cluster=options.cluster,
-            corpus_rows=options.corpus_rows,
-            gpus=options.gpus or [],
-            measure=options.measure,
-        )
-    if options.json:
-        described = {**estimate.described, "warnings": [vars(warning) for warning in estimate.warnings]}
-        sys.stdout.write(json.dumps(described, indent=2) + "\n")
-    else:
-        print_lines([*estimate.lines, *(f"warning    {warning.text}" for warning in estimate.warnings)])
-    if estimate.problems:
-        raise ClusterTooSmallError(f"this plan cannot be carried out: {estimate.problems[0]}")
-    return 0
-
-
-def _add_doctor(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        "Look at Python, torch, GPUs, Ray, DeepSpeed, limits and storage, and at a recipe's models and text.",
-        "my-recipe.yaml",
-    )
-    add_recipe_words(parser, optional=True)
-    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    from distcse.recipe import read_recipe
-
-    recipe = None if options.recipe is None else read_recipe(options.recipe, options.overrides)
-    with loading(options):
-        from distcse.cluster.health import diagnose
-    found = []
-    for check in diagnose(recipe):
-        found.append(check)
-        if not options.json:
-            print_lines([check.line])
-    if options.json:
-        sys.stdout.write(json.dumps([vars(check) for check in found], indent=2) + "\n")
-    else:
-        counts = {verdict: sum(check.verdict == verdict for check in found) for verdict in ("ok", "warn", "fail")}
-        print_lines(["", ", ".join(f"{number} {verdict}" for verdict, number in counts.items())])
-    return int(any(check.verdict == "fail" for check in found))
-
-
-def _add_env(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "env",
-        _env,
-        "Print what a bug report needs: versions, devices, memory, Ray, and the variables that change a run. Secrets are not "
-        "shown. `distcse doctor` also says what is wrong, and how to fix it.",
-        "--json",
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--constraints",
-        action="store_true",
-        help="print the tested versions of all packages instead, for pip install --constraint",
-    )
-    how.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _env(options: argparse.Namespace) -> int:
-    if options.constraints:
-        sys.stdout.write(files("distcse").joinpath("constraints.txt").read_text())
-        return 0
-    with loading(options):
-        from distcse.cluster.health import check_cluster
-        from distcse.preflight.machine import describe_environment
-
-        found = describe_environment()
-        found["ray cluster"] = "; ".join(check.found for check in check_cluster())
-    if options.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        width = max(map(len, found))
-        print_lines([f"{name:<{width}}  {value}" for name, value in found.items()])
-    return 0

@@ -28,7 +28,6 @@ _EXTRAS = {
     "deepspeed": ("deepspeed>=0.19,<0.20",),
     "mining": ("bm25s>=0.2", "faiss-cpu>=1.9"),
     "mlflow": ("mlflow-skinny>=3.1,<4",),
-    "mteb": ("mteb>=2.26,<3",),
     "onnx": ("onnx>=1.19", "onnxruntime>=1.22", "onnxscript>=0.5"),
     "static": ("model2vec[train]>=0.10,<0.11",),
     "tune": ("optuna>=4.2", "simpleeval>=1.0"),

@@ -72,18 +72,7 @@ class LoadOptions:
 
 
 def parse_prompts(typed: Sequence[str], names: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Parse `TEXT`, for all models, and `NAME=TEXT`, for one of them.
-
-    Args:
-        typed: What the user wrote; a prompt for all that contains an equals sign begins with one.
-        names: The models' names in tables.
-
-    Returns:
-        The prompt of all models, and those of single models by name.
-
-    Raises:
-        EvaluationOptionError: A name is no model's, or a model has two prompts.
-    """
+    """Parse `TEXT`, for all models, and `NAME=TEXT`, for one of them."""
     known = {*group_runs(names)} | {*names}
     found: dict[str, str] = {}
     for text in typed:
@@ -105,9 +94,6 @@ def parse_models(models: Sequence[str]) -> dict[str, str]:
 
     Without a NAME, the folder's name is taken; for a folder called `model`, its parent's. Several models with the same
     explicit NAME are its runs: `NAME, run 1`, `NAME, run 2`, …
-
-    Raises:
-        EvaluationOptionError: A model or name is empty, two models have the same default name, or a model is given twice.
     """
     found: dict[str, list[str]] = {}
     for text in models:
@@ -134,19 +120,7 @@ def _without_page(model: str) -> str:
 
 
 def open_candidate(name: str, source: str, options: LoadOptions, on_progress: Progress | None = None) -> Candidate:
-    """Load a model to evaluate; a run directory represents its student.
-
-    Args:
-        name: Name in tables.
-        source: Folder, run directory, address in object storage, or name on the hub.
-        options: How to load and run it.
-        on_progress: Called with the number of encoded texts and their total.
-
-    Raises:
-        ModelNotFoundError: There is no such model, or the run has several models or none yet.
-        EncoderError: The model cannot be loaded.
-        EvaluationOptionError: `max_length` or `prompt` differ from those that a rank space was built with.
-    """
+    """Load a model to evaluate; a run directory represents its student."""
     folder, prompt = resolve_model(find_model(source), options.trust_remote_code), options.prompt_of(name)
     kind = "static model" if is_static(folder) else "cross-encoder" if is_cross_encoder(folder) else ""
     if kind and prompt != options.prompt:
@@ -185,16 +159,7 @@ def make_candidate(
     precision: str = "fp32",
     on_progress: Progress | None = None,
 ) -> Candidate:
-    """Wrap a loaded model as a candidate; one with references scores pairs by cosine and by rank.
-
-    Args:
-        name: Name in tables.
-        source: Where the model is from.
-        model: A bi-encoder, one with references, a cross-encoder, or a static model.
-        contamination: The labelled sets that it was trained on.
-        precision: As for `LoadOptions`, and not `auto`.
-        on_progress: Called with the number of encoded texts and their total.
-    """
+    """Wrap a loaded model as a candidate; one with references scores pairs by cosine and by rank."""
     if isinstance(model, StaticEncoder):
         info = ModelInfo(
             name,
@@ -262,14 +227,7 @@ def _default_name(path: str) -> str:
 def make_ensembles(texts: Iterable[str], candidates: Sequence[Candidate]) -> list[Candidate]:
     """Make the ensembles of `--ensemble`, which use what their members have computed.
 
-    Args:
-        texts: `MODEL,MODEL` or `NAME=MODEL,MODEL` by the models' names in tables; a name of several runs is all of them, and
-            `all` is all models.
-        candidates: The models.
-
-    Raises:
-        EvaluationOptionError: An ensemble has fewer than two members, an unknown one, members of unlike kinds, or a name that
-            is taken.
+    An ensemble is `MODEL,MODEL` or `NAME=MODEL,MODEL`; a name of several runs is all of them, and `all` is all models.
     """
     by_name = {candidate.info.name: candidate for candidate in candidates}
     found: dict[str, Candidate] = {}
@@ -294,15 +252,7 @@ def make_ensembles(texts: Iterable[str], candidates: Sequence[Candidate]) -> lis
 def measure_ensemble(
     name: str, members: Sequence[ModelResults], scores: Sequence[RecordedScores], tasks: Tasks, emit: Listener
 ) -> ModelResults:
-    """Measure an ensemble of models that were measured in other processes.
-
-    Args:
-        name: Its name in tables.
-        members: The members' results.
-        scores: The members' similarities of the tasks' pairs.
-        tasks: The tasks; those that need vectors are left out.
-        emit: Receives the progress.
-    """
+    """Measure an ensemble of models that were measured in other processes."""
     infos = [member.info for member in members]
     results = measure_model(Candidate(_describe_ensemble(name, infos), Ensemble(scores)), tasks, Reporter(emit))
     contamination = Contamination.of_several([Contamination(info.contamination) for info in infos])

@@ -51,11 +51,7 @@ class Contamination:
         return self.overlap.get(fingerprint(sentences))
 
     def describe(self, excluding_key: str | None) -> str:
-        """Summarize all sets.
-
-        Args:
-            excluding_key: Key of the recipe that leaves these sentences out of the training text; None if there is none.
-        """
+        """Summarize all sets; the key is the recipe's that would leave these sentences out of the text, if it has one."""
         total, exact, normalized = (
             sum(getattr(counts, name) for counts in self.overlap_counts.values())
             for name in ("sentences", "exact", "normalized")
@@ -87,11 +83,7 @@ class Contamination:
 
     @classmethod
     def read(cls, model: Path) -> Contamination:
-        """Read the result from a model's folder; empty if distcse did not train the model.
-
-        Raises:
-            EvaluationResultError: The file is damaged.
-        """
+        """Read the result from a model's folder; empty if distcse did not train the model."""
         file = model / _FILE
         if not file.is_file():
             return cls({})
@@ -165,24 +157,14 @@ STS-B dev, a sample of the years' STS sets, contains 8.8 % of STS12 and less of 
 
 
 def evaluation_sentences(section: CorpusSection, data: str | None, extra: Iterable[str] = ()) -> Excluded | None:
-    """Return the sentences to exclude from a corpus: those of the labelled sets; None if the recipe excludes none.
-
-    Args:
-        section: The recipe's `corpus`.
-        data: The folder with labelled sets, `evaluation.data`, if the recipe has one.
-        extra: More sentences to exclude: those of the dev set, which may be a file of the user's.
-
-    Raises:
-        EvaluationDataError: The folder does not exist or contains no labelled set.
-        EvaluationFormatError: A file is malformed.
-    """
+    """Return the sentences to exclude from a corpus: those of the labelled sets; None if the recipe excludes none."""
     if not section.exclude_evaluation:
         return None
     sentences = [*extra]
     if data is not None:
         tasks = published(Path(data), ("sts", "transfer", "pairs")).tasks
         sentences += [text for task in tasks for text in task.sentences()]
-        if (dev := DatasetFolder.of(Path(data)).load(STSB_DEV)) is not None:
+        if (dev := DatasetFolder(Path(data)).load(STSB_DEV)) is not None:
             sentences += ScoredPairs.of(STSB_DEV.name, dev["dev"]).unique
     if not sentences:
         raise EvaluationDataError(f"corpus.exclude_evaluation: {data} contains no labelled set; set evaluation.data")
@@ -190,17 +172,7 @@ def evaluation_sentences(section: CorpusSection, data: str | None, extra: Iterab
 
 
 def refuse_test_as_dev(first: Sequence[str], second: Sequence[str], tests: Tasks, is_allowed: bool) -> None:
-    """Check that the dev pairs are not a test set, whose scores would be biased by the selection of a checkpoint.
-
-    Args:
-        first: First sentences of the dev pairs.
-        second: Second sentences.
-        tests: Tasks of the final evaluation.
-        is_allowed: The recipe's `evaluation.dev_is_test`, which skips the check.
-
-    Raises:
-        InvalidValueError: The dev pairs contain at least half of a test set's pairs.
-    """
+    """Check that the dev pairs are not a test set, whose scores would be biased by the selection of a checkpoint."""
     if is_allowed:
         return
     dev = _pairs(first, second)

@@ -35,17 +35,8 @@ class LabelledDev:
 
     @classmethod
     def read(cls, data: Path, name: str = "stsb") -> LabelledDev:
-        """Read the dev sets of a data folder.
-
-        Args:
-            data: The folder.
-            name: A name in `DEV_SETS`.
-
-        Raises:
-            EvaluationDataError: The folder or a file does not exist.
-            EvaluationFormatError: A file is malformed.
-        """
-        folder = DatasetFolder.of(data)
+        """Read the dev sets of a data folder."""
+        folder = DatasetFolder(data)
         sets = []
         for known in DEV_SETS[name]:
             tables = folder.load(known)
@@ -120,16 +111,11 @@ class CustomDev:
 
     @classmethod
     def read(cls, path: Path) -> CustomDev:
-        """Read a dev set; the columns of a file decide its kind.
+        """Read a dev set.
 
-        Args:
-            path: A folder with `queries`, `corpus` and `relevant` (NDCG@10), or a file with the columns `anchor`, `positive` and
-                `negative` (accuracy), or `sentence1`, `sentence2` and either `score` (Spearman correlation) or `label` (area
-                under the ROC curve). Where a column `split` names several splits, only `dev` (or `validation`) is read.
-
-        Raises:
-            EvaluationDataError: The file does not exist.
-            EvaluationFormatError: The file is malformed, lacks these columns or rows of split dev, or has one label only.
+        A folder with `queries`, `corpus` and `relevant` is scored by NDCG@10. The columns of a file decide its score: `anchor`,
+        `positive`, `negative` (accuracy), or `sentence1`, `sentence2` and `score` (Spearman correlation) or `label` (area under
+        the ROC curve). Where a column `split` names several splits, only `dev` (or `validation`) is read.
         """
         if os.path.isdir(path):
             return cls._of_retrieval(path.name, RetrievalDataset.read(path))
@@ -184,12 +170,7 @@ Dev = LabelledDev | CustomDev
 
 
 def read_dev(recipe: Recipe | MutualRecipe) -> Dev | None:
-    """Read the labelled dev sets of a recipe; None if it has none.
-
-    Raises:
-        EvaluationDataError: A file does not exist.
-        EvaluationFormatError: A file is malformed, or does not suit the recipe.
-    """
+    """Read the labelled dev sets of a recipe; None if it has none."""
     name = recipe.dev_score
     if name == "none" or (name == "agreement" and not isinstance(recipe, MutualRecipe)):
         return None

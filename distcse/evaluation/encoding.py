@@ -33,14 +33,7 @@ _CLASSES: Mapping[str, type[Any]] = {
 
 
 def encode_result(value: Any) -> Any:
-    """Return a result as JSON values.
-
-    Args:
-        value: `ModelResults`, `RecordedScores`, an array, a plain value, or a list, tuple or mapping of these.
-
-    Raises:
-        TypeError: It contains an object of another class.
-    """
+    """Return a result as JSON values."""
     if isinstance(value, np.ndarray):
         content = b64encode(np.ascontiguousarray(value).tobytes()).decode("ascii")
         return {"array": content, "dtype": value.dtype.str, "shape": list(value.shape)}
@@ -64,13 +57,7 @@ def encode_result(value: Any) -> Any:
 
 
 def decode_result(encoded: Any) -> Any:
-    """Return the result that `encode_result` encoded; a named tuple as a tuple.
-
-    Raises:
-        ValueError: An array is malformed.
-        KeyError: A class is unknown, or a part is missing.
-        TypeError: A class has other fields.
-    """
+    """Return the result that `encode_result` encoded; a named tuple as a tuple."""
     if isinstance(encoded, list):
         return [decode_result(entry) for entry in encoded]
     if not isinstance(encoded, dict):

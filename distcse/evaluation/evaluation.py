@@ -10,9 +10,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from distcse.devices.device import default_device
 from distcse.errors import StoppedEarlyError
 from distcse.evaluation.bootstrap import AverageOf, Estimate, difference
@@ -22,20 +19,16 @@ from distcse.evaluation.results import (
     Comparison,
     Evaluation,
     ModelInfo,
-    NeighborChange,
-    NeighborChanges,
     Score,
     averaged_sets,
 )
 from distcse.evaluation.suites import PUBLISHED, Tasks
 from distcse.evaluation.tasks import EvalTask, TaskResult, supports
-from distcse.evaluation.tasks.agreement import cosines_to_others, with_agreement
+from distcse.evaluation.tasks.agreement import with_agreement
 from distcse.evaluation.tasks.transfer import TransferTask
 from distcse.events import Reporter, StageProgress
 
 _SILENT = Reporter()
-_MAX_SHOWN = 12
-_MAX_SENTENCES = 5000
 TIMED_TEXTS = 128
 """Texts per timed call."""
 _CALLS = 3
@@ -54,12 +47,7 @@ class Speed(NamedTuple):
 
 
 def measure_speed(compute: Callable[[Sequence[str]], object], texts: Sequence[str]) -> Speed:
-    """Measure the speed of a model that has computed before, so that its kernels are warm.
-
-    Args:
-        compute: Computes the vectors of n texts, without a cache.
-        texts: At least one text; the first 128 are timed.
-    """
+    """Measure the speed of a model that has computed before, so that its kernels are warm."""
     timed = list(texts[:TIMED_TEXTS])
     calls = _times([timed] * _CALLS, compute)
     singles = _times([[timed[number % len(timed)]] for number in range(_SINGLE_CALLS)], compute)
@@ -100,8 +88,6 @@ class ModelResults:
     """Device of the process that measured it."""
     results: Mapping[tuple[str, str], TaskResult]
     """By suite and set."""
-    vectors: NDArray[np.float32] | None
-    """(n, d) vectors for `NeighborComparison`; None for a cross-encoder."""
 
 
 def evaluate(
@@ -112,19 +98,10 @@ def evaluate(
     reporter: Reporter = _SILENT,
     base: str | None = None,
 ) -> Evaluation:
-    """Evaluate every model on every task it supports, and compare the models with one of them.
+    """Evaluate every model on every task it supports, and compare the models with one of them (`base`; default: the first).
 
-    Args:
-        candidates: Models with distinct names, at least one. An iterator is advanced after the previous model was evaluated,
-            so that only one model is in memory.
-        tasks: The tasks, and the names of missing sets.
-        settings: Stored in the result.
-        reporter: Receives the progress. Its stop request leaves out the models that are not measured yet, and a warning says so.
-            Default: silent, without stops.
-        base: Name of the model that the others are compared with. Default: the first one.
-
-    Raises:
-        StoppedEarlyError: It was stopped before the first model was measured.
+    An iterator of candidates is advanced after the previous model was evaluated, so that only one model is in memory. A stop
+    request leaves out the models that are not measured yet, and a warning says so; before the first one is measured, it raises.
     """
     started_at = time.perf_counter()
     results: list[ModelResults] = []
@@ -142,17 +119,7 @@ def evaluate(
 
 
 def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILENT) -> ModelResults:
-    """Evaluate one model on every task it supports.
-
-    Args:
-        candidate: The model.
-        tasks: The tasks.
-        reporter: Receives the progress; its stop request ends the measurement. The candidate itself asks between its batches.
-            Default: silent, without stops.
-
-    Raises:
-        StoppedEarlyError: A stop was requested; this model has no result.
-    """
+    """Evaluate one model on every task it supports."""
     name, model = candidate.info.name, candidate.model
     supported = [task for task in tasks.tasks if supports(task, model)]
     reporter.check_stop(f"before the evaluation of {name}")
@@ -166,13 +133,13 @@ def measure_model(candidate: Candidate, tasks: Tasks, reporter: Reporter = _SILE
             progress = partial(reporter.advance, f"{task.name} fits", total=None, unit="done")
             measured = replace(task, on_progress=progress)
         results[task.suite, task.name] = measured.measure(model)
-    info, vectors = _describe_model(candidate, tasks.tasks), NeighborComparison.of(tasks.tasks).vectors(model)
+    info = _describe_model(candidate, tasks.tasks)
     if tasks.timed_texts and not isinstance(model, Ensemble):
         speed = measure_speed(model.compute, tasks.timed_texts)
         info = replace(info, sentences_per_s=speed.sentences_per_s, latency_ms=speed.latency_ms)
     note = f"{len(supported)} {'set' if len(supported) == 1 else 'sets'}, {model.seconds:.1f} s in the model"
     reporter.emit(StageProgress(name, len(supported), len(supported), "sets", finished=True, note=note))
-    return ModelResults(info, default_device(), results, vectors)
+    return ModelResults(info, default_device(), results)
 
 
 def compare_models(
@@ -183,15 +150,7 @@ def compare_models(
     started_at: float,
     base: str | None = None,
 ) -> Evaluation:
-    """Compare the models' results with those of one of them.
-
-    Args:
-        results: The results of models with distinct names, at least one.
-        tasks: The tasks that they were measured on.
-        settings: Stored in the result.
-        started_at: `time.perf_counter()` at the start of the evaluation.
-        base: Name of the model that the others are compared with. Default: the first one, also if this one has no result.
-    """
+    """Compare the models' results with those of one of them."""
     estimates: dict[tuple[str, str], dict[str, dict[str, Estimate]]] = {}
     details: dict[str, dict[str, dict[str, Any]]] = {}
     for name, model_results in with_agreement(
@@ -203,7 +162,6 @@ def compare_models(
             details.setdefault(suite, {}).setdefault(dataset, {})[name] = dict(result.details)
     names = [model.info.name for model in results]
     base = base if base in names else names[0]
-    vectors = {model.info.name: model.vectors for model in results}
     return Evaluation(
         models=[model.info for model in results],
         base=base,
@@ -212,7 +170,6 @@ def compare_models(
         missing=tasks.missing,
         warnings=tasks.warnings,
         settings=settings or {},
-        neighbors=NeighborComparison.of(tasks.tasks).changes(vectors, base),
         seconds=time.perf_counter() - started_at,
     )
 
@@ -258,58 +215,3 @@ def _compare_all(by_model: Mapping[str, Estimate]) -> list[Comparison]:
             if model != other and (gap := difference(ours, theirs)) is not None:
                 found.append(Comparison(model, other, gap))
     return found
-
-
-class NeighborComparison:
-    """Compares models by their vectors of up to 5,000 distinct sentences, so that models need not stay in memory.
-
-    Args:
-        texts: The sentences; with fewer than two, there is nothing to compare.
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = list(dict.fromkeys(texts))[:_MAX_SENTENCES]
-
-    @classmethod
-    def of(cls, tasks: Sequence[EvalTask]) -> NeighborComparison:
-        """Take the sentences of STS-B, or of the first set."""
-        chosen = sorted(tasks, key=lambda task: task.name != "STS-B")
-        return cls(chosen[0].sentences() if chosen else [])
-
-    def vectors(self, model: Model) -> NDArray[np.float32] | None:
-        """Return a model's (n, d) unit vectors of the sentences; None for a cross-encoder, which has none."""
-        return model.unit_vectors(self._texts) if isinstance(model, VectorModel) and len(self._texts) > 1 else None
-
-    def changes(self, vectors: Mapping[str, NDArray[np.float32] | None], base: str) -> dict[str, NeighborChanges]:
-        """Compare the other models' neighbors with those of `base`; empty if `base` has no vectors.
-
-        Args:
-            vectors: By model: what `vectors` returned.
-            base: Name of the model to compare with.
-        """
-        before = vectors.get(base)
-        if before is None:
-            return {}
-        return {
-            name: changed_neighbors(before, after, self._texts)
-            for name, after in vectors.items()
-            if after is not None and name != base
-        }
-
-
-def changed_neighbors(
-    before: NDArray[np.floating], after: NDArray[np.floating], texts: Sequence[str]
-) -> NeighborChanges:
-    """Compare the nearest neighbors of n texts between two (n, d) arrays of unit vectors, n ≥ 2."""
-    old = cosines_to_others(before).argmax(axis=1)
-    cosines = cosines_to_others(after)
-    new = cosines.argmax(axis=1)
-    rows = np.arange(len(texts))
-    cosine_gain = np.where(old == new, -np.inf, cosines[rows, new] - cosines[rows, old])
-    changed = int((old != new).sum())
-    examples = np.argsort(-cosine_gain, kind="stable")[: min(_MAX_SHOWN, changed)]
-    return NeighborChanges(
-        len(texts),
-        changed,
-        [NeighborChange(texts[row], texts[old[row]], texts[new[row]], float(cosine_gain[row])) for row in examples],
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -43,11 +42,9 @@ class VectorModel:
 
     Args:
         encode: Maps n texts to (n, d) vectors, in the order of the texts; `Encoder.encode` or a function like it.
-        encoder: The encoder that computes them, for `with_prompt`. Default: none.
     """
 
-    def __init__(self, encode: Callable[..., NDArray[np.floating]], encoder: Encoder | None = None) -> None:
-        self.encoder = encoder
+    def __init__(self, encode: Callable[..., NDArray[np.floating]]) -> None:
         self.seconds = 0.0
         """Time spent in `encode`."""
         self._encode = encode
@@ -57,18 +54,10 @@ class VectorModel:
     @classmethod
     def of(cls, encoder: Encoder, precision: str = "fp32", on_progress: Progress | None = None) -> VectorModel:
         """Wrap an encoder; its folder decides whether vectors are normalized."""
-        return cls(_make_encode(encoder, precision, on_progress), encoder)
-
-    def with_prompt(self, name: str) -> VectorModel:
-        """Return the model that puts the encoder's prompt of this name before texts, such as `query`."""
-        return VectorModel(partial(self._encode, prompt_name=name), self.encoder)
+        return cls(_make_encode(encoder, precision, on_progress))
 
     def prepare(self, texts: Iterable[str]) -> None:
-        """Encode the texts that are not cached yet, in one call, so that batches are sorted by length over all of them.
-
-        Raises:
-            ModelOutputError: A vector is not finite.
-        """
+        """Encode the texts that are not cached yet, in one call, so that batches are sorted by length over all of them."""
         new = [text for text in dict.fromkeys(texts) if text not in self._index]
         if not new:
             return
@@ -114,11 +103,11 @@ class VectorModel:
 
 
 def _make_encode(encoder: Encoder, precision: str, on_progress: Progress | None) -> Callable[..., NDArray[np.float32]]:
-    """Return an encoder's `encode` as a function of texts, and the name of a prompt, for a precision."""
+    """Return an encoder's `encode` as a function of texts, for a precision."""
 
-    def encode(texts: Sequence[str], prompt_name: str | None = None) -> NDArray[np.float32]:
+    def encode(texts: Sequence[str]) -> NDArray[np.float32]:
         progress = None if on_progress is None else lambda done: on_progress(done, len(texts))
-        return encoder.encode(texts, prompt_name=prompt_name, precision=precision, on_progress=progress)
+        return encoder.encode(texts, precision=precision, on_progress=progress)
 
     return encode
 
@@ -127,7 +116,7 @@ class RankSpaceModel(VectorModel):
     """A bi-encoder whose pairs are scored by cosine and by rank (RankEncoder, Eq. 7)."""
 
     def __init__(self, ranker: RankSpaceEncoder, precision: str = "fp32", on_progress: Progress | None = None) -> None:
-        super().__init__(_make_encode(ranker.encoder, precision, on_progress), ranker.encoder)
+        super().__init__(_make_encode(ranker.encoder, precision, on_progress))
         self._ranker = ranker
 
     def similarities(self, first: Sequence[str], second: Sequence[str]) -> NDArray[np.float64]:
@@ -152,11 +141,7 @@ class PairScores:
         self._known: dict[tuple[str, str], float] = {}
 
     def prepare(self, pairs: Iterable[tuple[str, str]]) -> None:
-        """Score the pairs that are not cached yet, in one call.
-
-        Raises:
-            ModelOutputError: A score is not finite.
-        """
+        """Score the pairs that are not cached yet, in one call."""
         new = [pair for pair in dict.fromkeys(pairs) if pair not in self._known]
         on_progress = self._on_progress
         started_at = perf_counter()

@@ -52,26 +52,6 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
-class NeighborChange:
-    """A sentence whose nearest neighbor differs between two models."""
-
-    sentence: str
-    before: str
-    after: str
-    cosine_gain: float
-    """Cosine to `after` minus cosine to `before`, under the second model."""
-
-
-@dataclass(frozen=True)
-class NeighborChanges:
-    """The number of changed nearest neighbors, and the changes with the largest gains."""
-
-    sentences: int
-    changed: int
-    examples: list[NeighborChange]
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Difference of one score between two models, with the 95 % interval of the paired bootstrap."""
 
@@ -111,8 +91,6 @@ class Evaluation:
     missing: Sequence[str]
     warnings: Sequence[str]
     settings: Mapping[str, str]
-    neighbors: Mapping[str, NeighborChanges]
-    """By model: how its nearest neighbors differ from the base's."""
     seconds: float
 
     def score(self, suite: str, dataset: str, measure: str, model: str) -> float:
@@ -154,11 +132,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, file: Path) -> Evaluation:
-        """Read a file that `write` wrote.
-
-        Raises:
-            EvaluationResultError: The file does not exist or contains no evaluation.
-        """
+        """Read a file that `write` wrote."""
         try:
             return TypeAdapter(cls).validate_python(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
@@ -266,12 +240,7 @@ class Choice:
 
     @classmethod
     def of(cls, evaluation: Evaluation, limits: Limits) -> Choice | None:
-        """Choose among the models of an evaluation; None without limits, or if nothing was measured that ranks models.
-
-        Args:
-            evaluation: The results, with the models' speed where `limits` has a time.
-            limits: What the model may need.
-        """
+        """Choose among the models of an evaluation; None without limits, or if nothing was measured that ranks models."""
         ranked = [score for score in evaluation.scores if score.suite != _UNRANKED]
         if not (limits and ranked):
             return None

@@ -73,34 +73,23 @@ PUBLISHED = {"sts": STS, "transfer": TRANSFER, "pairs": PAIRS, "ranking": STS}
 """Datasets that are part of a suite's average."""
 
 
-@dataclass
 class DatasetFolder:
-    """A data folder; records the datasets that are missing or incomplete, so that they can be reported."""
+    """A data folder, each file of which is read once for all suites; records the datasets that are missing or incomplete."""
 
-    data: Path
-    missing: list[str]
-    warnings: list[str]
-
-    @classmethod
-    def of(cls, data: Path) -> DatasetFolder:
-        """Open a data folder.
-
-        Raises:
-            EvaluationDataError: The folder does not exist.
-        """
+    def __init__(self, data: Path) -> None:
         if not os.path.isdir(data):
             raise EvaluationDataError(
                 f"{data} is not a folder; create it with {STSB_DEV.folder}/dev.tsv.gz and others (see docs/how-to/evaluate.md)"
             )
-        return cls(data, [], [])
+        self.data = data
+        self.missing: list[str] = []
+        self.warnings: list[str] = []
+        self._pairs: dict[str, ScoredPairs | None] = {}
 
     def load(self, known: KnownSet) -> dict[str, Table] | None:
         """Read all splits of a dataset; None, and an entry in `missing`, if a split is missing.
 
         A number of rows other than the published one adds a warning.
-
-        Raises:
-            EvaluationFormatError: A file is malformed.
         """
         files = {split: find_table(self.data / known.folder, split) for split in known.rows}
         if absent := [split for split, file in files.items() if file is None]:
@@ -115,13 +104,43 @@ class DatasetFolder:
                 )
         return tables
 
+    def tasks(self, suite: Suite, aggregate: Aggregate) -> list[EvalTask]:
+        """Create the tasks of one suite whose files exist."""
+        if suite == "transfer":
+            return [TransferTask.of(known.name, tables) for known in TRANSFER if (tables := self.load(known))]
+        if suite == "pairs":
+            tests = [(known.name, tables["test"]) for known in PAIRS if (tables := self.load(known))]
+            return [PairClassificationTask.of(name, table) for name, table in tests]
+        if suite == "ranking":
+            return [task for known in STS if (task := self._ranking(known))]
+        if suite == "geometry":
+            return [GeometryTask(pairs) for known in (STSB, STSB_DEV) if (pairs := self._scored_pairs(known))]
+        if suite == "retrieval":
+            stsb = self._scored_pairs(STSB)
+            return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
+        sets = [pairs for known in STS if (pairs := self._scored_pairs(known))]
+        return [StsTask(pairs, aggregate) for pairs in sets]
+
+    def _scored_pairs(self, known: KnownSet) -> ScoredPairs | None:
+        if known.name not in self._pairs:
+            tables = self.load(known)
+            (split,) = known.rows
+            self._pairs[known.name] = ScoredPairs.of(known.name, tables[split]) if tables else None
+        return self._pairs[known.name]
+
+    def _ranking(self, known: KnownSet) -> EvalTask | None:
+        pairs = self._scored_pairs(known)
+        task = RankingTask(pairs) if pairs else None
+        if task and not task.lists:
+            self.missing.append(
+                f"{known.name}: no sentence has {MIN_PARTNERS} partners with different scores, which ranking needs"
+            )
+            return None
+        return task
+
 
 def parse_suites(names: Iterable[str]) -> list[Suite]:
-    """Return the named suites in their standard order.
-
-    Raises:
-        EvaluationOptionError: A name is no suite.
-    """
+    """Return the named suites in their standard order."""
     wanted = set(names)
     if unknown := sorted(wanted - set(SUITES)):
         raise EvaluationOptionError(f"unknown suite {unknown[0]!r}; choose from {', '.join(SUITES)}")
@@ -157,11 +176,7 @@ class CustomSet:
 
     @classmethod
     def parse(cls, text: str) -> CustomSet:
-        """Parse `SUITE=PATH` or `SUITE:NAME=PATH`; the default name is the file's.
-
-        Raises:
-            EvaluationOptionError: The text has another form, or the suite does not exist.
-        """
+        """Parse `SUITE=PATH` or `SUITE:NAME=PATH`; the default name is the file's."""
         kind, equals, path = text.partition("=")
         suite, _, name = kind.partition(":")
         if not equals or not path or suite not in CUSTOM_SUITES:
@@ -176,19 +191,10 @@ class CustomSet:
 
 
 def published(data: Path, suites: Iterable[Suite], aggregate: Aggregate = "all") -> Tasks:
-    """Create the tasks of the published sets that a data folder contains.
-
-    Raises:
-        EvaluationDataError: The folder does not exist.
-        EvaluationFormatError: A file is malformed.
-    """
-    folder, found = DatasetFolder.of(data), Tasks()
-    registry = _DatasetRegistry(folder, aggregate)
-    for suite in suites:
-        found.tasks += registry.tasks(suite)
-    found.missing += dict.fromkeys(folder.missing)
-    found.warnings += dict.fromkeys(folder.warnings)
-    return found
+    """Create the tasks of the published sets that a data folder contains."""
+    folder = DatasetFolder(data)
+    tasks = [task for suite in suites for task in folder.tasks(suite, aggregate)]
+    return Tasks(tasks, list(dict.fromkeys(folder.missing)), list(dict.fromkeys(folder.warnings)))
 
 
 def collect(
@@ -198,20 +204,7 @@ def collect(
     aggregate: Aggregate = "all",
     others: Iterable[EvalTask] = (),
 ) -> Tasks:
-    """Create the tasks of published and custom sets.
-
-    Args:
-        data: Data folder with published sets; None for custom sets only.
-        suites: Suites of the data folder.
-        custom: Custom sets.
-        aggregate: STS score that tables show first.
-        others: Tasks to measure after them. Default: none.
-
-    Raises:
-        EvaluationDataError: A file or folder does not exist.
-        EvaluationFormatError: A file is malformed.
-        EvaluationOptionError: Two sets of a suite have the same name, or there is no task.
-    """
+    """Create the tasks of published and custom sets."""
     found = Tasks() if data is None else published(data, suites, aggregate)
     for custom_set in custom:
         found.tasks.append(_custom_task(custom_set, aggregate, found.warnings))
@@ -228,48 +221,6 @@ def collect(
             "without labels, compare models on your own texts with --texts FILE"
         )
     return found
-
-
-class _DatasetRegistry:
-    """Creates tasks of the published sets; reads each file once for all suites."""
-
-    def __init__(self, folder: DatasetFolder, aggregate: Aggregate) -> None:
-        self._folder, self._aggregate = folder, aggregate
-        self._pairs: dict[str, ScoredPairs | None] = {}
-
-    def tasks(self, suite: Suite) -> list[EvalTask]:
-        """Create the tasks of one suite whose files exist."""
-        if suite == "transfer":
-            return [TransferTask.of(known.name, tables) for known in TRANSFER if (tables := self._folder.load(known))]
-        if suite == "pairs":
-            tests = [(known.name, tables["test"]) for known in PAIRS if (tables := self._folder.load(known))]
-            return [PairClassificationTask.of(name, table) for name, table in tests]
-        if suite == "ranking":
-            return [task for known in STS if (task := self._ranking(known))]
-        if suite == "geometry":
-            return [GeometryTask(pairs) for known in (STSB, STSB_DEV) if (pairs := self._scored_pairs(known))]
-        if suite == "retrieval":
-            stsb = self._scored_pairs(STSB)
-            return [RetrievalTask(STSB.name, RetrievalDataset.paraphrases(stsb))] if stsb else []
-        sets = [pairs for known in STS if (pairs := self._scored_pairs(known))]
-        return [StsTask(pairs, self._aggregate) for pairs in sets]
-
-    def _scored_pairs(self, known: KnownSet) -> ScoredPairs | None:
-        if known.name not in self._pairs:
-            tables = self._folder.load(known)
-            (split,) = known.rows
-            self._pairs[known.name] = ScoredPairs.of(known.name, tables[split]) if tables else None
-        return self._pairs[known.name]
-
-    def _ranking(self, known: KnownSet) -> EvalTask | None:
-        pairs = self._scored_pairs(known)
-        task = RankingTask(pairs) if pairs else None
-        if task and not task.lists:
-            self._folder.missing.append(
-                f"{known.name}: no sentence has {MIN_PARTNERS} partners with different scores, which ranking needs"
-            )
-            return None
-        return task
 
 
 def _custom_task(custom: CustomSet, aggregate: Aggregate, warnings: list[str]) -> EvalTask:

@@ -44,27 +44,15 @@ class Table:
         return [text or "." for text in self._column(column)]
 
     def labels(self, column: str) -> list[str]:
-        """Return a column of class names; none is empty.
-
-        Raises:
-            EvaluationFormatError: The column is missing, or a value is empty.
-        """
+        """Return a column of class names; none is empty."""
         return self._parse_column(column, str, "expected a label")
 
     def numbers(self, column: str) -> NDArray[np.float64]:
-        """Return a column of finite numbers.
-
-        Raises:
-            EvaluationFormatError: The column is missing, or a value is no finite number.
-        """
+        """Return a column of finite numbers."""
         return np.array(self._parse_column(column, float, "expected a number"))
 
     def binary(self, column: str) -> NDArray[np.int64]:
-        """Return a column of zeros and ones.
-
-        Raises:
-            EvaluationFormatError: The column is missing, or a value is neither 0 nor 1.
-        """
+        """Return a column of zeros and ones."""
         return np.array(self._parse_column(column, {"0": 0, "1": 1}.__getitem__, "expected 0 or 1"), dtype=np.int64)
 
     @property
@@ -82,11 +70,7 @@ class Table:
         }
 
     def of_split(self, split: str) -> Table:
-        """Return the rows of a split, where a column `split` names several; else the table.
-
-        Raises:
-            EvaluationFormatError: The column does not name this split.
-        """
+        """Return the rows of a split, where a column `split` names several; else the table."""
         splits = self.splits
         if splits and split not in splits:
             raise EvaluationFormatError(
@@ -96,11 +80,7 @@ class Table:
         return splits.get(split, self)
 
     def find_column(self, *names: str) -> str:
-        """Return the first of these names that is a column.
-
-        Raises:
-            EvaluationFormatError: None of them is.
-        """
+        """Return the first of these names that is a column."""
         found = next((name for name in names if name in self.columns), None)
         return found or self._raise_missing_column(names[0])
 
@@ -128,28 +108,14 @@ class Table:
 
 
 def read_table(file: Path) -> Table:
-    """Read a .tsv (a header line, no quoting), .csv (as a corpus), .jsonl or .parquet file; text may be gzipped (.gz).
-
-    Raises:
-        EvaluationDataError: The file does not exist.
-        EvaluationFormatError: The file is malformed; names the line (from 1, including the header) or row.
-    """
+    """Read a .tsv (a header line, no quoting), .csv (as a corpus), .jsonl or .parquet file; text may be gzipped (.gz)."""
     rows = _stream(file)
     header = next(rows)
     return Table(file, {name: list(column) for name, column in zip(header, zip(*rows, strict=True), strict=True)})
 
 
 def stream_texts(file: Path, *columns: str) -> Iterator[tuple[str, ...]]:
-    """Stream columns of sentences, row by row; an empty sentence becomes `.` (see `Table.texts`).
-
-    Args:
-        file: A file that `read_table` reads.
-        columns: Names of the columns.
-
-    Raises:
-        EvaluationDataError: The file does not exist.
-        EvaluationFormatError: The file is malformed, or a column is missing; raised at the first such row.
-    """
+    """Stream columns of sentences, row by row; an empty sentence becomes `.` (see `Table.texts`)."""
     rows = _stream(file)
     header = next(rows)
     empty = Table(file, {name: [] for name in header})

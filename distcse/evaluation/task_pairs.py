@@ -70,19 +70,10 @@ PAIR_TASKS = (_UNLABELLED, *_LABELLED)
 
 
 def write_task_pairs(task: str, data: Path, sources: Sequence[Path]) -> list[WrittenPairs]:
-    """Write the files of `pairs/TASK` in a data folder.
+    """Write the files of `pairs/TASK` in a data folder, from the data set's own files.
 
-    Args:
-        task: One of `PAIR_TASKS`. `sts_unlabelled` has the different pairs of the folder's STS12–16, STS-B and SICK-R, without
-            scores; the others have the first rows of the sources, labelled.
-        data: The data folder.
-        sources: The data set's own files: train, dev and test of `qqp` and `mrpc`; train and validation of `qnli`; and any
-            number of files with further pairs of `sts_unlabelled`, such as the pairs of STS15 and STS16 without a score.
-
-    Raises:
-        EvaluationOptionError: The task has another number of sources, or the folder of its pairs is not empty.
-        EvaluationDataError: A source does not exist.
-        EvaluationFormatError: A source is malformed, or lacks a column.
+    `sts_unlabelled` has the different pairs of the folder's STS12–16, STS-B and SICK-R, without scores, and those of the
+    sources, such as the pairs of STS15 and STS16 without a score. The other tasks have the first rows of the sources, labelled.
     """
     folder = data / "pairs" / task
     if existing := [file.name for file in folder.glob("*") if file.name.endswith(ENDINGS)]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from distcse.models.student import factorize_embeddings, keep_layers
 from distcse.models.texts import TOKENIZED_TEXTS, apply_prompt, as_texts, is_template
 from distcse.recipe import EncoderSection, Pooling, StudentSection, TrainedSection
 from distcse.recipe.validation_errors import explain
-from distcse.storage import ArtifactStore, Digest
+from distcse.storage import ArtifactStore
 from distcse.text.token_table import encode_batch, tokenizing
 
 
@@ -374,20 +373,6 @@ class Encoder(nn.Module):
             )
         save_model(self.backbone, self.tokenizer, folder, self.max_length)
         write_layout(folder, self._layout(), self.width, self.head)
-
-    def fingerprint(self) -> str:
-        """Return a hash of what decides the vectors: weights, configuration, tokenizer, pooling, length and prompts."""
-        config = self.backbone.config.to_dict()  # type: ignore[union-attr, operator]
-        kept = {
-            key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"
-        }
-        settings = json.dumps([asdict(self._layout()), kept], sort_keys=True, default=str)
-        digest = Digest()
-        digest.update(f"{settings}\0{self.tokenizer.backend_tokenizer.to_str()}".encode())
-        for name, tensor in self.state_dict().items():
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
 
     def _layout(self) -> Layout:
         return replace(

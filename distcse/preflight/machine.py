@@ -45,7 +45,6 @@ _PACKAGES_OF_EXTRAS = (
     "optuna",
     "faiss-cpu",
     "onnxruntime",
-    "mteb",
 )
 _PREFIXES = ("DISTCSE_", "RAY_", "HF_", "CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "DS_")
 """Beginnings of the variables that change how a run behaves."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
-import copy
 import os
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
@@ -15,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from distcse.errors import InvalidValueError, RecipeError, RecipeNotFoundError, RecipeSyntaxError, nearest
+from distcse.errors import InvalidValueError, RecipeNotFoundError, RecipeSyntaxError, nearest
 from distcse.recipe.base import FITTED_KEYS, BaseRecipe, recipe_class, recipe_classes
 from distcse.recipe.kinds.distillation import Recipe
 from distcse.recipe.sweep import Sweep
@@ -85,18 +84,11 @@ def _packaged(folder: str) -> list[str]:
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a student's recipe; see `read_recipe`.
-
-    Raises:
-        InvalidValueError: It is a recipe of another kind.
-    """
-    document, given = _document(name, overrides)
-    kind = recipe_class(document)
-    if kind is not Recipe:
-        raise InvalidValueError(
-            f"recipe {name} is a {kind.title}; it has {kind.identifying_key}, and no student; name a student's recipe"
-        )
-    return _validated(Recipe, document, name).with_given_keys(given).with_absolute_paths()
+    """Read a student's recipe; see `read_recipe`."""
+    recipe = read_recipe(name, overrides)
+    if type(recipe) is not Recipe:
+        raise InvalidValueError(f"recipe {name} is a {recipe.title}; name a student's recipe")
+    return recipe
 
 
 def read_recipe(name: str | Path, overrides: Sequence[str] = ()) -> BaseRecipe:
@@ -113,11 +105,7 @@ def read_recipe(name: str | Path, overrides: Sequence[str] = ()) -> BaseRecipe:
 
 
 def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Sweep:
-    """Read and validate a recipe, or a search space: a file whose only required key is `parameters`.
-
-    Raises:
-        RecipeError: With the key, the value, and the nearest valid key or allowed range.
-    """
+    """Read and validate a recipe, or a search space: a file whose only required key is `parameters`."""
     is_space = os.path.isfile(name) and "parameters" in parse_document(_content(name), name)
     return read_sweep(name, overrides) if is_space else read_recipe(name, overrides)
 
@@ -125,18 +113,24 @@ def read_document(name: str, overrides: Sequence[str] = ()) -> BaseRecipe | Swee
 def _document(name: str, overrides: Sequence[str]) -> tuple[Document, set[tuple[str, str]]]:
     """Read a recipe's document and those that it extends, with the overrides and the DeepSpeed files that it names.
 
-    Returns:
-        The document, and those of `FITTED_KEYS` that an override has, or a file that is not packaged.
+    Also returns those of `FITTED_KEYS` that an override has, or a file that is not packaged.
     """
-    given: set[tuple[str, str]] = set()
-
-    def read(name: str) -> Document:
-        document = _read(name)
-        if _is_file(name):
-            given.update(_fitted_keys_in(document))
-        return document
-
-    document = _read_with_bases(name, read)
+    names, documents = [name], [_read(name)]
+    while EXTENDS in documents[-1]:
+        base = documents[-1].pop(EXTENDS)
+        if not isinstance(base, str):
+            raise RecipeSyntaxError(
+                f"recipe {names[-1]}: {EXTENDS} is {base!r:.200}; write a packaged recipe's name, or the path of one recipe"
+            )
+        base = _locate(base, names[-1])
+        if _identity(base) in map(_identity, names):
+            chain = " → ".join([*names, base])
+            raise RecipeSyntaxError(f"recipes extend each other: {chain}; remove {EXTENDS} from one of them")
+        names.append(base)
+        documents.append(_read(base))
+    read = zip(names, documents, strict=True)
+    given = {key for name, document in read if _is_file(name) for key in _fitted_keys_in(document)}
+    document = reduce(_merge, reversed(documents))
     kind = recipe_class(document)
     for override in overrides:
         _apply_override(document, override, kind)
@@ -178,35 +172,12 @@ def with_values(recipe: R, values: Mapping[str, Any]) -> R:
 
 
 def read_sweep(name: str, overrides: Sequence[str] = (), override_prefix: str = "") -> Sweep:
-    """Read a packaged search space (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it.
-
-    Args:
-        name: A packaged space's name, or the path of a file.
-        overrides: `key.path=value`.
-        override_prefix: What the user wrote before each path, for errors of overrides.
-
-    Raises:
-        RecipeError: With the key, the value, and the nearest valid key or allowed range.
-    """
+    """Read a packaged search space (by name) or a YAML file (by path), apply `key.path=value` overrides, and validate it."""
     text = _content(name) if os.path.isfile(name) else _packaged_text(name, _SPACES, "search space")
     document = parse_document(text, name, "a search space", "parameters:")
-    alone = copy.deepcopy(document)
     for override in overrides:
         _apply_override(document, override, Sweep)
-    try:
-        return _validated(Sweep, document, name)
-    except RecipeError:
-        if _is_valid(Sweep, alone):  # what is wrong is an override
-            return _validated(Sweep, document, name, override_prefix)
-        raise
-
-
-def _is_valid(kind: type[BaseModel], document: Document) -> bool:
-    try:
-        kind.model_validate(document)
-    except ValidationError:
-        return False
-    return True
+    return _validated(Sweep, document, name, override_prefix if overrides else "")
 
 
 def _validated(kind: type[S], document: Document, name: str, prefix: str = "") -> S:
@@ -245,11 +216,6 @@ def _packaged_text(name: str, folder: str, kind: str) -> bytes:
     return (files("distcse") / folder / f"{name}.yaml").read_bytes()
 
 
-def decode(text: bytes) -> str:
-    """Decode a document: UTF-8, or UTF-16 with a byte-order mark, as YAML allows."""
-    return text.decode("utf-16" if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8")
-
-
 def _content(file: str) -> bytes:
     try:
         return Path(file).read_bytes()
@@ -258,17 +224,7 @@ def _content(file: str) -> bytes:
 
 
 def parse_document(text: bytes | str, source: str, kind: str = "a recipe", key: str = "student:") -> Document:
-    """Parse YAML text whose root is a mapping.
-
-    Args:
-        text: The document.
-        source: Its name in errors.
-        kind: What it should be, in errors.
-        key: A key that such a document has, in errors.
-
-    Raises:
-        RecipeSyntaxError: The text is not YAML, or its root is not a mapping.
-    """
+    """Parse YAML text whose root is a mapping."""
     try:
         document = _constructed(text, source)
     except ValueError as broken:
@@ -330,35 +286,6 @@ def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _read_with_bases(name: str, read: Callable[[str], Document]) -> Document:
-    """Read a document and those that it extends, and merge them. The result has no `extends`.
-
-    Args:
-        name: The document's name, file or address.
-        read: Reads one document.
-
-    Raises:
-        RecipeSyntaxError: `extends` is no text, or documents extend each other.
-    """
-    names, documents = [name], [read(name)]
-    while EXTENDS in documents[-1]:
-        base = documents[-1].pop(EXTENDS)
-        if not isinstance(base, str):
-            raise RecipeSyntaxError(
-                f"recipe {names[-1]}: {EXTENDS} is {base!r:.200}; write a packaged recipe's name, or the path of one recipe"
-            )
-        base = _locate(base, names[-1])
-        if _identity(base) in map(_identity, names):
-            chain = " → ".join([*names, base])
-            raise RecipeSyntaxError(f"recipes extend each other: {chain}; remove {EXTENDS} from one of them")
-        names.append(base)
-        documents.append(read(base))
-    merged = documents.pop()
-    while documents:
-        merged = _merge(merged, documents.pop())
-    return merged
-
-
 def _locate(base: str, name: str) -> str:
     """Return the name, file or address of a base: a path is relative to the document that names it."""
     if is_uri(name) and not is_uri(base) and not base.startswith("/"):
@@ -384,14 +311,6 @@ def _apply_override(document: Document, override: str, model: type[BaseModel]) -
     """Set `a.b.0.c=value` in the document; the value is parsed as YAML, unless the key takes only text.
 
     The index after a list's last appends to it.
-
-    Args:
-        document: The document; it is changed.
-        override: `key.path=value`.
-        model: The document's class.
-
-    Raises:
-        InvalidValueError: It is no override, there is no such place, or its value is empty or not YAML.
     """
     path, equals, value = override.partition("=")
     if not equals or not path:
@@ -439,14 +358,6 @@ def _read_value(typed: str, path: str, model: type[BaseModel]) -> Any:
     """Return an override's value: for a key that takes only text, the text itself unless it is in quotes.
 
     As YAML, `prompt=query: ` would be a mapping, and `prompt=Question ` would lose its last space.
-
-    Args:
-        typed: What follows the equals sign.
-        path: The key's path, such as `teachers.encoders.0.prompt`.
-        model: The document's class.
-
-    Raises:
-        InvalidValueError: It is empty or not YAML, and the key does not take text.
     """
     accepted = _types_at(model, path.split("."))
     if not typed.strip() and str not in accepted:

@@ -76,16 +76,7 @@ _WEB = ("https://", "http://")
 
 
 def hub_id(name: str, is_data_set: bool = False) -> str:
-    """Return the id in a page's address on the hub; other names unchanged.
-
-    Args:
-        name: What the user wrote.
-        is_data_set: Whether it names a data set, or else a model. Default: False.
-
-    Raises:
-        ValueError: The address is that of a file, of a revision other than `main`, of a page of the other kind, or of another
-            page of the web.
-    """
+    """Return the id in a page's address on the hub; other names unchanged. Raises `ValueError` for other pages of the web."""
     wanted, other = ("data set", "model") if is_data_set else ("model", "data set")
     page = _PAGE.fullmatch(name.strip())
     if page is None:
@@ -122,15 +113,7 @@ CustomKwarg = bool | int | float | str | None | list[int] | list[float] | list[s
 
 
 def load_class(code: str, key: str) -> type:
-    """Import the class that `code` names. Importing runs the module, so name only code that you have read.
-
-    Args:
-        code: `module:Class`.
-        key: The recipe's key, for errors.
-
-    Raises:
-        CustomClassError: There is no such module or class.
-    """
+    """Import the class that `code` names. Importing runs the module, so name only code that you have read."""
     module, _, name = code.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)

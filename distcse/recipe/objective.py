@@ -50,11 +50,7 @@ class LossSection(Section):
         return weight
 
     def term(self, tau1: float) -> ClassAndArguments:
-        """Return the term's class, which is imported when an objective is built, and its arguments.
-
-        Args:
-            tau1: The objective's temperature.
-        """
+        """Return the term's class, imported when an objective is built, and its arguments; `tau1` is the objective's."""
         raise NotImplementedError
 
     @property
@@ -292,12 +288,7 @@ class ObjectiveSection(Section):
         return next((section for section in self.active_terms.values() if isinstance(section, kind)), None)
 
     def keys_that_need(self, *needs: Need, active: bool = False) -> list[str]:
-        """Return the recipe keys that ask for one of these; without custom terms, whose classes are not imported here.
-
-        Args:
-            needs: What to look for.
-            active: Leave out terms of weight 0.
-        """
+        """Return the recipe keys that ask for one of these; without custom terms, whose classes are not imported here."""
         return list(
             dict.fromkeys(
                 f"objective.{key}.{inner}".rstrip(".")

@@ -158,11 +158,7 @@ def schema_documents() -> dict[str, tuple[type[BaseModel], str]]:
 
 
 def schema_json(name: str) -> str:
-    """Return the JSON schema of a kind of document as text.
-
-    Args:
-        name: A key of `schema_documents()`.
-    """
+    """Return the JSON schema of a kind of document as text."""
     model, title = schema_documents()[name]
     schema = _simplify(model.model_json_schema(ref_template="#/definitions/{model}"))
     schema["definitions"] = schema.pop("$defs")

@@ -42,16 +42,7 @@ def is_secret(name: str) -> bool:
 
 
 def refuse_secrets(url: str, key: str, place: str) -> None:
-    """Refuse a URL with credentials or a key. The error does not repeat the URL: messages end in logs.
-
-    Args:
-        url: The URL.
-        key: Its key, for the error.
-        place: Where the credentials belong.
-
-    Raises:
-        ValueError: It has them.
-    """
+    """Refuse a URL with credentials or a key. The error does not repeat the URL: messages end in logs."""
     server, _, _ = (url.partition("://")[2] or url).partition("/")
     query = url.partition("?")[2]
     secrets = [name for name, _ in parse_qsl(query, keep_blank_values=True) if is_secret(name)]
@@ -76,12 +67,7 @@ _MOST = 2**53
 
 
 class KeyValueError(ValueError):
-    """A section's validator refuses the value of one of its keys.
-
-    Args:
-        key: The key inside the section.
-        reason: What is wrong.
-    """
+    """A section's validator refuses the value of one of its keys."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(reason)
@@ -162,12 +148,7 @@ def unread_keys(recipe: Section) -> dict[str, str]:
 
 
 def settings_without_effect(recipe: Section, unread: Mapping[str, str]) -> list[str]:
-    """Describe the keys that nothing reads and that have another value than their default.
-
-    Args:
-        recipe: The recipe.
-        unread: Paths that nothing reads -> why.
-    """
+    """Describe the keys that nothing reads and that have another value than their default."""
     found = []
     for path, reason in unread.items():
         *parents, key = path.split(".")

@@ -250,15 +250,7 @@ class ResourcesSection(Section):
 
 
 def check_gpu_keys(mode: GpuMode, gpus: Mapping[str, float | None]) -> None:
-    """Check that keys of GPUs do not contradict `resources.gpu`.
-
-    Args:
-        mode: `resources.gpu`.
-        gpus: GPUs of one process, by recipe key; None leaves the number to the run.
-
-    Raises:
-        ValueError: They do.
-    """
+    """Check that keys of GPUs do not contradict `resources.gpu`."""
     for key, number in gpus.items():
         if mode == "required" and number == 0:
             raise ValueError(f"resources.gpu is required, and {key} is 0; write {key}: null, or resources.gpu: auto")

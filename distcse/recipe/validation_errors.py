@@ -17,14 +17,7 @@ _MAPPINGS = {"model_type", "model_attributes_type", "dict_type"}
 
 
 def explain(invalid: ValidationError, model: type[BaseModel], *, source: str, prefix: str = "") -> str:
-    """Format all errors of a validation as one message, one line per key.
-
-    Args:
-        invalid: The errors.
-        model: The document's class.
-        source: What was validated.
-        prefix: What the user wrote before each path.
-    """
+    """Format all errors of a validation as one message, one line per key."""
     found = _by_key(invalid, model)
     lines = dict.fromkeys(_complaint(path, errors, model, prefix) for path, errors in found.items())
     if len(lines) == 1:

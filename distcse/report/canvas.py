@@ -1,6 +1,6 @@
 """Draws the charts of a report as SVG that takes its colours from the page.
 
-Each chart fits on a phone, and wider pages place several in a row. Text stays text. Colours are drawn as placeholders and
+Each chart fits on a phone, and several stand in a row on wider pages. Text stays text. Colours are drawn as placeholders and
 replaced by CSS variables, so that the same SVG suits a light, a dark and a printed page.
 """
 
@@ -27,7 +27,6 @@ _VARIABLES = {
     **{colour: f"var(--series-{n})" for n, colour in enumerate(COLOURS)},
 }
 WIDTH, HEIGHT = 3.7, 2.7
-WIDE = 7.6
 _LEGEND_LEFT, _LEGEND_KEY, _LEGEND_LETTER, _LEGEND_ROW = 0.85, 0.35, 0.065, 0.16
 """Inches: left of a legend, for an entry's key, for each letter of its name, and for a row."""
 _SIZE = r'\s(width|height)="[^"]*"'
@@ -65,8 +64,6 @@ class Picture:
     title: str
     note: str
     svg: str
-    wide: bool = False
-    """Whether it is drawn at width `WIDE`, for the full width of the page."""
 
 
 def legend_above(axes: Axes) -> None:
@@ -80,17 +77,10 @@ def legend_above(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, columnspacing=1.0, borderaxespad=0.2)
 
 
-def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT, width: float = WIDTH) -> str:
-    """Draw on one pair of axes and return the SVG element, with CSS variables as colours and without a fixed size.
-
-    Args:
-        name: Unique name of the chart, from which matplotlib derives the SVG's ids.
-        draw: Draws on the axes.
-        height: Inches.
-        width: Inches.
-    """
+def svg(name: str, draw: Callable[[Axes], None], height: float = HEIGHT) -> str:
+    """Draw on one pair of axes and return the SVG element, with CSS variables as colours and without a fixed size."""
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # the salt makes ids differ between charts
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure.subplots())
         written = io.StringIO()
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -68,14 +68,7 @@ class Cycles:
 def read_cycles(
     run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]], best_of: str = "cycles"
 ) -> Cycles:
-    """Read the history from a run's phase store and its events.
-
-    Args:
-        run: The run's directory.
-        groups: Names of the groups.
-        events: The objects of events.jsonl.
-        best_of: The recipe's `mutual.best_of`. Default: its default.
-    """
+    """Read the history from a run's phase store and its events."""
     store = PhaseStore(run)
     dev: dict[str, dict[int, float]] = {f"{group} bi": {0: score} for group, score in store.starts.items()}
     agreement: dict[str, dict[str, float]] = {}
@@ -166,11 +159,7 @@ class History:
 
 
 def read_run(path: Path) -> History:
-    """Read the history of a run's directory. Of steps reported twice, because the run was resumed, the later one counts.
-
-    Raises:
-        RunDirectoryError: The directory has no readable record, recipe or events of a run.
-    """
+    """Read the history of a run's directory. Of steps reported twice, because the run was resumed, the later one counts."""
     try:
         record = recorded(path)
         recipe = (path / "recipe.yaml").read_text(encoding="utf-8")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -22,7 +21,6 @@ def pictures(evaluation: Evaluation, history: History | None) -> list[Picture]:
         *(_cycles(history.cycles) if history and history.cycles else ()),
         _differences(evaluation),
         _plane(evaluation),
-        *_cosines(evaluation),
         _bars(evaluation, "kcc", "Ranking: Kendall's τ-b", "Mean over lists, ×100."),
         _bars(evaluation, "ndcg", "Ranking: NDCG", "Mean over lists, ×100; the gain is the gold score."),
     ]
@@ -176,34 +174,6 @@ def _plane(evaluation: Evaluation) -> Picture | None:
 
     note = "STS-B test. Hollow points: DiffCSE's paper, BERT-base."
     return Picture("Alignment and uniformity", note, svg("plane", draw, 3.1))
-
-
-def _cosines(evaluation: Evaluation) -> list[Picture]:
-    """Draw a chart per model: a ridge for each group of gold scores."""
-    of_set = evaluation.details.get("geometry", {}).get("STS-B", {})
-    return [_ridges(evaluation, model, detail["cosines"]) for model, detail in of_set.items()]
-
-
-def _ridges(evaluation: Evaluation, model: str, groups: Sequence[Mapping[str, object]]) -> Picture:
-    colour = COLOURS[colour_of(evaluation, model)]
-
-    def draw(axes: Axes) -> None:
-        for row, group in enumerate(groups):
-            counts = np.asarray(group["histogram"], dtype=float)
-            edges = np.linspace(-1, 1, len(counts) + 1)
-            heights = 0.85 * counts / counts.max()
-            axes.fill_between((edges[:-1] + edges[1:]) / 2, row, row + heights, color=colour, alpha=0.35, linewidth=0)
-            axes.plot((edges[:-1] + edges[1:]) / 2, row + heights, color=colour, linewidth=1)
-            axes.plot([float(group["mean"])] * 2, [row, row + 0.85], color=INK, linewidth=1)  # type: ignore[arg-type]
-        low = [-0.25 if group["quartiles"][0] >= 0 else -1.0 for group in groups]  # type: ignore[index]
-        axes.set_xlim(min(low), 1.02)
-        axes.set_yticks(range(len(groups)), ["{:g}–{:g}".format(*group["gold"]) for group in groups])  # type: ignore[misc]
-        axes.set_xlabel("cosine")
-        axes.set_ylabel("gold score")
-        axes.grid(axis="y", visible=False)
-
-    note = "STS-B test, by group of gold scores; the line is the group's mean."
-    return Picture(f"Cosines: {model}", note, svg(f"cosines {model}", draw))
 
 
 def _bars(evaluation: Evaluation, measure: str, title: str, note: str) -> Picture | None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -41,12 +41,8 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKED = 16
 
 
-class View(Protocol):
-    """Shows events as they arrive."""
-
-    def show(self, event: Event) -> None:
-        """Show an event."""
-        ...
+def _of_group(event: Event) -> tuple[str, Event]:
+    return (event.group, event.event) if isinstance(event, GroupEvent) else ("", event)
 
 
 class QuietView:
@@ -56,9 +52,10 @@ class QuietView:
         self._console = console
 
     def show(self, event: Event) -> None:
-        inner = event.event if isinstance(event, GroupEvent) else event
+        """Show an event."""
+        _, inner = _of_group(event)
         if isinstance(inner, LogMessage) and inner.warning:
-            self._console.print(f"warning   {inner.text}", markup=False, highlight=False, soft_wrap=True)
+            _print(self._console, f"warning   {inner.text}")
 
 
 class JsonView:
@@ -68,6 +65,7 @@ class JsonView:
         self._file = file
 
     def show(self, event: Event) -> None:
+        """Show an event."""
         self._file.write(to_json_line(event) + "\n")
         self._file.flush()
 
@@ -92,64 +90,38 @@ class PlainView:
                 self._line(f"waiting   {silence_s:.0f} s since the last line, {activity} ({load})")
 
     def show(self, event: Event) -> None:
+        """Show an event."""
+        group, event = _of_group(event)
+        if (line := _line_of(event, group)) is None:
+            return
         with self._lock:
-            if isinstance(event, GroupEvent):
-                self._show(event.event, event.group)
-            else:
-                self._show(event, "")
+            name = _unfinished(event, group)
+            is_at_work = name is not None or isinstance(event, GroupActivity)
+            self._activity = f"{'at' if is_at_work else 'after'} {line}"
+            if name is None or self._due(name, isinstance(event, StageProgress)):
+                is_warning = isinstance(event, LogMessage) and event.warning
+                self._line(f"warning   {line}" if is_warning else line)
 
-    def _show(self, event: Event, group: str) -> None:
-        if isinstance(event, StageProgress):
-            name = f"{group} {event.name}"
-            self._last.setdefault(name, time.monotonic())  # a stage of a few seconds gets one line, at its end
-            self._activity = f"after {name.strip()}" if event.finished else f"at {_stage_line(event, group)}"
-            if event.finished or self._due(name):
-                self._line(_stage_line(event, group))
-        elif isinstance(event, StepReport):
-            self._activity = f"after step {event.step}/{event.total}{f' of {group}' if group else ''}"
-            if event.step == event.total or self._due(f"steps {group}"):
-                rest = f"{_losses(event)}  {_pace(event)}{_waited(event)}  {_left(event)} left"
-                self._line(f"{group or 'train':<9} step {event.step}/{event.total}  {rest}")
-        elif isinstance(event, DevScore):
-            self._activity = f"after the dev score at step {event.step}{f' of {group}' if group else ''}"
-            self._line(f"{group or 'dev':<9} {_dev_line(event)}")
-        elif isinstance(event, GroupActivity):
-            self._activity = f"at {group}: {_activity_line(event)}"
-            self._line(f"{group:<9} {_activity_line(event)}")
-        elif isinstance(event, TrialUpdate):
-            self._activity = f"after trial {event.trial}, {event.status} at {event.progress:.0f} %"
-            if event.status != "running" or self._due(f"trial {event.trial}"):
-                self._line(_trial_line(event))
-        elif isinstance(event, LogMessage):
-            text = f"{group:<9} {event.text}" if group else event.text
-            self._activity = f"after: {text}"
-            self._line(("warning   " if event.warning else "") + text)
-
-    def _due(self, name: str) -> bool:
+    def _due(self, name: str, is_stage: bool) -> bool:
         now = time.monotonic()
-        if now - self._last.get(name, -_PLAIN_EVERY_SECONDS) < _PLAIN_EVERY_SECONDS:
+        # A stage of a few seconds gets one line, at its end.
+        last = self._last.setdefault(name, now if is_stage else -_PLAIN_EVERY_SECONDS)
+        if now - last < _PLAIN_EVERY_SECONDS:
             return False
         self._last[name] = now
         return True
 
     def _line(self, text: str) -> None:
         self._printed_at = time.monotonic()
-        self._console.print(
-            f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False, highlight=False, soft_wrap=True
-        )
+        _print(self._console, f"[{time.monotonic() - self._began:7.1f}s] {text}")
 
 
 @dataclass
 class _State:
     """State of a run or of a group."""
 
-    phase: str = ""
     note: str = ""
     scores: list[float] = field(default_factory=list)
-
-    @property
-    def dev(self) -> str:
-        return f"  dev {self.scores[-1]:.2f} {sparkline(self.scores)}" if self.scores else ""
 
 
 class LiveView:
@@ -163,58 +135,38 @@ class LiveView:
         self._states: dict[str, _State] = {}
 
     def show(self, event: Event) -> None:
-        group = ""
-        if isinstance(event, GroupEvent):
-            group, event = event.group, event.event
-        state = self._state(group)
+        """Show an event."""
+        group, event = _of_group(event)
+        state, line = self._states.setdefault(group, _State()), _line_of(event, group)
         if isinstance(event, GroupActivity):
-            state.phase, state.note, state.scores = event.phase, _activity_line(event), []
+            state.note, state.scores = _activity_line(event), []
             self._begun.pop(group, None)
             if event.activity in ("finished", "dropped"):
-                self._end(group)
-                self._print(f"{group:<9} {state.note}")
+                self._end(group, line)
             else:
                 self._advance(group, 0, None, state.note)
-        elif isinstance(event, StageProgress) and group:
-            self._advance(group, event.done, event.total, state.note, self._time_left(group, event))
         elif isinstance(event, StageProgress):
-            self._stage(event)
-        elif isinstance(event, StepReport) and group:
-            note = f"{state.note}{state.dev}  {_pace(event)}  {_losses(event)}"
-            self._advance(group, event.step, event.total, note, _left(event))
+            name = group or event.name
+            if event.finished and not group:
+                self._end(name, line)
+            else:
+                left, note = self._time_left(name, event), state.note if group else event.unit
+                self._advance(name, event.done, event.total, note, left)
         elif isinstance(event, StepReport):
-            note = f"{_pace(event)}{state.dev}  {_losses(event)}{_waited(event)}"
-            self._advance("train", event.step, event.total, note, _left(event))
-            if event.step == event.total:
+            dev = f"dev {state.scores[-1]:.2f} {sparkline(state.scores)}" if state.scores else ""
+            parts = (state.note, _pace(event), dev, _losses(event), _waited(event))
+            self._advance(group or "train", event.step, event.total, "  ".join(filter(None, parts)), _left(event))
+            if event.step == event.total and not group:
                 self._end("train")
-        elif isinstance(event, DevScore):
-            state.scores.append(event.score)
-            self._print(f"{group:<9} {state.phase}  {_dev_line(event)}" if group else f"dev       {_dev_line(event)}")
-        elif isinstance(event, TrialUpdate):
-            self._trial(event)
-        elif isinstance(event, LogMessage):
-            self._print(f"{group:<9} {event.text}" if group else event.text, event.warning)
-
-    def _state(self, group: str) -> _State:
-        return self._states.setdefault(group, _State())
-
-    def _trial(self, event: TrialUpdate) -> None:
-        """Show a bar for each running trial, and a line for each ended one."""
-        if event.status == "running":
+        elif isinstance(event, TrialUpdate) and event.status == "running":
             self._advance(event.trial, int(event.progress), 100, _trial_note(event))
-        elif event.trial in self._tasks or event.status != "finished":
-            self._end(event.trial)
-            self._print(_trial_line(event), event.status in ("diverged", "failed"))
-
-    def _print(self, text: str, warning: bool = False) -> None:
-        self._console.print(text, style="yellow" if warning else None, markup=False, highlight=False, soft_wrap=True)
-
-    def _stage(self, event: StageProgress) -> None:
-        if event.finished:
-            self._end(event.name)
-            self._print(_stage_line(event))
-            return
-        self._advance(event.name, event.done, event.total, event.unit, self._time_left(event.name, event))
+        elif isinstance(event, TrialUpdate):
+            if event.trial in self._tasks or event.status != "finished":
+                self._end(event.trial, line, event.status in ("diverged", "failed"))
+        elif line is not None:
+            if isinstance(event, DevScore):
+                state.scores.append(event.score)
+            _print(self._console, line, isinstance(event, LogMessage) and event.warning)
 
     def _time_left(self, name: str, event: StageProgress) -> str:
         """Estimate the remaining time from what was done since the stage's first event: a resumed one begins in its middle."""
@@ -231,40 +183,40 @@ class LiveView:
         # An unknown total is an empty bar, since rich keeps the previous total if it gets None.
         self._progress.update(self._tasks[name], completed=done if total else 0, total=total or 1, **fields)
 
-    def _end(self, name: str) -> None:
+    def _end(self, name: str, line: str | None = None, is_warning: bool = False) -> None:
         self._begun.pop(name, None)
         if (task := self._tasks.pop(name, None)) is not None:
             self._progress.remove_task(task)
+        if line is not None:
+            _print(self._console, line, is_warning)
+
+
+View = QuietView | JsonView | PlainView | LiveView
 
 
 @contextmanager
 def open_view(quiet: bool = False, json: bool = False, is_loading: bool = False) -> Iterator[View]:
     """Open a view of events: live if standard error is a terminal, plain otherwise. NO_COLOR is respected.
 
-    Args:
-        quiet: Print only warnings.
-        json: Print events as JSON lines on standard output.
-        is_loading: Whether the caller loads PyTorch next; then the first line says so.
+    With `is_loading`, the first line says that PyTorch is loaded next.
     """
     console = Console(stderr=True)
+    loading = LogMessage("loading   PyTorch and transformers: about 5 s on a quiet machine")
     if json:
         yield JsonView(sys.stdout)
     elif quiet:
         yield QuietView(console)
     elif not console.is_terminal:
         with _reminders(view := PlainView(console)):
-            _announce(view, is_loading)
+            if is_loading:
+                view.show(loading)
             yield view
     else:
         with live_progress(console) as progress:
             live = LiveView(console, progress)
-            _announce(live, is_loading)
+            if is_loading:
+                live.show(loading)
             yield live
-
-
-def _announce(view: View, is_loading: bool) -> None:
-    if is_loading:
-        view.show(LogMessage("loading   PyTorch and transformers: about 5 s on a quiet machine"))
 
 
 @contextmanager
@@ -320,12 +272,41 @@ def sparkline(scores: Sequence[float]) -> str:
     return "".join(_SPARKS[int((score - low) / spread * (len(_SPARKS) - 1)) if spread else 0] for score in shown)
 
 
-def _stage_line(event: StageProgress, group: str = "") -> str:
-    title = f"{group:<9} {event.name}" if group else f"{event.name:<9}"
-    if event.finished:
-        return f"{title} {event.note or f'{event.done:,} {event.unit}'}"
-    of = f"/{event.total:,}" if event.total else ""
-    return f"{title} {event.done:,}{of} {event.unit}"
+def _line_of(event: Event, group: str) -> str | None:
+    """Return the line of an event, without the word that marks a warning; None for events that are not shown."""
+    if isinstance(event, StageProgress):
+        title = f"{group:<9} {event.name}" if group else f"{event.name:<9}"
+        of = f"/{event.total:,}" if event.total and not event.finished else ""
+        note = event.note if event.finished else ""
+        return f"{title} {note or f'{event.done:,}{of} {event.unit}'}"
+    if isinstance(event, StepReport):
+        parts = (_losses(event), _pace(event), _waited(event), f"{_left(event)} left")
+        return f"{group or 'train':<9} step {event.step}/{event.total}  {'  '.join(filter(None, parts))}"
+    if isinstance(event, DevScore):
+        best = "best so far" if event.best_step == event.step else f"best {event.best:.2f} at step {event.best_step}"
+        return f"{group or 'dev':<9} step {event.step}  {event.name} {event.score:.2f}  ({best})"
+    if isinstance(event, GroupActivity):
+        return f"{group:<9} {_activity_line(event)}"
+    if isinstance(event, TrialUpdate):
+        reason = f"  {event.reason}" if event.reason else ""
+        return f"trial     {event.trial}  {event.status} at {event.progress:.0f} %  {_trial_note(event)}{reason}"
+    if isinstance(event, LogMessage):
+        return f"{group:<9} {event.text}" if group else event.text
+    return None
+
+
+def _unfinished(event: Event, group: str) -> str | None:
+    """Return the name of a stage, training or trial that is not at its end; None for other events."""
+    if isinstance(event, StageProgress):
+        return None if event.finished else f"{group} {event.name}"
+    if isinstance(event, StepReport):
+        return None if event.step == event.total else f"steps {group}"
+    return f"trial {event.trial}" if isinstance(event, TrialUpdate) and event.status == "running" else None
+
+
+def _print(console: Console, text: str, is_warning: bool = False) -> None:
+    """Print a line as it is, without wrapping; a warning in yellow."""
+    console.print(text, style="yellow" if is_warning else None, markup=False, highlight=False, soft_wrap=True)
 
 
 def _losses(event: StepReport) -> str:
@@ -334,12 +315,12 @@ def _losses(event: StepReport) -> str:
 
 
 def _pace(event: StepReport) -> str:
-    return f"{1 / event.seconds:.2f} steps/s"
+    return f"{1 / event.seconds:.2f} steps/s" if event.seconds else ""
 
 
 def _waited(event: StepReport) -> str:
     share = 100 * event.teacher_wait_s / event.seconds if event.seconds else 0.0
-    return f"  teacher wait {share:.1f}%" if share else ""
+    return f"teacher wait {share:.1f}%" if share else ""
 
 
 def _left(event: StepReport) -> str:
@@ -356,19 +337,9 @@ def _activity_line(event: GroupActivity) -> str:
     return f"{event.phase + ' ' if event.phase else ''}{event.activity}{waiting}"
 
 
-def _trial_line(event: TrialUpdate) -> str:
-    reason = f"  {event.reason}" if event.reason else ""
-    return f"trial     {event.trial}  {event.status} at {event.progress:.0f} %  {_trial_note(event)}{reason}"
-
-
 def _trial_note(event: TrialUpdate) -> str:
     score = "" if event.score is None or event.best is None else f"dev {event.score:.2f} (best {event.best:.2f})  "
     return score + format_values(event.values)
-
-
-def _dev_line(event: DevScore) -> str:
-    best = "best so far" if event.best_step == event.step else f"best {event.best:.2f} at step {event.best_step}"
-    return f"step {event.step}  {event.name} {event.score:.2f}  ({best})"
 
 
 def shorten_path(path: str) -> str:

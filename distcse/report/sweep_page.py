@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from distcse import __version__
-from distcse.recipe import ParameterSection, recipe_yaml
-from distcse.report.canvas import COLOURS, GRID, HEIGHT, INK, MUTED, WIDE, Picture, legend_above, svg
+from distcse.recipe import recipe_yaml
+from distcse.report.canvas import COLOURS, HEIGHT, INK, MUTED, Picture, legend_above, svg
 from distcse.report.exports import write_exports, write_summary
 from distcse.report.grids import legend, number, row_title, spread_text
 from distcse.report.page import environment, write_page_files
@@ -28,7 +26,7 @@ def write_sweep_pages(result: SweepResult) -> list[Path]:
     """Write the pages, and the final runs' scores as CSV and LaTeX, into the sweep's folder; return the pages."""
     space = Space(result.sweep, result.recipe)
     content = _content(result, space)
-    drawn = sweep_pictures(result.trials, space.parameters, content["importances"])
+    drawn = sweep_pictures(result.trials, content["importances"])
     page = environment(escape=True).get_template("sweep.html").render(**content, pictures=drawn)
     text = environment(escape=False).get_template("sweep.md").render(**content).strip() + "\n"
     if result.evaluation is not None:
@@ -136,92 +134,18 @@ _CELLS = 8
 """Most values of a temperature that are drawn as a grid of cells; more are drawn as points."""
 
 
-def sweep_pictures(
-    trials: Sequence[Trial], parameters: Mapping[str, ParameterSection], importances: Mapping[str, float]
-) -> list[Picture]:
+def sweep_pictures(trials: Sequence[Trial], importances: Mapping[str, float]) -> list[Picture]:
     """Return all charts that have data."""
     scored = [trial for trial in trials if trial.best is not None]
     valid = [trial for trial in scored if trial.status not in ("diverged", "failed")]
     if not valid:
         return []
     drawn = [
-        _parallel(valid, parameters),
         _temperatures(valid),
         _importance(importances) if importances else None,
         _curves(scored),
-        _costs(trials),
     ]
     return [picture for picture in drawn if picture is not None]
-
-
-def _parallel(trials: Sequence[Trial], parameters: Mapping[str, ParameterSection]) -> Picture | None:
-    """Draw parallel coordinates: an axis per parameter and one for the dev score, a line per trial, stronger if better."""
-    paths = [path for path, parameter in parameters.items() if parameter.expression is None]
-    best = find_best_trial(trials)
-    scores = [_score(trial) for trial in trials]
-    low, high = min(scores), max(scores)
-    scales = {path: _Scale([trial.values[path] for trial in trials], parameters[path]) for path in paths}
-
-    def draw(axes: Axes) -> None:
-        positions = range(len(paths) + 1)
-        for trial in sorted(trials, key=_score):
-            share = (_score(trial) - low) / (high - low) if high > low else 1.0
-            heights = [scales[path].height_of(trial.values[path]) for path in paths] + [share]
-            is_best = trial is best
-            axes.plot(
-                positions,
-                heights,
-                color=COLOURS[1] if is_best else COLOURS[0],
-                alpha=1.0 if is_best else 0.12 + 0.5 * share**2,
-                linewidth=2.2 if is_best else 1.2,
-            )
-        for position, path in enumerate(paths):
-            axes.axvline(position, color=GRID, linewidth=0.8)
-            for height, text in scales[path].ticks():
-                _label(axes, text, position, height, MUTED)
-        axes.axvline(len(paths), color=GRID, linewidth=0.8)
-        for height, score in ((0, low), (1, high)):
-            _label(axes, f"{score:.2f}", len(paths), height, INK)
-        axes.set_xticks([*positions], [*map(shorten_path, paths), "dev"], rotation=40, ha="right")
-        axes.set_yticks([])
-        axes.set_xlim(-0.1, len(paths) + 0.35)
-        axes.grid(visible=False)
-        axes.spines["left"].set_visible(False)
-
-    note = "A line per trial, from its values to its best dev score. The best trial has the other colour."
-    return Picture("Values and dev score", note, svg("parallel", draw, HEIGHT + 0.6, WIDE), wide=True)
-
-
-def _label(axes: Axes, text: str, x: float, y: float, colour: str) -> None:
-    """Write next to a point of an axis."""
-    axes.annotate(text, (x, y), (3, 0), textcoords="offset points", fontsize=6.5, va="center", color=colour)
-
-
-class _Scale:
-    """Maps a parameter's values to heights between 0 and 1."""
-
-    def __init__(self, values: Sequence[Any], parameter: ParameterSection) -> None:
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        self._names = None if numbers else sorted({str(value) for value in values})
-        self._log = (
-            numbers and min(values) > 0 and (parameter.log_uniform is not None or max(values) / min(values) >= 20)
-        )
-        if self._names is None:
-            self._low, self._high = self._scaled(min(values)), self._scaled(max(values))
-
-    def height_of(self, value: Any) -> float:
-        if self._names is not None:
-            return self._names.index(str(value)) / max(1, len(self._names) - 1)
-        return (self._scaled(value) - self._low) / (self._high - self._low) if self._high > self._low else 0.5
-
-    def ticks(self) -> list[tuple[float, str]]:
-        if self._names is not None:
-            return [(self.height_of(name), name) for name in self._names]
-        ends = [(0.0, self._low), (1.0, self._high)] if self._high > self._low else [(0.5, self._low)]
-        return [(height, f"{math.exp(end) if self._log else end:.3g}") for height, end in ends]
-
-    def _scaled(self, value: float) -> float:
-        return math.log(value) if self._log else float(value)
 
 
 def _temperatures(trials: Sequence[Trial]) -> Picture | None:
@@ -300,22 +224,6 @@ def _curves(trials: Sequence[Trial]) -> Picture:
     return Picture("Learning curves", "Dev score of every trial.", svg("curves", draw, HEIGHT + 0.3))
 
 
-def _costs(trials: Sequence[Trial]) -> Picture:
-    shades = {**_ENDS, "running": GRID}
-
-    def draw(axes: Axes) -> None:
-        for place, trial in enumerate(trials, start=1):
-            axes.bar(place, trial.seconds, 0.8, color=shades[trial.status])
-        axes.set_xlabel("trial, in the order of their start")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylabel("seconds")
-        axes.grid(axis="x", visible=False)
-
-    total = sum(trial.seconds for trial in trials)
-    note = f"{total:,.0f} s of trials in total. Blue: finished; grey: stopped by the scheduler."
-    return Picture("Cost of each trial", note, svg("costs", draw))
-
-
 def _score(trial: Trial) -> float:
     assert trial.best is not None
     return trial.best.score
@@ -329,9 +237,6 @@ def importances(space: Space, trials: Sequence[Trial]) -> dict[str, float]:
     """Return the fraction of the best dev scores' variance that each parameter explains, the largest first.
 
     Parameters with an expression are left out. A trial that was stopped early counts with its best score, as in the search.
-
-    Returns:
-        Fractions by recipe path; empty with fewer than 4 trials or equal scores.
 
     Source: fANOVA, Hutter et al. 2014.
     """

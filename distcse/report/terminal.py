@@ -42,13 +42,7 @@ def _print_models(console: Console, evaluation: Evaluation) -> None:
     console.print(
         f"\nSize and speed ({evaluation.settings['device']}, {evaluation.settings['precision']})", highlight=False
     )
-    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
-    for name in SPEED_COLUMNS:
-        table.add_column(name, justify="right")
-    for about in timed:
-        table.add_row(about.name, *size_and_speed(about))
-    console.print(table)
+    console.print(_figures(SPEED_COLUMNS, {about.name: size_and_speed(about) for about in timed}))
 
 
 def _for_tables() -> Console:
@@ -62,10 +56,8 @@ def print_summary(rows: Sequence[SummaryRow]) -> None:
     """Print a sweep's final runs: mean and standard deviation over seeds."""
     if not rows:
         return
-    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
     models = list(dict.fromkeys(name for row in rows for name in row.spreads))
-    for name in ("set", "measure", *models):
-        table.add_column(name, justify="left" if name in ("set", "measure") else "right")
+    table = _empty_table(("measure", *models), "set")
     for row in rows:
         cells = (spread_text(row.measure, row.spreads.get(name)) for name in models)
         table.add_row(row_title(row), row.measure, *cells)
@@ -82,10 +74,7 @@ def print_remarks(evaluation: Evaluation) -> None:
 
 
 def _table(grid: Grid) -> Table:
-    table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
-    for name in grid.columns:
-        table.add_column(name, justify="right")
+    table = _empty_table(grid.columns)
     for model, cells in grid.rows.items():
         table.add_row(model, *(Text(cell.text + cell.mark, style="bold" if cell.best else "") for cell in cells))
         if any(cell.difference for cell in cells):
@@ -150,12 +139,18 @@ def print_ensemble_scores(scores: EnsembleScores) -> None:
         console.print(f"\n{overrides}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _figures(titles: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
-    """Return a table of figures with named rows and columns."""
+def _empty_table(titles: Sequence[str], first: str = "") -> Table:
+    """Return a table without rows; all columns but the first are aligned to the right."""
     table = Table(show_edge=False, pad_edge=False, box=SIMPLE_HEAD, collapse_padding=True)
-    table.add_column("")
+    table.add_column(first)
     for title in titles:
         table.add_column(title, justify="right")
+    return table
+
+
+def _figures(titles: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    """Return a table of figures with named rows and columns."""
+    table = _empty_table(titles)
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table

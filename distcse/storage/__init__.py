@@ -72,11 +72,7 @@ __all__ = [
 
 
 def find_model(source: str) -> str:
-    """Return the model's folder if `source` is a run, else `source` itself.
-
-    Raises:
-        ModelNotFoundError: The run has several models, or none yet.
-    """
+    """Return the model's folder if `source` is a run, else `source` itself."""
     if source.lower().startswith(("https://", "http://", "hf://")):  # a model's page on the hub
         return source
     run = open_store(source)
@@ -92,15 +88,9 @@ def find_model(source: str) -> str:
 
 
 def open_store(location: str | Path | ArtifactStore, guard: Guard | None = None) -> ArtifactStore:
-    """Return the store at a location, which need not exist.
+    """Return the store at a location, which need not exist; a path in a bucket's mirror is a location of that bucket.
 
-    Args:
-        location: An address (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`), or a path. A path in a bucket's mirror on this machine
-            is a location of that bucket. A store is returned as it is, with its guard.
-        guard: Asked immediately before each change. Default: nothing is.
-
-    Raises:
-        StorageAddressError: The address has another scheme, or parts that belong in the environment.
+    A store is returned as it is, with its guard.
     """
     if isinstance(location, ArtifactStore):
         return location

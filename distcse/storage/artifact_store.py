@@ -80,9 +80,6 @@ class ArtifactStore(ABC):
         """Yield a temporary file to write; on success, it becomes the file `name`, and is stored.
 
         Folders between the location and the file are created. If writing fails, the file remains as it was.
-
-        Raises:
-            StorageError: The disk or the object storage refuses the file.
         """
         self._create_parents(name)
         with atomic_write(self.path / name, self._check_here) as temporary:
@@ -112,29 +109,16 @@ class ArtifactStore(ABC):
         self.write_text(name, dump_checked_json(content))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """Fetch a file that `write_json` wrote, and read it; None if it does not exist.
-
-        Raises:
-            OSError: It cannot be read.
-            ValueError: It is not valid JSON, or its checksum differs.
-        """
+        """Fetch a file that `write_json` wrote, and read it; None if it does not exist."""
         return load_checked_json(self.path / name) if self.fetch(name) else None
 
     @abstractmethod
     def upload(self, name: str) -> None:
-        """Store a local file that was written without `write`.
-
-        Raises:
-            ObjectStorageError: The storage refuses the file.
-        """
+        """Store a local file that was written without `write`."""
 
     @abstractmethod
     def fetch(self, name: str) -> bool:
-        """Make a stored file available as a local one, and return whether it exists.
-
-        Raises:
-            ObjectStorageError: The storage refuses the request.
-        """
+        """Make a stored file available as a local one, and return whether it exists."""
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
@@ -148,28 +132,17 @@ class ArtifactStore(ABC):
 
     @abstractmethod
     def publish(self, files: Mapping[str, Path] | None = None, is_new: bool = False) -> None:
-        """Store the local folder as a unit, and wait until it is stored.
+        """Store the local folder, or these files by name, as a unit, and wait until it is stored.
 
-        Args:
-            files: Its files by name, if they are in other places. Default: all files in it.
-            is_new: Store all files, also those that the stored folder has by its record, as it may be damaged.
-
-        Raises:
-            ObjectStorageError: The storage refuses the upload. What was stored before is intact.
+        `is_new` also stores the files that the stored folder has by its record, as it may be damaged.
         """
 
     @abstractmethod
     def fetch_folder(self, into: Path | None = None) -> bool:
         """Make the stored folder available locally, and return whether it exists.
 
-        Processes of one machine download one after the other.
+        Processes of one machine download one after the other: into the mirror, whose other files are removed, or into a folder.
 
-        Args:
-            into: Target folder of a download. Default: the mirror, from which other files are removed.
-
-        Raises:
-            ObjectStorageError: The storage refuses the download.
-            RunRecordError: The stored folder is damaged.
         """
 
     def fetch_cached(self) -> bool:
@@ -186,11 +159,7 @@ class ArtifactStore(ABC):
 
     @abstractmethod
     def keep_only(self, names: Collection[str]) -> None:
-        """Delete all files of the folder that `publish` stored except some. Readers see all of the others, or none.
-
-        Raises:
-            StorageError: The disk or the object storage refuses it.
-        """
+        """Delete all files of the folder that `publish` stored except some. Readers see all of the others, or none."""
 
     @abstractmethod
     def delete_folder(self) -> None:
@@ -206,12 +175,7 @@ class ArtifactStore(ABC):
 
     @abstractmethod
     def probe(self) -> None:
-        """Check that the location can be used: write a small file, read it and delete it.
-
-        Raises:
-            OSError: A folder refuses the file.
-            ObjectStorageError: The storage refuses a request, or returns other content.
-        """
+        """Check that the location can be used: write a small file, read it and delete it."""
 
     def _check(self) -> None:
         if self.guard is not None:

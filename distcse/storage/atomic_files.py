@@ -28,14 +28,7 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{4}")
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Convert an error of the code that writes to a path into a `StorageWriteError`.
-
-    Args:
-        path: File or folder that is written; the message names it.
-
-    Raises:
-        StorageWriteError: The storage is full, read-only or failing.
-    """
+    """Convert an error of the code that writes to a path into a `StorageWriteError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -52,14 +45,9 @@ def storage_errors(path: Path) -> Iterator[None]:
 def atomic_write(file: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield the path of a temporary file to write; on success, flush it to the disk and rename it to `file`.
 
-    If writing fails, the file remains as it was. Of several concurrent writers the last one wins.
+    If writing fails, the file remains as it was, also if `check`, which is called immediately before the rename, raises. Of
+    several concurrent writers the last one wins.
 
-    Args:
-        file: Final path of the file.
-        check: Called immediately before the rename, which its error prevents. Default: no check.
-
-    Raises:
-        StorageWriteError: The disk is full, read-only or failing.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(2)}")
     try:
@@ -84,11 +72,7 @@ def is_temporary(name: str) -> bool:
 
 
 def write_text_atomic(file: Path, text: str) -> None:
-    """Write a text file of this machine atomically.
-
-    Raises:
-        StorageWriteError: The disk is full, read-only or failing.
-    """
+    """Write a text file of this machine atomically."""
     with atomic_write(file) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -99,16 +83,9 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield a temporary folder to fill; on success, flush its files to the disk and rename it to `target`.
 
-    If writing fails, the target remains as it was.
+    If writing fails, the target remains as it was. An existing target is replaced, unless it `is_complete`: then the new folder
+    is discarded, because other processes may have opened the target's files.
 
-    Args:
-        target: Final path of the folder. Missing parent folders are created.
-        is_complete: Whether an existing target is complete. A complete one is kept and the new folder discarded, because other
-            processes may have opened its files. Default: an existing target is replaced.
-        check: As for `atomic_write`.
-
-    Raises:
-        StorageWriteError: The disk is full, read-only or failing.
     """
     # A random name, because containers that share storage often all have process id 1.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}")

@@ -52,11 +52,7 @@ _REFUSALS = (
 
 
 def _read_object(uri: str) -> bytes | None:
-    """Read an object; None if it does not exist.
-
-    Raises:
-        ObjectStorageError: The storage refuses the request.
-    """
+    """Read an object; None if it does not exist."""
     system, key = _open_filesystem(uri)
     with _storage_errors(uri, "read"):
         try:
@@ -68,12 +64,7 @@ def _read_object(uri: str) -> bytes | None:
 
 
 def _read_chunks(uri: str) -> Iterator[bytes]:
-    """Yield an object's content in chunks.
-
-    Raises:
-        _ObjectGoneError: The object does not exist.
-        ObjectStorageError: The storage refuses the request.
-    """
+    """Yield an object's content in chunks."""
     system, key = _open_filesystem(uri)
     try:
         with _storage_errors(uri, "read"), system.open_input_file(key) as content:
@@ -84,15 +75,7 @@ def _read_chunks(uri: str) -> Iterator[bytes]:
 
 
 def _write_object(uri: str, content: bytes | Path) -> None:
-    """Write an object atomically: its content is the old or the new one.
-
-    Args:
-        uri: Address of the object.
-        content: The content, or the file that contains it.
-
-    Raises:
-        ObjectStorageError: The storage refuses the request.
-    """
+    """Write an object atomically: its content is the old or the new one."""
     import pyarrow
 
     if isinstance(content, Path) and content.stat().st_size:
@@ -345,12 +328,7 @@ class BucketStore(ArtifactStore):
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
 
     def _stored_record(self) -> _Record | None:
-        """Read the folder's record; None if the folder is not stored.
-
-        Raises:
-            RunRecordError: The record is damaged.
-            ObjectStorageError: The storage refuses the request.
-        """
+        """Read the folder's record; None if the folder is not stored."""
         content = self.read(_RECORD)
         if content is None:
             return None

@@ -36,12 +36,7 @@ def checksum(file: Path) -> str:
 
 
 def bytes_checksum(content: bytes, size_bytes: int = 16) -> str:
-    """Compute the checksum of bytes.
-
-    Args:
-        content: The bytes.
-        size_bytes: Size of the checksum, which has two digits per byte.
-    """
+    """Compute the checksum of bytes."""
     return hashlib.blake2b(content, digest_size=size_bytes).hexdigest()
 
 
@@ -64,12 +59,6 @@ def content_key(content: Any) -> str:
     A dataclass counts by its `content_name`, a class variable, and by the fields that take part in comparisons. So
     `field(compare=False)` also means: whatever depends on the content doesn't depend on this. Classes and fields can be renamed,
     and what users have stored is still found; another `content_name`, or other fields or their order, make other keys.
-
-    Args:
-        content: Dataclasses with a `content_name`, mappings, sequences, sets, arrays, texts and numbers.
-
-    Raises:
-        TypeError: It contains a value of another type.
     """
     digest = Digest()
     _encode(content, digest)
@@ -124,21 +113,12 @@ def dump_checked_json(content: Mapping[str, Any]) -> str:
 
 
 def load_checked_json(file: Path) -> dict[str, Any]:
-    """Read a file that `dump_checked_json` produced.
-
-    Raises:
-        OSError: The file does not exist or cannot be read.
-        ValueError: It is not valid JSON, or its checksum differs.
-    """
+    """Read a file that `dump_checked_json` produced."""
     return load_checked_json_bytes(file.read_bytes())
 
 
 def load_checked_json_bytes(stored: bytes) -> dict[str, Any]:
-    """Parse the output of `dump_checked_json`.
-
-    Raises:
-        ValueError: It is not valid JSON, or its checksum differs.
-    """
+    """Parse the output of `dump_checked_json`."""
     content = json.loads(stored)
     if not isinstance(content, dict) or content.pop(_KEY, None) != _json_checksum(content):
         raise ValueError("its checksum differs")
@@ -146,11 +126,7 @@ def load_checked_json_bytes(stored: bytes) -> dict[str, Any]:
 
 
 def load_checked_label(label: Path, file: Path) -> dict[str, Any] | None:
-    """Read a label, JSON with the checksum of a file as `blake2b`, and verify the file.
-
-    Returns:
-        The label; None if label or file is missing or incomplete, or the file's checksum differs.
-    """
+    """Read a label, JSON with a file's checksum; None if one of both is missing or incomplete, or the checksum differs."""
     try:
         content = json.loads(label.read_bytes())
         return dict(content) if content[_KEY] == checksum(file) else None

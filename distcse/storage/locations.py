@@ -27,14 +27,7 @@ def is_uri(text: str) -> bool:
 
 
 def resolve_path(name: str | Path) -> Path:
-    """Return a path as it is, or the path of an address's mirror on this machine.
-
-    Args:
-        name: A path, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
-
-    Raises:
-        StorageAddressError: The address is empty, has another scheme, or parts that belong in the environment.
-    """
+    """Return a path as it is, or the path of an address's mirror on this machine."""
     text = str(name)
     if not text.strip():
         raise StorageAddressError("the path is empty, such as an unset shell variable; write a folder or file")
@@ -45,11 +38,7 @@ def resolve_path(name: str | Path) -> Path:
 
 
 def split_uri(text: str) -> tuple[str, str, str]:
-    """Split an address into scheme, bucket and key.
-
-    Raises:
-        StorageAddressError: It is not an address of object storage.
-    """
+    """Split an address into scheme, bucket and key."""
     match = _URI.fullmatch(text)
     if match is None or {".", ".."} & set(match[3].split("/")):
         # The message doesn't repeat the address, which may contain credentials.
@@ -111,16 +100,7 @@ def is_in_job_copy(path: str | Path) -> bool:
 
 
 def refuse_job_copy(setting: str, path: str | Path, fix: str) -> None:
-    """Refuse an output path in Ray's copy of a job's working directory.
-
-    Args:
-        setting: Key or option that names the path.
-        path: Path of the output.
-        fix: How to fix it, as an imperative.
-
-    Raises:
-        InvalidValueError: The path is in the copy.
-    """
+    """Refuse an output path in Ray's copy of a job's working directory."""
     if is_in_job_copy(path):
         raise InvalidValueError(
             f"{setting} is {os.path.abspath(path)}, in Ray's temporary copy of the job's working directory, which Ray deletes; "

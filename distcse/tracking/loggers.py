@@ -57,12 +57,7 @@ Opener = Callable[[RunInfo], Tracker]
 
 
 def require_packages(section: LoggersSection) -> None:
-    """Check that the packages of all loggers of a recipe are installed.
-
-    Raises:
-        LoggerSetupError: A logger's package is missing.
-        InvalidValueError: MLflow has no server, and would write into a folder that Ray deletes.
-    """
+    """Check that the packages of all loggers of a recipe are installed."""
     for name in _PACKAGES:
         if getattr(section, name):
             _require_package(name, f"loggers.{name}")
@@ -71,12 +66,7 @@ def require_packages(section: LoggersSection) -> None:
 
 
 def require_trial_loggers(loggers: Sequence[str]) -> None:
-    """Check that the loggers of a sweep's trials can work.
-
-    Raises:
-        LoggerSetupError: A logger's package is missing, or W&B has no login.
-        InvalidValueError: MLflow has no server, and would write into a folder that Ray deletes.
-    """
+    """Check that the loggers of a sweep's trials can work."""
     for name in loggers:
         _require_package(name, f"loggers: {name}")
     if "mlflow" in loggers:
@@ -100,14 +90,7 @@ def _require_package(name: str, key: str) -> None:
 
 
 def require_mlflow_server(fix: str) -> None:
-    """Check that MLflow has a server if the current directory is one that Ray deletes.
-
-    Args:
-        fix: How to set the server's address, as an imperative.
-
-    Raises:
-        InvalidValueError: MLflow would write into Ray's temporary copy of the working directory.
-    """
+    """Check that MLflow has a server if the current directory is one that Ray deletes."""
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         refuse_job_copy("MLflow's folder", os.getcwd(), fix)
 
@@ -125,12 +108,7 @@ def openers_of(section: LoggersSection) -> dict[str, Opener]:
 
 
 def openers_for_trials(loggers: Sequence[str], project: str) -> dict[str, Opener]:
-    """Return a function that opens a trial's tracker, for each logger of a search space by name.
-
-    Args:
-        loggers: Names of the loggers. MLflow and W&B read their server and mode from their environment variables.
-        project: MLflow's experiment, and W&B's project.
-    """
+    """Return a function that opens a trial's tracker, for each logger of a space; servers and modes are the environment's."""
     openers: dict[str, Opener] = {
         "tensorboard": _tensorboard,
         "mlflow": partial(_mlflow, MLflowSection(experiment=project)),

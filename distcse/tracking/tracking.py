@@ -21,12 +21,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class TrackerThread(Generic[T]):
-    """A thread that calls one tracker; calls are queued.
-
-    Args:
-        name: Name of the tracker in recipes.
-        open_tracker: Opens the tracker, and continues its run from an earlier start.
-    """
+    """A thread that calls one tracker; calls are queued."""
 
     def __init__(self, name: str, open_tracker: Callable[[], T]) -> None:
         self.name = name
@@ -59,12 +54,7 @@ class TrackerThread(Generic[T]):
 
 
 class TrackerThreads(Generic[T]):
-    """The threads of all trackers; warns once of each that failed. Its methods may be called by several threads.
-
-    Args:
-        threads: The threads.
-        emit: Receives one warning for each tracker that failed.
-    """
+    """The threads of all trackers; warns once of each that failed. Its methods may be called by several threads."""
 
     def __init__(self, threads: Sequence[TrackerThread[T]], emit: Listener) -> None:
         self._threads = threads
@@ -100,12 +90,7 @@ class TrackerThreads(Generic[T]):
 
 
 class Tracking:
-    """A listener of events that logs metrics to trackers.
-
-    Args:
-        threads: Threads of the trackers.
-        emit: Receives one warning for each tracker that failed.
-    """
+    """A listener of events that logs metrics to trackers."""
 
     def __init__(self, threads: Sequence[TrackerThread[Tracker]], emit: Listener) -> None:
         self._threads = TrackerThreads(threads, emit)
@@ -168,13 +153,7 @@ class Tracking:
 
 @contextmanager
 def track_run(recipe: BaseRecipe, folder: Path, emit: Listener) -> Iterator[Tracking]:
-    """Open the recipe's trackers for the duration of its run.
-
-    Args:
-        recipe: The run's recipe.
-        folder: The run's folder, in which trackers store the ids of their runs.
-        emit: Receives one warning for each tracker that failed.
-    """
+    """Open the recipe's trackers for the duration of its run."""
     run = RunInfo(folder, _flat(recipe.model_dump(mode="json")), recipe_yaml(recipe))
     openers = openers_of(recipe.loggers)
     trackers = Tracking([TrackerThread(name, partial(opener, run)) for name, opener in openers.items()], emit)

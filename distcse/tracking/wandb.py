@@ -17,13 +17,7 @@ _RUN_ID_FILE = "wandb.run"
 
 
 class Wandb:
-    """Tracker for one run of a W&B project; a resumed run continues the same W&B run.
-
-    Args:
-        section: Project and entity.
-        mode: `online` or `offline`; None uses `WANDB_MODE`.
-        run: The run. The trials of a sweep are a group.
-    """
+    """Tracker for one run of a W&B project; a resumed run continues the same W&B run."""
 
     def __init__(self, section: WandbSection, mode: Literal["online", "offline"] | None, run: RunInfo) -> None:
         chosen: Any = mode or os.environ.get("WANDB_MODE")  # wandb itself reads the variable once per process

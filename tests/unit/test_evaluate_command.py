@@ -32,16 +32,13 @@ from distcse.errors import (
 from distcse.evaluation import (
     Candidate,
     Choice,
-    Contamination,
     Ensemble,
     Evaluation,
     Limits,
     LoadOptions,
     ModelInfo,
-    ScoredPairs,
     VectorModel,
     make_ensembles,
-    open_candidate,
     parse_prompts,
     read_table,
 )
@@ -175,7 +172,7 @@ def test_auto_precision_follows_the_devices_speed_and_is_stored(
     speedup: float,
 ) -> None:
     device = DeviceSpeed("a CPU", "cpu", frozenset({"bf16"}), {"bf16": speedup})
-    for module in ("distcse.api", "distcse.evaluation.candidates"):
+    for module in ("distcse.runs.measurement", "distcse.evaluation.candidates"):
         monkeypatch.setattr(f"{module}.speed_of", lambda name: device)
     chosen = "bf16" if speedup > 1 else "fp32"
     arguments = f"{tiny()} --data {labelled} --suite sts --pooling mean".split()
@@ -246,8 +243,6 @@ def test_unknown_choices_and_no_models_are_refused(labelled: Path, tiny: Callabl
         ("{tiny} --data {data}", EncoderSettingError, "pooling"),
         ("a={tiny} a={tiny} --data {data}", EvaluationOptionError, "name a"),
         ("{tiny} --data {data} --out /proc/no", EvaluationResultError, "/proc/no"),
-        ("{tiny} --mteb {data} --add sts=x.tsv", EvaluationOptionError, "--data DIR"),
-        ("{tiny} --mteb {data} --data {tiny}", EvaluationDataError, "MTEB"),
         ("{tiny} --data {data} --pooling mean --max-mb 0", EvaluationOptionError, "above 0"),
         ("{tiny} --data {data} --pooling mean --max-ms nan", EvaluationOptionError, "above 0"),
         ("{tiny} --data {data} --pooling mean --max-ms inf", EvaluationOptionError, "above 0"),
@@ -343,18 +338,3 @@ def test_documents_are_ranked_by_the_document_models_vectors(
     assert main([f"one={models[0]}", *options, "--documents", f"wide={tiny('bert', width=64)}"]) == 1
     error = capsys.readouterr().err
     assert f"[{EvaluationOptionError.code}]" in error and "one has 32" in error and "wide has 64" in error
-
-
-def test_mteb_is_told_which_of_its_tasks_were_in_the_training_text_and_keeps_load_options_apart(
-    labelled: Path, tiny: Callable[..., Path], tmp_path: Path
-) -> None:
-    pytest.importorskip("mteb")
-    from distcse.evaluation.mteb import write_results
-
-    options = LoadOptions(pooling="mean", precision="fp32")
-    candidate = open_candidate("small", str(tiny()), options)
-    seen = ScoredPairs.of("STS-B", read_table(labelled / "sts" / "stsb" / "test.tsv.gz")).unique
-    for known, prompt in [(Contamination({}), ""), (Contamination.measure(seen, [seen]), "query: ")]:
-        write_results([replace(candidate, contamination=known)], labelled, tmp_path, replace(options, prompt=prompt))
-    found = [json.loads(meta.read_text())["training_datasets"] for meta in tmp_path.rglob("model_meta.json")]
-    assert sorted(found, key=str) == [None, ["STSBenchmark"]]

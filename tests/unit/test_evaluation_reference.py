@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from datasets import Dataset
 from scipy.stats import kendalltau
 from sklearn.metrics import ndcg_score, roc_auc_score
 from sklearn.metrics.pairwise import paired_cosine_distances
-from torch.utils.data import DataLoader
 
 from distcse.evaluation import (
     DatasetFolder,
@@ -27,7 +25,6 @@ from distcse.evaluation import (
     sts_score,
 )
 from distcse.evaluation.suites import STSB_DEV
-from distcse.evaluation.tables import Table, read_table
 from distcse.evaluation.tasks.geometry import GeometryTask
 from distcse.evaluation.tasks.pairs import PairClassificationTask
 from distcse.evaluation.tasks.ranking import RankingTask
@@ -63,7 +60,7 @@ def sets(data: Path) -> dict[str, ScoredPairs]:
 
 @pytest.fixture(scope="module")
 def dev(data: Path) -> ScoredPairs:
-    tables = DatasetFolder.of(data).load(STSB_DEV)
+    tables = DatasetFolder(data).load(STSB_DEV)
     assert tables is not None
     return ScoredPairs.of(STSB_DEV.name, tables["dev"])
 
@@ -130,87 +127,16 @@ def test_geometry_and_retrieval_of_stsb(model: VectorModel, sets: dict[str, Scor
     assert result.scores["recall@1"].value < result.scores["recall@5"].value <= 100
 
 
-def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], data: Path, tmp_path: Path) -> None:
-    mteb = pytest.importorskip("mteb")
-    from distcse.evaluation import Candidate, LoadOptions, ModelInfo
-    from distcse.evaluation.mteb import write_results
-
-    info = ModelInfo("minilm", "x", "bi-encoder", "mean", 256, 22_713_216)
-    folder = write_results([Candidate(info, model)], data, tmp_path, LoadOptions())
-    files = {file.stem: file for file in folder.rglob("*.json") if file.stem != "model_meta"}
-    assert set(files) == {"STS12", "STS13", "STS14", "STSBenchmark", "SICK-R"}
-    for name, file in files.items():
-        result = mteb.results.TaskResult.from_disk(file)
-        ours = "STS-B" if name == "STSBenchmark" else name
-        if ours != "SICK-R":  # MTEB's is all of SICK, the papers' is its test split
-            assert 100 * result.get_score() == pytest.approx(sts_score(model, sets[ours]), abs=0.01), name
-    tables = [read_table(data / "sts" / "sickr" / f"{split}.tsv.gz") for split in ("train", "trial", "test")]
-    names = ("score", "sentence1", "sentence2")
-    all_of_sick = {name: [field for table in tables for field in table.columns[name]] for name in names}
-    sick = ScoredPairs.of("SICK", Table(Path("sick"), all_of_sick))
-    result = mteb.results.TaskResult.from_disk(files["SICK-R"])
-    assert len(sick.gold) == 9927 and 100 * result.get_score() == pytest.approx(sts_score(model, sick), abs=0.01)
-
-
-def test_mteb_keeps_results_of_models_of_one_name_apart(
-    labelled: Path, tiny: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_mteb_agrees(model: VectorModel, sets: dict[str, ScoredPairs], minilm: str, tmp_path: Path) -> None:
+    """On the sentences of the data folder; MTEB's SICK-R is all of SICK, the papers' is its test split."""
     mteb = pytest.importorskip("mteb")
     from mteb.cache import ResultCache
-
-    from distcse.evaluation.mteb import MtebEncoder, sts_tasks
-
-    def score(encoder: Encoder) -> float:
-        results = mteb.evaluate(
-            MtebEncoder.of(encoder, "student"), sts_tasks(labelled)[:1], cache=ResultCache(tmp_path), co2_tracker=False
-        )
-        return round(float(results[0].get_score()), 5)
-
-    encoder = Encoder.load(tiny("bert"), pooling="mean")
-    first = score(encoder)
-    encoder.prompt = "a man "
-    prompted = score(encoder)
-    with torch.no_grad():
-        next(encoder.parameters()).mul_(torch.linspace(-1, 1, encoder.width))
-    changed = score(encoder)
-    assert len({first, prompted, changed}) == 3
-    assert score(Encoder.load(tiny("bert"), pooling="mean")) == first and len([*tmp_path.rglob("STS12.json")]) == 3
-
-
-@pytest.mark.parametrize(
-    "prompts",
-    [
-        {},
-        {"query": "the old woman ", "document": "a child "},
-        {"query": "the old woman ", "default": "my neighbour "},
-        {"STS": "the cat ", "STS12": "a small dog ", "SciFact-query": "our teacher ", "Retrieval-document": "a child "},
-    ],
-)
-@pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_mteb_reads_texts_as_through_sentence_transformers(
-    prompts: dict[str, str], similarity: str, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
-    mteb = pytest.importorskip("mteb")
-    from mteb.models import SentenceTransformerEncoderWrapper
-    from mteb.types import PromptType
     from sentence_transformers import SentenceTransformer
 
-    from distcse.evaluation.mteb import MtebEncoder
-
-    Encoder.load(tiny("bert"), pooling="mean").save(tmp_path / "model")
-    file = tmp_path / "model" / "config_sentence_transformers.json"
-    settings = {"prompts": prompts, "default_prompt_name": "default" if "default" in prompts else None}
-    file.write_text(json.dumps({**json.loads(file.read_text()), **settings, "similarity_fn_name": similarity}))
-    theirs = SentenceTransformerEncoderWrapper(SentenceTransformer(str(tmp_path / "model"), device="cpu"))
-    ours = MtebEncoder.of(Encoder.load(tmp_path / "model"), "student")
-    loader = DataLoader(Dataset.from_dict({"text": sentences[:8]}), batch_size=4)
-    for task in ("STS12", "STS13", "SciFact"):
-        metadata = mteb.get_task(task).metadata
-        for kind in (None, PromptType.query, PromptType.document):
-            asked = {"task_metadata": metadata, "prompt_type": kind, "hf_split": "test", "hf_subset": "default"}
-            vectors = ours.encode(loader, **asked)
-            expected = theirs.encode(loader, show_progress_bar=False, **asked)
-            np.testing.assert_allclose(vectors, expected, atol=1e-5, err_msg=f"{task} {kind}")
-            np.testing.assert_allclose(
-                ours.similarity(vectors, vectors), theirs.similarity(expected, expected), atol=1e-4
-            )
+    theirs = SentenceTransformer(str(resolve_model(minilm)), device="cpu")
+    for name in ("STS12", "STS13", "STS14", "STS-B"):
+        pairs, task = sets[name], mteb.get_task("STSBenchmark" if name == "STS-B" else name)
+        columns = {"sentence1": pairs.first, "sentence2": pairs.second, "score": pairs.gold.tolist()}
+        task.dataset, task.data_loaded = {"default": {"test": Dataset.from_dict(columns)}}, True
+        (result,) = mteb.evaluate(theirs, task, cache=ResultCache(tmp_path), co2_tracker=False)
+        assert 100 * result.get_score() == pytest.approx(sts_score(model, pairs), abs=0.01), name

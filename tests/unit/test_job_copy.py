@@ -63,7 +63,6 @@ SWEEP = ["--space", "space.yaml"]
         ("embed", [*CACHE, "--compare"], "storage.cache", "storage.cache=/shared/cache"),
         ("embed", [*CACHE, "--dry-run"], "storage.cache", "storage.cache=/shared/cache"),
         ("evaluate", ["model", "--out", "report"], "--out", "--out /shared/report"),
-        ("evaluate", ["model", "--mteb", "report"], "--mteb", "--mteb /shared/report"),
         ("export", ["me/model", "--onnx", "--out", "report"], "--out", "--out /shared/FOLDER"),
         ("export", ["model", "--onnx"], "MODEL", "--out /shared/FOLDER"),
     ],

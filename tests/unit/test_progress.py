@@ -99,9 +99,9 @@ def test_a_log_without_news_names_what_runs(clock: list[float]) -> None:
     for event, named in (
         (None, "at the start"),
         (StageProgress("teacher 0", 0, 20_000, "sentences"), "at teacher 0 0/20,000 sentences"),
-        (StageProgress("teacher 0", 20_000, 20_000, "sentences", finished=True), "after teacher 0"),
-        (STEPS, "after step 4200/12000"),
-        (GroupEvent("bert", GroupActivity("cycle-1-cross", "scoring")), "at bert: cycle-1-cross scoring"),
+        (StageProgress("teacher 0", 20_000, 20_000, "sentences", finished=True), "after teacher 0 20,000 sentences"),
+        (STEPS, "at train step 4200/12000 loss 1.2500"),
+        (GroupEvent("bert", GroupActivity("cycle-1-cross", "scoring")), "at bert cycle-1-cross scoring"),
     ):
         if event is not None:
             view.show(event)
@@ -111,7 +111,7 @@ def test_a_log_without_news_names_what_runs(clock: list[float]) -> None:
         clock[0] += 1.0
         view.remind()
         view.remind()
-        assert log.getvalue().count(f"waiting   30 s since the last line, {named} (load ") == 1
+        assert log.getvalue().count(f"waiting   30 s since the last line, {named}") == 1
         log.seek(0)
         log.truncate()
 

@@ -17,7 +17,7 @@ import pytest
 
 from distcse.errors import RunDirectoryError
 from distcse.evaluation import Evaluation
-from distcse.evaluation.results import NeighborChange, NeighborChanges, Spread, compute_spread
+from distcse.evaluation.results import Spread, compute_spread
 from distcse.events import Reporter
 from distcse.report.card import model_index, write_cards
 from distcse.report.exports import scores_csv, scores_tex, summary_csv, summary_tex
@@ -84,7 +84,7 @@ def test_page_has_all_scores_charts_and_sources_and_needs_no_network(
         for cells in grid.rows.values():
             assert all(cell.text in text for cell in cells)
     for content in (
-        *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity", "Cosines: student"),
+        *("Loss", "Dev score: STS-B dev", "Above start", "Alignment and uniformity"),
         *("Ranking: Kendall&#39;s τ-b", "Ranking: NDCG"),
         *("Resolved recipe of", "inference, s", "Not measured, and not part of any average: STS13: no ", "torch"),
         *("the published set 3,108", "‡</span>", "transductive", history.circumstances["corpus"]),
@@ -94,15 +94,6 @@ def test_page_has_all_scores_charts_and_sources_and_needs_no_network(
     assert text.count('<span class="tag">published</span>') == text.count('<tr class="published">') > 3
     assert not re.findall(r"""(?:src|href|action)\s*=\s*["'](?!#)|url\((?!#)|@import|<script|<link""", text)
     assert not re.findall(r"#0[0-5]0[0-9]0[0-9a-f]", text)  # every placeholder is replaced by a variable
-
-
-def test_changed_neighbors_are_shown(measured: Evaluation) -> None:
-    changes = NeighborChanges(12, 3, [NeighborChange("A cat <sits>.", "A dog.", "The cat.", 0.25)])
-    changed = replace(measured, neighbors={"student": changes})
-    for text in (html(changed), markdown(changed)):
-        assert "Nearest neighbors that changed: start → student" in text and "0.250" in text and "The cat." in text
-    assert "A cat &lt;sits&gt;." in html(changed)
-    assert "Nearest neighbors" not in html(replace(measured, neighbors={"student": NeighborChanges(12, 0, [])}))
 
 
 def test_markdown_has_the_same_scores(measured: Evaluation, history: History) -> None:

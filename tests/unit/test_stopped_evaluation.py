@@ -178,7 +178,7 @@ def results() -> Iterator[object]:
     }
     info = ModelInfo("student", "here", "bi-encoder", "mean", 32, 5, 0.1, {"sts/STS-B": 0.5})
     details = {"vectors": np.eye(3, dtype=np.float32), "bins": [1, 2.5, None], "count": np.int64(3)}
-    yield ModelResults(info, "cpu", {("sts", "STS-B"): TaskResult(scores, details)}, None)
+    yield ModelResults(info, "cpu", {("sts", "STS-B"): TaskResult(scores, details)})
     yield RecordedScores({("one", "other"): 0.1})
 
 

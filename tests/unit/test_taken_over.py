@@ -41,7 +41,7 @@ from distcse.tuning.trial import clear
 from tests.disks import before_change
 from tests.jobs import make_recipe
 
-EVALUATION = Evaluation([], "student", [], {}, [], [], {}, {}, 1.0)
+EVALUATION = Evaluation([], "student", [], {}, [], [], {}, 1.0)
 
 
 class Killed(BaseException):

@@ -69,9 +69,6 @@ def agreement_result(vectors: NDArray[np.floating], similarities: NDArray[np.flo
     Args:
         vectors: (n, d) the model's unit vectors of n sentences, n ≥ 3.
         similarities: (n, n) the teachers' mixed similarities.
-
-    Returns:
-        The score `agreement`.
     """
     correlations = agreement_per_sentence(vectors, similarities)
     return TaskResult({"agreement": MeanOf(correlations, "agreement/held-out rows")}, {"sentences": len(vectors)})
@@ -99,12 +96,6 @@ class TextsTask:
     """Similarities of random pairs of a user's texts, and each text's nearest neighbors among them.
 
     `with_agreement` turns what `measure` returns into scores, once all models are measured.
-
-    Args:
-        name: Name of the texts in tables.
-        texts: Distinct texts.
-        reference: Name of the model that the others are compared with; None compares none.
-        pairs_only: False leaves out cross-encoders, which take minutes for thousands of pairs.
     """
 
     content_name: ClassVar[str] = "TextsTask"
@@ -116,18 +107,7 @@ class TextsTask:
 
     @classmethod
     def read(cls, file: Path, column: str, reference: str | None) -> TextsTask:
-        """Read up to 5,000 distinct texts of a file, drawn at random, always the same ones.
-
-        Args:
-            file: A file that a corpus may be: a text per line, or a table or JSON objects with a column of texts.
-            column: Name of that column.
-            reference: Name of the model that the others are compared with; None compares none.
-
-        Raises:
-            EvaluationDataError: The file does not exist.
-            EvaluationFormatError: It has no such column, or fewer than 12 distinct texts.
-            CorpusFormatError: It is malformed.
-        """
+        """Read up to 5,000 distinct texts of a file, drawn at random, always the same ones."""
         if not file.is_file():
             raise EvaluationDataError(f"--texts {file} is no file; name one with a text per line")
         try:
@@ -160,16 +140,11 @@ class TextsTask:
         return TaskResult({}, details)
 
 
-def cosines_to_others(vectors: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Return the (n, n) cosines of n unit vectors, with -inf in place of each one's with itself."""
-    cosines: NDArray[np.floating] = vectors @ vectors.T
-    np.fill_diagonal(cosines, -np.inf)
-    return cosines
-
-
 def nearest(vectors: NDArray[np.float32], number: int) -> NDArray[np.int64]:
     """Return the (n, number) nearest neighbors of n unit vectors by cosine, nearest first; of equal ones the first."""
-    return np.argsort(-cosines_to_others(vectors), axis=1, kind="stable")[:, :number]
+    cosines = vectors @ vectors.T
+    np.fill_diagonal(cosines, -np.inf)
+    return np.argsort(-cosines, axis=1, kind="stable")[:, :number]
 
 
 Results = Mapping[tuple[str, str], TaskResult]
@@ -177,15 +152,10 @@ Results = Mapping[tuple[str, str], TaskResult]
 
 
 def with_agreement(results: Mapping[str, Results], tasks: Iterable[EvalTask]) -> dict[str, Results]:
-    """Replace what `TextsTask.measure` returned by the agreement with the task's reference model.
+    """Replace what `TextsTask.measure` returned by the agreement with the task's reference model, which has no score itself.
 
-    Args:
-        results: The results of all models, by model.
-        tasks: The tasks that were measured; those of other classes are left alone.
-
-    Returns:
-        The results with the scores `pearson` and `spearman` of the pairs' similarities, and `kept@1` and `kept@10`, the share of
-        the reference's nearest neighbors that the model keeps, times 100. The reference itself has no score.
+    The scores are `pearson` and `spearman` of the pairs' similarities, and `kept@1` and `kept@10`, the share of the reference's
+    nearest neighbors that the model keeps, times 100.
     """
     replaced = dict(results)
     for task in tasks:

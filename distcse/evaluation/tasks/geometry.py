@@ -1,4 +1,4 @@
-"""Geometry of the embedding space: alignment, uniformity, the distribution of cosines, and the ranking of similar pairs.
+"""Geometry of the embedding space: alignment, uniformity, and the ranking of similar pairs.
 
 Alignment is E‖f(x) − f(x⁺)‖² over positive pairs. Uniformity is log E exp(−2‖f(x) − f(y)‖²) over unordered pairs of
 different sentences. Both use unit vectors (Wang and Isola 2020, α = t = 2); lower is better. As in SimCSE, positive pairs
@@ -21,10 +21,8 @@ from distcse.evaluation.tasks import TaskResult
 from distcse.evaluation.tasks.sts import ScoredPairs
 
 POSITIVE_ABOVE = 4.0
-GROUPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 SIMILAR_FROM = 10 / 3
 """RankEncoder §5.4: the top third of the scale from 0 to 5."""
-_EDGES = np.linspace(-1.0, 1.0, 81)
 _MIN_PAIRS = 3
 
 
@@ -56,7 +54,7 @@ class GeometryTask:
         return self.pairs.unique
 
     def measure(self, model: VectorModel) -> TaskResult:
-        """Measure `alignment`, `uniformity` and `similar` (Spearman among similar pairs); details have histograms of cosines."""
+        """Measure `alignment`, `uniformity` and `similar` (Spearman correlation among similar pairs)."""
         pairs = self.pairs
         cosines = model.similarities(pairs.first, pairs.second)
         scores: dict[str, Estimate] = {}
@@ -68,24 +66,4 @@ class GeometryTask:
         similar = pairs.gold >= SIMILAR_FROM
         if similar.sum() >= _MIN_PAIRS and np.ptp(pairs.gold[similar]) > 0:
             scores["similar"] = SpearmanOf(cosines[similar], pairs.gold[similar], f"similar/{self.name}")
-        return TaskResult(scores, {"cosines": _histograms(cosines, pairs.gold)})
-
-
-def _histograms(cosines: NDArray[np.floating], gold: NDArray[np.float64]) -> list[dict[str, object]]:
-    """Compute histogram, mean and quartiles of the cosines per interval of gold scores; the last interval is closed."""
-    group = np.clip(np.searchsorted(GROUPS, gold, side="right") - 1, 0, len(GROUPS) - 2)
-    found: list[dict[str, object]] = []
-    for number in range(len(GROUPS) - 1):
-        in_group = cosines[group == number]
-        if not len(in_group):
-            continue
-        found.append(
-            {
-                "gold": [GROUPS[number], GROUPS[number + 1]],
-                "pairs": len(in_group),
-                "mean": float(in_group.mean()),
-                "quartiles": np.percentile(in_group, [25, 50, 75]).tolist(),
-                "histogram": np.histogram(np.clip(in_group, -1, 1), bins=_EDGES)[0].tolist(),
-            }
-        )
-    return found
+        return TaskResult(scores)

@@ -30,11 +30,7 @@ class PairClassificationTask:
 
     @classmethod
     def of(cls, name: str, table: Table) -> PairClassificationTask:
-        """Read columns label (0 or 1), sentence1, sentence2.
-
-        Raises:
-            EvaluationFormatError: All labels are equal, or a column is missing or malformed.
-        """
+        """Read columns label (0 or 1), sentence1, sentence2."""
         labels = table.binary("label")
         if len(set(labels.tolist())) < 2:
             raise EvaluationFormatError(
@@ -66,11 +62,7 @@ class TripletTask:
 
     @classmethod
     def of(cls, name: str, table: Table) -> TripletTask:
-        """Read columns anchor, positive, negative.
-
-        Raises:
-            EvaluationFormatError: A column is missing.
-        """
+        """Read columns anchor, positive, negative."""
         return cls(name, table.texts("anchor"), table.texts("positive"), table.texts("negative"))
 
     def sentences(self) -> Iterable[str]:

@@ -32,14 +32,7 @@ _BLOCK_SIZE = 1 << 26
 
 @dataclass(frozen=True)
 class RetrievalDataset:
-    """Queries, documents, and which documents are relevant to which query.
-
-    Args:
-        queries: n texts.
-        documents: m texts.
-        relevant: n mappings from the index of a document to its gain, a positive number.
-        excluded: n indices of the document that is the query itself and is not ranked; None if there is none.
-    """
+    """Queries, documents, and for each query the gain of each relevant document, and the document that is the query itself."""
 
     content_name: ClassVar[str] = "RetrievalDataset"
     queries: list[str]
@@ -49,11 +42,7 @@ class RetrievalDataset:
 
     @classmethod
     def paraphrases(cls, pairs: ScoredPairs) -> RetrievalDataset:
-        """Take each side of a pair with the top score as a query for the other, among all sentences (DiffCSE §6.2).
-
-        Raises:
-            EvaluationFormatError: No pair has the top score.
-        """
+        """Take each side of a pair with the top score as a query for the other, among all sentences (DiffCSE §6.2)."""
         documents = pairs.unique
         index = {text: number for number, text in enumerate(documents)}
         chosen = [
@@ -79,10 +68,6 @@ class RetrievalDataset:
 
         Files are .tsv, .csv, .jsonl (each also .gz) or .parquet. BEIR's column names (`_id`, `query-id`, `corpus-id`) work too.
         As in BEIR, a document with the query's id is not ranked, and queries without relevant documents are left out.
-
-        Raises:
-            EvaluationDataError: A file does not exist.
-            EvaluationFormatError: A file is malformed, an id is unknown, or no row has a score above 0.
         """
         queries, corpus, relevant = (read_table(_file(folder, name)) for name in ("queries", "corpus", "relevant"))
         texts, indices = _by_id(queries), {key: index for index, key in enumerate(_by_id(corpus))}

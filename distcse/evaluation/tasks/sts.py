@@ -38,11 +38,7 @@ class ScoredPairs:
 
     @classmethod
     def of(cls, name: str, table: Table) -> ScoredPairs:
-        """Read columns score, sentence1, sentence2 and, optionally, subset.
-
-        Raises:
-            EvaluationFormatError: There are fewer than two pairs, all scores are equal, or a column is missing or malformed.
-        """
+        """Read columns score, sentence1, sentence2 and, optionally, subset."""
         subsets = table.columns.get("subset", [""] * len(table))
         pairs = cls(name, table.texts("sentence1"), table.texts("sentence2"), table.numbers("score"), np.array(subsets))
         if len(table) < 2 or np.ptp(pairs.gold) == 0:
@@ -64,12 +60,7 @@ class ScoredPairs:
 
 @dataclass(frozen=True)
 class StsTask:
-    """Spearman correlation, times 100, on one set.
-
-    Args:
-        pairs: The set.
-        aggregate: Score that tables show first.
-    """
+    """Spearman correlation, times 100, on one set."""
 
     content_name: ClassVar[str] = "StsTask"
     pairs: ScoredPairs

@@ -49,15 +49,7 @@ class Labelled:
 
     @classmethod
     def of(cls, table: Table, names: Sequence[str] | None = None) -> Labelled:
-        """Read columns text and label, or sentence1, sentence2 and label; sort by number of words, then by class.
-
-        Args:
-            table: The table.
-            names: Names of the classes. Default: the table's labels.
-
-        Raises:
-            EvaluationFormatError: A column is missing, a label is not in `names`, or there is only one class.
-        """
+        """Read columns text and label, or sentence1, sentence2 and label; sort by number of words, then by class."""
         columns = ["sentence1", "sentence2"] if "sentence1" in table.columns else ["text"]
         labels = table.labels("label")
         names = sorted(set(labels), key=_numbers_first) if names is None else list(names)
@@ -86,15 +78,7 @@ class Labelled:
 
 @dataclass(frozen=True)
 class TransferTask:
-    """Classification accuracy on one set.
-
-    Args:
-        name: Name of the set.
-        train: Training rows; all rows if there is no `test`.
-        dev: Rows for selecting the strength; None selects on a fifth of `train`.
-        test: Test rows; None tests by folds of `train`.
-        on_progress: Called with the number of finished fits.
-    """
+    """Classification accuracy on `test`, or by folds of `train`; the strength is selected on `dev`, or a fifth of `train`."""
 
     content_name: ClassVar[str] = "TransferTask"
     name: str = field(compare=False)
@@ -107,11 +91,7 @@ class TransferTask:
 
     @classmethod
     def of(cls, name: str, tables: dict[str, Table]) -> TransferTask:
-        """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`.
-
-        Raises:
-            EvaluationFormatError: A class has too few rows to split, or a table is malformed.
-        """
+        """Create the task from the splits of a set: `all`; or `train`, `test` and optionally `dev`."""
         train = Labelled.of(tables["all"] if "all" in tables else tables["train"])
         dev, test = (Labelled.of(tables[key], train.names) if key in tables else None for key in ("dev", "test"))
         smallest = np.bincount(train.labels).min()

@@ -343,5 +343,4 @@ def _measure_ranks(
     candidate = make_candidate(
         _RANKS_NAME, str(folder), ranker, contamination, precision, reporting(reporter, _RANKS_NAME)
     )
-    results = measure_model(candidate, tasks, reporter)
-    return (replace(results, vectors=None),)  # its vectors are the student's
+    return (measure_model(candidate, tasks, reporter),)
