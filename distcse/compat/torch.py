@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class GraphRNG:
     _PASSES = 3
 
     def __init__(self, module: Any, seeds: Sequence[int]) -> None:
-        self._generator: Any = module.default_generators[module.current_device()] if seeds else None
+        self._generator = cast(Any, module.default_generators[module.current_device()] if seeds else None)
         self._states = {seed: [self._generator.clone_state() for _ in range(self._PASSES)] for seed in seeds}
         self._used = dict.fromkeys(seeds, 0)
 
