@@ -226,9 +226,10 @@ def test_the_doctor_names_it(arguments: str, places: dict[str, Path], capsys: py
 
 @pytest.mark.slow
 def test_a_plan_needs_only_the_config(places: dict[str, Path], bare: Path) -> None:
-    """As for a model that is not downloaded yet."""
+    """As for a model that is not downloaded yet, where no other test has prepared its text."""
     (bare / "model.safetensors").unlink()
-    assert cli.main(["plan", str(places["recipe"]), f"student.backbone={bare}"]) == 0
+    arguments = [str(places["recipe"]), f"student.backbone={bare}", f"storage.cache={bare.parent / 'cache'}"]
+    assert cli.main(["plan", *arguments]) == 0
 
 
 def test_a_hub_model_is_checked_when_it_is_downloaded(
