@@ -41,7 +41,7 @@ from distcse.recipe import DetectionSection, StudentSection
 from tests.models import change_json, make_masked_lm
 
 PRIVATE = re.compile(
-    r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|torch\.ops\.|\._fingerprint|\._actions|_SubParsersAction|\._option_string_actions"
+    r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|torch\.ops\.|\._fingerprint|\._actions|\._option_string_actions"
 )
 
 
