@@ -7,8 +7,7 @@ it took if that is a second or more.
     DISTCSE_DATA=../shared/data python -m benchmarks.journeys docs/tutorials/research.md
 
 A command that fails ends the walk; the page then stays as it was. The text after `<!-- all -->`, up to `<!-- / -->`, becomes the
-minutes of all commands; that after `<!-- machine -->` becomes the CPU, its cores, and the lowest and the highest load that were
-seen between commands. The load includes the commands' own processes.
+minutes of all commands; that after `<!-- machine -->` becomes the CPU and its cores.
 
 With `--silences`, the commands are typed without `--quiet`, the pages stay as they are, and each line that came more than ten
 seconds after the one before is listed with its seconds and that line.
@@ -110,15 +109,13 @@ def walk(page: str, shell: Shell, quiet: bool = True) -> str:
         lines = []
         for typed in commands(block[0].splitlines()):
             printed, seconds = shell.run(typed if quiet else typed.replace(" --quiet", ""))
-            loads.append(os.getloadavg()[0])
             lines += [f"$ {typed}", *printed, *([f"[{seconds:.0f} s]"] if seconds >= 1 else [])]
         return "\n".join(lines) + "\n"
 
     begun = time.perf_counter()
-    loads = [os.getloadavg()[0]]
     walked = _BLOCK.sub(again, page)
     minutes = f"{(time.perf_counter() - begun) / 60:.0f} minutes"
-    machine = f"{cpu_name()}, {os.cpu_count()} cores, load {min(loads):.0f} to {max(loads):.0f}"
+    machine = f"{cpu_name()}, {os.cpu_count()} cores"
     for mark, value in {"all": minutes, "machine": machine}.items():
         walked = re.sub(rf"(?<=<!-- {mark} -->)[^<]*(?=<!-- / -->)", value, walked)
     return walked
