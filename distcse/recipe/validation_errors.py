@@ -102,7 +102,8 @@ def _form(path: tuple[str, ...], found: Any, kinds: set[str], model: type[BaseMo
     """Return how to write a value of another form; empty if that is not known."""
     names = [key for key in path if not key.isdigit()]
     if kinds & _MAPPINGS or kinds == {"list_type"}:
-        if names and isinstance(found, str) and (meant := PATHS_BY_NAME.get(names[-1])):
+        meant = PATHS_BY_NAME.get(names[-1]) if names and isinstance(found, str) else None
+        if meant not in (None, ".".join(path)):
             return f"; write {prefix}{meant}={found:.200}"
         if kinds & _MAPPINGS and (keys := list(_section_at(model, path).model_fields)) and path:
             return f"; write its keys, such as {prefix}{'.'.join(path)}.{keys[0]}"
