@@ -48,6 +48,7 @@ from distcse.runs.reference_run import ReferenceRun
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
+from distcse.teachers.targets import Projection
 from distcse.text import Corpus, Pairs
 from distcse.text.row_keys import RowKeys
 from distcse.training.checkpoint_files import ModelState, TrainerState, load_model_state
@@ -743,8 +744,9 @@ def test_a_family_continues_on_another_machine_in_the_same_space(
     for name in ("2-layers", "1-layer"):
         member = open_store(f"{address}/members/{name}")
         assert member.fetch("projection.safetensors")
-        projections.append((member.path / "projection.safetensors").read_bytes())
-    assert projections[0] == projections[1]
+        projections.append(Projection.read(member.path / "projection.safetensors"))
+    own, copied = projections
+    assert (own.key, own.kept) == (copied.key, copied.kept) and np.array_equal(own.matrix, copied.matrix)
     assert StaticEncoder.load(resolve_model(f"{address}/members/static/model")).encode(["a"]).shape == (1, 32)
 
 
