@@ -239,6 +239,7 @@ def distil(
     if "TWO" in overrides:
         with FileLock(options.runs / "locks" / "second-teacher"):
             if not (second / "config.json").exists():
+                # The measured one had the four layers that `layers: auto` of commit 4e988bc9 chose, which were not recorded.
                 four = (*VECTORS, "student.layers=[0, 1, 4, 5]")
                 distil(options, "second teacher", 0, four, second)[0].save(second)
         teachers.append(str(second))
