@@ -219,7 +219,7 @@ class _EmbeddingTasks:
             waiting, needed = len(self._starting), format_resources(self._each)
             self._wait_warning.check(
                 f"teacher {self._backbone} waits for a node with {needed} free ({waiting} of {waiting + len(self._running)} "
-                f"embedding actors wait); `ray status` shows who holds the resources"
+                "embedding actors wait); `ray status` shows who holds the resources"
             )
 
 

@@ -88,8 +88,8 @@ class CheckpointManager:
 
     With a GPU, checkpoints are written one after the other in a thread, while training continues. Storage may need longer for
     one than training for the steps between two evaluations. A checkpoint that is due meanwhile is left out, so that a run that
-    is killed resumes from an earlier one; if it is or may become the best, it waits in the host's memory until it is written,
-    or a better one replaces it. Events and errors of a checkpoint come with the next report or evaluation, or at the end of
+    is killed resumes from an earlier one; if it is the best, it waits in the host's memory until it is written, or a better one
+    replaces it. Events and errors of a checkpoint come with the next report or evaluation, or at the end of
     the context. On CPUs, training waits for each checkpoint, because a thread would take its cores and need a copy of the state.
     """
 
@@ -135,12 +135,12 @@ class CheckpointManager:
             must_save: Whether to wait for the previous checkpoint and save this one, because no step follows. Default: False.
 
         Returns:
-            The state with the scores that have arrived; finished, if training must stop early.
+            The state with its score; finished, if training must stop early.
         """
         if self._in_background:
             on_rank_zero(partial(self._advance, PATIENCE_S))
         if should_evaluate:
-            state = self._evaluate_here(state)
+            state = self._evaluate(state)
         if self.stopped:
             state = TrainerState(state.step, state.scores)
         elif should_evaluate:
@@ -211,8 +211,8 @@ class CheckpointManager:
         if self._in_background:
             on_rank_zero(self._advance)
 
-    def _evaluate_here(self, state: TrainerState) -> TrainerState:
-        """Score the model here, on every worker, because a sharded model needs all of them."""
+    def _evaluate(self, state: TrainerState) -> TrainerState:
+        """Score the model on every worker, because a sharded model needs all of them."""
         if (name := self._task.metric_name) is None:
             return state
         self._task.model.eval()
@@ -247,9 +247,8 @@ class CheckpointManager:
         folder = self._checkpoints.save(model_state, state, warnings.append)
         return [CheckpointSaved(state.step, str(folder)), *warnings]
 
-    def _finite_state(self, snapshot: Snapshot | None, step: int) -> ModelState:
+    def _finite_state(self, snapshot: Snapshot, step: int) -> ModelState:
         """Return rank 0's weights and moments, and raise `DivergedError` if one is not finite."""
-        assert snapshot is not None
         model_state = snapshot.state()
         if not snapshot.is_finite() and (name := model_state.first_not_finite()) is not None:
             rows = self._task.describe_batch(max(0, step - 1))

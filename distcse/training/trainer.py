@@ -86,7 +86,7 @@ def train(
     with CheckpointManager(task, engine, checkpoints, reporter.emit, report_to_train) as manager:
         if restored is None and task.evaluates_initial_model:
             state = manager.evaluate_and_save(state, should_evaluate=True)
-        elif state.step == task.steps:  # a stop ended the wait for the last score
+        elif state.step == task.steps:  # a stop ended the last score
             state = TrainerState(state.step, state.scores, finished=True)
             state = manager.evaluate_and_save(state, should_evaluate=True, must_save=True)
         elif restored is not None:

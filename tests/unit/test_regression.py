@@ -133,9 +133,9 @@ def test_what_a_projection_keeps_is_measured_on_rows_that_it_was_not_fitted_to(r
     joined = replace(spec.targets, projection=None).open().vectors(np.random.default_rng(0).permutation(384))
     file = spec.targets.projection.path
     stored = Projection.read(file)
-    projection, told = stored.matrix, stored.kept
+    projection, kept = stored.matrix, stored.kept
     fitted, others = kept_share(joined[:-38], projection), kept_share(joined[-38:], projection)
-    assert told == pytest.approx(others) and told != pytest.approx(fitted)
+    assert kept == pytest.approx(others) and kept != pytest.approx(fitted)
     again = fit_projection(joined[:-38], joined[:10], np.eye(10, 32, dtype=np.float32))
     np.testing.assert_allclose(again @ again.T, projection @ projection.T, atol=1e-4)
 

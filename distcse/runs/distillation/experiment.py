@@ -258,7 +258,7 @@ def _save(student: EncoderHandle, model: ArtifactStore, reporter: Reporter) -> N
 def load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:
     """Load the encoder of the best checkpoint (the latest without dev scores), interpolated with its initial weights.
 
-    Projection, discriminator and queue are left out.
+    Projection and discriminator are left out.
     """
     checkpoints = CheckpointStore(run.path)
     folder = checkpoints.best() or checkpoints.latest()
