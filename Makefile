@@ -4,6 +4,8 @@ PYTHON ?= python3
 ## VENV=DIR	the environment's folder (default: .venv)
 VENV ?= .venv
 BIN := $(VENV)/bin
+## INSTALL="uv pip install"	installs the packages; uv takes a fifth of pip's time and does not read pip.conf (default: the environment's pip)
+INSTALL ?= $(BIN)/pip install
 ## ARGS="seed=7 --quiet"	recipe settings and options that quickstart passes to distcse.train
 ARGS ?=
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -41,7 +43,7 @@ help:
 $(VENV)/.%: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --no-deps $(addprefix --extra-index-url ,$(TORCH_INDEX)) $(TORCH)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
+	VIRTUAL_ENV=$(VENV) $(INSTALL) --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
 	touch $@ $(if $(filter dev,$*),$(VENV)/.quickstart)
 
 quickstart: $(VENV)/.quickstart ## set up, then distil a three-layer student from all-MiniLM-L6-v2 on this machine

@@ -33,7 +33,8 @@ class HeartbeatActor:
 class HeartbeatMonitor:
     """Polls actors' heartbeats on a thread and kills actors that hang, so that Ray restarts them and retries their calls.
 
-    A context manager: it polls between enter and exit. An actor that has not answered yet counts as starting.
+    A context manager: it polls between enter and exit. An actor that has not answered yet counts as starting. Time in which this
+    process itself stood still, and could receive no answer, does not count.
 
     Args:
         timeout_s: Seconds without an answer after which an actor hangs.
@@ -74,10 +75,13 @@ class HeartbeatMonitor:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(1.0, self._timeout_s / 4)):
+        interval_s = min(1.0, self._timeout_s / 4)
+        polled_at = time.monotonic()
+        while not self._stopped.wait(interval_s):
             self._add_found_actors()
+            waited_s, polled_at = min(time.monotonic() - polled_at, 2 * interval_s), time.monotonic()
             for heartbeat in list(self._monitored):
-                if (process := heartbeat.find_hung_process(self._timeout_s)) is not None:
+                if (process := heartbeat.find_hung_process(waited_s, self._timeout_s)) is not None:
                     self._warn(
                         f"{heartbeat.name}, {process}, has not answered for {self._timeout_s:g} s "
                         f"({self._key}): it hangs, and is killed and restarted"
@@ -98,22 +102,23 @@ class HeartbeatMonitor:
 
 
 class _ActorHeartbeat:
-    """One actor's heartbeat: the pending call, its time, and the process that answered last."""
+    """One actor's heartbeat: the pending call, the seconds it was waited for, and the process that answered last."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self.actor = name, actor
         self._process: str | None = None
         self._send()
 
-    def find_hung_process(self, timeout_s: float) -> str | None:
-        """Return the process that has not answered for `timeout_s` seconds; None if the actor answers or is starting."""
+    def find_hung_process(self, waited_s: float, timeout_s: float) -> str | None:
+        """Add the seconds since the last poll; return a process that has not answered for `timeout_s`, None otherwise."""
+        self._waited_s += waited_s
         if ray.wait([self._answer], timeout=0)[0]:
             try:
                 self._process = ray.get(self._answer)
             except RayError:  # the process was lost, and Ray is starting another
                 self._process = None
             self._send()
-        elif self._process is not None and time.monotonic() - self._sent_at > timeout_s:
+        elif self._process is not None and self._waited_s > timeout_s:
             hung, self._process = self._process, None
             return hung
         return None
@@ -121,4 +126,4 @@ class _ActorHeartbeat:
     def _send(self) -> None:
         # Without retries: an answer must come from the process that received the call.
         self._answer = self.actor.beat.options(max_task_retries=0).remote()
-        self._sent_at = time.monotonic()
+        self._waited_s = 0.0

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from distcse.errors import ClusterTooSmallError
-from distcse.events import Reporter
+from distcse.events import Event, GroupEvent, Reporter, StepReport
 from distcse.recipe import MutualRecipe
 from tests.backends import run_mutual
 from tests.failures import fails_with
+from tests.kills import kill_actor
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
 pytestmark = pytest.mark.cluster
@@ -28,9 +29,18 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str],
 
 
 @pytest.mark.oldest_ray
-def test_groups_on_ray_make_the_labels_of_one_process(recipe_with: MakeRecipe) -> None:
-    local, on_ray = run_mutual(recipe_with(), Reporter()), run_mutual(recipe_with(*ON_RAY), Reporter())
-    assert on_ray.best and not on_ray.interrupted
+def test_groups_on_ray_make_the_labels_of_one_process_also_if_a_worker_is_killed(recipe_with: MakeRecipe) -> None:
+    killed: list[str] = []
+
+    def kill_a_worker(event: Event) -> None:
+        is_step = isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport)
+        if is_step and not killed and kill_actor("TrainingActor", named="-bert-"):
+            killed.append("bert")
+
+    longer = ("cross.epochs=8", "mutual.max_failures=1")
+    local = run_mutual(recipe_with(*longer), Reporter())
+    on_ray = run_mutual(recipe_with(*longer, *ON_RAY), Reporter(kill_a_worker))
+    assert killed and on_ray.best and not on_ray.interrupted
     assert_same_labels(local.directory.path, on_ray.directory.path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -241,6 +242,37 @@ def test_the_driver_knows_whether_its_worker_is_alive(cluster: None) -> None:
         assert channel.idle_s() == 0  # the worker has finished, and is not lost
     finally:
         channel.close()
+
+
+def test_an_actor_does_not_hang_because_the_whole_machine_stood_still(cluster: None) -> None:
+    import ray
+
+    from distcse.cluster.heartbeat import CONCURRENCY, HeartbeatActor, HeartbeatMonitor
+
+    actor = ray.remote(num_cpus=0, **CONCURRENCY)(HeartbeatActor).remote()
+    process = int(ray.get(actor.beat.remote()).split()[1])
+    warnings: list[str] = []
+    polls = iter(range(100))
+    has_ended = threading.Event()
+
+    def stand_still() -> dict[str, Any]:
+        """Stop this thread, which polls, and the actor for longer than the timeout; then let both go on."""
+        number = next(polls)
+        if number == 3:
+            os.kill(process, signal.SIGSTOP)
+        elif number == 4:
+            time.sleep(6)
+            os.kill(process, signal.SIGCONT)
+        elif number == 7:
+            has_ended.set()
+        return {}
+
+    monitor = HeartbeatMonitor(4, warnings.append, stand_still)
+    monitor.add("actor", actor)
+    with monitor:
+        assert has_ended.wait(60)
+    assert warnings == [] and ray.get(actor.beat.remote()).split()[1] == str(process)
+    ray.kill(actor)
 
 
 def test_a_local_cluster_is_checked_and_not_waited_for(

@@ -218,6 +218,7 @@ def tokenize_in_parts(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_killed_and_hung_processes_repeat_their_function_and_errors_keep_their_class(
     nodes: Nodes, tmp_path: Path
 ) -> None:

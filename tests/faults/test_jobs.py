@@ -102,6 +102,7 @@ def asked_to_run_something(head: dict[str, str], token: str | None) -> int:
         time.sleep(1)
 
 
+@pytest.mark.slow
 def test_a_job_needs_the_token_is_stopped_and_resumes_under_another_id(
     recipe_file: Path, head: dict[str, str], tmp_path: Path
 ) -> None:

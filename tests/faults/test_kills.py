@@ -84,6 +84,7 @@ def test_an_embedding_actor_and_a_server_that_hang_are_reported_and_replaced(rec
         assert teacher.backbone in warning and "3 s (teachers.heartbeat_timeout_s)" in warning
 
 
+@pytest.mark.slow
 def test_shards_of_an_actor_without_room_go_to_another_one(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, sentences: list[str]
 ) -> None:
@@ -146,15 +147,12 @@ def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(re
     assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
         ("EventActor", ("event channel", "The actor is dead because it was killed by `ray.kill`")),
-        pytest.param(
-            "TrainController",
-            ("Ray Train controller", "The actor is dead because its worker process has died"),
-            marks=pytest.mark.slow,
-        ),
+        ("TrainController", ("Ray Train controller", "The actor is dead because its worker process has died")),
     ],
 )
 def test_the_loss_of_a_necessary_actor_ends_the_run_with_one_line(
@@ -277,6 +275,7 @@ def test_ctrl_c_ends_a_run_that_waits_for_resources(recipe_with: MakeRecipe, pla
         ray.kill(holder)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_embedding_pass_and_keeps_its_shards(recipe: Recipe) -> None:
     """Of thirteen shards, at most those of one more task are stored after the request."""
     done: list[int] = []

@@ -21,6 +21,7 @@ from tests.memory import MIB
 pytestmark = pytest.mark.cluster
 
 
+@pytest.mark.slow
 def test_trials_that_share_servers_get_correct_lists_without_growing_memory(cluster: None, tmp_path: Path) -> None:
     load = Load(rows=20_000, width=64, teachers=2, trials=3, requests=600, batch=32, block_steps=16, seconds=300)
     result = run_load(load, tmp_path)

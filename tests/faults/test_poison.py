@@ -61,6 +61,7 @@ class CrashingActor(embedding_actors.EmbeddingActor):
         return 0
 
 
+@pytest.mark.slow
 def test_an_embedding_actor_that_always_crashes_is_not_restarted_forever(
     cluster: None, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

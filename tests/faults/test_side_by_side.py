@@ -97,6 +97,7 @@ def holder_messages(runs: Path, pid: int) -> list[dict[str, Any]]:
     return [event for event in events(runs, "LogMessage") if f"process {pid} on" in event["text"]]
 
 
+@pytest.mark.slow
 def test_two_runs_share_an_embedding_pass_and_one_takes_over_when_the_other_is_killed(
     recipe_with: MakeRecipe, start: Start, tmp_path: Path, labelled: Path
 ) -> None:
