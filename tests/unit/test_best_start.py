@@ -23,6 +23,7 @@ from distcse.runs.lease import Lease
 from distcse.runs.mutual.experiment import CycleScores
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, best_phase, dev_scores
+from distcse.runs.mutual.result import MutualResult
 from distcse.storage import dump_checked_json, load_checked_json
 from tests.backends import run_mutual
 from tests.failures import fails_with
@@ -54,12 +55,14 @@ def make(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Mak
 
 
 def test_a_start_that_no_cycle_reaches_is_the_best_and_reports_say_so(make: MakeRecipe, labelled: Path) -> None:
+    """Also after a stop: the resumed run knows its starts' scores, or scores them again."""
     overrides = (f"evaluation.data={labelled}", "evaluation.final_suites=[sts]")
     pairs = f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}"
-    result = run_mutual(make(WITH_START, pairs, *overrides), Reporter())
+    result = resumed_after_a_stop(make(WITH_START, pairs, *overrides))
     best = {f"{each.group} {each.kind}": each for each in result.best}
     trained = PhaseStore(result.directory.path).posted(Phase(2))
-    assert best["good bi"].is_start and best["good bi"].dev == pytest.approx(100, abs=0.1)
+    assert [name for name, each in best.items() if each.is_start] == ["good bi"]
+    assert best["good bi"].dev == pytest.approx(100, abs=0.1)
     assert best["weak bi"].phase == Phase(2) and best["good cross"].phase == Phase(1)
     assert trained["good"]["dev"] < 99 and trained["weak"]["dev"] == best["weak bi"].dev
 
@@ -87,24 +90,24 @@ def test_a_start_that_no_cycle_reaches_is_the_best_and_reports_say_so(make: Make
     assert overlaps["weak bi"] and not overlaps["good bi"]
 
 
-def test_a_resumed_run_knows_its_starts_or_scores_them_again(make: MakeRecipe) -> None:
+def resumed_after_a_stop(recipe: MutualRecipe) -> MutualResult:
+    """Run until the groups are at work, lose the score of one start as if the driver had been killed then, and resume."""
     groups_at_work: list[Event] = []
 
     def note(event: Event) -> None:
         if isinstance(event, GroupEvent):
             groups_at_work.append(event)
 
-    stopped = run_mutual(make(WITH_START), Reporter(note, lambda: bool(groups_at_work)))
+    stopped = run_mutual(recipe, Reporter(note, lambda: bool(groups_at_work)))
     assert stopped.interrupted
     file = stopped.directory.path / "phases.json"
     state = load_checked_json(file)
     assert set(state["starts"]) == {"good", "weak"}
-    del state["starts"]["good"]  # as if the driver had been killed before it was recorded
+    del state["starts"]["good"]
     file.write_text(dump_checked_json(state))
-    directory, recipe = RunDirectory.reopen(stopped.directory.path, [])
-    assert isinstance(recipe, MutualRecipe)
-    best = run_mutual(recipe, Reporter(), directory).best
-    assert [(each.group, each.kind) for each in best if each.is_start] == [("good", "bi")]
+    directory, reopened = RunDirectory.reopen(stopped.directory.path, [])
+    assert isinstance(reopened, MutualRecipe)
+    return run_mutual(reopened, Reporter(), directory)
 
 
 def post_two_cycles(recipe: MutualRecipe, folder: Path) -> PhaseStore:
@@ -120,14 +123,6 @@ def post_two_cycles(recipe: MutualRecipe, folder: Path) -> PhaseStore:
     return store
 
 
-@pytest.mark.parametrize(("overrides", "stops"), [((), False), ((WITH_START,), True)])
-def test_cycles_below_the_start_do_not_count_as_better(
-    make: MakeRecipe, tmp_path: Path, overrides: tuple[str, ...], stops: bool
-) -> None:
-    store = post_two_cycles(make("mutual.patience=1", "mutual.cycles=3", *overrides), tmp_path)
-    assert (store.stopped_after == Phase(4)) is stops
-
-
 @pytest.mark.parametrize(
     ("overrides", "scores", "best", "best_starts"),
     [((), [52.0, 54.0], Phase(4), []), ((WITH_START,), [80.0, 80.0], Phase(0), ["good", "weak"])],
@@ -140,9 +135,10 @@ def test_trials_and_reports_have_the_scores_of_the_models_that_the_run_ends_with
     best: Phase,
     best_starts: list[str],
 ) -> None:
-    """By default the best cycle is taken, and the start is only reported."""
-    recipe = make("mutual.cycles=2", *overrides)
+    """By default the best cycle is taken, and the start is only reported; else cycles below it do not count as better."""
+    recipe = make("mutual.cycles=3", "mutual.patience=1", *overrides)
     store = post_two_cycles(recipe, tmp_path)
+    assert (store.stopped_after == Phase(4)) is bool(overrides)
     found = CycleScores(recipe, tmp_path).of(GroupEvent("good", GroupActivity("", "finished")))
     assert [score.score for score in found] == scores
     assert best_phase(dev_scores(recipe, store, "good", "bi")) == best

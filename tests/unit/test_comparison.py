@@ -111,13 +111,6 @@ def test_a_comparison_repeats_and_warns_of_a_teacher_that_counts_for_little(
     assert not (tmp_path / "runs").exists() and not (tmp_path / "cache" / "tables").exists()
 
 
-def test_a_dry_run_of_a_comparison(recipe_with: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe_with()
-    assert main([str(tmp_path / "recipe.yaml"), "--compare", "--dry-run"]) == 0
-    captured = capsys.readouterr()
-    assert "comparison" in captured.out and "to be embedded" not in captured.err
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -8,22 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 from transformers.utils.logging import enable_progress_bar
 
 import distcse
 from distcse.compat import (
     attention_implementation,
-    create_optimizer_state,
-    following_steps,
     require_no_compiler,
-    split_fingerprint,
     without_noise,
 )
 from distcse.compat.torch import (
@@ -38,7 +32,7 @@ from distcse.compat.torch import (
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.detection import build_detector
 from distcse.recipe import DetectionSection, StudentSection
-from tests.models import change_json, make_masked_lm
+from tests.models import make_masked_lm
 
 PRIVATE = re.compile(
     r"torch\.(\w+\.)*_[a-z]\w*|_attn_implementation|__compatible_ops__|_overloadpacket|\._schema|\._cdata|_lazy_init_hp|torch\.ops\.|\._fingerprint|\._actions|\._option_string_actions"
@@ -169,18 +163,6 @@ def test_models_with_other_heads_are_loaded_and_saved_in_silence(
     assert not reports and not caplog.records and not output.err and not output.out
 
 
-def test_weights_of_layers_that_the_config_lacks_are_logged_once(
-    tiny: Callable[..., Path], tmp_path: Path, reports: list[logging.LogRecord], caplog: pytest.LogCaptureFixture
-) -> None:
-    Encoder.load(tiny(), pooling="mean").save(tmp_path)
-    change_json(tmp_path / "config.json", num_hidden_layers=1)
-    for _ in range(2):
-        Encoder.load(tmp_path)
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert all(part in line for part in (str(tmp_path), "weights are not used", "encoder.layer.1.", "config.json"))
-    assert not reports
-
-
 def test_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training with every ZeRO stage is in test_workers.py; this names what moved."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -196,57 +178,3 @@ def test_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", dict(deepspeed.ops.__compatible_ops__))
     require_no_compiler(deepspeed)
     assert deepspeed.ops.__compatible_ops__ == {}
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizer_state_is_created_for_all_partitions(stage: int) -> None:
-    class Optimizer:
-        def __init__(self) -> None:
-            self.single_partition_of_fp32_groups = [torch.ones(2), torch.ones(3)]
-            self.fp32_partitioned_groups_flat = [torch.ones(4)]
-            self.optimizer: Any = type("Inner", (), {"state": {}})()
-            self.lazily_created = 0
-
-        def _lazy_init_hp_params_optimizer_state(self) -> None:
-            self.lazily_created += 1
-
-    def state_of(flat: Tensor) -> dict[str, Tensor]:
-        return {"exp_avg": torch.zeros_like(flat)}
-
-    optimizer = Optimizer()
-    create_optimizer_state(optimizer, stage, state_of)
-    sizes = [state["exp_avg"].numel() for state in optimizer.optimizer.state.values()]
-    assert (sizes, optimizer.lazily_created) == (([2, 3], 1) if stage < 3 else ([4], 0))
-
-
-def test_names_of_model2vec(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its trainer shows a bar of its steps, and none within the context."""
-    pytest.importorskip("model2vec", reason="model2vec is not installed")
-    from model2vec import StaticModel
-    from model2vec.train.similarity import StaticModelForSimilarity
-    from tokenizers import Tokenizer, models
-
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
-    start = StaticModel(np.ones((3, 4), dtype=np.float32), tokenizer, max_length=8)
-    texts, targets = ["a", "b", "a b"] * 4, torch.randn(12, 4)
-
-    def fit() -> str:
-        model = StaticModelForSimilarity.from_static_model(model=start, n_layers=0, out_dim=4)
-        model.fit(texts, targets, max_epochs=1, early_stopping_patience=None, device="cpu", X_val=texts, y_val=targets)
-        return capsys.readouterr().err
-
-    assert "Epoch 1" in fit()
-    steps: list[None] = []
-    with following_steps(lambda: steps.append(None)):
-        assert fit() == ""
-    assert steps
-    assert "Epoch 1" in fit()
-
-
-def test_names_of_datasets(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    one, same, other = (datasets.Dataset.from_dict({"text": texts}) for texts in (["a"], ["a"], ["b"]))
-    assert split_fingerprint(one) == split_fingerprint(same) != split_fingerprint(other)
-    one.save_to_disk(str(tmp_path / "saved"))
-    first, second = (datasets.load_from_disk(str(tmp_path / "saved")) for _ in range(2))
-    assert split_fingerprint(first) == split_fingerprint(second)

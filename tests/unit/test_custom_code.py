@@ -16,7 +16,7 @@ from distcse.errors import CustomClassError, InvalidValueError
 from distcse.events import Event, Reporter, StageProgress, StepReport
 from distcse.losses import build_objective, gather_views
 from distcse.losses.views import TeacherOutputs
-from distcse.recipe import ObjectiveSection, Recipe, load_recipe
+from distcse.recipe import Recipe, load_recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.teachers.kinds import kind_of
@@ -50,13 +50,6 @@ def recipe_of_the_page(recipe_with: Callable[..., Recipe], tmp_path: Path, *over
     file = tmp_path / "page.yaml"
     file.write_text(yaml.safe_dump(document))
     return load_recipe(str(file), overrides)
-
-
-def test_a_term_may_have_any_free_name(modules: Path) -> None:
-    names = ["margin.v2", "update", "training", "values"]
-    custom = {name: {"class_path": "my_terms:Correlation"} for name in names}
-    section = ObjectiveSection.model_validate({"info_nce": None, "consistency": None, "rank": None, "custom": custom})
-    assert list(build_objective(section).terms) == names
 
 
 def test_a_run_with_the_pages_term_and_teacher(

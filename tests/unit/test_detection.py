@@ -234,10 +234,8 @@ def diffcse(
     """Makes recipes with edit detection and a teacher."""
     folder = tmp_path_factory.mktemp("diffcse")
     overrides = (
-        "student.pooling=cls",
-        "student.projection=batch_norm_mlp",
-        "objective.rank=null",
-        "objective.consistency=null",
+        *("student.pooling=cls", "student.projection=batch_norm_mlp"),
+        *("objective.rank=null", "objective.consistency=null"),
         f"objective.detection.generator={generator}",
         "objective.detection.weight=0.05",
     )
@@ -247,7 +245,7 @@ def diffcse(
 def test_diffcse_trains_and_leaves_the_encoder_alone(diffcse: Callable[..., Recipe]) -> None:
     """Also an encoder with factorized embeddings."""
     events: list[Any] = []
-    overrides = ("training.epochs=3", "training.lr=3e-3", "student.embedding_size=8", "evaluation.final_suites=[]")
+    overrides = ("training.epochs=2", "training.lr=3e-3", "student.embedding_size=8", "evaluation.final_suites=[]")
     result = run(diffcse(*overrides), Reporter(events.append))
     steps = [event for event in events if isinstance(event, StepReport)]
     assert {"detection", "info_nce", "edited_accuracy", "kept_accuracy"} <= steps[0].losses.keys()
@@ -360,7 +358,7 @@ def in_one_pass(spec_with: Callable[..., TrainSpec]) -> FirstStep:
     return first_step(spec_with())
 
 
-@pytest.mark.parametrize("part", ["dropout_rng_streams=2", "dropout_rng_streams=4", "grad_cache_chunk=4"])
+@pytest.mark.parametrize("part", ["dropout_rng_streams=4", "grad_cache_chunk=4"])
 def test_streams_and_chunks_have_the_loss_of_one_pass(
     part: str, spec_with: Callable[..., TrainSpec], in_one_pass: FirstStep
 ) -> None:
@@ -370,7 +368,7 @@ def test_streams_and_chunks_have_the_loss_of_one_pass(
     assert_equal(found, in_one_pass)
 
 
-@pytest.mark.parametrize("part", [(), ("training.dropout_rng_streams=4",), ("training.grad_cache_chunk=8",)])
+@pytest.mark.parametrize("part", [(), ("training.dropout_rng_streams=4",)])
 def test_a_gpu_has_the_loss_of_a_cpu(
     part: tuple[str, ...], spec_with: Callable[..., TrainSpec], in_one_pass: FirstStep
 ) -> None:

@@ -13,7 +13,6 @@ import pytest
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
-from distcse import cli
 from distcse.checks import require
 from distcse.errors import EvaluationDataError, EvaluationFormatError, InvalidValueError
 from distcse.evaluation import (
@@ -82,14 +81,6 @@ def test_the_score_of_two_dev_sets_is_the_mean_of_their_correlations(both: Path,
     )
     assert each[0].fingerprint == labelled_dev(both).fingerprint != dev.fingerprint
     assert dev.first == each[0].first + each[1].first and dev.gold == each[0].gold + each[1].gold
-
-
-def test_a_group_is_selected_by_it(both: Path, tiny: Callable[..., Path], sentences: list[str], tmp_path: Path) -> None:
-    overrides = (f"evaluation.data={both}", "evaluation.dev=stsb_sickr")
-    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences, *overrides)
-    dev, expected = read_dev(recipe), LabelledDev.read(both, "stsb_sickr")
-    assert dev is not None and (dev.name, dev.gold, dev.first) == (expected.name, expected.gold, expected.first)
-    assert dev.score(VectorModel.of(Encoder.from_section(recipe.groups[0]))) > 0
 
 
 def test_its_sentences_are_excluded_from_the_corpus_on_request(
@@ -181,14 +172,6 @@ def test_the_accuracy_of_triplets_is_the_share_of_nearer_positives(own: dict[str
     dev = CustomDev.read(own["accuracy"])
     assert dev.score(model) == pytest.approx(75)
     assert len(dev.first) == len(dev.second) == 80 and dev.gold == [1.0] * 40 + [0.0] * 40
-
-
-def test_triplets_of_the_user_are_measured_by_the_command_too(
-    own: dict[str, Path], model: VectorModel, tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--pooling", "mean", "--max-length", "16", "--precision", "fp32"]
-    assert cli.main(["evaluate", str(tiny("bert")), "--add", f"triplets={own['accuracy']}", *options]) == 0
-    assert "75.00" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dev", ["dev", "Validation", None])

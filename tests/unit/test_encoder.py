@@ -63,17 +63,6 @@ def test_a_saved_folder_has_the_legacy_layout(tiny: Callable[..., Path], tmp_pat
     assert (folder / "model.safetensors").exists() and not list(folder.rglob("*.bin"))
 
 
-def test_folders_of_sentence_transformers_are_loaded(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
-    Encoder.load(tiny("bert"), pooling="max", max_length=10).save(tmp_path / "ours")
-    SentenceTransformer(str(tmp_path / "ours"), device="cpu").save(str(tmp_path / "theirs"))
-    assert json.loads((tmp_path / "theirs" / "1_Pooling" / "config.json").read_text()).get("pooling_mode") == "max"
-    encoder = Encoder.load(tmp_path / "theirs")
-    assert (encoder.pooling, encoder.max_length) == ("max", 10)
-    same(encoder.encode(TEXTS), their_vectors(tmp_path / "ours", TEXTS))
-
-
 def test_a_folder_that_lowercases_is_followed(tiny: Callable[..., Path], tmp_path: Path) -> None:
     Encoder.load(tiny("roberta"), pooling="mean", max_length=8).save(tmp_path / "model")
     change_json(tmp_path / "model" / "sentence_bert_config.json", do_lower_case=True)

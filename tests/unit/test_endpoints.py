@@ -8,9 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from email.message import Message
-from email.utils import format_datetime
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -241,14 +239,6 @@ def test_a_busy_endpoint_is_asked_again_after_the_wait_that_it_asks_for(
     assert waits == waited and server.requests == [3] * (len(delays) + 1)
 
 
-def test_retry_after_may_be_a_date(server: Server, waits: list[float], caplog: pytest.LogCaptureFixture) -> None:
-    moment = datetime.now(UTC) + timedelta(seconds=600)
-    server.delays = [(429, format_datetime(moment, usegmt=True))]
-    client(server).encode(TEXTS[:3])
-    (wait,) = waits
-    assert 300 < wait <= 600 and "asks to wait" in caplog.text
-
-
 def test_a_wait_of_hours_ends_the_run_with_the_reason(server: Server, waits: list[float]) -> None:
     server.delays = [(429, "7200")]
     with fails_with(EndpointError, "429", "7,200 s", "finished shards are kept"):
@@ -363,15 +353,3 @@ def test_a_server_without_https_or_without_an_answer_is_explained(server: Server
     with fails_with(EndpointError, "teacher name at http://127.0.0.1:9", "after 1 retries", "start the server"):
         Endpoint("name", EndpointSection(url="http://127.0.0.1:9", retries=1)).encode(["a text"])
     assert waits == [0.5]
-
-
-@pytest.mark.parametrize("kind", ["endpoint: {url: 'http://h/v1'}", "class_path: 'mine:Teacher'"])
-def test_a_name_stays_a_name_where_a_folder_is_called_so(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "model").mkdir(parents=True)
-    recipe = load_recipe("minilm-3layer", [f"teachers.encoders=[{{backbone: org/model, {kind}}}]"])
-    assert recipe.teachers.encoders[0].backbone == "org/model"
-    model = load_recipe("minilm-3layer", ["teachers.encoders=[{backbone: org/model}]"])
-    assert model.teachers.encoders[0].backbone == str(tmp_path / "org" / "model")

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 import distcse
 from distcse import cli
-from distcse.cluster.health import check_recipe
 from distcse.devices.device import DeviceSpeed
 from distcse.devices.gpu_plan import PlansOfTrials
 from distcse.errors import ArgumentError, FrozenKeyError, ResumeMismatchError, SearchSpaceError
@@ -224,16 +223,6 @@ def test_commands_that_do_not_know_it_name_it(file: Path, tmp_path: Path, capsys
     assert ArgumentError.code in errors and "a model soup" in errors
     with pytest.raises(SearchSpaceError, match="a model soup"):
         _ = experiment_of(distcse.read_recipe(str(file))).trials
-
-
-def test_the_doctor_checks_its_models(file: Path) -> None:
-    recipe = distcse.read_recipe(str(file))
-    assert [(check.name, check.verdict) for check in check_recipe(recipe)] == [
-        *[("model", "ok")] * 3,
-        ("settings", "ok"),
-    ]
-    broken = distcse.read_recipe(str(file), ["soup=[nowhere]"])
-    assert [check.verdict for check in check_recipe(broken) if check.name == "model"] == ["fail"]
 
 
 def test_the_way_from_the_command_to_the_loss_is_short(

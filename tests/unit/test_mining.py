@@ -144,26 +144,3 @@ def test_an_inverted_file_has_the_lists_that_faiss_trains(monkeypatch: pytest.Mo
     expected = index.search(vectors, 6)
     for found, wanted in zip(knn(vectors, 5), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
-
-
-@pytest.mark.slow
-def test_beyond_200_000_sentences_an_inverted_file_index_finds_nearly_all_neighbors() -> None:
-    random = np.random.default_rng(0)
-    centres = random.normal(size=(3000, 16))
-    vectors = (centres[random.integers(0, 3000, 200_001)] + 0.5 * random.normal(size=(200_001, 16))).astype(np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    cosines, rows = knn(vectors, 10)
-    assert rows.shape == (200_001, 11) and (np.diff(cosines, axis=1) <= 0).all()
-    found = 0
-    for row in range(0, 200_001, 4000):
-        exact = np.argsort(-(vectors @ vectors[row]))[:11]
-        found += len(set(exact.tolist()) & set(rows[row].tolist()))
-    assert found / (51 * 11) > 0.95
-
-
-def test_the_number_of_bm25_queries_depends_on_the_number_of_pairs(mine: Mine) -> None:
-    only_bm25 = ("pairs.mine.bands=[{low: -1, high: 2, share: 0}]", "pairs.mine.random_share=0", "bi.batch_size=4")
-    pairs, _, events = mine(*only_bm25, "cross.batch_size=4", pairs=12)
-    assert len(pairs) == 12
-    queries = [event for event in events if isinstance(event, StageProgress) and event.unit == "BM25 queries"]
-    assert queries[-1].total == 12  # one per pair, of 384 sentences

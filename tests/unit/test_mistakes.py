@@ -17,9 +17,8 @@ from distcse import cli, run
 from distcse.checks import require
 from distcse.devices.process import refuse_launchers
 from distcse.errors import ArgumentError, EncoderSettingError
-from distcse.models import Encoder
 from distcse.preflight.models import model_questions
-from distcse.recipe import BaseRecipe, Recipe, read_recipe, recipe_yaml
+from distcse.recipe import BaseRecipe, read_recipe, recipe_yaml
 from distcse.runs.directory import write_recipe
 from distcse.storage import open_store
 from tests.endpoints import Reply, open_endpoint
@@ -185,16 +184,6 @@ def test_settings_are_compared_with_the_hubs_configuration(
     require_models(read_recipe(str(place.recipe), base))
     with fails_with(EncoderSettingError, "has 3 layers; allowed: 0 to 2"):
         require_models(read_recipe(str(place.recipe), [*base, "student.layers=[0, 7]"]))
-
-
-def test_positions_of_roberta_begin_after_that_of_padding(place: Place, tiny: Callable[..., Path]) -> None:
-    positions = json.loads((tiny("roberta") / "config.json").read_text())["max_position_embeddings"]
-    roberta = [f"student.backbone={tiny('roberta')}", f"student.max_length={positions}"]
-    with fails_with(EncoderSettingError, f"allowed: at most {positions - 2}, the backbone's positions"):
-        require_models(read_recipe(str(place.recipe), roberta))
-    encoder = read_recipe(str(place.recipe), [roberta[0], f"student.max_length={positions - 2}"])
-    require_models(encoder)
-    assert isinstance(encoder, Recipe) and Encoder.from_section(encoder.student).max_length == positions - 2
 
 
 def test_what_is_missing_is_found_before_torch_is_imported_and_ray_starts(place: Place) -> None:

@@ -173,14 +173,10 @@ def test_layers_of_a_family_whose_other_weights_depend_on_them_are_refused(
             use(StudentSection(backbone=str(source), pooling="mean", max_length=16, layers=[0, 2]))
 
 
-def test_a_family_with_a_decoder_is_refused_by_name(sentences: list[str], tmp_path: Path) -> None:
-    source = make_family(tmp_path / "source", "longt5", sentences)
-    refused_everywhere(source, UnsupportedModelError, "longt5", "decoder", pooling="mean")
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "named"),
     [
+        ("longt5", {}, "decoder"),
         ("bros", {}, "bbox"),
         ("xmod", {"languages": ["en_XX", "de_DE"]}, "language"),
         ("vilt", {}, "pixel_values"),
@@ -191,7 +187,7 @@ def test_a_family_that_needs_more_than_tokens_is_refused(
     family: str, settings: dict[str, Any], named: str, sentences: list[str], tmp_path: Path
 ) -> None:
     source = make_family(tmp_path / "source", family, sentences, **settings)
-    with fails_with(UnsupportedModelError, family, named, "text encoder"):
+    with fails_with(UnsupportedModelError, family, named):
         Encoder.load(source, pooling="mean", max_length=16)
     if family == "xmod":
         with fails_with(UnsupportedModelError, family, named):
@@ -250,14 +246,7 @@ def test_a_backbone_in_a_subfolder_is_read_everywhere(folder: Path) -> None:
     assert read_shape(section).dimension == encoder.dimension
     assert check_model(section).endswith(str(folder))
     (inner / "model.safetensors").write_bytes(POINTER)
-    for use in (
-        lambda: Encoder.load(folder),
-        lambda: TokenizerSpec.of(section),
-        lambda: CrossEncoder.load(folder),
-        lambda: check_model(section),
-    ):
-        with fails_with(ModelFormatError, "0_Transformer/model.safetensors", "Git LFS", "lfs pull"):
-            use()
+    refused_everywhere(folder, ModelFormatError, "0_Transformer/model.safetensors", "Git LFS", "lfs pull")
 
 
 def change_modules(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
@@ -265,10 +254,6 @@ def change_modules(folder: Path, change: Callable[[list[dict[str, Any]]], object
     modules = json.loads((folder / "modules.json").read_text())
     change(modules)
     (folder / "modules.json").write_text(json.dumps(modules))
-
-
-def module(kind: str, path: str = "") -> dict[str, Any]:
-    return {"idx": 3, "name": "3", "path": path, "type": kind}
 
 
 def test_settings_are_those_of_the_first_file_that_has_any(folder: Path) -> None:
@@ -362,35 +347,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MODEL, {"model_type": "SparseEncoder"}, "model_type is 'SparseEncoder'"),
     (MODEL, {"similarity_fn_name": "maxsim"}, "similarity_fn_name is 'maxsim'"),
     (MODEL, {"truncate_dim": 0}, "truncate_dim is 0"),
-    (MODEL, {"truncate_dim": True}, "truncate_dim is True"),
-    (
-        MODEL,
-        {"default_prompt_name": "passage"},
-        "default_prompt_name is 'passage', which distcse does not support (it is none of the prompts: none)",
-    ),
+    (MODEL, {"default_prompt_name": "passage"}, "default_prompt_name is 'passage', which distcse does not support"),
     (MODEL, {"prompts": {"query": 3}}, "prompts.query is 3"),
     (SETTINGS, {"max_seq_length": 0}, "max_seq_length is 0"),
     (SETTINGS, {"model_args": {"num_labels": 2}}, "model_args.num_labels is set"),
     (SETTINGS, {"tokenizer_args": 3}, "tokenizer_args is 3"),
-    (SETTINGS, {"config_kwargs": ["a"]}, "config_kwargs is ['a']"),
     (SETTINGS, {"transformer_task": "fill-mask"}, "transformer_task is 'fill-mask'"),
     (SETTINGS, {"query_expansion": {"length": 32}}, "query_expansion is {'length': 32}"),
     (SETTINGS, {"module_output_name": "sentence_embedding"}, "module_output_name is 'sentence_embedding'"),
     (SETTINGS, {"modality_config": {"image": {"method": "get_image_features"}}}, "modality_config.text is missing"),
-    (
-        SETTINGS,
-        {"modality_config": {"text": {**FORWARD, "method": "encode"}}},
-        "modality_config.text.method is 'encode'",
-    ),
+    (SETTINGS, {"modality_config": {"text": {**FORWARD, "method": "encode"}}}, "text.method is 'encode'"),
     (SETTINGS, {"modality_config": {"text": FORWARD, "message": FORWARD}}, "modality_config.message is"),
-    (POOLING, {"pooling_mode": ["cls", "mean"]}, "pooling_mode is ['cls', 'mean']"),
     (POOLING, {"pooling_mode_cls_token": True}, "pooling_mode is ['cls', 'mean']"),
     (POOLING, {"pooling_mode": "attention"}, "pooling_mode is 'attention'"),
-    (
-        POOLING,
-        {"pooling_mode_mean_tokens": False, "pooling_mode_weightedmean_tokens": True},
-        "pooling_mode is 'weightedmean'",
-    ),
     (POOLING, {"skip_special_tokens": True}, "skip_special_tokens is True"),
     (NORMALIZE, {"module_input_name": "token_embeddings"}, "module_input_name is 'token_embeddings'"),
     ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
@@ -422,11 +391,11 @@ def test_a_prompt_that_is_not_pooled_is_refused(default: str | None, prompt: str
         ("sentence_transformers.models.Pooling", 3),
         ("sentence_transformers.models.Dense", 1),
         ("sentence_transformers.base.modules.Router", 0),
-        ("sentence_transformers.models.StaticEmbedding", 0),
     ],
 )
 def test_modules_are_refused_by_name(kind: str, place: int, folder: Path) -> None:
-    change_modules(folder, lambda modules: modules.insert(place, module(kind)))
+    module = {"idx": 3, "name": "3", "path": "", "type": kind}
+    change_modules(folder, lambda modules: modules.insert(place, module))
     refused_everywhere(folder, UnsupportedModelError, str(folder), kind.rsplit(".", 1)[-1])
 
 
@@ -439,8 +408,8 @@ def test_a_pooling_is_not_guessed(folder: Path) -> None:
 
 
 def test_a_dropout_module_does_nothing_at_inference(folder: Path) -> None:
-    kind = "sentence_transformers.models.Dropout"
-    change_modules(folder, lambda modules: modules.insert(2, module(kind, "3_Dropout")))
+    module = {"idx": 3, "name": "3", "path": "3_Dropout", "type": "sentence_transformers.models.Dropout"}
+    change_modules(folder, lambda modules: modules.insert(2, module))
     (folder / "3_Dropout").mkdir()
     (folder / "3_Dropout" / "config.json").write_text('{"dropout": 0.5}')
     same(Encoder.load(folder).encode(TEXTS), their_vectors(folder, TEXTS))
@@ -558,18 +527,14 @@ def test_texts_come_in_any_container(encoder: Encoder, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("texts", "named"),
     [
-        (["a", None], ["texts[1]", "None"]),
         (["a", "b", 3], ["texts[2]", "3", "int"]),
-        ([float("nan")], ["texts[0]", "nan"]),
-        ([b"a"], ["texts[0]", "bytes"]),
         ([["a"]], ["texts[0]", "list"]),
-        ((text for text in ["a", None]), ["texts[1]"]),
+        ((text for text in ["a", None]), ["texts[1]", "None"]),
         (np.array([["a", "b"]]), ["texts[0]", "ndarray"]),
         (["a", "b \ud83d"], ["texts[1]", r"'\ud83d'", "surrogate"]),
         ("\ud83d", ["texts[0]", "surrogate"]),
-        *((texts, [type(texts).__name__]) for texts in (None, 5, b"a", bytearray(b"a"), memoryview(b"a"))),
-        *((texts, [type(texts).__name__]) for texts in ({"text": "a"}, {"a"}, frozenset({"a"}))),
-        *((texts, [type(texts).__name__]) for texts in (np.array("a"), torch.tensor(1.0))),
+        *((texts, [type(texts).__name__]) for texts in (None, b"a", {"text": "a"}, {"a"}, np.array("a"))),
+        *((texts, [type(texts).__name__]) for texts in (memoryview(b"a"), torch.tensor(1.0))),
     ],
 )
 def test_what_is_no_text_is_refused_with_its_place(texts: Any, named: list[str], encoder: Encoder) -> None:
@@ -582,12 +547,10 @@ def test_groups_tables_and_other_librarys_arguments_are_refused(encoder: Encoder
     import pandas
     import pyarrow
 
-    for groups, named in (([["a"], ["b", None]], "texts[1]"), (["a text"], "found str")):
-        with fails_with(ArgumentError, named):
-            list(encoder.encode_each(groups))
+    with fails_with(ArgumentError, "texts[1]"):
+        list(encoder.encode_each([["a"], ["b", None]]))  # type: ignore[list-item]
     frame = pandas.DataFrame({"id": [1], "text": ["a"]})
-    arrow = pyarrow.Table.from_pandas(frame)
-    for table in (frame, arrow, arrow.to_batches()[0]):
+    for table in (frame, pyarrow.Table.from_pandas(frame)):
         with fails_with(ArgumentError, f"found {type(table).__name__}", "list of str"):
             encoder.encode(table)
     with fails_with(EncoderSettingError, "precision is 'int8'", "fp32, bf16, fp16"):

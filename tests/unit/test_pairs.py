@@ -21,7 +21,7 @@ from distcse.report import history
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual import mining
-from distcse.runs.mutual.experiment import MutualDistillation, MutualTrials
+from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.runs.mutual.pairs import fit_to_pairs, prepare_tokens, read_pairs, report_extent
 from distcse.runs.mutual.phase_store import Phase, PhaseStore
 from distcse.storage import open_store, sha256
@@ -151,15 +151,6 @@ def test_a_stream_of_texts_equals_the_table(tmp_path: Path, ending: str) -> None
     assert list(stream_texts(file, "a", "b")) == expected
     with fails_with(EvaluationFormatError, "'c'", "b, a"):
         next(stream_texts(file, "a", "c"))
-
-
-def test_blank_lines_between_rows_are_malformed_rows(tmp_path: Path) -> None:
-    (file := tmp_path / "pairs.tsv").write_text("a\tb\n1\t2\n\n3\t4\n")
-    with fails_with(EvaluationFormatError, "line 3", "found 1"):
-        list(stream_texts(file, "a", "b"))
-
-
-# -- tokens ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "t5"])
@@ -297,13 +288,3 @@ def test_a_group_reports_its_steps_and_what_it_cuts(
     assert "100% of the sentences more than 4" in notes[1]
     (*_, warning) = (event.text for event in events if isinstance(event, LogMessage) and event.warning)
     assert "[DCSE-W06]" in warning and "raise groups.1.max_length, " in warning
-
-
-def test_a_sweep_reads_the_pairs_columns_before_its_trials(
-    tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    recipe = make_mutual_recipe(tmp_path, {"bert": tiny("bert")}, sentences)
-    MutualTrials(recipe).check_labels()
-    other = recipe.model_copy(update={"pairs": recipe.pairs.model_copy(update={"columns": ["left", "right"]})})
-    with fails_with(EvaluationFormatError, "column 'left' is missing"):
-        MutualTrials(other).check_labels()

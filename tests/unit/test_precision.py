@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import distcse
-from distcse.compat.torch import onednn_supports
 from distcse.devices.cluster import ClusterSpeeds
-from distcse.devices.device import MIN_SPEEDUP, DeviceSpeed, auto_precision, cpu_speed, speedup
+from distcse.devices.device import MIN_SPEEDUP, DeviceSpeed, auto_precision, cpu_speed
 from distcse.devices.resources import Node
 from distcse.events import Event, LogMessage, Reporter, StageProgress
+from distcse.planning import planner
+from distcse.planning.machines import parse_cluster
+from distcse.preflight import machine
 from distcse.preflight.precision import Role, report_precisions
-from distcse.recipe import MutualRecipe, Recipe, decided, read_recipe, with_values
+from distcse.recipe import Recipe, read_recipe, with_values
 from distcse.runs.distillation.processes import with_precisions, with_teacher_precisions
 from distcse.runs.experiment import experiment_of
-from distcse.runs.mutual.processes import with_precisions as with_precisions_of_groups
 from tests.clusters import FixedCluster
-from tests.conftest import ROOT
-from tests.hub import run_hub
 
 MakeRecipe = Callable[..., Recipe]
-
-AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-"""Simulates a CPU without AVX-512 for PyTorch and oneDNN."""
-AVX512_ONLY = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
-"""Simulates a CPU with AVX-512 and without bf16 units: PyTorch reports support of bf16, which is slow."""
 
 FAST = DeviceSpeed("Xeon (AMX)", "cpu", frozenset({"bf16"}), {"bf16": 6.0, "fp16": 0.3})
 SLOW = DeviceSpeed("EPYC (AVX2)", "cpu", frozenset(), {"bf16": 0.018, "fp16": 0.02})
@@ -90,61 +80,12 @@ def test_nodes_of_one_name_are_reported_once_and_nothing_if_all_roles_request_fp
     ]
 
 
-def with_environment(environment: dict[str, str]) -> dict[str, str]:
-    """Return this process's environment with only the given limits of kernels; the tests themselves may run under AVX2."""
-    return {**{name: value for name, value in os.environ.items() if name not in AVX2}, **environment}
-
-
-def speeds_under(environment: dict[str, str]) -> dict[str, Any]:
-    code = (
-        "import json; from distcse.devices.device import auto_precision, cpu_speed; s = cpu_speed();"
-        "print(json.dumps({'precision': auto_precision([s]), 'speedups': dict(s.speedups), 'native': sorted(s.native)}))"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=with_environment(environment), capture_output=True, text=True, check=True
-    )
-    answer: dict[str, Any] = json.loads(result.stdout)
-    return answer
-
-
 def test_bf16_is_selected_on_a_cpu_with_its_units_alone() -> None:
     """`make test-slow` runs this file with kernels for AVX2 too."""
     has_units = torch.cpu._is_avx512_bf16_supported() and "ONEDNN_MAX_CPU_ISA" not in os.environ
     speed = cpu_speed()
     assert auto_precision([speed]) == ("bf16" if has_units else "fp32")
     assert has_units == (speed.speedups["bf16"] >= MIN_SPEEDUP)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="this CPU has no AVX-512")
-@pytest.mark.parametrize(("environment", "is_native"), [(AVX2, False), (AVX512_ONLY, True)])
-def test_bf16_without_its_units_is_measured_as_slow(environment: dict[str, str], is_native: bool) -> None:
-    found = speeds_under(environment)
-    assert found["precision"] == "fp32" and found["speedups"]["bf16"] < MIN_SPEEDUP
-    assert ("bf16" in found["native"]) == is_native
-
-
-def test_a_pytorch_without_onednn_has_no_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wheels for Apple silicon have no oneDNN; some for Arm lack only the query of its support."""
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not onednn_supports("bf16")
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert not onednn_supports("a precision that no operator names")
-
-
-def test_measuring_changes_neither_threads_nor_the_random_generator() -> None:
-    cpu_speed.cache_clear()
-    torch.manual_seed(0)
-    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    cpu_speed()
-    assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
-
-
-def test_the_speedup_is_the_ratio_of_times() -> None:
-    def work(number: int) -> Callable[[], object]:
-        return lambda: sum(range(number))
-
-    assert speedup(work(400_000), work(100_000)) > 2
 
 
 def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,52 +107,15 @@ def test_a_run_stores_its_precisions(recipe_with: MakeRecipe, monkeypatch: pytes
     assert isinstance(stored, Recipe) and stored.training.precision == "fp32"
 
 
-FIRST_AND_LATER = """
-import sys
-import distcse.runs.cluster_fit as cluster_fit
-import distcse.runs.distillation.processes as roles
-from distcse.devices.device import DeviceSpeed
-from distcse.events import Reporter
-from distcse.models import resolve_model
-from distcse.recipe import load_recipe
-cluster_fit.local_speed = lambda: DeviceSpeed("NVIDIA A100", "gpu", frozenset({"bf16", "fp16"}), {})
-teachers = ", ".join(f"{{backbone: me/{family}, precision: auto}}" for family in ("t5", "bert"))
-recipe = load_recipe(sys.argv[1], [f"teachers.encoders=[{teachers}]"])
-def decide(decision):
-    print(*(teacher.precision for teacher in decision(recipe, None, Reporter()).teachers.encoders))
-decide(roles.with_precisions)
-decide(roles.with_teacher_precisions)
-resolve_model("me/t5"), resolve_model("me/bert")
-decide(roles.with_precisions)
-"""
-
-
-def test_the_family_of_a_hub_teacher_is_read_before_its_download(
-    recipe_with: MakeRecipe, tmp_path: Path, tiny: Callable[..., Path]
+def test_a_gpu_teachers_precision_follows_its_family(
+    recipe_with: MakeRecipe, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe_with()
-    with run_hub() as hub:
-        for family in ("t5", "bert"):
-            files = [file for file in tiny(family).iterdir() if file.is_file()]
-            hub.models[f"me/{family}"] = {file.name: file.read_bytes() for file in files}
-            hub.private[f"me/{family}"] = False
-        done = subprocess.run(
-            [sys.executable, "-c", FIRST_AND_LATER, str(tmp_path / "recipe.yaml")],
-            env={
-                **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
-                "HF_HOME": str(tmp_path / "hub"),
-                "HF_ENDPOINT": hub.url,
-                "PYTHONPATH": str(ROOT),
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["bf16 fp16"] * 3
-    fetched = [path.rpartition("/")[2] for path in hub.requested_paths if "/resolve/" in path]
-    weights = fetched.index("model.safetensors")
-    assert fetched[:weights].count("config.json") >= 2, "both are read before any weights"
+    teachers = ", ".join(f"{{backbone: '{tiny(kind)}', pooling: mean, precision: auto}}" for kind in ("t5", "bert"))
+    recipe = recipe_with(f"teachers.encoders=[{teachers}]")
+    monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda: A100)
+    for decision in (with_precisions, with_teacher_precisions):
+        found = decision(recipe, None, Reporter())
+        assert [teacher.precision for teacher in found.teachers.encoders] == ["bf16", "fp16"]
 
 
 def test_an_embedding_pass_checks_only_its_teachers_devices(recipe_with: MakeRecipe) -> None:
@@ -227,36 +131,9 @@ def test_an_embedding_pass_checks_only_its_teachers_devices(recipe_with: MakeRec
     ]
 
 
-def test_all_groups_get_the_same_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Any) -> None:
-    from tests.pairs import make_mutual_recipe
-
-    recipe = make_mutual_recipe(tmp_path, {"one": tiny()}, ["a sentence", "another one", "a third"])
-    keys = ("bi", "cross", "mutual", "evaluation")
-    recipe = with_values(recipe, {f"{key}.precision": "auto" for key in keys})
-    assert isinstance(recipe, MutualRecipe)
-    for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
-        monkeypatch.setattr("distcse.runs.cluster_fit.local_speed", lambda device=device: device)
-        found = with_precisions_of_groups(recipe, None, Reporter())
-        assert {getattr(found, key).precision for key in keys} == {chosen}
-
-
-def test_an_engine_refuses_auto(recipe_with: MakeRecipe) -> None:
-    from distcse.training.engines import TorchEngine
-
-    training = recipe_with("training.precision=auto").training
-    engine = TorchEngine(torch.nn.Linear(2, 2), training, None)
-    with pytest.raises(ValueError, match="still auto"):
-        engine.forward(torch.ones(1, 2))
-    assert decided("bf16") == "bf16"
-
-
 def test_plan_and_doctor_select_the_same_precision_as_a_run(
     recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distcse.planning import planner
-    from distcse.planning.machines import parse_cluster
-    from distcse.preflight import machine
-
     recipe = with_values(recipe_with(), {"training.precision": "auto"})
     for device, chosen in ((SLOW, "fp32"), (FAST, "bf16")):
         for module in ("distcse.planning.planner", "distcse.runs.cluster_fit"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from distcse.events import (
     StepReport,
     TrialUpdate,
 )
-from distcse.report.progress import LiveView, PlainView, QuietView, live_progress, open_view, sparkline
+from distcse.report.progress import LiveView, PlainView, QuietView, live_progress, open_view
 from distcse.runs.directory import RunDirectory
 
 STEPS = StepReport(4_200, 12_000, {"loss": 1.25, "info_nce": 0.4, "rank": 0.85}, 2e-5, 0.5, 0.01)
@@ -114,24 +113,6 @@ def test_a_log_without_news_names_what_runs(clock: list[float]) -> None:
         assert log.getvalue().count(f"waiting   30 s since the last line, {named}") == 1
         log.seek(0)
         log.truncate()
-
-
-def test_a_log_gets_reminders_while_its_view_is_open(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("distcse.report.progress.REMINDER_S", 0.0)
-    monkeypatch.setattr("distcse.report.progress.REMINDER_INTERVAL_S", 0.01)
-    reminded = threading.Event()
-    remind = PlainView.remind
-    monkeypatch.setattr(PlainView, "remind", lambda view: (remind(view), reminded.set()))
-    with open_view():
-        assert reminded.wait(60)
-    assert "s since the last line, at the start (load " in capsys.readouterr().err
-
-
-def test_sparklines() -> None:
-    assert sparkline([3.0]) == "▁" and sparkline([1.0, 1.0]) == "▁▁" and sparkline([0.0, 7.0, 3.5]) == "▁█▄"
-    assert len(sparkline(list(range(100)))) == 16
 
 
 def test_without_a_terminal_every_line_is_plain_and_complete(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,12 +19,11 @@ from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 from distcse.api import Run, run
 from distcse.compat import fix_of_hub_error
 from distcse.errors import DistcseError, HubUploadError, ModelNotFoundError
-from distcse.hub import prepare_upload, shorten_paths
+from distcse.hub import prepare_upload
 from distcse.models import Encoder
 from tests.commands import command
 from tests.conftest import ROOT
 from tests.endpoints import Reply, open_endpoint
-from tests.failures import fails_with
 from tests.hub import TOKEN, run_hub
 from tests.jobs import make_recipe
 from tests.models import change_json
@@ -52,21 +51,6 @@ def test_paths_of_this_machine_are_removed(done: Run, tmp_path: Path) -> None:
     assert "--licence ID" in prepare_upload(done.model, tmp_path / "again").remarks[0]
 
 
-def test_others_can_read_what_a_run_leaves(done: Run) -> None:
-    """As the umask says, which the test's process has not changed."""
-    files = [path for path in done.directory.parent.parent.rglob("*") if path.is_file()]
-    assert {"model.safetensors", "evaluation.json", "report.html"} <= {path.name for path in files}
-    done.directory.with_name("new").touch()
-    assert {path.stat().st_mode for path in files} == {done.directory.with_name("new").stat().st_mode}
-
-
-def test_only_complete_paths_are_shortened() -> None:
-    card = "at /data, of /data/texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
-    assert shorten_paths(["/data/texts.txt", "/data"], card) == (
-        "at data, of texts.txt:\nprinceton-nlp/datasets-for-simcse https://huggingface.co/datasets/x /data-2"
-    )
-
-
 def test_no_private_name_is_uploaded(done: Run, tmp_path: Path) -> None:
     private = {
         "storage.runs": "s3://secretbucket",
@@ -91,15 +75,6 @@ def test_no_private_name_is_uploaded(done: Run, tmp_path: Path) -> None:
     shared = yaml.safe_load((tmp_path / "out" / "distcse" / "recipe.yaml").read_text())
     assert shared["storage.runs"] == "s3" and shared["storage.cache"] == "cache"
     assert shared["student.backbone"] == "ü/model" and shared["teachers.encoders"][0]["backbone"] == "x"
-
-
-def test_an_unfinished_run_and_a_run_with_several_models_are_errors(done: Run, tmp_path: Path) -> None:
-    shutil.copy(done.directory / "recipe.yaml", tmp_path)
-    with fails_with(ModelNotFoundError, str(tmp_path), "--resume"):
-        prepare_upload(tmp_path, tmp_path / "out")
-    shutil.copytree(done.model, tmp_path / "models" / "one" / "bi")
-    with fails_with(ModelNotFoundError, str(tmp_path), "models/one/bi"):
-        prepare_upload(tmp_path, tmp_path / "out")
 
 
 def test_a_dry_run_contacts_no_hub(done: Run, capsys: pytest.CaptureFixture[str]) -> None:

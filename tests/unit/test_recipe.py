@@ -160,15 +160,8 @@ def test_labelled_sets_are_needed_by_a_run_and_not_by_the_recipe(name: str, over
 
 
 def test_overrides_reach_lists_null_and_new_sections() -> None:
-    recipe = load_recipe(
-        "rankcse-listnet-bert-base",
-        [
-            "teachers.encoders.1.alpha=5",
-            "objective.consistency=null",
-            "objective.rank.eps=1e-7",
-            "student.layers=[0, 2]",
-        ],
-    )
+    overrides = ["teachers.encoders.1.alpha=5", "objective.consistency=null", "objective.rank.eps=1e-7"]
+    recipe = load_recipe("rankcse-listnet-bert-base", [*overrides, "student.layers=[0, 2]"])
     assert recipe.teachers.encoders[1].alpha == 5 and recipe.objective.consistency is None
     assert recipe.objective.rank is not None and recipe.objective.rank.eps == 1e-7
     assert recipe.student.layers == [0, 2]
@@ -209,11 +202,6 @@ def test_a_file_extends_a_chain_and_is_stored_resolved(tmp_path: Path) -> None:
     stored = recipe_yaml(recipe)
     assert "extends" not in yaml.safe_load(stored)
     assert read_recipe(write(tmp_path / "stored.yaml", stored)) == recipe
-
-
-def test_a_recipe_of_mutual_distillation_extends_one(tmp_path: Path) -> None:
-    file = write(tmp_path / "mine.yaml", "extends: minilm-mutual\nevaluation: {data: data}\n")
-    assert read_recipe(file) == read_recipe("minilm-mutual", ["evaluation.data=data"])
 
 
 @pytest.mark.parametrize(
@@ -273,6 +261,11 @@ INVALID_VALUES = {
     "training.workers=3": "workers is 3, which does not divide batch_size 128; allowed: 1, 2, 4",
     "training.min_workers=2": "min_workers is 2, and workers 1",
     "training={engine: torch, zero_stage: 1}": "zero_stage needs DeepSpeed; write engine: deepspeed, or zero_stage: 0",
+    "training={engine: deepspeed, deepspeed: {gradient_clipping: 1.0}}": "deepspeed sets gradient_clipping",
+    "training={engine: deepspeed, deepspeed: {zero_optimization: {stage: 3}}}": "zero_optimization.stage, which zero_stage",
+    "training={engine: deepspeed, deepspeed: {zero_optimization: {offload_param: {}}}}": "offload_param",
+    "training={engine: deepspeed, deepspeed: {zero_optimization: 3}}": "deepspeed.zero_optimization is 3",
+    "training.deepspeed={steps_per_print: 1}": "write engine: deepspeed, or deepspeed: null",
     "training.dropout_rng_streams=3": "dropout_rng_streams is 3, which does not divide batch_size 128",
     "training.gradient_accumulation=7": "evaluation.eval_steps is 50, which is no multiple",
     "corpus.dataset=x": ("gives path and dataset, but a corpus has one source; keep one, and set the other to null"),
@@ -321,13 +314,6 @@ def test_a_mistake_is_one_error_with_key_value_and_way_out(kind: type[DistcseErr
 def test_several_mistakes_are_one_error() -> None:
     with fails_with(InvalidValueError, "3 errors", "training.lr is 'x'", "seed is 'y'", "unknown key training.lrr"):
         load_recipe("quickstart", ["training.lr=x", "seed=y", "training.lrr=1"])
-
-
-@pytest.mark.parametrize("key", ["lr", "max_steps"])
-def test_a_value_of_the_wrong_type_is_not_advised_again(key: str) -> None:
-    with fails_with(InvalidValueError, f"training.{key} is 'abc'; expected a") as raised:
-        read_recipe("quickstart", [f"training.{key}=abc"])
-    assert "write" not in str(raised.value)
 
 
 def test_what_newcomers_write_has_a_path_that_exists() -> None:

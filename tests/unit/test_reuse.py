@@ -18,7 +18,6 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from distcse.errors import EmbeddingTableError
 from distcse.events import Event, Reporter, StageProgress
 from distcse.recipe import Recipe, load_recipe, with_values
 from distcse.runs.backend import EmbeddingRequest, LocalBackend
@@ -27,7 +26,6 @@ from distcse.runs.distillation.preflight import check_embedding
 from distcse.teachers import table as table_module
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable
-from tests.failures import fails_with
 from tests.jobs import make_recipe, rows_embedded
 
 TEACHER = "{backbone: words, class_path: 'tests.unit.test_reuse:Words'}"
@@ -223,28 +221,6 @@ def test_a_corpus_that_outgrows_its_shards_keeps_its_vectors(
     before, after = Pass(chosen, sentences[:24]), Pass(chosen, sentences[:26])
     assert [each.tables[0].identity.shard_rows for each in (before, after)] == [8, 16]
     assert [*before.embedded, *after.embedded] == [24, 2]
-
-
-def test_damaged_and_missing_shards_of_the_earlier_table_are_embedded_again(
-    recipe: Recipe, sentences: list[str]
-) -> None:
-    folder = Pass(recipe, sentences[:30]).tables[0].directory
-    (folder / "shard-00000.json").unlink()
-    replace_content(folder / "shard-00001.npy", flip)
-    after = Pass(recipe, sentences[:31])
-    assert after.embedded == [21]
-    np.testing.assert_array_equal(after.stored(), stored_of(sentences[:31]))
-
-
-def test_a_damaged_new_table_is_not_taken_for_a_lost_earlier_one(recipe: Recipe, sentences: list[str]) -> None:
-    Pass(recipe, sentences[:20])
-
-    class Damaged(LocalBackend):
-        def embed(self, request: EmbeddingRequest) -> None:
-            raise EmbeddingTableError("of the new table")
-
-    with fails_with(EmbeddingTableError, "of the new table"):
-        Pass(recipe, sentences[:21], Damaged())
 
 
 def test_a_dry_run_counts_the_new_sentences(recipe: Recipe, sentences: list[str]) -> None:

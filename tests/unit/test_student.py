@@ -13,24 +13,17 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
 from distcse.errors import (
-    CorpusTooSmallError,
-    DistcseError,
     DivergedError,
-    EvaluationDataError,
     FrozenKeyError,
     InvalidValueError,
     NotFiniteError,
-    RecipeNotFoundError,
     ResumeMismatchError,
     RunDirectoryError,
-    UnsupportedModelError,
 )
 from distcse.events import DevScore, Event, Reporter, StepReport
 from distcse.models import Encoder
-from distcse.models.student import keep_layers
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory, recorded
@@ -82,23 +75,36 @@ def undisturbed(recipe_with: MakeRecipe) -> Callable[..., Weights]:
 
 
 def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
-    spec, tables = make_spec(recipe_with("training.epochs=4", "training.log_every=1", "student.dropout=0.0"))
+    """The saved student is the best checkpoint's, without the projection."""
     events: list[Event] = []
-    result = train(spec, tables, events)
+    recipe = recipe_with("training.epochs=3", "training.log_every=1", "student.dropout=0.0")
+    result = run(recipe, Reporter(events.append))
+    state, steps = result.train_result.state, result.train_result.steps
+    reports = [event for event in events if isinstance(event, StepReport)]
     scores = [event.score for event in events if isinstance(event, DevScore)]
-    ranks = [event.losses["rank"] for event in events if isinstance(event, StepReport)]
-    assert result.state.finished and result.state.step == result.steps == len(ranks)
-    assert scores[-1] > scores[0] + 2
-    assert sum(ranks[-20:]) < sum(ranks[:20])
-    assert all(event.teacher_wait_s >= 0 for event in events if isinstance(event, StepReport))
+    ranks = [event.losses["rank"] for event in reports]
+    assert state.finished and state.step == steps == len(ranks)
+    assert scores[-1] > scores[0] + 2 and sum(ranks[-20:]) < sum(ranks[:20])
+    assert all(event.teacher_wait_s >= 0 for event in reports)
+    best = CheckpointStore(result.directory.path).best()
+    assert best is not None
+    weights = load_weights(best)
+    for name, tensor in Encoder.load(result.directory.model).state_dict().items():
+        assert torch.equal(tensor, weights[f"encoder.{name}"])
+    assert not any("projection" in file.name for file in result.directory.model.rglob("*"))
+    assert result.evaluation is not None
+    assert [about.name for about in result.evaluation.models] == ["start", "student", "teacher 0", "teacher 1"]
+    (score,) = result.evaluation.scores
+    assert score.measure == "agreement" and score.values["student"] > score.values["start"]
 
 
 def test_same_seed_same_weights_other_seed_other_weights(
     recipe_with: MakeRecipe, undisturbed: Callable[..., Weights]
 ) -> None:
-    spec, tables = make_spec(recipe_with("seed=1", SHORT))
+    overrides = ("training.precision=fp32", "training.weight_decay=0.1", SHORT)
+    spec, tables = make_spec(recipe_with(*overrides))
     train(spec, tables)
-    weights, other = undisturbed("seed=1", SHORT), undisturbed("seed=2", SHORT)
+    weights, other = undisturbed(*overrides), undisturbed(*overrides, "seed=2")
     assert_equal_weights(weights, weights_of(spec.run.path))
     assert any(not torch.equal(weights[name], other[name]) for name in weights)
 
@@ -200,29 +206,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(recipe_
     assert load_model_state(checkpoint).first_not_finite() is None
 
 
-def test_without_teachers_and_rank_term_it_is_simcse(recipe_with: MakeRecipe, data: Path) -> None:
-    recipe = recipe_with(
-        "teachers.encoders=[]", "objective.rank=null", f"evaluation.data={data}", "training.max_steps=2"
-    )
-    spec, tables = make_spec(recipe)
-    events: list[Event] = []
-    assert train(spec, tables, events).state.finished
-    assert {event.name for event in events if isinstance(event, DevScore)} == {"STS-B dev"}
-
-
-def test_invalid_runs_fail_before_the_teachers_embed(recipe_with: MakeRecipe, tmp_path: Path) -> None:
-    cases: tuple[tuple[str, type[DistcseError], tuple[str, ...]], ...] = (
-        ("evaluation.num_heldout=2", InvalidValueError, ("evaluation.num_heldout", "3")),
-        (f"evaluation.data={tmp_path}", EvaluationDataError, ("STS-B dev", "stsb/dev.tsv.gz")),
-        ("evaluation.num_heldout=1000", CorpusTooSmallError, ("evaluation.num_heldout", "1000", "384")),
-        ("training.batch_size=512", CorpusTooSmallError, ("384", "544")),
-    )
-    for override, error, named in cases:
-        with fails_with(error, *named):
-            run(recipe_with(override, f"storage.cache={tmp_path / 'cache'}"), Reporter())
-    assert not (tmp_path / "cache" / "tables").exists()
-
-
 def test_with_transfer_adds_transfer_to_the_final_suites_if_there_is_data(
     recipe_with: MakeRecipe, labelled: Path
 ) -> None:
@@ -289,62 +272,16 @@ def test_a_resumed_run_refuses_changes_of_its_training(recipe_with: MakeRecipe) 
     assert recorded(directory.path)["versions"]["torch"]
 
 
-def test_saved_student_is_the_best_checkpoint_without_projection(recipe_with: MakeRecipe) -> None:
-    result = run(recipe_with("training.epochs=2"), Reporter())
-    best = CheckpointStore(result.directory.path).best()
-    assert best is not None
-    saved = Encoder.load(result.directory.model)
-    weights = load_weights(best)
-    for name, tensor in saved.state_dict().items():
-        assert torch.equal(tensor, weights[f"encoder.{name}"])
-    assert not any("projection" in file.name for file in result.directory.model.rglob("*"))
-    assert result.evaluation is not None
-    assert [about.name for about in result.evaluation.models] == ["start", "student", "teacher 0", "teacher 1"]
-    (score,) = result.evaluation.scores
-    assert score.measure == "agreement" and score.values["student"] > score.values["start"]
-
-
 def test_simcse_needs_neither_teachers_nor_labels(
     tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
 ) -> None:
-    overrides = ("objective.rank=null", "objective.consistency=null", "student.projection=tanh_mlp")
     events: list[Event] = []
-    result = run(
-        make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "training.epochs=4"), Reporter(events.append)
-    )
+    overrides = ("objective.rank=null", "objective.consistency=null", "student.projection=tanh_mlp")
+    recipe = make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "training.epochs=3")
+    result = run(recipe, Reporter(events.append))
     losses = [event.losses["info_nce"] for event in events if isinstance(event, StepReport)]
     assert losses[-1] < 0.8 * losses[0]
     assert result.evaluation is None and result.train_result.state.scores == []
     assert (result.directory.model / "model.safetensors").exists()  # of the last checkpoint
     with fails_with(InvalidValueError, "patience"):
         make_recipe(tmp_path, tiny("bert"), [], sentences, *overrides, "evaluation.patience=2")
-
-
-def test_deepspeed_settings_that_the_recipe_decides_are_refused(recipe_with: MakeRecipe) -> None:
-    for setting, named in (
-        ("{gradient_clipping: 1.0}", ("gradient_clipping",)),
-        ("{zero_optimization: {stage: 3}}", ("zero_optimization.stage", "zero_stage")),
-        ("{zero_optimization: {offload_param: {device: cpu}}}", ("offload_param",)),
-        ("{zero_optimization: 3}", ("zero_optimization",)),
-    ):
-        with fails_with(InvalidValueError, *named):
-            recipe_with("training.engine=deepspeed", f"training.deepspeed={setting}")
-    with fails_with(RecipeNotFoundError, "training.deepspeed", "nowhere.json"):
-        recipe_with("training.engine=deepspeed", "training.deepspeed=nowhere.json")
-    with fails_with(InvalidValueError, "engine", "deepspeed"):
-        recipe_with("training.deepspeed={steps_per_print: 1}")
-
-
-@pytest.mark.skipif("hy_v4" not in CONFIG_MAPPING, reason="this transformers has no HYV4")
-def test_layers_with_which_the_saved_model_would_lack_weights_are_refused() -> None:
-    """Its third layer has no indexer, and would be the second one, which has."""
-    sizes = {
-        **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64},
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
-        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
-        **{"pad_token_id": 0, "vocab_size": 300},
-    }  # fmt: skip
-    with torch.device("meta"):
-        backbone = AutoModel.from_config(AutoConfig.for_model("hy_v4", **sizes))
-    with fails_with(UnsupportedModelError, "indexer", "depends on all 3 layers"):
-        keep_layers(backbone, [0, 2])

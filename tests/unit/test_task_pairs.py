@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,14 +64,6 @@ def test_the_first_1000_of_qnlis_validation_rows_are_dev_and_the_4463_others_tes
     table(file.with_name("test.tsv"), "label\tsentence1\tsentence2", [f"{n % 2}\ta {n}\tb" for n in range(5_463)])
     (warning,) = collect(data, ["pairs"], []).warnings
     assert "5,463 rows, the published set 4,463" in warning
-
-
-def test_numbers_as_qnlis_labels_are_glues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [f"Q{row}?\tS{row}.\t{row % 2}" for row in range(1_002)]
-    sources = [table(tmp_path / f"{name}.tsv", "question\tsentence\tlabel", rows) for name in ("train", "validation")]
-    assert main(["qnli", *map(str, sources), "--data", str(tmp_path), "--json"]) == 0
-    assert [each["pairs"] for each in json.loads(capsys.readouterr().out)["files"]] == [1_002, 1_000, 2]
-    assert read_table(tmp_path / "pairs" / "qnli" / "test.tsv.gz").binary("label").tolist() == [1, 0]
 
 
 def test_qqp_has_the_first_rows_of_each_split(tmp_path: Path) -> None:

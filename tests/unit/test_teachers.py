@@ -28,7 +28,6 @@ from distcse.teachers.lists import LocalTeacherClient, TeacherEnsemble
 from distcse.teachers.table import MOST_SHARDS, SHARD_ROWS, EmbeddingTable, TableIdentity, rows_per_shard
 from distcse.teachers.teacher import LiveTeacher, TableTeacher
 from distcse.text import Corpus
-from tests.endpoints import open_endpoint, reply_with
 from tests.failures import fails_with
 
 
@@ -197,21 +196,6 @@ def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
     assert [*chain.from_iterable(embed_shards(encoder, corpus, alone, [shard], None) for shard in range(4))] == stored
     ids = np.arange(len(corpus))
     np.testing.assert_array_equal(table.stored_vectors(ids), alone.stored_vectors(ids))
-
-
-@pytest.mark.parametrize("is_endpoint", [False, True])
-def test_a_pass_of_one_shard_reports_its_rows(
-    corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_endpoint: bool
-) -> None:
-    monkeypatch.setattr(embedding, "PART_ROWS", 200)
-    with open_endpoint(lambda body, _: reply_with([1.0, len(text)] for text in body["input"])) as url:
-        if is_endpoint:
-            teacher = TeacherSection.model_validate({"backbone": "m", "endpoint": {"url": url, "batch_size": 50}})
-        table, reported = table_of(teacher, corpus, tmp_path, "auto"), list[int]()
-        section = TeachersSection(encoders=[teacher], tokens_per_batch=500)
-        LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, [0], reported.append, Reporter()))
-    assert table.identity.shards == 1 and reported[-1] == len(corpus)
-    assert len({*reported}) > 4 and reported == sorted(reported) and reported[0] <= 100
 
 
 def test_a_large_shard_is_embedded_in_parts(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 
 from distcse.api import resume, run
 from distcse.checks import require
@@ -123,26 +119,6 @@ def test_offline_wandb_writes_into_the_runs_folder(tmp_path: Path, recipe_with: 
     wait_for(files, b"train/loss", 1)
 
 
-def test_event_files_of_a_run_in_object_storage_are_uploaded(
-    tmp_path: Path, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uploaded: list[tuple[Path, int]] = []
-
-    class Store:
-        def __init__(self, folder: Path) -> None:
-            self.folder = folder
-
-        def upload(self, name: str) -> None:
-            uploaded.append((self.folder / name, (self.folder / name).stat().st_size))
-
-    monkeypatch.setattr("distcse.tracking.tensorboard.open_store", Store)
-    with track_run(recipe_with("loggers.tensorboard=true"), tmp_path, pytest.fail) as trackers:
-        for _ in range(3):
-            trackers.on_event(STEPS)
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    assert uploaded == [(file, file.stat().st_size)], "once, after the last metric: an interval has not passed"
-
-
 def test_an_unreachable_server_is_warned_of_once(
     tmp_path: Path, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,48 +222,3 @@ def test_each_trial_of_a_sweep_has_its_own_tracker_run(
             assert mlruns.history(tracked, name) == logged[name] == values
         content = b"".join(file.read_bytes() for file in folder.iterdir())
         assert b"_hparams_" in content and b"training.lr" in content
-
-
-def test_wandb_logs_several_trials_at_once(
-    tmp_path: Path, recipe_with: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    trials = [Trial("one", {LR: 1e-3}, metrics=METRICS[:1]), Trial("two", {LR: 1e-5}, metrics=METRICS[:1])]
-    events: list[Event] = []
-    with tracked_trials(tmp_path, recipe_with(), events, "wandb") as record:
-        for trial in (*trials, *(replace(trial, metrics=METRICS[:2], status="finished") for trial in trials)):
-            record(trial)
-    files = [file for trial in trials for file in (tmp_path / trial.name).glob("wandb/offline-run-*/*.wandb")]
-    assert len(events) == 4 and len(files) == 2
-    wait_for(files, b"best_dev", 2)
-
-
-@pytest.mark.slow
-def test_a_real_server(tmp_path: Path, recipe_with: MakeRecipe) -> None:
-    pytest.importorskip("flask", reason="the server is in the package mlflow; mlflow-skinny is the client alone")
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    uri = f"http://127.0.0.1:{(port := free_port())}"
-    arguments = ["--host", "127.0.0.1", "--port", str(port), "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", *arguments, "--workers", "1"],
-        env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-        start_new_session=True,
-    )
-    events: list[Event] = []
-    try:
-        is_up, deadline = False, time.monotonic() + 300
-        while not is_up:
-            assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.5)
-            with suppress(requests.RequestException):
-                is_up = requests.get(f"{uri}/health", timeout=5).ok
-        with track_run(recipe_with(f"loggers.mlflow={{uri: '{uri}'}}"), tmp_path, events.append) as trackers:
-            trackers.on_event(STEPS)
-            trackers.end(interrupted=False, evaluation=None)
-        client = mlflow.tracking.MlflowClient(tracking_uri=uri)
-        (tracked,) = client.search_runs([client.get_experiment_by_name("distcse").experiment_id])
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-    assert events == [] and tracked.data.metrics["train/loss"] == 3.5 and tracked.info.status == "FINISHED"
