@@ -256,7 +256,7 @@ def test_an_actor_does_not_hang_because_the_whole_machine_stood_still(cluster: N
     has_ended = threading.Event()
 
     def stand_still() -> dict[str, Any]:
-        """Stop this thread, which polls, and the actor for longer than the timeout; then let both go on."""
+        """Stop this thread, which polls, and the actor for longer than the timeout; then let both continue."""
         number = next(polls)
         if number == 3:
             os.kill(process, signal.SIGSTOP)
