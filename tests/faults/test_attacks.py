@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +28,6 @@ from distcse.errors import (
     RecipeSyntaxError,
     UnsupportedModelError,
 )
-from distcse.evaluation import LoadOptions, open_candidate
 from distcse.events import Reporter
 from distcse.models import CrossEncoder, Encoder, resolve_model
 from distcse.recipe import CorpusSection, Recipe, read_recipe, read_sweep
@@ -135,21 +132,6 @@ def bring_code(model: Path, kind: str, code: str, **classes: str) -> None:
     (model / "own.py").write_text(code)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "model_type": kind, "auto_map": classes}))
-
-
-def test_a_cross_encoders_own_code_runs_where_it_is_asked_for(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    folder = make_cross_encoder(tmp_path / "cross", tiny("bert"))
-    code = (
-        "from transformers import BertConfig, BertForSequenceClassification\n"
-        "class OwnConfig(BertConfig):\n    model_type = 'own'\n"
-        "class OwnModel(BertForSequenceClassification):\n    config_class = OwnConfig\n"
-    )
-    names = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnModel"}
-    bring_code(folder, "own", code, **names)
-    with pytest.raises(EncoderError):
-        open_candidate("cross", str(folder), LoadOptions())
-    candidate = open_candidate("cross", str(folder), LoadOptions(trust_remote_code=True))
-    assert candidate.info.kind == "cross-encoder"
 
 
 @pytest.mark.parametrize("kind", ["bert", "evil"])
@@ -351,48 +333,3 @@ def test_what_links_lead_to_is_not_removed(recipe_with: MakeRecipe, tmp_path: Pa
     assert [file.name for file in victim.iterdir()] == ["precious"]
     assert (victim / "precious").read_text() == "kept"
     assert not result.directory.model.is_symlink() and (result.directory.model / "model.safetensors").is_file()
-
-
-# -- the source itself ----------------------------------------------------------------------------------------------------
-
-FORBIDDEN = {
-    r"\bpickle\b": "unpickling runs code",
-    r"\btorch\.load\b": "it unpickles",
-    r"\bjoblib\b|\bdill\b|\bshelve\b|\bmarshal\b": "so do they",
-    r"\byaml\.(load|unsafe_load|full_load)\b": "it may build objects",
-    r"shell=True|\bos\.system\b|\bos\.popen\b": "a shell reads names as commands",
-    r"(?<![\w.])eval\(|(?<![\w.])exec\(": "they run text",
-    r"allow_pickle=True": "arrays of objects are pickles",
-    r"\btarfile\b|\bzipfile\b|\bunpack_archive\b": "archives name files outside",
-    r"\bmktemp\(": "somebody else may take the name",
-    r"verify=False": "anybody may answer",
-}
-ANY = re.compile("|".join(FORBIDDEN))
-# There is no exception in the package. Two things look like one: simpleeval, which reads a sweep's arithmetic and is tried
-# above, and Ray, which pickles between processes of one cluster, whose ports a token guards.
-
-
-def spelled(node: ast.AST) -> str:
-    """Calls, imports and keyword arguments as they are written; comments and prose are neither."""
-    if isinstance(node, ast.Call):
-        return f"{ast.unparse(node.func)}(" + ", ".join(f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords)
-    if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute):
-        return ast.unparse(node)
-    return ""
-
-
-def forbidden_in(source: str) -> list[str]:
-    return [
-        f"line {getattr(node, 'lineno', 0)}: {code[:80]} ({why})"
-        for node in ast.walk(ast.parse(source))
-        if (code := spelled(node)) and ANY.search(code)
-        for pattern, why in FORBIDDEN.items()
-        if re.search(pattern, code)
-    ]
-
-
-def test_the_source_holds_none_of_what_runs_foreign_code() -> None:
-    assert forbidden_in("import pickle") and forbidden_in("subprocess.run(text, shell=True)")
-    assert forbidden_in("np.load(file, allow_pickle=True)") and forbidden_in("exec(text)")
-    found = {file.name: forbidden_in(file.read_text()) for file in (ROOT / "distcse").rglob("*.py")}
-    assert not {name: lines for name, lines in found.items() if lines}

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from distcse.cluster.backend import RayBackend
@@ -24,15 +23,12 @@ from distcse.recipe import MutualRecipe, load_recipe, read_recipe, recipe_yaml, 
 from distcse.runs.backend import Backend, DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory, write_recipe
 from distcse.runs.distillation.corpus import read_corpus
-from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.mutual.pairs import load_pairs
 from distcse.storage import checksum, open_store
 from tests.backends import run
 from tests.devices import (
     comparable,
     count_actors,
-    count_threads,
-    describe_process,
     fail_once_another_runs,
     fail_unexpectedly,
     recorded_loads,
@@ -41,7 +37,7 @@ from tests.devices import (
     write_once_stopped,
 )
 from tests.jobs import make_recipe
-from tests.kills import CpuHolder, Nodes
+from tests.kills import Nodes
 from tests.pairs import make_mutual_recipe
 from tests.weights import assert_equal_weights, weights_of
 
@@ -67,11 +63,6 @@ def drive(nodes: Nodes, function: str, folder: Path) -> Any:
     done = run_command([sys.executable, "-c", script], **nodes.environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text())
-
-
-def looks(folder: Path) -> list[DeviceCall[tuple[str, str]]]:
-    """Return two calls that describe their processes while both run."""
-    return [DeviceCall("look", partial(describe_process, folder, 2))] * 2
 
 
 def waits(folder: Path, *seconds: dict[int, float], returns_on_stop: bool = False) -> list[DeviceCall[int | None]]:
@@ -143,47 +134,6 @@ def disturb(folder: Path) -> None:
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def lose_a_node(folder: Path) -> None:
-    """A driver: call a function on each node, and kill the raylet of the first one's node."""
-    lost: list[int] = []
-
-    def listen(event: Event) -> None:
-        assert isinstance(event, LogMessage)
-        if event.text.startswith("0 ") and not lost:
-            lost.append(psutil.Process(int(event.text.split()[2])).ppid())
-            os.kill(lost[0], signal.SIGKILL)
-
-    calls = waits(folder / "calls", {1: 600.0}, {1: 20.0})
-    with RayBackend.cluster.joined():
-        returned = RayBackend().run_on_devices(calls, DeviceOptions(), Reporter(listen))
-    (folder / "found.json").write_text(json.dumps({"returned": returned, "attempts": attempts_in(folder / "calls")}))
-
-
-def share_nodes(folder: Path) -> None:
-    """A driver: call functions and embed a corpus while another job holds a CPU of each node."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
-
-    recipe, backend, events = load_recipe(str(folder / "recipe.yaml"), []), RayBackend(), list[Event]()
-    with backend.cluster.joined():
-        holders = [
-            ray.remote(CpuHolder).options(num_cpus=1, scheduling_strategy=On(node.id, soft=False)).remote()
-            for node in backend.cluster.nodes()
-            if node.resources.get("CPU")
-        ]
-        ray.get([holder.is_ready.remote() for holder in holders])
-        counts = [DeviceCall("count", count_threads)] * 2
-        found = {
-            "holders": len(holders),
-            "gpus": backend.run_on_devices(looks(folder / "gpus"), DeviceOptions(), Reporter()),
-            "cpus": backend.run_on_devices(looks(folder / "cpus"), DeviceOptions(uses_gpu=False), Reporter()),
-            "threads": backend.run_on_devices(counts, DeviceOptions(), Reporter()),
-            "tables": sum(table is not None for table in embed_corpus(recipe, backend, Reporter(events.append))),
-            "notes": [event.note for event in events if isinstance(event, StageProgress) and event.finished],
-        }
-    (folder / "found.json").write_text(json.dumps(found))
-
-
 def tokenize_in_parts(folder: Path) -> None:
     """A driver that cannot tokenize: let the nodes do so, stop in between, and compare with a single pass."""
     from unittest.mock import patch
@@ -247,31 +197,6 @@ def test_nodes_tokenize_a_corpus_in_parts_and_a_stopped_run_keeps_those_it_has(
     assert found["rows"] == [rows, rows] and found["progress"] == [0, rows]
     assert 2 <= found["kept"] < rows // 50 and found["parts left"] == 0
     assert found["files"][0] == found["files"][1] and len(found["files"][0]) == 3
-
-
-@pytest.mark.slow
-def test_functions_and_embedding_end_although_another_job_holds_a_cpu_of_each_node(
-    nodes: Nodes, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    """Functions reserve no CPU of a GPU's node and use its threads; two of four embedding actors never start."""
-    overrides = ("teachers.shard_rows=20", "resources.gpu=none", "training.workers=1")
-    recipe = make_recipe(tmp_path, tiny("bert"), [tiny("minilm")], sentences, *overrides)
-    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe))
-    found = drive(nodes, "share_nodes", tmp_path)
-    assert found["holders"] == 2
-    assert [gpus for gpus, _ in found["gpus"]] == ["0", "0"] and len({node for _, node in found["gpus"]}) == 2
-    assert [gpus for gpus, _ in found["cpus"]] == ["", ""] and len({node for _, node in found["cpus"]}) == 2
-    assert found["threads"] == [2, 2]
-    assert found["tables"] == 1 and any("embedded, 0 reused" in note for note in found["notes"])
-
-
-@pytest.mark.slow
-def test_the_function_of_a_lost_node_is_repeated_on_the_other_once_that_is_free(nodes: Nodes, tmp_path: Path) -> None:
-    try:
-        found = drive(nodes, "lose_a_node", tmp_path)
-    finally:
-        nodes.start(2, "--num-gpus=1")
-    assert found == {"returned": [0, 1], "attempts": [2, 1]}
 
 
 def train_from_the_head(folder: Path) -> None:

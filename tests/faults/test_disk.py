@@ -24,7 +24,6 @@ from distcse.errors import (
     ModelFormatError,
     RunDirectoryError,
     RunRecordError,
-    StorageWriteError,
 )
 from distcse.events import Event, LogMessage, Reporter
 from distcse.models import Encoder
@@ -290,19 +289,6 @@ def test_every_flipped_bit_of_a_record_is_detected() -> None:
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     with disk(tmp_path / "disk", request.param) as opened:
         yield opened
-
-
-def test_a_refused_export_keeps_the_previous_model(storage: Disk, tiny: Callable[..., Path]) -> None:
-    encoder = Encoder.load(tiny("bert"), pooling="mean")
-    encoder.save(storage.path / "model")
-    before = (storage.path / "model" / "model.safetensors").read_bytes()
-    with torch.no_grad():
-        next(encoder.parameters()).mul_(2)
-    with storage.refusing(), fails_with(StorageWriteError, str(storage.path / "model")):
-        encoder.save(storage.path / "model")
-    assert [entry.name for entry in storage.path.iterdir()] == ["model"]
-    assert (storage.path / "model" / "model.safetensors").read_bytes() == before
-    assert Encoder.load(storage.path / "model").encode(["One."]).shape == (1, 32)
 
 
 def test_a_run_whose_storage_refuses_ends_with_one_line_and_can_be_continued(

@@ -15,21 +15,19 @@ import pytest
 
 from distcse.cluster import embedding_actors, nodes
 from distcse.cluster.backend import RayBackend
-from distcse.cluster.event_channel import EventChannel
 from distcse.cluster.nodes import ResourceWatchdog
 from distcse.cluster.teacher_servers import RemoteTeacherClient, co_located_servers, served
 from distcse.devices.resources import Node, ResourceRequest
 from distcse.errors import ClusterTooSmallError, ProcessLostError, StoppedEarlyError
 from distcse.events import Event, LogMessage, Reporter, StageProgress, StepReport, WaitWarning
 from distcse.recipe import Recipe, with_values
-from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
 from distcse.teachers.teacher import open_table_teacher
 from tests.backends import run
 from tests.failures import fails_with
 from tests.jobs import embed_tables, make_recipe, make_two_worker_recipe
 from tests.kills import CpuHolder, kill_actor, processes_of
-from tests.weights import assert_equal_weights, assert_same_learning, weights_of
+from tests.weights import assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
 
@@ -114,37 +112,6 @@ def test_shards_of_an_actor_without_room_go_to_another_one(
     assert finished[-1].done == len(sentences)
     warning = next(event.text for event in events if isinstance(event, LogMessage) and "waits for a node" in event.text)
     assert "1 CPU free" in warning and "`ray status` shows who holds" in warning
-
-
-@pytest.mark.slow
-def test_a_killed_event_actor_is_restarted_and_still_carries_the_stop_request(recipe: Recipe) -> None:
-    """Killed before and after the stop request: the first run ends with a checkpoint, and resumes to the same weights."""
-    overrides = {
-        "training.log_every": 1,
-        "training.epochs": 20,
-        "evaluation.eval_steps": 100,
-        "evaluation.final_suites": [],
-    }
-    undisturbed = run(with_values(recipe, overrides), Reporter())
-    steps: list[int] = []
-    killed: list[int] = []
-
-    def kill(event: Event) -> None:
-        if isinstance(event, StepReport):
-            steps.append(event.step)
-            if event.step >= (4, 8, 999)[len(killed)] and kill_actor("EventActor"):
-                killed.append(event.step)
-
-    one_worker = {"training.workers": 1, "training.cpus_per_worker": 1}
-    first = run(with_values(recipe, {**overrides, **one_worker}), Reporter(kill, lambda: len(killed) == 2))
-    assert (
-        len(killed) == 2 and first.train_result.interrupted and first.train_result.state.step < first.train_result.steps
-    )
-    directory, resumed = RunDirectory.reopen(first.directory.path, [])
-    assert isinstance(resumed, Recipe)
-    second = run(resumed, Reporter(kill), directory)
-    assert second.train_result.state.finished and steps[-1] == second.train_result.steps
-    assert_equal_weights(weights_of(undisturbed.directory.path), weights_of(second.directory.path))
 
 
 @pytest.mark.slow
@@ -293,15 +260,3 @@ def test_ctrl_c_ends_an_embedding_pass_and_keeps_its_shards(recipe: Recipe) -> N
     while processes_of(psutil.Process(), "EmbeddingActor"):
         assert time.monotonic() < deadline, "an embedding actor is still running"
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_an_event_actor_that_hangs_does_not_hide_a_workers_error(cluster: None) -> None:
-    import ray
-
-    channel = EventChannel("hangs")
-    ray.get(channel.actor.stops.remote())
-    stop("EventActor")
-    assert not channel.writes_checkpoint()
-    channel.kill_workers()
-    channel.close()

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from distcse.errors import OutOfMemoryError, WorkersLostError
+from distcse.errors import OutOfMemoryError
 from distcse.events import Event, GroupActivity, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.recipe import LoopSection, MutualRecipe
 from distcse.report.history import read_run
-from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.phase_store import GroupContext, Kind
 from distcse.runs.mutual.result import MutualResult
 from tests.backends import run_mutual
-from tests.drivers import Driver
-from tests.failures import fails_with
 from tests.kills import CpuHolder, kill_actor
 from tests.pairs import assert_same_labels, make_mutual_recipe
 
@@ -35,25 +32,15 @@ def recipe_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str])
     return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *overrides)
 
 
-@pytest.fixture
-def three_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> MakeRecipe:
-    models = {"bert": tiny("bert"), "roberta": tiny("roberta"), "minilm": tiny("minilm")}
-    one_worker = [f"groups.{number}.max_workers=1" for number in range(3)]  # its default depends on the shared workers
-    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, *LONG, *one_worker, *overrides)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("shares_workers", [False, True])
 def test_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupted_run(
-    recipe_with: MakeRecipe, three_with: MakeRecipe, cluster: None, shares_workers: bool
+    recipe_with: MakeRecipe, cluster: None
 ) -> None:
     """One group is disturbed in each phase. `max_failures` counts each phase anew.
 
     Ray restarts a killed event channel, without a restart of the group.
     """
-    recipe_of = three_with if shares_workers else recipe_with
-    overrides = ("groups.2.cpus_per_worker=1", "mutual.shared_workers=2") if shares_workers else ()
-    uninterrupted = run_mutual(recipe_of(), Reporter())
+    uninterrupted = run_mutual(recipe_with(), Reporter())
     disturbed_actors: list[str] = []
     warnings: list[str] = []
 
@@ -80,7 +67,7 @@ def test_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupt
             disturbed_actors.append("hanging scorer")
 
     limits = ("mutual.max_failures=1", "mutual.heartbeat_timeout_s=10")
-    disturbed = run_mutual(recipe_of(*ON_RAY, *limits, *overrides), Reporter(strike))
+    disturbed = run_mutual(recipe_with(*ON_RAY, *limits), Reporter(strike))
     assert len(disturbed_actors) == 5
     assert [text.partition(",")[0].partition(";")[0] for text in warnings] == [
         "lost a worker in cycle-1-cross",
@@ -97,54 +84,20 @@ def test_groups_with_killed_and_hanging_actors_have_the_labels_of_an_uninterrupt
     for phase in ("cycle-1-cross", "cycle-1-bi"):
         spans = [span for span in cycles.spans if (span.phase, span.activity) == (phase, "training")]
         bert, roberta = (next(span for span in spans if span.group == name) for name in ("bert", "roberta"))
-        assert shares_workers or (bert.begin < roberta.end and roberta.begin < bert.end), (
-            "groups do not train in parallel"
-        )
+        assert bert.begin < roberta.end and roberta.begin < bert.end, "groups do not train in parallel"
 
 
-@pytest.mark.slow
-def test_runs_resume_after_their_drivers_were_stopped_and_killed(recipe_with: MakeRecipe, tmp_path: Path) -> None:
-    """SIGTERM while cross-encoders train; the next driver is killed while bi-encoders train; the last one finishes the run."""
-    uninterrupted = run_mutual(recipe_with(), Reporter())
-    recipe_with(*ON_RAY)
-    arguments = [str(tmp_path / "recipe.yaml"), *LONG, *ON_RAY, "cross.log_every=1", "bi.log_every=1"]
-    run = _run_until(arguments, "cycle-1-cross", signal.SIGTERM)
-    assert _run_until(["--resume", str(run)], "cycle-1-bi", signal.SIGKILL) == run
-    directory, recipe = RunDirectory.reopen(run, ["ray=false"])
-    assert isinstance(recipe, MutualRecipe)
-    resumed = run_mutual(recipe, Reporter(), directory)
-    assert resumed.best and not resumed.interrupted
-    assert_same_labels(uninterrupted.directory.path, resumed.directory.path)
-
-
-def _run_until(arguments: list[str], phase: str, stop: signal.Signals) -> Path:
-    """Start `distcse train`, send it a signal once a group has taken a step of a phase, and return the run's folder."""
-    with Driver(arguments) as driver:
-        driver.wait_for_steps(phase)
-        driver.end(stop)
-        return driver.run
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        "waits for resources",
-        *(pytest.param(hangs, marks=pytest.mark.slow) for hangs in ("has a hanging scorer", "prepares without an end")),
-    ],
-)
+@pytest.mark.parametrize("other", ["waits for resources", pytest.param("has a hanging scorer", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
     recipe_with: MakeRecipe, cluster: None, other: str
 ) -> None:
     """The other group would never finish: no CPU becomes free, and no worker is restarted in time."""
     import ray
 
-    hangs = {
-        "has a hanging scorer": ("scoring", "ScoringActor"),
-        "prepares without an end": ("preparing", "TrainingActor"),
-    }
+    hangs = other == "has a hanging scorer"
     waiting: list[str] = []
     lost: list[str] = []
-    holder = ray.remote(CpuHolder).options(num_cpus=5 if other == "waits for resources" else 0).remote()
+    holder = ray.remote(CpuHolder).options(num_cpus=0 if hangs else 5).remote()
     ray.get(holder.is_ready.remote())
 
     def on_event(event: Event) -> None:
@@ -153,10 +106,9 @@ def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
         if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
             return
         activity = event.event
-        if other in hangs and (event.group, activity.phase) == ("roberta", "cycle-1-cross"):
-            during, actor = hangs[other]
-            assert activity.activity != during or kill_actor(actor, signal.SIGSTOP, "-roberta-")
-        if activity.activity == "waiting" and activity.phase_index == (2 if other in hangs else 1):
+        if hangs and (event.group, activity.phase, activity.activity) == ("roberta", "cycle-1-cross", "scoring"):
+            assert kill_actor("ScoringActor", signal.SIGSTOP, "-roberta-")
+        if activity.activity == "waiting" and activity.phase_index == (2 if hangs else 1):
             waiting.append(event.group)
 
     try:
@@ -164,30 +116,6 @@ def test_ctrl_c_ends_a_run_in_which_a_group_waits_for_another(
     finally:
         ray.kill(holder)
     assert stopped.interrupted and not stopped.best and not lost
-
-
-@pytest.mark.slow
-def test_a_group_that_fails_too_often_ends_the_run_or_is_dropped(recipe_with: MakeRecipe, cluster: None) -> None:
-    def kill(event: Event) -> None:
-        if isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
-            kill_actor("TrainingActor")
-
-    overrides = (*SHORT, *ON_RAY, "mutual.max_failures=0")
-    with fails_with(WorkersLostError, "group ", " 1 times", "cycle-1-cross", "--resume"):
-        run_mutual(recipe_with(*overrides), Reporter(kill))
-    dropped = run_mutual(recipe_with(*overrides, "mutual.on_failure=drop"), Reporter(_once(kill)))
-    assert len(dropped.dropped) == 1 and len({best.group for best in dropped.best}) == 1
-
-
-def _once(kill: Callable[[Event], None]) -> Callable[[Event], None]:
-    done: list[Event] = []
-
-    def once(event: Event) -> None:
-        if not done and isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport):
-            done.append(event)
-            kill(event)
-
-    return once
 
 
 class OutOfMemoryOnce(GroupContext):

@@ -72,12 +72,13 @@ def batches() -> dict[str, tuple[Tensor, Tensor]]:
         "one zero vector": (torch.cat([some[:5], torch.zeros(1, 8)]), others),
         "long vectors": (some * 1e15, others * 1e15),
         "short vectors": (some * 1e-9, others * 1e-9),
+        "half precision": (some.bfloat16(), others.bfloat16()),
         "a list of one": (some[:1], others[:1]),
         "a list of two": (some[:2], others[:2]),
     }
 
 
-@pytest.mark.parametrize("tau", [1e-4, 0.05])
+@pytest.mark.parametrize("tau", [1e-4, 10.0])
 @pytest.mark.parametrize("term", list(TERMS))
 def test_every_term_and_its_gradient_are_finite(term: str, tau: float) -> None:
     terms = {"info_nce": None, "consistency": None, "rank": None, **TERMS[term]}
@@ -204,9 +205,6 @@ def test_a_model_with_a_weight_that_is_not_finite_is_refused(
     [
         ("table", [0.0, 0.0], "zero"),
         ("table", [float("nan"), 1.0], "finite"),
-        ("table", [float("inf"), 1.0], "finite"),
-        ("table", [-float("inf"), float("inf")], "finite"),
-        ("live", [0.0, 0.0], "zero"),
         ("live", [float("inf"), 1.0], "finite"),
     ],
 )

@@ -16,18 +16,14 @@ import numpy as np
 import pytest
 import torch
 from ray import cloudpickle
-from safetensors.torch import save_file
 
 from distcse import cli
 from distcse.cluster.teacher_servers import live_teacher, table_teacher
 from distcse.errors import (
-    CheckpointError,
     CorpusCacheError,
-    EmbeddingTableError,
     InvalidValueError,
     ModelNotFoundError,
     ObjectStorageError,
-    ResumeMismatchError,
     RunRecordError,
     RunTakenOverError,
     StorageAddressError,
@@ -44,14 +40,13 @@ from distcse.runs.distillation.preparation import PreparedCorpus
 from distcse.runs.family.experiment import Family
 from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
-from distcse.runs.reference_run import ReferenceRun
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
 from distcse.teachers.targets import Projection
 from distcse.text import Corpus, Pairs
 from distcse.text.row_keys import RowKeys
-from distcse.training.checkpoint_files import ModelState, TrainerState, load_model_state
+from distcse.training.checkpoint_files import ModelState, TrainerState
 from distcse.training.checkpoints import CheckpointStore
 from distcse.tuning.trial import TrialContext
 from tests.backends import run
@@ -245,39 +240,6 @@ def test_a_damaged_cache_is_made_again(
         assert server.stored() == stored, "another run may be replacing it"
     machine("last")
     assert RowKeys.find("corpus", open_store(bucket)) is not None
-
-
-def test_messages_name_the_address_of_a_damaged_file(bucket: str) -> None:
-    first, second = fill(open_store(f"{bucket}/first")), fill(open_store(f"{bucket}/second"))
-    for store, width in ((first, 2), (second, 3)):
-        (store.path / "model").mkdir(parents=True)
-        save_file({"w": torch.zeros(width)}, store.path / "model" / "model.safetensors")
-    reference = ReferenceRun(first.path, Recipe.model_construct(), {}, [])  # type: ignore[call-arg]
-    with fails_with(ResumeMismatchError, f"{bucket}/first and {bucket}/second"):
-        reference.compare(second.path)
-    (second.path / "model" / "model.safetensors").write_bytes(b"")
-    with fails_with(RunRecordError, f"{bucket}/second/model/model.safetensors"):
-        reference.compare(second.path)
-    with fails_with(CheckpointError, f"checkpoint {bucket}/first/checkpoints/step-000001 "):
-        load_model_state((first / "checkpoints" / "step-000001").path)
-    table = EmbeddingTable.locate(open_store(bucket).path, TableIdentity("m", "c", 4, "mean", 16, "", "fp32", 4))
-    with fails_with(EmbeddingTableError, f"table {bucket}/tables/", "shard 0"):
-        table.vectors([0])
-    (table.directory / "shard-00000.npy").write_bytes(b"")
-    with fails_with(EmbeddingTableError, f"{bucket}/tables/", "shard-00000.npy cannot be read"):
-        table.vectors([0])
-
-
-def test_a_table_that_is_sent_to_another_machine_is_copied_there(bucket: str, machine: Callable[[str], None]) -> None:
-    identity = TableIdentity("m", "c", 25, "mean", 16, "", "fp32", shard_rows=10)
-    table = EmbeddingTable.locate(resolve_path(bucket), identity)
-    for shard in range(3):
-        table.write_shard(shard, np.random.default_rng(shard).normal(size=(len(table.shard_range(shard)), 6)))
-    expected, sent = table.vectors(range(25)), pickle.dumps(table)
-    machine("other")
-    elsewhere = pickle.loads(sent)
-    assert elsewhere.directory != table.directory and np.array_equal(elsewhere.vectors(range(25)), expected)
-    assert len(list(elsewhere.directory.glob("*.npy"))) == 3
 
 
 def test_a_model_is_saved_to_and_loaded_from_object_storage(

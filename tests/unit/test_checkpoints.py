@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ from distcse.training.checkpoint_files import (
 from distcse.training.checkpoint_manager import CheckpointManager, is_writing
 from distcse.training.checkpoints import CheckpointStore
 from distcse.training.engines import TorchEngine
-from distcse.training.engines.deepspeed_engine import DeepSpeedEngine
 from distcse.training.snapshot import Entry, take_snapshot
 from distcse.training.task import StepInputs
 from distcse.training.trainer import TrainResult, finished_state, train
@@ -434,36 +433,6 @@ def test_all_workers_hear_of_a_failure_and_leave_out_the_same_checkpoints(tmp_pa
     folders = store.best(), store.latest()
     assert [folder.name for folder in folders if folder is not None] == ["step-000006", "step-000009"]
     assert not (tmp_path / "checkpoints" / "step-000003").exists()
-
-
-def zero_without_memory(stage: int) -> tuple[str, int]:
-    """With ZeRO, let the first worker's copy of the first tensor fail; return the error's class, and what it gathers then."""
-    task = LineTask()
-    engine = DeepSpeedEngine(
-        task.model, section().model_copy(update={"engine": "deepspeed", "zero_stage": stage}), 4, None
-    )
-    engine.backward(task.compute_loss(None, engine.forward(torch.ones(4, 3)))[0])
-    engine.step(0.1)
-    failed = "none"
-
-    def refuse(entries: Iterable[Entry], updates: Tensor, device: torch.device) -> None:
-        next(iter(entries))
-        raise torch.OutOfMemoryError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distcse.training.engines.deepspeed_engine.take_snapshot", refuse)
-        try:
-            engine.snapshot()
-        except torch.OutOfMemoryError as error:
-            failed = type(error).__name__
-    snapshot = engine.snapshot()
-    return failed, 0 if snapshot is None else len(snapshot.state().moments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_all_workers_gather_partitions_to_the_end(stage: int) -> None:
-    assert run_workers(zero_without_memory, 2, stage) == [("OutOfMemoryError", 2), ("none", 0)]
 
 
 def test_on_a_cpu_training_waits_and_nothing_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

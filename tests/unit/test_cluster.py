@@ -105,18 +105,6 @@ def test_an_error_of_the_block_is_not_hidden_by_a_request_that_fails(autoscaler:
     assert events[-1] == LogMessage("Ray does not take the request for nodes: no answer", warning=True)
 
 
-def test_a_local_cluster_is_not_waited_for(autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that will be started, nor one that is entered already."""
-    monkeypatch.setattr(backend, "was_started_here", lambda: True)
-    with RayCluster().scaled_up([WORKERS], 60.0, Reporter()):
-        pass
-    monkeypatch.setattr(backend, "was_started_here", lambda: False)
-    monkeypatch.delenv("RAY_ADDRESS")
-    with RayCluster().scaled_up([WORKERS], 60.0, Reporter()):
-        pass
-    assert not autoscaler.requests
-
-
 def test_a_wait_ends_after_its_time_or_a_stop_request(autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "alive", lambda: [])
     events: list[Event] = []
@@ -299,16 +287,4 @@ def test_the_recipe_selects_the_backend(
 def test_choosing_a_backend_does_not_import_ray() -> None:
     """Ray reads its variables when it is imported, after `start_ray` has set them; a run without Ray needs none of it."""
     script = "import distcse.api, distcse.cluster.sweep, sys; sys.exit('ray' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-@pytest.mark.slow
-def test_what_the_trainers_controller_imports_is_light() -> None:
-    """Ray Train's controller imports this module before it requests workers. Ray itself imports PyTorch there."""
-    script = """
-import sys
-import distcse.cluster.train_workers
-heavy = [name for name in ("transformers", "distcse.models", "distcse.teachers.kinds") if name in sys.modules]
-sys.exit(", ".join(heavy) or 0)
-"""
     subprocess.run([sys.executable, "-c", script], check=True)

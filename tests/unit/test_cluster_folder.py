@@ -237,19 +237,6 @@ def test_signals_before_the_end_of_the_job_let_the_run_end_and_requeue_the_job(f
     assert calls(folder).count("terminated") == 1 and calls(folder).count("scontrol requeue 7") == 1
 
 
-@pytest.mark.parametrize("signals", [0, 1])
-def test_a_run_that_ends_before_it_catches_signals_requeues_the_job(folder: Path, signals: int) -> None:
-    """Only where the job got one: else something on the node has ended the run."""
-    ends = "exec sleep 30" if signals else "kill -TERM $$"
-    make_commands(folder / "bin", python=f"{STANDINS['python'].splitlines()[0]}\necho begun >> calls; {ends}")
-    job = start(folder, steps=0)
-    if signals:
-        wait_for("begun", folder, job)
-        job.terminate()
-    assert job.wait(30) == (130 if signals else 143)
-    assert ("scontrol requeue 7" in calls(folder)) == bool(signals)
-
-
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_signal_before_the_run_begins_requeues_the_job(folder: Path, nodes: int) -> None:
     """While the job waits for its nodes, and while the last one joins."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from distcse.cluster.sweep import TrialBackend
@@ -17,7 +16,6 @@ from distcse.events import Reporter
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
 from distcse.models.frozen_pass import by_length
-from distcse.rank_space import RankSpace, pair_similarities
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
@@ -165,18 +163,3 @@ def test_a_cross_encoder_and_a_pair_step_process_little_padding(
     with passes_of(cross) as counted:
         cross.score(list(pairs.both()), batch_tokens=512)
     assert counted.rows == 100 and counted.filled > 0.9
-
-
-def test_each_sentence_is_ranked_once_for_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = np.random.default_rng(0).standard_normal((6, 8), dtype=np.float32)
-    space, ranked = RankSpace(vectors), []
-    compute_ranks = RankSpace.ranks
-
-    def ranks(self: RankSpace, rows: np.ndarray) -> np.ndarray:
-        ranked.append(len(rows))
-        return compute_ranks(self, rows)
-
-    monkeypatch.setattr(RankSpace, "ranks", ranks)
-    monkeypatch.setattr("distcse.rank_space.encoder.BLOCK_BYTES", 8 * len(vectors) * 2)
-    pair_similarities(space, vectors, np.array([0, 0, 1, 2, 0]), np.array([1, 2, 2, 5, 5]))
-    assert ranked == [2, 2, 2]

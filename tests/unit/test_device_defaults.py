@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import distcse
-from distcse.devices.device import CPU, GPU, DeviceSpeed, auto_precision, defaults_of
+from distcse.devices.device import DeviceSpeed, auto_precision
 from distcse.errors import OutOfMemoryError
 from distcse.events import Event, StageProgress
-from distcse.losses import list_mle, list_net
 from distcse.models import Encoder
 from distcse.models.folder import overflows_fp16
 from distcse.models.loading import halve_matrices
@@ -27,9 +24,8 @@ from distcse.teachers.kinds.base import frozen_weight_dtype
 from distcse.training.engines.deepspeed_engine import deepspeed_config
 from distcse.training.out_of_memory import OutOfMemoryAdvice
 from tests.failures import fails_with
-from tests.gpusim import Simulation, simulated
+from tests.gpusim import simulated
 from tests.jobs import make_spec, train
-from tests.pairs import make_mutual_recipe
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -85,31 +81,6 @@ def test_matrices_alone_are_halved(tiny: Callable[..., Path]) -> None:
     assert types["LayerNorm"] == types["word_embeddings"] == torch.float32
 
 
-@pytest.mark.slow
-def test_fp16_teachers_keep_the_lists_gradients(minilm: str, data: Path) -> None:
-    """Autocast as on a GPU, on real sentences: no TF32 model is more exact, and lists' gradients hardly change."""
-    import gzip
-
-    with gzip.open(data / "corpus" / "wiki_sentences.txt.gz", "rt", encoding="utf-8") as file:
-        sentences = [next(file).strip() for _ in range(64)]
-    exact = torch.from_numpy(Encoder.load(minilm).encode(sentences, normalize=True))
-    with simulated():
-        encoder = Encoder.load(minilm)
-        halve_matrices(encoder, frozen_weight_dtype("fp16", "gpu"))
-        half = torch.from_numpy(encoder.to("gpu").encode(sentences, normalize=True, precision="fp16"))
-    lists = [vectors @ vectors.T for vectors in (exact, half)]
-    assert (lists[0] - lists[1]).abs().max() < 4e-4
-    student = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) + exact[:, :48]
-    for loss in (lambda cosines, teacher: list_net(cosines, teacher, 0.05, 0.025), lambda c, t: list_mle(c, t, 0.05)):
-        gradients = []
-        for teacher in lists:
-            cosines = nn.functional.normalize(student, dim=1)
-            cosines = (cosines @ cosines.T).requires_grad_()
-            loss(cosines, teacher).sum().backward()
-            gradients.append(cosines.grad)
-        assert nn.functional.cosine_similarity(*(g.flatten() for g in gradients), dim=0) > 0.9999
-
-
 @pytest.mark.parametrize(("max_length", "widths"), [(16, {8, 16}), (13, {8, 13})])
 def test_widths_on_a_gpu_are_multiples_of_8(max_length: int, widths: set[int], recipe_with: MakeRecipe) -> None:
     spec, _ = make_spec(recipe_with(f"student.max_length={max_length}"))
@@ -155,16 +126,6 @@ def test_a_step_without_memory_says_how_to_continue(recipe_with: MakeRecipe) -> 
     assert result.state.finished and (spec.run.path / "checkpoints").is_dir()
 
 
-def test_a_group_without_memory_is_named(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> None:
-    recipe = make_mutual_recipe(tmp_path, {"only": tiny("bert")}, sentences, "cross.batch_size=8")
-    with (
-        simulated() as gpu,
-        gpu.out_of_memory(at="distcse/training/engines", after=100, times=10_000),
-        fails_with(OutOfMemoryError, "group only", "cross.batch_size=4", "cross.precision=bf16"),
-    ):
-        distcse.run(recipe, listen=lambda event: None)
-
-
 @pytest.mark.parametrize(
     ("section", "named"),
     [
@@ -206,8 +167,3 @@ def test_deepspeed_sums_gradients_of_a_gpu_during_the_backward_pass_from_stage_1
     with simulated():
         assert deepspeed_config(section, 16)["zero_optimization"] == {**expected, "stage": stage}
     assert deepspeed_config(section, 16)["zero_optimization"] == {**own, "stage": stage}
-
-
-def test_a_cpu_has_none_of_it(simulated_gpu: Simulation) -> None:
-    assert defaults_of("cpu") is CPU and defaults_of("gpu") is GPU
-    assert CPU.width_multiple == 1 and not CPU.records_steps

@@ -6,11 +6,10 @@ import json
 import resource
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from distcse.checks import Check, answers, ok
@@ -18,7 +17,7 @@ from distcse.cluster import health
 from distcse.devices import host
 from distcse.preflight import machine
 from distcse.preflight.inputs import input_questions
-from distcse.preflight.models import check_model, model_questions
+from distcse.preflight.models import check_model
 from distcse.recipe import EncoderSection, EndpointSection, Recipe, TeacherSection, read_recipe
 from distcse.teachers.kinds import kind_of
 from tests.commands import command
@@ -154,26 +153,6 @@ def answer_of(name: str) -> Check:
     return the_only([*answers([("model", lambda: check_model(EncoderSection(backbone=name)))])])
 
 
-def check_models(recipe: Recipe) -> list[Check]:
-    kinds = [kind_of(section, only_local=True) for section in recipe.inputs.teachers]
-    return [*answers(model_questions(recipe)), *(check for kind in kinds for check in kind.check_source())]
-
-
-def test_a_custom_teacher_is_created(recipe_with: Callable[..., Recipe]) -> None:
-    valid = recipe_with("teachers.encoders.0={backbone: mine, class_path: 'tests.unit.test_doctor:CustomTeacher'}")
-    assert {check.verdict for check in check_models(valid)} == {"ok"}
-    invalid = recipe_with("teachers.encoders.0={backbone: mine, class_path: 'tests.unit.test_doctor:Nobody'}")
-    (failed,) = [check for check in check_models(invalid) if check.verdict == "fail"]
-    assert "Nobody" in failed.found and "extend.md" in failed.fix
-
-
-class CustomTeacher:
-    fingerprint = "1"
-
-    def encode(self, texts: Sequence[str], **options: object) -> np.ndarray:
-        return np.ones((len(texts), 2), dtype=np.float32)
-
-
 def test_models_are_checked(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """A folder of weights fails until it has a tokenizer."""
     bare, pickled = tmp_path / "bare", tmp_path / "pickled"
@@ -194,14 +173,6 @@ def test_models_are_checked(tiny: Callable[..., Path], tmp_path: Path) -> None:
     assert empty.verdict == "fail" and str(bare) in empty.found and "tokenizer" in empty.found
     shutil.copy(tiny("bert") / "tokenizer.json", bare)
     assert answer_of(str(bare)).verdict == "ok"
-
-
-@pytest.mark.slow
-def test_deepspeed_is_imported_if_required(recipe_with: Callable[..., Recipe]) -> None:
-    pytest.importorskip("deepspeed")
-    found = machine.check_deepspeed(recipe_with("training.engine=deepspeed"))
-    assert found.verdict == "ok" and "compiles no ops" in found.found
-    assert "training.engine" in machine.check_deepspeed(recipe_with()).found
 
 
 def test_text_and_labelled_sets_are_checked(recipe_with: Callable[..., Recipe], tmp_path: Path) -> None:

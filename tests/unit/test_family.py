@@ -28,7 +28,7 @@ from distcse.errors import (
 from distcse.evaluation import LoadOptions, VectorModel, open_candidate
 from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
 from distcse.models import Encoder, StaticEncoder, static
-from distcse.recipe import FamilyRecipe, Recipe, recipe_yaml
+from distcse.recipe import FamilyRecipe, recipe_yaml
 from distcse.runs.backend import DeviceCall, LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.distillation_task import TrainSpec
@@ -40,10 +40,8 @@ from distcse.training.trainer import TrainResult
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.jobs import make_recipe
-from tests.models import make_custom_code
 from tests.weights import assert_equal_weights, weights_of
 
-MakeRecipe = Callable[..., Recipe]
 VECTORS = (
     "objective={info_nce: null, consistency: null, rank: null, regression: {form: cosine}}",
     "student.projection=none",
@@ -378,15 +376,3 @@ def test_a_plan_lets_students_train_side_by_side(
         assert found["seconds"] == pytest.approx(first["seconds"] - first["training_seconds"] + longest)
     if side_by_side == 3:
         assert [student["workers"] for student in found["students"].values()] == [1, 1, 1]
-
-
-@pytest.mark.slow
-def test_a_static_student_of_a_backbone_with_its_own_code_is_trained(
-    recipe_with: MakeRecipe, tmp_path: Path, sentences: list[str]
-) -> None:
-    pytest.importorskip("model2vec")
-    backbone = make_custom_code(tmp_path / "own", sentences)
-    changes = (f"student.backbone={backbone}", "student.trust_remote_code=true", "training.max_steps=2")
-    (tmp_path / "student.yaml").write_text(recipe_yaml(recipe_with(*VECTORS, *changes)))
-    done = run(tmp_path / "student.yaml", "family=[{layers: 1}, {static: true, name: words}]")
-    assert StaticEncoder.load(done.models["words"]).encode(["a guitar"]).any()

@@ -49,7 +49,6 @@ from distcse.report.history import read_run
 from distcse.report.page import html, markdown
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
-from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.runs.mutual.pair_task import BiPairs, CrossPairs
 from distcse.runs.mutual.pairs import read_pairs
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
@@ -60,9 +59,8 @@ from distcse.storage import dump_checked_json, load_checked_json, open_store
 from distcse.text import BatchSampler, Pairs
 from distcse.training.dropout_rng import dropout_seed
 from distcse.training.schedule import warmup_then_linear
-from tests.backends import run, run_mutual
+from tests.backends import run_mutual
 from tests.failures import fails_with
-from tests.jobs import make_recipe
 from tests.models import make_encoder
 from tests.pairs import bi_tokens, cross_tokens, labels_of, make_mutual_recipe, make_pairs
 
@@ -274,20 +272,6 @@ def test_an_exported_cross_encoder_scores_as_in_sentence_transformers(two_groups
         np.testing.assert_allclose(ours.score(pairs), theirs.predict(pairs), atol=1e-5)
 
 
-@pytest.mark.slow
-def test_models_of_a_group_can_teach_a_student(
-    two_groups: Finished, tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]
-) -> None:
-    teachers = [two_groups.result.models[f"bert {kind}"] for kind in ("bi", "cross")]
-    overrides = ("training.max_steps=8", "training.batch_size=8", "training.log_every=1")
-    events: list[Event] = []
-    result = run(make_recipe(tmp_path, tiny("bert"), teachers, sentences, *overrides), Reporter(events.append))
-    assert result.train_result.state.finished
-    assert all(event.losses["rank"] > 0 for event in events if isinstance(event, StepReport))
-    assert result.evaluation is not None
-    assert [model.kind for model in result.evaluation.models[-2:]] == ["bi-encoder", "cross-encoder"]
-
-
 def test_a_failed_group_is_dropped_unless_it_is_the_last(
     both: MakeRecipe, tmp_path: Path, sentences: list[str]
 ) -> None:
@@ -425,18 +409,6 @@ def test_a_group_that_makes_the_first_labels_worse_is_named(weak: MutualRecipe, 
     assert warning.code == "DCSE-W08" and "group weak" in warning.problem and "groups.1.weight" in warning.fix
     assert f"{scores['labels']:.2f} with it and {scores['good']:.2f} without" in warning.problem
     assert [[*scores] for scores in start_notes(one_group.events)] == [["bert"]]
-
-
-@pytest.mark.slow
-def test_run_and_dry_run_report_it(weak: MutualRecipe) -> None:
-    def reported_by(work: Callable[..., object]) -> tuple[list[dict[str, float]], list[str]]:
-        events: list[Event] = []
-        work(LocalBackend(), Reporter(events.append))
-        return start_notes(events), [event.text for event in events if "[DCSE-W08]" in getattr(event, "text", "")]
-
-    experiment = MutualDistillation(weak)
-    ran = reported_by(experiment.run)
-    assert ran == reported_by(experiment.check) and len(ran[1]) == 1
 
 
 # -- recipes --------------------------------------------------------------------------------------------------------------
@@ -615,28 +587,3 @@ def test_without_labelled_sets_reports_have_the_dev_scores_and_the_agreement_wit
         assert "model-index" not in card
     with fails_with(ModelNotFoundError, str(two_groups.path), "models/bert/bi, models/bert/cross"):
         open_candidate("run", str(two_groups.path), LoadOptions())
-
-
-@pytest.mark.slow
-def test_pages_and_cards_mark_contaminated_sets(both: MakeRecipe, labelled: Path) -> None:
-    overrides = (f"evaluation.data={labelled}", "evaluation.dev=stsb", "evaluation.final_suites=[sts, pairs]")
-    result = run_mutual(both(*overrides, f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}"), Reporter())
-    assert result.evaluation is not None
-    models = [info.name for info in result.evaluation.models]
-    assert models == [
-        *("bert start", "roberta start", "start ensemble"),
-        *("bert bi", "roberta bi", "bi ensemble", "bert cross", "roberta cross", "cross ensemble"),
-    ]
-    timed = [info.name for info in result.evaluation.models if info.sentences_per_s is not None]
-    assert timed == ["bert bi", "roberta bi", "bert cross", "roberta cross"]
-    values = next(row for row in result.evaluation.scores if (row.set, row.measure) == ("STS-B", "all")).values
-    assert set(values) == set(models)
-    history = read_run(result.directory.path)
-    seconds = {name: duration for name, duration, _ in history.stages}
-    assert list(seconds)[:6] == ["starts", "pairs", "tokens", "steps", "groups", "contamination"]
-    assert seconds["groups"] > seconds["contamination"]
-    assert "‡" in html(result.evaluation, history) and "‡" in markdown(result.evaluation, history)
-    write_cards(result)
-    for best in result.best:
-        card = (best.model / "README.md").read_text()
-        assert "‡" in card and "STS-B" in card

@@ -22,7 +22,7 @@ from distcse.errors import InvalidValueError, RunRecordError, RunTakenOverError,
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
 from distcse.runs.mutual import label_exchange
-from distcse.runs.mutual.label_exchange import LabelExchange, combine, dev_weight, to_band
+from distcse.runs.mutual.label_exchange import LabelExchange, combine, to_band
 from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, StoredScores
 from distcse.runs.mutual.preflight import recipe_questions
 from distcse.storage import open_store, sha256
@@ -231,22 +231,6 @@ def test_a_disturbed_run_makes_the_labels_of_an_undisturbed_one(
     run_state_machine_as_test(
         DisturbedRun, settings=settings(max_examples=4, stateful_step_count=25, deadline=None, derandomize=True)
     )
-
-
-def test_the_mean_by_dev_scores_is_the_best_one_of_independent_scores() -> None:
-    draw = np.random.default_rng(0)
-    truth, rhos = draw.normal(size=200_000), [0.9, 0.6, 0.2]
-    scores = [rho * truth + np.sqrt(1 - rho**2) * draw.normal(size=len(truth)) for rho in rhos]
-
-    def correlation(weights: list[float]) -> float:
-        return float(np.corrcoef(np.average(scores, axis=0, weights=weights), truth)[0, 1])
-
-    weights = [dev_weight(100 * rho) for rho in rhos]
-    best = correlation(weights)
-    assert best > max(correlation([1, 1, 1]), correlation([1, 0, 0]))
-    for number in range(3):
-        for factor in (0.8, 1.25):
-            assert correlation([w * (factor if n == number else 1) for n, w in enumerate(weights)]) < best
 
 
 @pytest.mark.parametrize(

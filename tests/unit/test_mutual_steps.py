@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from distcse.errors import OutOfMemoryError, RunTakenOverError
-from distcse.events import CheckpointSaved, Event, GroupEvent, LogMessage, Reporter, StepReport
+from distcse.events import Event, GroupEvent, LogMessage, Reporter
 from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.backend import LocalBackend
@@ -26,7 +25,7 @@ from distcse.storage import open_store
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.gpusim import Simulation, simulated
-from tests.pairs import assert_same_labels, bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
+from tests.pairs import bi_tokens, cross_tokens, make_mutual_recipe, make_pairs
 
 MakeRecipe = Callable[..., MutualRecipe]
 CPU = torch.device("cpu")
@@ -120,35 +119,6 @@ def test_smaller_passes_have_the_same_gradient_and_need_less_memory(
 
 def without_groups(events: list[Event]) -> list[Event]:
     return [event.event if isinstance(event, GroupEvent) else event for event in events]
-
-
-@pytest.mark.slow
-def test_a_group_without_memory_continues_from_its_checkpoint_to_the_same_labels(recipe_with: MakeRecipe) -> None:
-    """The cross-encoder runs out of memory once, after its first checkpoint; the bi-encoder does not."""
-    short = ("mutual.cycles=1", "pairs.limit=32", "bi.epochs=1", "cross.epochs=2", "groups.0.dropout=0.0")
-    recipe, events = recipe_with(*short, "cross.log_every=1", "cross.cuda_graphs=off"), list[Event]()
-    with simulated() as gpu, ExitStack() as failing:
-        undisturbed = run_mutual(recipe, Reporter())
-
-        def on_event(event: Event) -> None:
-            is_first = not any(isinstance(old, CheckpointSaved) for old in without_groups(events))
-            if is_first and isinstance(without_groups([event])[0], CheckpointSaved):
-                failing.enter_context(gpu.out_of_memory(at="distcse/training/engines", after=50))
-            events.append(event)
-
-        disturbed = run_mutual(recipe, Reporter(on_event))
-    inner = without_groups(events)
-    (number,) = [
-        number
-        for number, event in enumerate(inner)
-        if isinstance(event, LogMessage) and event.text.startswith("out of memory in cycle-1-cross")
-    ]
-    warning = inner[number]
-    assert isinstance(warning, LogMessage) and warning.warning and "8 of 16 pairs" in warning.text
-    saved = [event.step for event in inner[:number] if isinstance(event, CheckpointSaved)]
-    repeated = next(event.step for event in inner[number:] if isinstance(event, StepReport))
-    assert saved and repeated == saved[-1] + 1
-    assert_same_labels(undisturbed.directory.path, disturbed.directory.path, tolerance=1e-4)
 
 
 def test_a_group_in_which_no_pair_fits_ends_with_advice_and_is_resumed_with_its_smallest_passes(

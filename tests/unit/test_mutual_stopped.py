@@ -145,12 +145,6 @@ def test_a_second_ctrl_c_ends_waiting_groups(both: MakeRecipe, tmp_path: Path) -
     hangs.set()
 
 
-def test_cycles_end_without_improvement(both: MakeRecipe, tmp_path: Path) -> None:
-    run = FakeRun(both("mutual.cycles=6", "mutual.patience=1"), tmp_path)
-    assert not run(), "it was not stopped"
-    assert run.store.stopped_after == Phase(4) and run.store.labels(Phase(5)) is None
-
-
 def test_groups_in_one_process_take_turns_and_name_their_errors(
     both: MakeRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -137,15 +136,6 @@ def test_a_step_counts_both_views_discriminator_and_generator() -> None:
     assert without_dropout.passes(8)[0].texts == 8  # one pass computes both views
 
 
-def test_gradcache_saves_activations_for_another_forward_pass() -> None:
-    plain, chunks = (
-        plan_of(load_recipe(RANKCSE, ["training.workers=1", *override]))
-        for override in ([], ["training.grad_cache_chunk=8"])
-    )
-    assert 1.25 < chunks.step_flops(1, 128) / plain.step_flops(1, 128) < 1 + 15 / 16 / 3
-    assert chunks.memory_of(1, 128, 0)["activations"] < plain.memory_of(1, 128, 0)["activations"] / 8
-
-
 # Recorded runs
 
 
@@ -215,19 +205,6 @@ def test_lengths_are_measured_if_the_corpus_can_be_read(
     assert gone.rows == 10**6 and "/nowhere.txt" in gone.source and "assumed" in gone.source
 
 
-def test_lengths_are_those_of_the_texts_with_their_prompt(
-    recipe_with: Callable[..., Recipe], tiny: Callable[..., Path], sentences: list[str], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(tiny(), tmp_path / "model")
-    settings = {"prompts": {"query": "the cat sees "}, "default_prompt_name": "query"}
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    corpus = recipe_with().corpus
-    for prompt in ("a man: ", "a man {sentence} is playing", ""):
-        section = EncoderSection(backbone=str(folder), pooling="mean", max_length=64, prompt=prompt)
-        tokens = Encoder.from_section(section).token_ids(sentences)
-        assert sorted(read_lengths(corpus, section, None).tokens) == sorted(map(len, tokens))
-
-
 # Memory and network
 
 
@@ -244,27 +221,6 @@ def test_a_zero_stage_divides_its_states(stage: int, by_hand: tuple[int, ...]) -
     assert tuple(worker_memory(100, stage, 4, 0.0, 0.0).values())[:4] == by_hand
     alone = worker_memory(100, 0, 1, 0.0, 0.0)
     assert sum(alone.values()) - alone["process"] == 1600  # 16 bytes per parameter
-
-
-@pytest.mark.parametrize(("kind", "precision"), [("bert", "fp32"), ("distilbert", "bf16")])
-def test_activations_are_within_a_factor_of_two_of_those_that_autograd_saves(
-    kind: str, precision: str, tiny: Callable[..., Path]
-) -> None:
-    section = StudentSection(backbone=str(tiny(kind)), pooling="mean", max_length=64)
-    encoder, ids, saved = Encoder.from_section(section).train(), torch.randint(5, 100, (8, 24)), dict[int, int]()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in encoder.parameters()}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in weights:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, precision == "bf16"):
-        encoder(ids, torch.ones_like(ids))
-    texts, length = ids.shape
-    work = Pass(read_shape(section), texts, length, True, precision)
-    assert 0.5 < work.saved_bytes("cpu") / sum(saved.values()) < 2
 
 
 def test_a_table_has_the_estimated_bytes(recipe_with: Callable[..., Recipe], sentences: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -140,39 +139,6 @@ def test_what_a_projection_keeps_is_measured_on_rows_that_it_was_not_fitted_to(r
     np.testing.assert_allclose(again @ again.T, projection @ projection.T, atol=1e-4)
 
 
-def test_training_moves_the_student_towards_its_targets(recipe_with: MakeRecipe) -> None:
-    overrides = (
-        *ALONE,
-        "objective.regression={form: cosine, teachers: [1]}",
-        "training.epochs=2",
-        "training.lr=3e-3",
-        "evaluation.dev=none",
-        "evaluation.final_suites=[]",
-    )
-    result = run(recipe_with(*overrides), Reporter())
-    student = Encoder.load(result.directory.model)
-    teacher = Encoder.from_section(result.recipe.teachers.encoders[1])
-    start = Encoder.from_section(result.recipe.student)
-    lines = Path(str(result.recipe.corpus.path)).read_text().splitlines()[:100]
-    targets = teacher.encode(lines, normalize=True)
-    before, after = ((model.encode(lines, normalize=True) * targets).sum(axis=1).mean() for model in (start, student))
-    assert after > before + 0.1
-
-
-def test_targets_of_wide_teachers_keep_their_inner_products() -> None:
-    """Vectors of 40 directions, embedded into more dimensions than the student has, lose only their noise."""
-    random, width = np.random.default_rng(0), 768
-    few = random.normal(size=(500, 40)) @ random.normal(size=(40, width))
-    joined = few + 0.05 * np.linalg.norm(few, axis=1, keepdims=True) / width**0.5 * random.normal(size=(500, width))
-    joined /= np.linalg.norm(joined, axis=1, keepdims=True)
-    joined, start = joined.astype(np.float32), random.normal(size=(100, 384)).astype(np.float32)
-    kept = kept_share(joined, fit_projection(joined, joined[:100], start))
-    assert kept > 0.99
-    chance = np.linalg.qr(random.normal(size=(width, 384)))[0].astype(np.float32)
-    assert kept_share(joined, chance) < kept
-    assert kept_share(joined, np.eye(width, dtype=np.float32)) == pytest.approx(1, abs=1e-5)
-
-
 def test_students_of_one_projection_lie_in_one_space(recipe_with: MakeRecipe, first: Path, tmp_path: Path) -> None:
     """A student of one layer takes the projection that was fitted to the start of the first, and so has the same targets."""
     shared = (*ONTO_ALL, f"objective.regression.projection={first}", "student.layers=[0]")
@@ -283,30 +249,6 @@ def test_targets_are_read_ahead_of_the_step(tmp_path: Path) -> None:
         assert np.array_equal(reader.vectors(step), table.vectors([step, step + 1]))
         assert asked == list(range(min(step + 4, 10)))
     assert np.array_equal(reader.vectors(2), table.vectors([2, 3]))
-
-
-def test_a_closed_reader_of_targets_reads_no_further_step(tmp_path: Path) -> None:
-    """The first step is read, the second is being read when the reader is closed, and the others are not begun."""
-    began, released, read = threading.Event(), threading.Event(), list[int]()
-    threads: set[threading.Thread] = set()
-
-    class Waiting(Targets):
-        def vectors(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-            threads.add(threading.current_thread())
-            read.append(int(rows[0]))
-            if read == [0, 1]:
-                began.set()
-                released.wait(timeout=120)
-            return super().vectors(rows)
-
-    reader = TargetReader(Waiting([make_table(tmp_path)], [1.0], None), lambda step: np.array([step]), num_steps=10)
-    reader.vectors(0)
-    began.wait(timeout=120)
-    reader.close()
-    released.set()
-    (thread,) = threads
-    thread.join()
-    assert read == [0, 1]
 
 
 def test_a_training_that_fails_closes_its_reader_of_targets(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 import distcse
-from distcse.devices.device_plan import DeviceOptions
 from distcse.devices.process import INTERRUPTED
 from distcse.evaluation import Evaluation, ModelInfo, ModelResults, RecordedScores
 from distcse.evaluation.bootstrap import AucOf, AverageOf, Fixed, MeanOf, SpearmanOf
@@ -21,9 +18,6 @@ from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.evaluation.tasks import TaskResult
 from distcse.events import Event, LogMessage, Reporter, StageProgress
 from distcse.recipe import MutualRecipe, Recipe
-from distcse.runs.backend import DeviceCall, LocalBackend
-from distcse.runs.distillation.experiment import Distillation
-from distcse.runs.mutual.experiment import MutualDistillation
 from tests.backends import run_mutual
 from tests.commands import command
 from tests.pairs import make_mutual_recipe
@@ -194,36 +188,3 @@ def test_results_are_stored_exactly() -> None:
     assert np.array_equal(found.details["vectors"], np.eye(3)) and found.details["vectors"].dtype == np.float32
     with pytest.raises(TypeError, match="Reporter"):
         encode_result({"reporter": Reporter()})
-
-
-_SHARED: list[object] = []
-
-
-def shared_value(number: int) -> object:
-    return _SHARED[number]
-
-
-class MeasuringBackend(LocalBackend):
-    """Pickles functions as a cluster would, with references to shared values, and records their sizes in bytes."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def share(self, value: T) -> Callable[[], T]:
-        _SHARED.append(value)
-        return partial(shared_value, len(_SHARED) - 1)  # type: ignore[return-value]
-
-    def run_on_devices(self, calls: Sequence[DeviceCall[T]], options: DeviceOptions, reporter: Reporter) -> list[T]:
-        if calls[0].name.startswith("evaluation"):
-            self.sizes += [len(pickle.dumps(call.function)) for call in calls]
-        return super().run_on_devices(calls, options, reporter)
-
-
-@pytest.mark.slow
-def test_test_sets_are_sent_once(recipe_with: MakeRecipe, groups: MutualRecipe, labelled: Path) -> None:
-    recipe = recipe_with(*SHORT, f"evaluation.data={labelled}", "evaluation.dev=agreement")
-    for experiment, count in ((Distillation(recipe), 4), (MutualDistillation(groups), 6)):
-        backend = MeasuringBackend()
-        result = experiment.run(backend, Reporter())
-        assert not result.interrupted and len(backend.sizes) == count
-        assert max(backend.sizes) < len(pickle.dumps(_SHARED.pop())) / 5

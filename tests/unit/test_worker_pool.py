@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +36,6 @@ from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores
 from distcse.runs.mutual.processes import count_parameters, plan_groups, with_max_workers, worker_counts
 from distcse.runs.mutual.worker_pool import (
-    START_SLACK,
     PooledGroup,
     PoolMember,
     RemainingWork,
@@ -67,10 +64,6 @@ def three(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str]) -> Ma
 
 def make_work(group: str, cost: float, workers: int = 0, counts: Sequence[int] = (1, 2, 4, 8)) -> RemainingWork:
     return RemainingWork(group, cost, counts, workers)
-
-
-def random_work(drawn: random.Random, groups: int) -> list[RemainingWork]:
-    return [make_work(str(index), math.exp(drawn.uniform(0, 4))) for index in range(groups)]
 
 
 def test_workers_divide_the_global_batch() -> None:
@@ -115,20 +108,6 @@ def test_workers_divide_the_global_batch() -> None:
 )
 def test_slots_of_the_groups(work: list[RemainingWork], slots: int, pause_s: float, expected: dict[str, int]) -> None:
     assert allocate_workers(work, slots, pause_s) == expected
-
-
-def test_a_group_starts_with_the_fewest_workers_that_let_it_end_with_the_others() -> None:
-    """There are never more workers than slots, and some group starts."""
-    drawn = random.Random(1)
-    for _ in range(200):
-        work, slots = random_work(drawn, drawn.randint(1, 30)), drawn.randint(8, 30)
-        least_s = max(sum(group.alone_s for group in work) / slots, max(group.seconds(8) for group in work))
-        limit_s, allocated = START_SLACK * least_s, allocate_workers(work, slots, 20.0)
-        assert 0 < sum(allocated.values()) <= slots
-        for group in work:
-            if not all(allocated.values()) and (count := allocated[group.group]):
-                assert group.seconds(count) <= limit_s
-                assert count == 1 or group.seconds(count // 2) > limit_s
 
 
 # -- the pool -------------------------------------------------------------------------------------------------------------
