@@ -75,19 +75,6 @@ def fail_once_another_runs(folder: Path, reporter: Reporter) -> None:
     raise ModelOutputError("the model's output is NaN")
 
 
-def describe_process(folder: Path, processes: int, reporter: Reporter) -> tuple[str, str]:
-    """Return the GPUs that this process sees, and its node, once this many processes are in the call.
-
-    Without the wait, the first process to start could take all calls.
-    """
-    import ray
-
-    folder.mkdir(exist_ok=True)
-    (folder / str(os.getpid())).touch()
-    wait_until(lambda: len(list(folder.iterdir())) >= processes)
-    return os.environ.get("CUDA_VISIBLE_DEVICES", ""), str(ray.get_runtime_context().get_node_id())
-
-
 def wait_for_file(file: Path, reporter: Reporter) -> None:
     wait_until(file.exists)
 
@@ -103,13 +90,6 @@ def count_actors(most: int, file: Path, reporter: Reporter) -> int:
     wait_until(lambda: number() <= most)
     file.touch()
     return number()
-
-
-def count_threads(reporter: Reporter) -> int:
-    """Return the threads with which PyTorch computes in this process."""
-    import torch
-
-    return torch.get_num_threads()
 
 
 def fail_unexpectedly(reporter: Reporter) -> None:

@@ -158,11 +158,6 @@ def test_a_models_own_code_runs_only_where_it_is_asked_for(model: Path, marker: 
     assert marker.exists()
 
 
-def test_no_recipe_that_comes_with_distcse_trusts_anybody() -> None:
-    for file in (*(ROOT / "distcse" / "recipes").glob("*.yaml"), *(ROOT / "distcse" / "spaces").glob("*.yaml")):
-        assert "trust_remote_code: true" not in file.read_text()
-
-
 def test_a_data_set_folder_runs_no_script(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "hub"))
     folder = tmp_path / "evil"

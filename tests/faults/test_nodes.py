@@ -115,7 +115,7 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
         np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
 
 
-@pytest.mark.parametrize("command", ["train", "tune", "embed", "mutual"])
+@pytest.mark.parametrize("command", ["train", "mutual"])
 def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     command: str,
     recipe_file: Path,
@@ -129,38 +129,12 @@ def test_a_separate_disk_per_node_is_refused_with_the_key_to_set(
     if command == "mutual":
         make_mutual_recipe(tmp_path, {"bert": tiny("bert"), "roberta": tiny("roberta")}, sentences)
         words = [tmp_path / "recipe.yaml", "ray=true", f"storage.runs={own_disk}/new"]
-    if command == "tune":
-        space = tmp_path / "space.yaml"
-        space.write_text("parameters: {training.lr: {values: [1.0e-5]}}\nsearch: {algorithm: grid}\n")
-        words += ["--space", space]
-    else:
-        words += ["--dry-run"]
-    name = "train" if command == "mutual" else command
-    done = ended(three[0].start(*TRAIN[:2], f"distcse.{name}", *words), status=1)
+    done = ended(three[0].start(*TRAIN, *words, "--dry-run"), status=1)
     error = done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     key = "storage.runs" if command == "mutual" else "storage.cache"
     assert error.startswith("distcse: [DCSE-X11] node ") and f" {own_disk}/new, {key}; " in error
     assert f"set {key}" in error
-
-
-def test_missing_folders_are_created_before_nodes_check_them(
-    recipe_file: Path, three: list[Machine], tmp_path: Path
-) -> None:
-    """As for the first command on a new cluster. `embed` does not create the folder of runs."""
-    space = tmp_path / "space.yaml"
-    space.write_text(
-        "parameters: {training.lr: {values: [1.0e-3]}}\nsearch: {algorithm: grid}\nfinal_runs: {seeds: []}\n"
-    )
-    commands: dict[str, tuple[str | Path, ...]] = {
-        "embed": (),
-        "tune": ("--space", space, "training.workers=1", "training.max_steps=4"),
-    }
-    for command, arguments in commands.items():
-        runs, cache = tmp_path / command / "runs", tmp_path / command / "cache"
-        storage = (f"storage.runs={runs}", f"storage.cache={cache}")
-        ended(three[0].start(*TRAIN[:2], f"distcse.{command}", recipe_file, *arguments, *storage))
-        assert any(cache.glob("tables/*/shard-*.npy")) and runs.is_dir() == (command == "tune")
 
 
 def test_a_run_continues_with_fewer_workers_after_the_loss_of_a_machine(

@@ -29,21 +29,19 @@ from distcse.errors import (
     StorageAddressError,
     StorageWriteError,
 )
-from distcse.events import Event, GroupEvent, LogMessage, Reporter, StepReport
-from distcse.models import Encoder, StaticEncoder, resolve_model
+from distcse.events import Event, LogMessage, Reporter, StepReport
+from distcse.models import Encoder
 from distcse.preflight.machine import check_location
-from distcse.recipe import CorpusSection, FamilyRecipe, MutualRecipe, Recipe
+from distcse.recipe import CorpusSection, MutualRecipe, Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.corpus import prepare_tables, read_corpus
 from distcse.runs.distillation.preparation import PreparedCorpus
-from distcse.runs.family.experiment import Family
 from distcse.runs.lease import Lease, has_local_changes
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
 from distcse.storage import ArtifactStore, open_store, resolve_path, text_checksum, to_uri
 from distcse.storage.bucket_store import list_objects
 from distcse.teachers.table import EmbeddingTable, TableIdentity
-from distcse.teachers.targets import Projection
 from distcse.text import Corpus, Pairs
 from distcse.text.row_keys import RowKeys
 from distcse.training.checkpoint_files import ModelState, TrainerState
@@ -116,12 +114,6 @@ def test_a_name_resolves_to_a_folder_or_an_addresss_mirror(bucket: str, tmp_path
     assert str(remote / "a") == "s3://bucket/runs/x/a" and str(open_store("gs://bucket/k")) == "gs://bucket/k"
     assert str(open_store("s3://bucket")) == "s3://bucket"
     assert not open_store(tmp_path / "mirror" / "s3").is_remote
-
-
-def test_equal_buckets_of_two_servers_have_separate_mirrors(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = open_store("s3://bucket/x")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other:9000")
-    assert open_store("s3://bucket/x") != first
 
 
 @pytest.mark.parametrize(
@@ -597,16 +589,6 @@ def test_a_grown_corpus_reuses_a_table_that_another_machine_stored(
     assert all((each == vectors[0]).all() for each in vectors)
 
 
-def test_a_shard_that_was_not_stored_is_not_embedded_again(bucket: str, gate: Gate) -> None:
-    identity = TableIdentity("m", "c", 4, "mean", 16, "", "fp32", shard_rows=4)
-    table = EmbeddingTable.locate(resolve_path(f"{bucket}/cache"), identity)
-    gate.refuse_from(0)
-    with fails_with(ObjectStorageError, f"{bucket}/cache"):
-        table.write_shard(0, torch.eye(4).numpy())
-    gate.open()
-    assert table.missing_shards() == [] and open_store(table.directory / "shard-00000").has_folder()
-
-
 # Runs
 
 
@@ -676,40 +658,6 @@ def test_a_run_continues_on_another_machine_and_ends_with_the_same_weights(
     assert not any(secret.encode() in content for secret in CREDENTIALS.values() for content in stored.values())
     events_json = server.read(f"{key_of(address)}/events.jsonl").decode()
     assert events_json.count('"event": "CheckpointSaved"') == 4 and events_json.count("run directory s3://") == 2
-
-
-def test_a_family_continues_on_another_machine_in_the_same_space(
-    recipe: Recipe, machine: Callable[[str], None]
-) -> None:
-    """The second student, and the static one, take the projection and the largest student from the bucket."""
-    document = recipe.model_dump(mode="json")
-    document["objective"] |= {"info_nce": None, "consistency": None, "rank": None, "regression": {}}
-    document["student"] |= {"layers": None, "projection": "none"}
-    document["evaluation"] |= {"dev": "none"}
-    family = FamilyRecipe.model_validate(document | {"family": [{"layers": 2}, {"layers": 1}, {"static": True}]})
-    seen: list[str] = []
-
-    def listen(event: Event) -> None:
-        if isinstance(event, GroupEvent) and isinstance(event.event, StepReport):
-            seen.append(event.group)
-
-    stopped = Family(family).run(LocalBackend(), Reporter(listen, lambda: "1-layer" in seen))
-    assert stopped.interrupted and [*stopped.models] == ["2-layers", "1-layer"]
-    address = to_uri(stopped.directory.path)
-    machine("other")
-    directory, reopened = RunDirectory.reopen(resolve_path(address), [])
-    assert isinstance(reopened, FamilyRecipe)
-    done = Family(reopened).run(LocalBackend(), Reporter(), directory)
-    assert not done.interrupted and [*done.models] == ["2-layers", "1-layer", "static"]
-    machine("third")
-    projections = []
-    for name in ("2-layers", "1-layer"):
-        member = open_store(f"{address}/members/{name}")
-        assert member.fetch("projection.safetensors")
-        projections.append(Projection.read(member.path / "projection.safetensors"))
-    own, copied = projections
-    assert (own.key, own.kept) == (copied.key, copied.kept) and np.array_equal(own.matrix, copied.matrix)
-    assert StaticEncoder.load(resolve_model(f"{address}/members/static/model")).encode(["a"]).shape == (1, 32)
 
 
 def test_a_run_without_storage_ends_and_continues_from_its_local_checkpoint(

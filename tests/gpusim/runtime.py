@@ -189,10 +189,6 @@ def _backward_pass(*args: Any, **kwargs: Any) -> Any:
         return _run_backward(*args, **kwargs)
 
 
-def _pin(tensor: Tensor, device: object = None) -> Tensor:
-    return tensor if streams.is_pinned(tensor) else streams.pin(tensor.clone())
-
-
 def _pinning(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(factory)
     def make(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +15,11 @@ from typing import Any
 import pytest
 import ray
 from ray.autoscaler import sdk
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from distcse.cluster import backend, nodes, shared_storage
 from distcse.cluster.backend import RayBackend, RayCluster, choose_backend
 from distcse.cluster.group_actors import open_group_store
-from distcse.cluster.heartbeat import HeartbeatMonitor
 from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
 from distcse.cluster.shared_storage import check_paths
 from distcse.devices.resources import Node, ResourceRequest
@@ -192,25 +190,6 @@ def test_a_drained_node_is_lost_when_it_is_gone(states: dict[str, bool]) -> None
 # Shared folders
 
 
-def test_concurrent_checks_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Nodes write into the same folder, so each needs its own file name."""
-    marker = tmp_path / ".marker"
-    marker.write_text("token")
-    barrier = threading.Barrier(2)
-
-    def check_repeatedly(node: str) -> list[str | None]:
-        problems = []
-        for _ in range(100):
-            barrier.wait(timeout=10)
-            problems.append(check_paths({"storage.runs": marker}, {}, "token", node))
-        return problems
-
-    with ThreadPoolExecutor() as both:
-        results = both.map(check_repeatedly, ("one", "two"))
-        assert all(problem is None for problems in results for problem in problems)
-    assert list(tmp_path.iterdir()) == [marker]
-
-
 def test_a_problem_names_the_path_and_its_key(tmp_path: Path) -> None:
     """A missing marker, a marker with other content, and a missing path."""
     marker, missing = tmp_path / ".marker", tmp_path / "corpus.txt"
@@ -256,21 +235,6 @@ def test_the_port_of_a_process_group_stays_bound_until_all_have_joined() -> None
         taker.bind(("", store.port))
     store.set("key", "value")
     assert open_group_store("127.0.0.1", store.port, workers=2).get("key") == b"value"
-
-
-def test_an_owner_of_actors_that_answers_too_late_is_asked_again() -> None:
-    calls, is_asked_again = [0], threading.Event()
-
-    def find_actors() -> dict[str, Any]:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise GetTimeoutError("no answer in time")
-        if calls[0] == 3:
-            is_asked_again.set()
-        return {}
-
-    with HeartbeatMonitor(0.01, pytest.fail, find_actors):
-        assert is_asked_again.wait(60)
 
 
 def test_the_recipe_selects_the_backend(

@@ -99,12 +99,6 @@ def test_what_is_not_the_compilers_fault_is_raised(recorded: bool, tiny: Callabl
     assert all("forward" not in vars(layer) for layer in trained_layers(encoder))
 
 
-def test_frozen_layers_are_not_compiled(tiny: Callable[..., Any]) -> None:
-    encoder = Encoder.load(tiny(), pooling="mean")
-    assert len(trained_layers(encoder)) == encoder.backbone.config.num_hidden_layers  # type: ignore[union-attr]
-    assert trained_layers(encoder.requires_grad_(False)) == []
-
-
 def test_one_compilation_serves_all_layers_and_batch_shapes() -> None:
     from torch._dynamo.utils import counters
 

@@ -11,7 +11,6 @@ import torch
 
 from distcse.cluster.sweep import TrialBackend
 from distcse.devices.device import CPU
-from distcse.evaluation import VectorModel, labelled_dev, sts_score
 from distcse.events import Reporter
 from distcse.losses import gather_views, jensen_shannon, list_mle, list_net
 from distcse.models import CrossEncoder, Encoder
@@ -124,14 +123,6 @@ def test_losses_create_no_tensor_of_pairs_times_dimensions() -> None:
         loss = loss + list_mle(views.similarities, lists, 0.05).mean()
         torch.autograd.grad(loss, (z1, z2))
     assert n**2 <= counted.numbers <= 2 * n**2
-
-
-def test_a_dev_score_encodes_each_sentence_of_stsb_dev_once(data: Path, tiny: Callable[..., Path]) -> None:
-    encoder, pairs = Encoder.load(tiny("bert", layers=1), pooling="mean", max_length=8), labelled_dev(data)
-    with passes_of(encoder) as counted:
-        sts_score(VectorModel(encoder.encode), pairs)
-    distinct = {tuple(row) for row in encoder.token_ids([*pairs.first, *pairs.second])}
-    assert counted.rows == len(distinct) <= 3000
 
 
 def test_an_embedding_pass_processes_little_padding(data: Path, minilm: str) -> None:

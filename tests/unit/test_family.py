@@ -134,17 +134,6 @@ def test_a_static_student_lies_in_the_space_of_the_family(trained: tuple[Run, li
     assert (again.models["static"] / "model.safetensors").read_bytes() == weights
 
 
-def test_a_family_of_one_teacher_needs_no_projection_and_no_held_out_rows(
-    file: Path, tiny: Callable[..., Path]
-) -> None:
-    """Vectors of the student's width are the targets themselves."""
-    teacher = f"teachers.encoders=[{{backbone: {tiny('bert')}, pooling: mean, precision: fp32}}]"
-    students = "family=[{layers: 1}, {layers: [0, 2]}, {static: true}]"
-    done = run(file, students, teacher, SHORT, "evaluation.num_heldout=0", "evaluation.final_suites=[]")
-    assert not list(done.directory.rglob("projection.safetensors"))
-    assert np.isfinite(StaticEncoder.load(done.models["static"]).encode(["a sentence"])).all()
-
-
 @pytest.mark.parametrize(
     ("stop_in", "stop_at", "side_by_side", "models"),
     [

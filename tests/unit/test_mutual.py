@@ -50,7 +50,6 @@ from distcse.report.page import html, markdown
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.mutual.pair_task import BiPairs, CrossPairs
-from distcse.runs.mutual.pairs import read_pairs
 from distcse.runs.mutual.phase_store import GroupContext, Phase, PhaseStore
 from distcse.runs.mutual.preflight import score_starts
 from distcse.runs.mutual.processes import roles_on
@@ -543,15 +542,6 @@ def test_evaluations_follow_optimizer_updates_and_pairs_of_a_task_are_transducti
     assert "80 unlabelled sentence pairs" in card and "**Transductive**: its pairs are those of the task `mrpc`" in card
     with fails_with(CorpusNotFoundError, "pairs.task", "mrcp", "mrpc, sts12, stsb"):
         run_mutual(alone(*data, "pairs={task: mrcp}"), Reporter())
-
-
-def test_pairs_of_an_sts_set_are_those_of_all_its_splits(alone: MakeRecipe, labelled: Path, tmp_path: Path) -> None:
-    pairs = read_pairs(alone(f"evaluation.data={labelled}", "pairs={task: stsb}"), open_store(tmp_path / "stsb"))
-    tables = [read_table(labelled / "sts" / "stsb" / f"{split}.tsv.gz") for split in ("dev", "test")]
-    expected = {
-        pair for table in tables for pair in zip(table.texts("sentence1"), table.texts("sentence2"), strict=True)
-    }
-    assert set(pairs.both()) == expected and len(pairs) == len(expected)
 
 
 def test_without_labelled_sets_reports_have_the_dev_scores_and_the_agreement_with_a_start(two_groups: Finished) -> None:

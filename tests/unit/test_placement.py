@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 
 import pytest
 
-from distcse.cluster.assigned_resources import interface_of
 from distcse.cluster.teacher_servers import placement_options
 from distcse.devices.resources import (
     Node,
     ResourceRequest,
     count_fitting,
-    even_share,
     find_shortfall,
     refuse_impossible,
 )
@@ -81,24 +78,10 @@ def test_requests_that_can_never_fit_are_refused_with_the_clusters_resources(
         refuse_impossible(requests, nodes)
 
 
-def test_the_even_share_of_cpus() -> None:
-    assert even_share([16], 3) == 5.3
-    assert even_share([8, 8], 3) == 4  # not 5.3: no worker spans two nodes
-    assert even_share([8, 2], 3) == 2.6
-    assert even_share([0, 4], 4) == 1
-    assert count_fitting([{"CPU": 8.0}, {"CPU": 8.0}], {"CPU": 5.3}) == 2
-    assert even_share([64, 14], 8, most=[1, 7]) == 2  # not 8: the first node has one GPU
-
-
 def test_a_fraction_of_a_gpu_is_on_one_gpu() -> None:
     assert count_fitting([{"GPU": 4.0}], {"GPU": 0.75}) == 4  # not 5
     assert count_fitting([{"GPU": 4.0}, {"GPU": 0.5}], {"GPU": 0.25}) == 18
     assert count_fitting([{"GPU": 3.0}], {"GPU": 2.0}) == 1
-
-
-def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") in dict(socket.if_nameindex()).values()
-    assert interface_of("192.0.2.254") is None and interface_of("::1") is None
 
 
 def test_an_elastic_run_divides_the_batch_for_every_number_of_workers() -> None:

@@ -18,8 +18,6 @@ from distcse.events import Event, Reporter, StageProgress
 from distcse.losses import TeacherOutputs, build_objective, cosine_errors, gather_views, squared_distances
 from distcse.models import Encoder
 from distcse.recipe import ObjectiveSection, Recipe
-from distcse.recipe.objective import LossSection, Needs
-from distcse.recipe.section import Weight
 from distcse.report.card import write_cards
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
@@ -270,22 +268,3 @@ def test_a_training_that_fails_closes_its_reader_of_targets(
         train_student(spec, clients_of(spec, tables), Reporter())
     with pytest.raises(RuntimeError, match="shutdown"):
         vectors(readers[0], 10)
-
-
-class Distance(LossSection):
-    """A loss of somebody who follows CONTRIBUTING.md, which needs the teachers' vectors."""
-
-    weight: Weight = 1.0
-
-    @property
-    def needs(self) -> Needs:
-        return {"vectors": ""}
-
-
-class WithDistance(ObjectiveSection):
-    distance: Distance | None = None
-
-
-def test_any_loss_that_needs_the_teachers_vectors_is_given_those_of_all() -> None:
-    assert WithDistance(distance=Distance()).vector_teachers(2) == [0, 1]
-    assert WithDistance().vector_teachers(2) == []

@@ -119,13 +119,3 @@ def test_a_sweep_without_a_running_trial_says_what_it_waits_for(
         assert len(events) == number
     (event,) = events
     assert isinstance(event, LogMessage) and "a node with 1 CPU and 0.5 GPUs free; see `ray status`" in event.text
-
-
-def test_a_trial_that_starts_again_is_named_with_its_error(tmp_path: Path) -> None:
-    (tmp_path / "error.txt").write_text("Traceback\n  line\nRay drains the node of this trial\n")
-    events: list[Event] = []
-    context = TrialContext(load_recipe("minilm-3layer", ["evaluation.data=data"]), open_store(tmp_path))
-    trial = SimpleNamespace(trial_id="one", error_file=str(tmp_path / "error.txt"))
-    TrialListener(context, Reporter(events.append), ONE).on_trial_recover(1, [trial], trial)
-    text = "trial one starts again from its last checkpoint: Ray drains the node of this trial"
-    assert events == [LogMessage(text, warning=True)]

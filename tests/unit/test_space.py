@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from distcse.errors import (
     UnknownKeyError,
 )
 from distcse.evaluation.results import compute_spread
-from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep, with_values
+from distcse.recipe import Recipe, Sweep, read_recipe, read_sweep
 from distcse.report.sweep_page import importances
 from distcse.storage import open_store
-from distcse.tuning.final_evaluation import dev_row
 from distcse.tuning.records import (
     Trial,
     TrialMetric,
@@ -187,14 +185,6 @@ def test_packaged_spaces_fit_their_recipes() -> None:
         assert found.draw(3, seed=0) if "grid" not in space else len(found.grid()) == 18
 
 
-def test_with_values_returns_another_recipe(recipe: Recipe) -> None:
-    other = with_values(recipe, {"training.lr": 0.5, "teachers.encoders.1.alpha": 3, "student.layers": [1]})
-    assert (other.training.lr, other.teachers.encoders[1].alpha, other.student.layers) == (0.5, 3, [1])
-    assert recipe.training.lr == 1e-3
-    with fails_with(InvalidValueError, "teachers.encoders.7", "0 to 3"):
-        with_values(recipe, {"teachers.encoders.7.alpha": 3})
-
-
 def trial(number: int, scores: list[float], status: Any = "finished", **values: Any) -> Trial:
     reported = [TrialMetric(10 * n, 10.0 * n, score, float(n)) for n, score in enumerate(scores)]
     return Trial(f"t{number}", values, float(number), status, reported)
@@ -243,14 +233,6 @@ def test_importances_find_the_parameter_that_matters(recipe: Recipe, tmp_path: P
     shares = importances(space, trials)
     assert next(iter(shares)) == "objective.rank.tau2" and shares["objective.rank.tau2"] > 0.9
     assert importances(space, trials[:3]) == {}
-
-
-def test_a_run_that_reuses_scores_counts_once() -> None:
-    """Its score is another run's, which is counted."""
-    runs = [trial(number, [score], seed=number) for number, score in enumerate([80.0, 70.0, 75.0])]
-    again = replace(runs[0], name="again", reused_from=runs[0].name)
-    without, with_reused = dev_row(runs), dev_row([*runs, again])
-    assert without is not None and without == with_reused
 
 
 def test_errors_of_overrides_have_their_prefix_and_those_of_the_file_have_none(tmp_path: Path) -> None:

@@ -140,15 +140,6 @@ def test_embedding_actors_use_the_nodes_gpus(
     assert plan_embedding(teachers, nodes_of(nodes), "auto").of(EMBEDDING) == expected
 
 
-def test_few_shards_need_few_embedding_actors(tiny: Callable[..., Path]) -> None:
-    teachers = TeachersSection.model_validate({"encoders": [{"backbone": str(tiny())}], "embedding_workers": 100})
-    nodes = nodes_of([{"CPU": 8.0, "GPU": 4.0}])
-    assert plan_embedding(teachers, nodes, "auto", most=3).of(EMBEDDING) == 1.0
-    plan = plan_embedding(teachers, nodes, "required")
-    plan.require_all()
-    assert plan.describe() == "embedding actors up to 100 x 1"
-
-
 def test_a_required_gpu_is_asked_for_where_rows_are_missing(recipe_with: MakeRecipe) -> None:
     """The teachers' nodes have no GPU, which matters only while a table is incomplete."""
     labels = ("training.node_labels={role: students}", "teachers.node_labels={role: teachers}")

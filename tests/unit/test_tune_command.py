@@ -32,7 +32,6 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "status", "named"),
     [
         ([], 2, "name a recipe and a space"),
-        (RECIPE, 2, "name a recipe and a space"),
         (
             [*RECIPE, "--space", "nowhere.yaml"],
             2,
@@ -50,17 +49,10 @@ def test_a_space_is_checked_and_printed(capsys: pytest.CaptureFixture[str]) -> N
             2,
             "did you mean 'sweep.search.trials'?",
         ),
-        (
-            [*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "search.trials=3"],
-            2,
-            "did you mean 'sweep.search.trials'?",
-        ),
         ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "seed=3", "training.lrr=1"], 2, "did you mean 'lr'?"),
-        ([*RECIPE, "--space", str(SPACES / "diffcse.yaml"), "trials=3"], 2, "did you mean 'sweep.search.trials'?"),
         (["--resume", "/nowhere"], 1, "/nowhere is not a sweep"),
         ([*RECIPE, "--resume", "/nowhere"], 2, "name only the folder"),
         (["--resume", "/nowhere", "--dry-run"], 2, "--dry-run is for a sweep that has not begun"),
-        (["--resume", "/nowhere", "--print-space"], 2, "--print-space is for a sweep that has not begun"),
     ],
 )
 def test_mistakes_end_the_command_at_once(

@@ -27,14 +27,13 @@ from distcse.errors import (
     WorkFailedError,
 )
 from distcse.events import Event, GroupActivity, LogMessage, Reporter, StepReport, WorkersAssigned
-from distcse.models import Encoder
 from distcse.recipe import MutualRecipe
 from distcse.runs.lease import Lease
 from distcse.runs.mutual.experiment import run_groups
 from distcse.runs.mutual.group import Group
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, Scores, StoredScores
-from distcse.runs.mutual.processes import count_parameters, plan_groups, with_max_workers, worker_counts
+from distcse.runs.mutual.processes import plan_groups, with_max_workers, worker_counts
 from distcse.runs.mutual.worker_pool import (
     PooledGroup,
     PoolMember,
@@ -230,34 +229,6 @@ def test_slots_of_lost_nodes_are_not_given_away() -> None:
     assert [event.text for event in events if isinstance(event, LogMessage)] == [
         "waiting for nodes with room for a shared worker"
     ]
-
-
-def test_steps_are_measured_after_the_loss_of_a_node_and_estimated_by_size_before() -> None:
-    pool = Pool(2, only=1.0, waits=1.0)
-    pool.acquire("only")
-    pool.acquire("waits", has_labels=False)
-    pool.wait(only=2)
-    pool.pool.measure_steps("only", 20, 1.0)
-    only, waits = pool.members["only"], pool.members["waits"]
-    assert (only.passes, only.pass_s) == (PAIRS + 80 * 3 * BATCH, 2.0 / (3 * BATCH)), "two workers"
-    assert len(pool.pool.exchange("only", Reporter())) == 2
-    pool.pool.measure_steps("only", 15, 1.0)
-    assert only.passes == PAIRS + 85 * 3 * BATCH
-    pool.pool.begin_scoring("only")
-    pool.pool.measure_steps("only", 16, 9.0)
-    assert (only.passes, only.pass_s) == (PAIRS, 2.0 / (3 * BATCH)), "a step that arrived late"
-    waits.pass_s, waits.parameters = None, 3e6
-    found = pool.pool.remaining("waits", waits, begins_scoring=False)
-    assert found.alone_s == pytest.approx(3 * 2.0 * STEPS + 3 * 2.0 * PAIRS / (3 * BATCH))
-    pool.stop()
-
-
-def test_parameters_of_layers_are_counted(three: MakeRecipe) -> None:
-    group = three().groups[0]
-    weights = {name: tensor.numel() for name, tensor in Encoder.from_section(group).backbone.state_dict().items()}
-    layers = {number: sum(s for name, s in weights.items() if f"layer.{number}." in name) for number in range(3)}
-    assert count_parameters(group) == sum(layers.values())
-    assert count_parameters(group.model_copy(update={"layers": [0]})) == layers[0]
 
 
 # -- groups that share workers --------------------------------------------------------------------------------------------
