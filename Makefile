@@ -27,7 +27,7 @@ OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject
 # The oldest Ray that pyproject.toml admits, in a folder that Python reads before the environment's own packages.
 OLDEST_RAY := $(shell sed -n 's/.*"ray\[.*>=\([0-9.]*\),.*/\1/p' pyproject.toml).0
 # Of its tests, `make test-slow` runs those that `make test-oldest-ray` leaves: the latter has a sweep whose trial has two workers.
-ON_OLDEST_RAY := tests/unit/test_ray_versions.py $(addprefix tests/cluster/,test_on_ray.py test_mutual_on_ray.py test_sweep.py)
+ON_OLDEST_RAY := tests/unit/test_ray_versions.py $(addprefix tests/cluster/,test_on_ray.py test_sweep.py)
 WITH_OLDEST_RAY = PYTHONPATH=$(CURDIR)/build/ray-$(OLDEST_RAY) $(BIN)/python -m pytest
 FIRST_ON_OLDEST_RAY := tests/unit/test_ray_versions.py tests/cluster/test_sweep.py::test_tpe_with_a_trainer_of_two_workers_in_its_trial
 

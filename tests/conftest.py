@@ -25,10 +25,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 torch.set_num_threads(1)  # with tiny models, a second thread makes tests slower
 
-ON_ONE_CLUSTER = {f"tests/cluster/test_{name}.py" for name in ("metrics", "mutual_on_ray", "on_ray", "sweep")}
+ON_ONE_CLUSTER = {f"tests/cluster/test_{name}.py" for name in ("metrics", "on_ray", "sweep")}
 """Smoke tests that use the fixture `cluster`. Several test processes run them in the same one, so that Ray starts once; the
 other process has the unit tests. The files of `tests/faults` are dealt out one by one, and each process starts Ray once."""
-WITHOUT_RAY = {f"tests/unit/test_{name}.py" for name in ("cluster", "doctor", "joining")}
+WITHOUT_RAY = {f"tests/unit/test_{name}.py" for name in ("cluster", "doctor")}
 """Tests of a process that has joined no cluster: they come first, before the fixture `cluster` joins one."""
 LONGEST = [f"tests/faults/test_{name}.py" for name in ("nodes", "kills", "mutual_kills", "device_calls", "jobs")]
 """Files that take minutes each, the longest first: no process should be left with one of them at the end."""

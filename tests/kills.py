@@ -49,11 +49,11 @@ def kill_actor(kind: str, how: signal.Signals = signal.SIGKILL, named: str = "")
     return False
 
 
-def actor_names(prefix: str) -> list[str]:
-    """Return the names, with this prefix, of all actors that Ray lists: also of those that have ended."""
+def actor_names(named: str) -> list[str]:
+    """Return the names that match, of all actors that Ray lists: also of those that have ended."""
     from ray.util.state import list_actors
 
-    return [actor.name for actor in list_actors(limit=1000) if (actor.name or "").startswith(prefix)]
+    return [actor.name for actor in list_actors(limit=1000) if re.search(named, actor.name or "")]
 
 
 def processes_of(parent: psutil.Process, kind: str) -> list[psutil.Process]:

@@ -24,16 +24,17 @@ from distcse.devices.resources import ResourceRequest
 from distcse.errors import ClusterTooSmallError, ModelNotFoundError
 from distcse.events import DevScore, Event, GroupEvent, Reporter, StageProgress, StepReport
 from distcse.models import Encoder
-from distcse.recipe import Recipe, recipe_yaml
+from distcse.recipe import MutualRecipe, Recipe, recipe_yaml
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.preflight import embed_corpus
 from distcse.runs.distillation.processes import plan_run
-from tests.backends import run
+from tests.backends import run, run_mutual
 from tests.endpoints import Reply, open_endpoint, reply_with
 from tests.failures import fails_with
 from tests.jobs import make_two_worker_recipe, rows_embedded
-from tests.kills import CpuHolder
+from tests.kills import CpuHolder, kill_actor
 from tests.models import make_cross_encoder, make_masked_lm
+from tests.pairs import assert_same_labels, make_mutual_recipe
 from tests.weights import assert_same_learning, weights_of
 
 pytestmark = pytest.mark.cluster
@@ -302,3 +303,39 @@ def test_labels_that_no_node_has_are_refused_immediately(recipe_with: MakeRecipe
     assert labelled.per_worker == anywhere.per_worker and anywhere.per_worker["CPU"] >= 1
     with fails_with(ClusterTooSmallError, "role=students", key, "ray start --labels"):
         plan_run(recipe_with(*served, f"{key}={{role: students}}"), alive())
+
+
+# -- groups --------------------------------------------------------------------------------------------------------------
+
+
+MakeGroups = Callable[..., MutualRecipe]
+ON_RAY = ("ray=true", "groups.0.cpus_per_worker=1", "groups.1.cpus_per_worker=1")
+
+
+@pytest.fixture
+def groups_with(tmp_path: Path, tiny: Callable[..., Path], sentences: list[str], cluster: None) -> MakeGroups:
+    models = {"bert": tiny("bert"), "roberta": tiny("roberta")}
+    return lambda *overrides: make_mutual_recipe(tmp_path, models, sentences, "mutual.cycles=1", *overrides)
+
+
+@pytest.mark.oldest_ray
+def test_groups_on_ray_make_the_labels_of_one_process_also_if_a_worker_is_killed(
+    groups_with: MakeGroups,
+) -> None:
+    killed: list[str] = []
+
+    def kill_a_worker(event: Event) -> None:
+        is_step = isinstance(event, GroupEvent) and event.group == "bert" and isinstance(event.event, StepReport)
+        if is_step and not killed and kill_actor("TrainingActor", named="-bert-"):
+            killed.append("bert")
+
+    longer = ("cross.epochs=8", "mutual.max_failures=1")
+    local = run_mutual(groups_with(*longer), Reporter())
+    on_ray = run_mutual(groups_with(*longer, *ON_RAY), Reporter(kill_a_worker))
+    assert killed and on_ray.best and not on_ray.interrupted
+    assert_same_labels(local.directory.path, on_ray.directory.path)
+
+
+def test_resources_that_the_cluster_lacks_are_refused_at_once(groups_with: MakeGroups) -> None:
+    with fails_with(ClusterTooSmallError, "65 CPUs", " 6", "groups.N"):
+        run_mutual(groups_with(*ON_RAY, "groups.0.cpus_per_worker=64"), Reporter())
