@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +26,10 @@ from distcse.cluster.group_actors import open_group_store
 from distcse.cluster.health import check_cluster
 from distcse.cluster.nodes import DrainNotices, ResourceWatchdog
 from distcse.cluster.shared_storage import check_paths
+from distcse.cluster.train_workers import result_unless_paused
 from distcse.devices.resources import Node, ResourceRequest
-from distcse.errors import RayConnectionError, StoppedEarlyError
-from distcse.events import Event, LogMessage, Reporter
+from distcse.errors import DivergedError, RayConnectionError, StoppedEarlyError
+from distcse.events import Event, LogMessage, Reporter, WaitWarning
 from distcse.recipe import Recipe
 from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import check_storage
@@ -36,6 +37,8 @@ from distcse.runs.distillation.experiment import Distillation
 from distcse.runs.distillation.preflight import check_embedding
 from distcse.runs.distillation.processes import joined_for_embedding, joined_for_run
 from distcse.runs.mutual.experiment import MutualDistillation
+from distcse.training.checkpoint_files import TrainerState
+from distcse.training.trainer import TrainResult
 from tests.clusters import FixedCluster
 from tests.failures import fails_with
 from tests.jobs import make_recipe
@@ -340,3 +343,29 @@ def test_a_run_that_fails_before_it_enters_its_cluster_ends_the_cluster(monkeypa
     monkeypatch.setenv("RAY_ADDRESS", "nowhere")
     with fails_with(RayConnectionError, " nowhere: "), cluster():
         pass
+
+
+# -- waits and pauses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_workers_that_are_paused_before_they_train_do_not_end_the_run(is_paused: bool) -> None:
+    state = TrainerState(3)
+    done = TrainResult(state, 5, 0.0, 0.0)
+    stopped = TrainResult(state, 5, 0.0, 0.0, interrupted=True)
+    assert result_unless_paused(done, is_paused) is done
+    assert result_unless_paused(stopped, is_paused) is (None if is_paused else stopped)
+    early = StoppedEarlyError("stopped while a teacher was loaded")
+    with nullcontext() if is_paused else fails_with(StoppedEarlyError, "teacher"):
+        assert result_unless_paused(early, is_paused) is None
+    with fails_with(DivergedError, "loss"):
+        result_unless_paused(DivergedError("the loss is not finite"), is_paused)
+
+
+def test_a_long_wait_is_reported_once() -> None:
+    events: list[Event] = []
+    short, long = WaitWarning(Reporter(events.append)), WaitWarning(Reporter(events.append), after_s=0.0)
+    for _ in range(2):
+        short.check("short")
+        long.check("waiting for a node")
+    assert events == [LogMessage("waiting for a node", warning=True)] and long.waited_s > 0

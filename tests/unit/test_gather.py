@@ -1,4 +1,4 @@
-"""Gathered views and shares of the loss on two workers, after data-parallel averaging."""
+"""What two workers compute together: gathered views, shares of the loss, the sum of gradients, and mistakes of one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distcse.devices.distributed import on_all_ranks, rank
+from distcse.errors import CorpusError, TeacherError
 from distcse.losses import TeacherOutputs, Views, build_objective, gather_views, mix_lists
 from distcse.losses.views import gather_rows
 from distcse.recipe import ObjectiveSection
 from distcse.training.engines import torch_engine
 from distcse.training.engines.torch_engine import all_reduce_gradients, large_embeddings
+from tests.failures import fails_with
 from tests.workers import run_workers
 
 WORKERS = 2
@@ -120,6 +123,8 @@ def all_answers(cases: dict[str, Case]) -> dict[str, Any]:
         "steps": {name: step(case) for name, case in cases.items()},
         "gathered": {dtype: gathered(dtype) for dtype in (torch.float32, torch.bfloat16)},
         "incoming_gradient": incoming_gradient(),
+        "summed": sum_gradients(SEEN),
+        "mistake": mistake_of_rank_1(),
         "uneven": refusal(2 + dist.get_rank()),
         "even": refusal(3),
     }
@@ -174,9 +179,9 @@ def test_two_workers_compute_the_step_of_the_oracle(
 
 def test_workers_gather_rows_in_order_and_sum_gradients(answers: list[dict[str, Any]]) -> None:
     all_rows = torch.tensor([[1.0, 1.0], [3.0, 1.0], [2.0, 1.0], [4.0, 1.0]])
-    for rank, answer in enumerate(answers):
+    for number, answer in enumerate(answers):
         single, half = (answer["gathered"][dtype] for dtype in (torch.float32, torch.bfloat16))
-        assert single["offset"] == 2 * rank
+        assert single["offset"] == 2 * number
         assert torch.equal(single["views"][0], all_rows) and torch.equal(single["views"][1], -all_rows)
         assert torch.equal(single["grad"], torch.full((2, 2), 1 + 2.0**-10))
         assert all(views.dtype == torch.float32 for views in half["views"]) and half["grad"].dtype == torch.bfloat16
@@ -202,6 +207,8 @@ def test_one_worker_has_the_global_batch() -> None:
 
 
 ROWS, WIDTH = 5000, 4
+SEEN = [[1, 2, 7, 4999], [2, 3, 3, 40]]
+"""Ids that each worker has."""
 
 
 class Small(nn.Module):
@@ -238,14 +245,13 @@ def sum_gradients(seen: list[list[int]]) -> dict[str, Any]:
     return {"found": [parameter.grad for parameter in parameters], "expected": expected, "sent": sent}
 
 
-def test_the_sum_equals_that_of_full_gradients() -> None:
-    seen = [[1, 2, 7, 4999], [2, 3, 3, 40]]
-    for answer in run_workers(sum_gradients, 2, seen):
+def test_the_sum_equals_that_of_full_gradients(answers: list[dict[str, Any]]) -> None:
+    for answer in (worker["summed"] for worker in answers):
         for found, expected in zip(answer["found"], answer["expected"], strict=True):
             assert expected.abs().max() > 0
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
         dense = 8 * WIDTH + 3 * WIDTH + 3
-        assert answer["sent"] == [ROWS, dense + len({*seen[0], *seen[1]}) * WIDTH]
+        assert answer["sent"] == [ROWS, dense + len({*SEEN[0], *SEEN[1]}) * WIDTH]
 
 
 def test_a_single_worker_sends_nothing() -> None:
@@ -255,3 +261,32 @@ def test_a_single_worker_sends_nothing() -> None:
     all_reduce_gradients(list(model.parameters()), large_embeddings(model))
     assert large_embeddings(model) == {model.words.weight}
     assert torch.equal(model.words.weight.grad, before)  # type: ignore[arg-type]
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------------
+
+
+def mistake_of_rank_1() -> str:
+    def work() -> int:
+        if rank() == 1:
+            raise CorpusError("rank 1 has no disk")
+        return 1
+
+    assert on_all_ranks(lambda: rank() + 5) == rank() + 5
+    try:
+        on_all_ranks(work)
+    except CorpusError as mistake:
+        return str(mistake)
+    return "no error"
+
+
+def test_the_mistake_of_one_worker_is_raised_by_all(answers: list[dict[str, Any]]) -> None:
+    """Raised by one alone, the others would wait for it in their next collective. A worker alone has its own."""
+    assert [answer["mistake"] for answer in answers] == ["rank 1 has no disk"] * 2
+
+    def fail() -> None:
+        raise TeacherError("mine")
+
+    assert on_all_ranks(lambda: 3) == 3
+    with fails_with(TeacherError, "mine"):
+        on_all_ranks(fail)
