@@ -76,6 +76,7 @@ from distcse.recipe import DetectionSection, LoopSection, ObjectiveSection
 from distcse.recipe.section import Precision
 from distcse.runs.distillation.model import Batch, StudentModel, StudentOutput
 from distcse.runs.mutual.pair_task import PairTask, PairTokens
+from distcse.storage import open_store
 from distcse.teachers.kinds.base import frozen_weight_dtype
 from distcse.text.collate import Tokens
 from distcse.training.checkpoints import CheckpointStore
@@ -507,7 +508,7 @@ def full_run(bench: Bench) -> Iterator[Figure]:
     with TemporaryDirectory() as folder:
         clock = ReportClock()
         graphs: GraphMode = "on" if bench.records else "off"
-        train(student, section, CheckpointStore(Path(folder)), Reporter(clock), cuda_graphs=graphs)
+        train(student, section, CheckpointStore(open_store(Path(folder))), Reporter(clock), cuda_graphs=graphs)
         seconds, fixed = clock.step_and_fixed_seconds(student.steps)
     tokenizer, dev = bench.tokenizer(), student._dev
     ways = {

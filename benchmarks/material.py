@@ -18,7 +18,7 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.directory import RunDirectory
 from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.preparation import PreparedCorpus
-from distcse.storage import resolve_path
+from distcse.storage import open_store
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient, TeacherClient
@@ -135,7 +135,7 @@ def make_up_tables(recipe: Recipe, width: int = 384) -> None:
     """Store vectors at random as the teachers', before `prepared` looks for those of the corpus."""
     text, draw = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter()), np.random.default_rng(0)
     for teacher in recipe.teachers.encoders:
-        table = table_of(teacher, text.corpus, resolve_path(recipe.storage.cache), recipe.teachers.shard_rows)
+        table = table_of(teacher, text.corpus, open_store(recipe.storage.cache), recipe.teachers.shard_rows)
         fill(table, width, draw)
 
 

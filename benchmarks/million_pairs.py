@@ -177,7 +177,7 @@ def drive(recipe: MutualRecipe, folder: Path) -> Work:
         pairs = read_pairs(recipe, open_store(folder / "pairs"))
         read = time.perf_counter()
         pairs = Pairs.open_verified(open_store(folder / "pairs"))
-        store = PhaseStore(folder, Lease.acquire(folder))
+        store = PhaseStore(open_store(folder, Lease.acquire(open_store(folder))))
         exchange = LabelExchange(recipe, store, threading.Event())
         base = np.random.default_rng(0).random(len(pairs), dtype=np.float32)
         for n, group in enumerate(recipe.groups):
@@ -248,7 +248,7 @@ def train_cross(recipe: MutualRecipe, folder: Path) -> Work:
 def _batches(recipe: MutualRecipe, folder: Path, encoder: Encoder | CrossEncoder, tokens: PairTokens) -> dict[str, Any]:
     """Prepare 20 batches at the start of an epoch and 20 at its end."""
     began = time.perf_counter()
-    stored = PhaseStore(folder).stored_labels(Phase(0))
+    stored = PhaseStore(open_store(folder)).stored_labels(Phase(0))
     assert stored is not None
     section = recipe.bi if isinstance(encoder, Encoder) else recipe.cross
     task = PairTask(encoder, tokens, stored.read(), section, None, 10**9, 0)
@@ -261,7 +261,7 @@ def _batches(recipe: MutualRecipe, folder: Path, encoder: Encoder | CrossEncoder
 
 def score(recipe: MutualRecipe, folder: Path) -> Work:
     """A scorer, which scores one part of the pairs: a slice of them."""
-    scorer = PairScorer(GroupContext(recipe, 0, open_store(folder, Lease.acquire(folder)), {}))
+    scorer = PairScorer(GroupContext(recipe, 0, open_store(folder, Lease.acquire(open_store(folder))), {}))
     scorer._model(Phase(0))  # what loading a model leaves behind is not of the pairs
 
     def work() -> dict[str, Any]:

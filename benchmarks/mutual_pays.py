@@ -38,7 +38,7 @@ from distcse.runs.backend import LocalBackend
 from distcse.runs.mutual.experiment import MutualDistillation
 from distcse.runs.mutual.pairs import load_pairs
 from distcse.runs.mutual.phase_store import Phase
-from distcse.storage import write_text_atomic
+from distcse.storage import open_store, write_text_atomic
 
 L6, L3, E5 = "all-MiniLM-L6-v2", "paraphrase-MiniLM-L3-v2", "multilingual-e5-small"
 GROUPS = {"L6": L6, "L3": L3, "e5": E5}
@@ -228,7 +228,7 @@ def mined_pairs(options: argparse.Namespace) -> Path:
                 ],
             )
             assert isinstance(recipe, MutualRecipe)
-            pairs = load_pairs(recipe, options.runs / f"mined-{options.pairs}", LocalBackend(), Reporter())
+            pairs = load_pairs(recipe, open_store(options.runs / f"mined-{options.pairs}"), LocalBackend(), Reporter())
             lines = ["sentence1\tsentence2", *("\t".join(pair) for pair in pairs.both())]
             write_text_atomic(file, "\n".join(lines) + "\n")
     return file

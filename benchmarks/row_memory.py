@@ -135,7 +135,7 @@ def worker(recipe: Recipe) -> dict[str, Any]:
     """Make the batches and lists of the last steps of one epoch and the first of the next."""
     cache = resolve_path(recipe.storage.cache)
     run, corpus, tokens = map(open_store, (".", *json.loads((cache / _FOLDERS).read_text())))
-    (table,) = EmbeddingTable.list_all(cache)
+    (table,) = EmbeddingTable.list_all(open_store(cache))
     with anonymous_peak() as memory:
         began = time.process_time()
         loader = BatchLoader(TrainSpec(recipe, run, corpus, tokens), 0, 1)
@@ -166,7 +166,7 @@ def embedding(recipe: Recipe) -> dict[str, Any]:
         vocab_size=len(tokenizer), hidden_size=SHARD_WIDTH, num_hidden_layers=1, intermediate_size=SHARD_WIDTH
     )
     encoder = Encoder(BertModel(config), tokenizer, "mean", max_length=32)
-    table = table_of(recipe.teachers.encoders[0], corpus, cache, len(corpus))
+    table = table_of(recipe.teachers.encoders[0], corpus, open_store(cache), len(corpus))
     with anonymous_peak() as memory:
         embedded = sum(embed_shards(encoder, corpus, table, [0], None))
     return {
@@ -182,8 +182,8 @@ PARTS = {"driver": driver, "worker": worker, "embedding": embedding}
 def located(recipe: Recipe, prepared: PreparedCorpus) -> EmbeddingTable:
     teachers = recipe.teachers
     cache = resolve_path(recipe.storage.cache)
-    table = table_of(teachers.encoders[0], prepared.corpus, cache, teachers.shard_rows)
-    return EmbeddingTable.locate(cache, table.identity)
+    table = table_of(teachers.encoders[0], prepared.corpus, open_store(cache), teachers.shard_rows)
+    return EmbeddingTable.locate(open_store(cache), table.identity)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def several_actors(folder: Path, options: Options, effort: Effort) -> list[Figur
     limit, shard_rows = (200, 25) if options.quick else (1024, 32)
     corpus = Corpus.prepare(CorpusSection(path=str(wiki_file(options.data)), limit=limit), open_store(folder))
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32, precision="fp32")
-    table = table_of(section, corpus, folder / "real", shard_rows)
+    table = table_of(section, corpus, open_store(folder / "real"), shard_rows)
     shards = list(range(table.identity.shards))
     with cluster(cpus=2):
         actor_class = ray.remote(num_cpus=1, **CONCURRENCY)(EmbeddingActor)

@@ -119,7 +119,7 @@ def train(options: argparse.Namespace, name: str, seed: int, overrides: tuple[st
 
     recipe = recipe_of(options, name, seed, overrides)
     directory = Distillation(recipe).run(LocalBackend(), Reporter(show)).directory
-    latest = CheckpointStore(directory.path).latest()
+    latest = CheckpointStore(open_store(directory.path)).latest()
     if latest is None:
         raise SystemExit(f"{directory.path} kept no checkpoint")
     last = Encoder.from_section(recipe.student)

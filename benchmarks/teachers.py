@@ -90,10 +90,10 @@ def sweep(folder: Path, options: Options, effort: Effort) -> list[Figure]:
     assert table is not None
     encoder = Encoder.from_section(spec.recipe.teachers.encoders[0]).eval()
     unique = len(set(corpus.texts(range(len(corpus)))))
-    fresh = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
+    fresh = table_of(spec.recipe.teachers.encoders[0], corpus, open_store(folder / "fresh"), len(corpus))
     with passes_of(encoder) as first:
         list(embed_shards(encoder, corpus, fresh, [0], None))
-    again = table_of(spec.recipe.teachers.encoders[0], corpus, folder / "fresh", len(corpus))
+    again = table_of(spec.recipe.teachers.encoders[0], corpus, open_store(folder / "fresh"), len(corpus))
     simcse, _ = prepared(list_recipe(folder / "simcse", file, MINILM, [], objective, n, 4 * n))
     step = TrainingStep(simcse, [])
     distilled = TrainingStep(spec, table_sources(spec, tables))
@@ -120,7 +120,7 @@ def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
     tables = []
     for width in (768, 1024):
         identity = TableIdentity(str(width), "made up", rows, None, None, "", "fp32", shard)
-        table = EmbeddingTable.locate(folder, identity)
+        table = EmbeddingTable.locate(open_store(folder), identity)
         fill(table, width, draw)
         tables.append(table)
     size = sum(file.stat().st_size for table in tables for file in table.directory.iterdir())
@@ -144,7 +144,7 @@ def cache(folder: Path, rows: int, effort: Effort) -> list[Figure]:
 def _opened(tables_on_disk: Sequence[tuple[Path, TableIdentity]]) -> tuple[float, int]:
     """Seconds to the first vectors; bytes that a hundred gathers left besides the files' own pages, which all workers share."""
     before, begun = anonymous_bytes(), time.perf_counter()
-    tables = [EmbeddingTable(directory, identity) for directory, identity in tables_on_disk]
+    tables = [EmbeddingTable(open_store(directory), identity) for directory, identity in tables_on_disk]
     for table in tables:
         table.vectors([0])
     opened = time.perf_counter() - begun
@@ -163,7 +163,7 @@ def fidelity(folder: Path, options: Options, texts: list[str]) -> list[Figure]:
     file.write_text("\n".join(texts[: LISTS * length]) + "\n", encoding="utf-8")
     corpus = Corpus.prepare(CorpusSection(path=str(file)), open_store(folder))
     section = TeacherSection(backbone=MINILM, pooling="mean", max_length=32, precision="fp32")
-    encoder, table = Encoder.from_section(section).eval(), table_of(section, corpus, folder, len(corpus))
+    encoder, table = Encoder.from_section(section).eval(), table_of(section, corpus, open_store(folder), len(corpus))
     list(embed_shards(encoder, corpus, table, [0], None))
     lists = len(corpus) // length
     columns = np.arange(lists * length).reshape(lists, length)

@@ -82,7 +82,9 @@ def embed_tables(recipe: Recipe, corpus: Corpus | None = None) -> list[Embedding
     """Embed the corpus with all teachers in this process, so that a run on Ray starts no embedding actors."""
     cache = Path(recipe.storage.cache)
     corpus = corpus or Corpus.prepare(recipe.corpus, open_store(cache))
-    tables = [table_of(teacher, corpus, cache, recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders]
+    tables = [
+        table_of(teacher, corpus, open_store(cache), recipe.teachers.shard_rows) for teacher in recipe.teachers.encoders
+    ]
     for teacher, table in zip(recipe.teachers.encoders, tables, strict=True):
         if missing := table.missing_shards():
             LocalBackend().embed(

@@ -158,7 +158,7 @@ class Trial:
     def _cosines(self, rows: NDArray[np.int64]) -> torch.Tensor:
         """Return the (T, R, R) cosines of the tables' vectors."""
         # Opened each time, so that the tables' pages do not count as memory of the trial.
-        tables = [EmbeddingTable(table.directory, table.identity) for table in self._tables]
+        tables = [EmbeddingTable(table.store, table.identity) for table in self._tables]
         vectors = [torch.from_numpy(table.vectors(rows)) for table in tables]
         return torch.stack([one @ one.T for one in vectors])
 
@@ -170,7 +170,7 @@ def prepare(load: Load, cache: Path) -> tuple[Corpus, list[EmbeddingTable]]:
         write_text_atomic(file, "".join(f"sentence {row}\n" for row in range(load.rows)))
     corpus = Corpus.prepare(CorpusSection(path=str(file)), open_store(cache))
     section = load.section
-    tables = [table_of(teacher, corpus, cache, section.shard_rows) for teacher in section.encoders]
+    tables = [table_of(teacher, corpus, open_store(cache), section.shard_rows) for teacher in section.encoders]
     for number, table in enumerate(tables):
         for shard in table.missing_shards():
             generator = np.random.default_rng([number, shard])

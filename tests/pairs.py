@@ -86,7 +86,7 @@ def cross_tokens(encoder: CrossEncoder, pairs: Pairs, both_orders: bool) -> Pair
 
 def labels_of(run: Path) -> list[NDArray[np.float32]]:
     """Return the labels of a run's first three phases."""
-    store = PhaseStore(run)
+    store = PhaseStore(open_store(run))
     found = [store.labels(Phase(number)) for number in range(3)]
     assert all(labels is not None for labels in found)
     return [labels for labels in found if labels is not None]

@@ -25,6 +25,7 @@ import psutil
 from torch import Tensor
 
 from distcse.recipe import recipe_yaml
+from distcse.storage import open_store
 from distcse.training.checkpoint_files import load_trainer_state
 from distcse.training.checkpoints import CheckpointStore
 from tests.jobs import make_recipe
@@ -278,7 +279,7 @@ class _Command:
 
     @property
     def latest(self) -> Path | None:
-        return CheckpointStore(self.folder).latest()
+        return CheckpointStore(open_store(self.folder)).latest()
 
     @property
     def complete_shards(self) -> dict[int, tuple[int, int]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from distcse.storage import open_store
 from distcse.training.checkpoint_files import load_weights
 from distcse.training.checkpoints import CheckpointStore
 
@@ -19,7 +20,7 @@ NO_GRADIENT = "key.bias"
 
 def weights_of(run: Path) -> dict[str, Tensor]:
     """Return the weights of a run's latest checkpoint."""
-    folder = CheckpointStore(run).latest()
+    folder = CheckpointStore(open_store(run)).latest()
     assert folder is not None
     return load_weights(folder)
 

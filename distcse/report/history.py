@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from distcse.errors import RunDirectoryError, RunError
 from distcse.runs.directory import recorded
 from distcse.runs.mutual.phase_store import Phase, PhaseStore, Scores
+from distcse.storage import open_store
 
 COMPARED_PAIRS = 1_000_000
 """Pairs whose scores are compared, at most; evenly spaced. The correlation's standard error is then at most 0.1."""
@@ -69,7 +70,7 @@ def read_cycles(
     run: Path, groups: Sequence[str], events: Sequence[Mapping[str, Any]], best_of: str = "cycles"
 ) -> Cycles:
     """Read the history from a run's phase store and its events."""
-    store = PhaseStore(run)
+    store = PhaseStore(open_store(run))
     dev: dict[str, dict[int, float]] = {f"{group} bi": {0: score} for group, score in store.starts.items()}
     agreement: dict[str, dict[str, float]] = {}
     number = 0

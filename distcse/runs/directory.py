@@ -109,7 +109,7 @@ class RunDirectory:
     @classmethod
     def begin(cls, path: Path, recipe: BaseRecipe) -> RunDirectory:
         """Take over an existing folder, of which the caller ensures that no other start works there, and write the recipe."""
-        directory = cls(path, Lease.acquire(path))
+        directory = cls(path, Lease.acquire(open_store(path)))
         directory._fetch_events()
         write_recipe(directory.store, recipe)
         return directory
@@ -117,7 +117,7 @@ class RunDirectory:
     @contextmanager
     def leased(self, reporter: Reporter) -> Iterator[Lease]:
         """Context manager: hold the folder's lease, which `store` checks before each change from now on."""
-        with nullcontext(self.lease) if self.lease else Lease.held(self.path, reporter) as lease:
+        with nullcontext(self.lease) if self.lease else Lease.held(open_store(self.path), reporter) as lease:
             self.store = replace(self.store, guard=lease)
             yield lease
 
@@ -218,7 +218,7 @@ class RunDirectory:
 
     def _fetch_events(self) -> None:
         """Fetch events.jsonl, unless this machine's copy is at least as new."""
-        if not has_local_changes(self.path):
+        if not has_local_changes(self.store):
             self.store.fetch(_EVENTS)
 
 

@@ -42,7 +42,7 @@ from distcse.errors import (
     StorageError,
 )
 from distcse.events import LogMessage, Reporter
-from distcse.storage import ArtifactStore, open_store, storage_errors
+from distcse.storage import ArtifactStore, storage_errors
 
 HEARTBEAT_S = 5.0
 """Seconds between two touches of a lease file."""
@@ -97,20 +97,20 @@ class Lease:
     that is stored, and possibly files that could not be uploaded."""
 
     @classmethod
-    def acquire(cls, folder: Path) -> Lease:
+    def acquire(cls, folder: ArtifactStore) -> Lease:
         """Take over a folder; earlier leases become invalid.
 
         Raises:
             StorageWriteError: The lease file cannot be written.
         """
-        lease = cls(open_store(folder), secrets.token_hex(8), has_local_changes(folder))
+        lease = cls(folder, secrets.token_hex(8), has_local_changes(folder))
         _held_here.add(lease.token)
         lease.folder.write_text(_FILE, json.dumps({"token": lease.token, "owner": asdict(LeaseOwner.here())}))
         return lease
 
     @classmethod
     @contextmanager
-    def held(cls, folder: Path, reporter: Reporter, waits_for: str | None = None) -> Iterator[Lease]:
+    def held(cls, folder: ArtifactStore, reporter: Reporter, waits_for: str | None = None) -> Iterator[Lease]:
         """Context manager: hold the lease of a folder, and keep it alive with heartbeats.
 
         Args:
@@ -124,9 +124,8 @@ class Lease:
             StoppedEarlyError: A stop was requested during a wait.
             StorageWriteError: The lease file cannot be written.
         """
-        store = open_store(folder)
-        with _reading(store):
-            lease = cls._acquire_when_free(store, reporter, waits_for)
+        with _reading(folder):
+            lease = cls._acquire_when_free(folder, reporter, waits_for)
         ended = threading.Event()
         threading.Thread(target=lease._beat, args=(ended,), name="lease-heartbeat", daemon=True).start()
         try:
@@ -174,7 +173,7 @@ class Lease:
             if (owner := _find_owner(folder, reporter)) is None:
                 with _local_lock(folder, reporter):
                     if _read(folder) == content:
-                        return cls.acquire(folder.path)
+                        return cls.acquire(folder)
                 continue
             if waits_for is None:
                 raise RunInUseError(
@@ -206,11 +205,10 @@ class Lease:
                 self.folder.write_text(_FILE, json.dumps({"token": self.token}))
 
 
-def find_owner(folder: Path, reporter: Reporter) -> LeaseOwner | None:
+def find_owner(folder: ArtifactStore, reporter: Reporter) -> LeaseOwner | None:
     """Return the process that works in a folder, or None. It takes up to 60 s if the owner is on another machine."""
-    store = open_store(folder)
-    with _reading(store):
-        return _find_owner(store, reporter)
+    with _reading(folder):
+        return _find_owner(folder, reporter)
 
 
 @contextmanager
@@ -236,13 +234,12 @@ def _find_owner(folder: ArtifactStore, reporter: Reporter) -> LeaseOwner | None:
     return None if _has_expired(folder, owner, reporter) else owner
 
 
-def has_local_changes(folder: Path) -> bool:
+def has_local_changes(folder: ArtifactStore) -> bool:
     """Return whether a folder is in object storage and its latest start was on this machine."""
-    store = open_store(folder)
-    if not store.is_remote:
+    if not folder.is_remote:
         return False
-    token = _local_token(store)
-    return token is not None and token == _read(store).get("token")
+    token = _local_token(folder)
+    return token is not None and token == _read(folder).get("token")
 
 
 def _has_expired(folder: ArtifactStore, owner: LeaseOwner, reporter: Reporter) -> bool:

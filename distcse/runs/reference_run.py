@@ -58,7 +58,7 @@ class ReferenceRun:
     def open(cls, path: Path, overrides: list[str], reporter: Reporter) -> ReferenceRun:
         """Read the record of a finished run."""
         _, recipe = RunDirectory.reopen(path, overrides, _ALSO_OVERRIDABLE)
-        if (owner := find_owner(path, reporter)) is not None:
+        if (owner := find_owner(open_store(path), reporter)) is not None:
             raise RunInUseError(
                 f"{to_uri(path)} is in use by {owner.description}; a rerun needs its final weights: wait for its end"
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from distcse.models import Encoder
 from distcse.recipe import TeacherSection
-from distcse.storage import content_key, open_store
+from distcse.storage import ArtifactStore, content_key
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.reuse import Reuse
 from distcse.teachers.table import EmbeddingTable, TableIdentity, rows_per_shard
@@ -26,11 +25,13 @@ PART_ROWS = 16_384
 Rows = Sequence[int] | NDArray[np.int64]
 
 
-def table_of(teacher: TeacherSection, corpus: Corpus, cache: Path, shard_rows: int | Literal["auto"]) -> EmbeddingTable:
+def table_of(
+    teacher: TeacherSection, corpus: Corpus, cache: ArtifactStore, shard_rows: int | Literal["auto"]
+) -> EmbeddingTable:
     """Open the table of this teacher's vectors of this corpus in `cache`; create it empty if there is none."""
     identity = identity_of(teacher, corpus, shard_rows)
     if identity.distinct is not None:
-        corpus.distinct_rows(open_store(cache))  # the table reads them
+        corpus.distinct_rows(cache)  # the table reads them
     return EmbeddingTable.locate(cache, identity)
 
 
@@ -60,7 +61,10 @@ def _identity(
 
 
 def embed_texts(
-    teacher: TeacherSection, texts: Sequence[str], cache: Path, on_progress: Callable[[int], None] | None = None
+    teacher: TeacherSection,
+    texts: Sequence[str],
+    cache: ArtifactStore,
+    on_progress: Callable[[int], None] | None = None,
 ) -> NDArray[np.float32]:
     """Return this teacher's vectors of a few thousand texts, from the cache or embedded here.
 

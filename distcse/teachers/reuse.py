@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from numpy.lib.format import open_memmap
 from numpy.typing import NDArray
 
 from distcse.errors import CorpusCacheError, EmbeddingTableError, ReusedTableError
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 from distcse.teachers.table import EmbeddingTable, StoredVectors
 from distcse.text import Corpus
 from distcse.text.row_keys import DistinctRows, RowKeys
@@ -67,7 +66,7 @@ class Reuse:
 
 
 def find_reuse(
-    table: EmbeddingTable, corpus: Corpus, cache: Path, on_progress: Callable[[int], None] | None = None
+    table: EmbeddingTable, corpus: Corpus, cache: ArtifactStore, on_progress: Callable[[int], None] | None = None
 ) -> Reuse | None:
     """Find the table of the same teacher with most sentences of a corpus, and store which of its rows they are.
 
@@ -76,15 +75,14 @@ def find_reuse(
     Returns:
         None if no table in `cache` has a sentence of the corpus.
     """
-    keys = corpus.keys(open_store(cache))
+    keys = corpus.keys(cache)
     found = _find_source(table, keys, cache)
     if found is None:
         return None
     source, source_keys = found
     if source.identity.distinct is not None:
-        DistinctRows.prepare(
-            source_keys, source.identity.corpus, open_store(cache)
-        )  # the table reads them, and they may be damaged
+        # The table reads them, and they may be damaged.
+        DistinctRows.prepare(source_keys, source.identity.corpus, cache)
     store = table.store / _FOLDER
     with store.write_folder() as temporary:
         rows = open_memmap(temporary / _FILE, mode="w+", dtype=np.int64, shape=(table.identity.vectors,))
@@ -99,20 +97,20 @@ def find_reuse(
     return Reuse(store, source)
 
 
-def count_new_rows(table: EmbeddingTable, corpus: Corpus, cache: Path) -> int:
+def count_new_rows(table: EmbeddingTable, corpus: Corpus, cache: ArtifactStore) -> int:
     """Return how many rows must be embedded to complete a table: an estimate if an earlier table has more than a million."""
     missing = sum(len(table.shard_range(shard)) for shard in table.missing_shards())
-    found = _find_source(table, keys := corpus.keys(open_store(cache)), cache) if missing else None
+    found = _find_source(table, keys := corpus.keys(cache), cache) if missing else None
     return missing if found is None else min(missing, max(0, len(corpus) - keys.count_common(found[1])))
 
 
-def _find_source(table: EmbeddingTable, keys: RowKeys, cache: Path) -> tuple[EmbeddingTable, RowKeys] | None:
+def _find_source(table: EmbeddingTable, keys: RowKeys, cache: ArtifactStore) -> tuple[EmbeddingTable, RowKeys] | None:
     """Return the other table of the same teacher that has most of the keys' sentences, and its corpus's keys."""
     best, most = None, 0
     for other in EmbeddingTable.list_all(cache):
         if other.identity == table.identity or not other.identity.has_teacher_of(table.identity):
             continue
-        other_keys = RowKeys.find(other.identity.corpus, open_store(cache))
+        other_keys = RowKeys.find(other.identity.corpus, cache)
         if other_keys is not None and (common := keys.count_common(other_keys)) > most:
             best, most = (other, other_keys), common
     return best

@@ -35,7 +35,6 @@ from distcse.storage import (
     content_key,
     dump_label,
     load_checked_label,
-    open_store,
     storage_errors,
     write_text_atomic,
 )
@@ -142,14 +141,14 @@ def normalize_rows(vectors: NDArray[np.float32], rows: Sequence[int] | NDArray[n
 class EmbeddingTable:
     """One teacher's unit vectors of all rows of one corpus, stored in shards."""
 
-    def __init__(self, directory: Path, identity: TableIdentity) -> None:
-        self.store = open_store(directory)
+    def __init__(self, store: ArtifactStore, identity: TableIdentity) -> None:
+        self.store = store
         self.identity = identity
         self._opened: OrderedDict[int, NDArray[np.float16]] = OrderedDict()
         self._most_open = _most_open()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_elsewhere, (self.store, self.identity)
+        return EmbeddingTable, (self.store, self.identity)
 
     @property
     def directory(self) -> Path:
@@ -157,7 +156,7 @@ class EmbeddingTable:
         return self.store.path
 
     @classmethod
-    def locate(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
+    def locate(cls, cache: ArtifactStore, identity: TableIdentity) -> EmbeddingTable:
         """Open the table with this identity in `cache`; create its folder and table.json if needed. Shards may be missing."""
         table = cls.at(cache, identity)
         with storage_errors(table.directory):
@@ -166,14 +165,14 @@ class EmbeddingTable:
         return table
 
     @classmethod
-    def at(cls, cache: Path, identity: TableIdentity) -> EmbeddingTable:
+    def at(cls, cache: ArtifactStore, identity: TableIdentity) -> EmbeddingTable:
         """Return the table with this identity in `cache`, which may not exist. Nothing is written."""
         return cls(cache / _FOLDER / identity.key, identity)
 
     @classmethod
-    def list_all(cls, cache: Path) -> Iterator[EmbeddingTable]:
+    def list_all(cls, cache: ArtifactStore) -> Iterator[EmbeddingTable]:
         """Yield the tables in `cache`, without those whose table.json cannot be read. Shards may be missing."""
-        tables = open_store(cache / _FOLDER)
+        tables = cache / _FOLDER
         for name in sorted(tables.list_names()):
             if (content := (tables / name).read("table.json")) is None:
                 continue
@@ -382,11 +381,6 @@ class EmbeddingTable:
 
     def _label(self, shard: int) -> Path:
         return self.directory / f"shard-{shard:05d}.json"
-
-
-def _open_elsewhere(store: ArtifactStore, identity: TableIdentity) -> EmbeddingTable:
-    """Open a table on another machine, which may keep its copy of a bucket in another folder."""
-    return EmbeddingTable(store.path, identity)
 
 
 def _most_open() -> int:

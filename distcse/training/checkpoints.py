@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from distcse.errors import CheckpointError, RunError, RunRecordError, StorageError
 from distcse.events import Event, LogMessage, ignore
-from distcse.storage import ArtifactStore, Guard, open_store, storage_errors, to_uri
+from distcse.storage import ArtifactStore, storage_errors
 from distcse.training.checkpoint_files import (
     WITHOUT_MOMENTS,
     ModelState,
@@ -45,23 +45,22 @@ class CheckpointStore:
     the weights of the latest and of the best (see `keep_weights`).
 
     Args:
-        run: The training's folder.
-        guard: Such as the lease of the run directory, checked before each write and each deletion. Default: no check.
+        run: The training's folder. Its guard, such as the lease of the run directory, is checked before each write and deletion.
     """
 
-    def __init__(self, run: Path, guard: Guard | None = None) -> None:
-        self._store = open_store(run / "checkpoints", guard)
+    def __init__(self, run: ArtifactStore) -> None:
+        self._store = run / "checkpoints"
 
     def save(self, state: ModelState, trainer_state: TrainerState, emit: Callable[[Event], None] = ignore) -> Path:
         """Write a checkpoint atomically, update `latest`, and delete checkpoints that are no longer needed."""
         target = self._store / _folder_name(trainer_state.step)
         with storage_errors(target.path):
             write_checkpoint(state, trainer_state, target)
-            previous = self._previous(target.path)
+            previous = self._previous(target)
             target.publish()
             self._point_to(target)
         try:
-            self._remove_unneeded(target.path, {target.path, previous})
+            self._remove_unneeded(target, {target, previous})
         except (StorageError, RunRecordError, CheckpointError) as error:
             text = f"checkpoint {target.name} is complete, but earlier ones cannot be deleted: {error}. The next one tries again"
             emit(LogMessage(text, warning=True))
@@ -73,7 +72,7 @@ class CheckpointStore:
         try:
             self._store.write_text(_ENDED, "")
             if latest is not None:
-                (self._store / latest.name).keep_only(WITHOUT_MOMENTS)
+                latest.keep_only(WITHOUT_MOMENTS)
                 self._remove_unneeded(latest, {latest})
         except (StorageError, CheckpointError) as error:
             emit(
@@ -100,18 +99,17 @@ class CheckpointStore:
         if not self._store.is_remote or not root.is_dir():
             return
         latest = self._pointed()
-        local = sorted(
-            (folder for folder in root.iterdir() if _STEP_FOLDER.fullmatch(folder.name)), key=_step, reverse=True
-        )
-        for folder in local if latest is None else [folder for folder in local if _step(folder) > _step(latest)]:
+        for step in self._steps_of(folder.name for folder in root.iterdir()):
+            if latest is not None and _number(step) <= _number(latest):
+                return
             try:
-                load_model_state(folder)
+                load_model_state(step.path)
             except RunError as error:
                 emit(LogMessage(f"{error}; it was never uploaded", warning=True))
                 continue
-            (self._store / folder.name).publish()
-            self._point_to(self._store / folder.name)
-            emit(LogMessage(f"{to_uri(folder)} was only on this machine, and is uploaded now"))
+            step.publish()
+            self._point_to(step)
+            emit(LogMessage(f"{step} was only on this machine, and is uploaded now"))
             return
 
     def latest(self) -> Path | None:
@@ -125,7 +123,7 @@ class CheckpointStore:
     def _point_to(self, step: ArtifactStore) -> None:
         self._store.write_text("latest", step.name)
 
-    def _pointed(self) -> Path | None:
+    def _pointed(self) -> ArtifactStore | None:
         """Return the step folder that `latest` names, whether it exists or not; None if there is no valid pointer."""
         if not self._store.fetch("latest"):
             return None
@@ -133,35 +131,30 @@ class CheckpointStore:
             name = (self._store.path / "latest").read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return None
-        return self._store.path / name if _STEP_FOLDER.fullmatch(name) else None
+        return self._store / name if _STEP_FOLDER.fullmatch(name) else None
 
-    def _newest(self) -> Path | None:
+    def _newest(self) -> ArtifactStore | None:
         """Return the step folder that `latest` names, or the last one if it names none that exists; None if there is none."""
         pointed = self._pointed()
-        exists = pointed is not None and (self._store / pointed.name).has_folder()
-        return pointed if exists else next(iter(self._steps()), None)
+        return pointed if pointed is not None and pointed.has_folder() else next(iter(self._steps()), None)
 
-    def _fetched(self, folder: Path | None) -> Path | None:
-        """Fetch and return a step folder; None if it does not exist."""
-        return folder if folder is not None and (self._store / folder.name).fetch_folder() else None
+    def _fetched(self, step: ArtifactStore | None) -> Path | None:
+        """Fetch a step folder and return its path; None if it does not exist."""
+        return step.path if step is not None and step.fetch_folder() else None
 
-    def _best_of(self, folder: Path | None) -> Path | None:
+    def _best_of(self, step: ArtifactStore | None) -> ArtifactStore | None:
         """Return the step folder of the best dev score in a checkpoint's state, whether it exists or not; None without scores."""
-        stored = self._fetched(folder)
+        stored = self._fetched(step)
         best = None if stored is None else load_trainer_state(stored).best
-        return None if best is None else self._store.path / _folder_name(best[0])
+        return None if best is None else self._store / _folder_name(best[0])
 
-    def _steps(self) -> list[Path]:
+    def _steps(self) -> list[ArtifactStore]:
         """List all step folders, the newest first."""
-        return sorted(
-            (
-                folder
-                for folder in (self._store.path / name for name in self._store.list_names())
-                if _STEP_FOLDER.fullmatch(folder.name) and not folder.is_symlink()
-            ),
-            key=_step,
-            reverse=True,
-        )
+        return [step for step in self._steps_of(self._store.list_names()) if not step.path.is_symlink()]
+
+    def _steps_of(self, names: Iterable[str]) -> list[ArtifactStore]:
+        """Return the step folders among some names, the newest first."""
+        return sorted((self._store / name for name in names if _STEP_FOLDER.fullmatch(name)), key=_number, reverse=True)
 
     def restore(self, emit: Callable[[Event], None] = ignore) -> tuple[TrainerState, ModelState] | None:
         """Load the latest checkpoint, or the newest undamaged one; return None if there is none to resume from.
@@ -172,19 +165,19 @@ class CheckpointStore:
         """
         latest = self._pointed()
         problems: list[str] = []
-        for folder in dict.fromkeys([*([latest] if latest else []), *self._steps()]):
+        for step in dict.fromkeys([*([latest] if latest else []), *self._steps()]):
             try:
-                if not (self._store / folder.name).fetch_folder():
+                if not step.fetch_folder():
                     continue
-                state = load_model_state(folder)
-                trainer_state = load_trainer_state(folder)
+                state = load_model_state(step.path)
+                trainer_state = load_trainer_state(step.path)
             except StorageError:
                 raise
             except RunError as error:
                 problems.append(str(error))
                 continue
             for problem in problems:
-                emit(LogMessage(f"{problem}; resuming from {folder.name}", warning=True))
+                emit(LogMessage(f"{problem}; resuming from {step.name}", warning=True))
             return trainer_state, state
         if problems and self._store.fetch(_ENDED):
             for problem in problems:
@@ -196,33 +189,34 @@ class CheckpointStore:
             )
         return None
 
-    def _previous(self, folder: Path) -> Path | None:
+    def _previous(self, step: ArtifactStore) -> ArtifactStore | None:
         """Return the newest checkpoint before another one. A listing may be outdated, so the pointer counts too."""
         known = {self._pointed(), *self._steps()}
-        return max(
-            (found for found in known if found is not None and _step(found) < _step(folder)), key=_step, default=None
-        )
+        before = (found for found in known if found is not None and _number(found) < _number(step))
+        return max(before, key=_number, default=None)
 
-    def _remove_unneeded(self, newest: Path, resumable: set[Path | None]) -> None:
+    def _remove_unneeded(self, newest: ArtifactStore, resumable: set[ArtifactStore | None]) -> None:
         """Delete checkpoints before `newest` that are neither resumable nor the best of a resumable one, and moments of the best.
 
         A later start's checkpoints are safe at any time. Its steps come after `newest`, and its temporary folders are not listed
         while the lease is valid, which each deletion checks.
         """
-        best = {self._best_of(folder) for folder in resumable} - resumable
-        steps = {*self._steps(), *self._store.path.glob("step-*")}
+        best = {self._best_of(step) for step in resumable} - resumable
+        local = self._store.path.glob("step-*")
         leftovers = list(self._store.path.glob(".step-*"))  # from a process that was killed while it wrote
-        for folder in (folder for folder in steps if _step(folder) < _step(newest)):
-            if folder in best:
-                (self._store / folder.name).keep_only(WITHOUT_MOMENTS)
-            elif folder not in resumable:
-                (self._store / folder.name).delete_folder()
+        for step in {*self._steps(), *(self._store / folder.name for folder in local)}:
+            if _number(step) >= _number(newest):
+                continue
+            if step in best:
+                step.keep_only(WITHOUT_MOMENTS)
+            elif step not in resumable:
+                step.delete_folder()
         for leftover in leftovers:
             (self._store / leftover.name).delete_folder()
 
 
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+def _number(step: ArtifactStore) -> int:
+    return int(step.name.removeprefix("step-"))
 
 
 def _folder_name(step: int) -> str:

@@ -84,7 +84,7 @@ def run_trial(
     seconds_before = trial.seconds
     recipe = with_values(context.recipe, values)
     directory = RunDirectory.begin(folder, recipe)  # a process of an earlier start writes nothing more
-    checkpoints = CheckpointStore(folder, directory.lease)
+    checkpoints = CheckpointStore(directory.store)
     if donor is not None and not (has_same_values and _has_passed(donor, checkpoints)):
         checkpoints.adopt(donor)
         trial = replace(trial, metrics=_scores_in_checkpoint(trial, donor))

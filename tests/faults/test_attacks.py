@@ -307,7 +307,7 @@ def test_a_checkpoint_pointer_names_a_checkpoint(tmp_path: Path, pointer: str) -
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     (checkpoints / "latest").write_text(pointer)
-    found = CheckpointStore(tmp_path / "run")
+    found = CheckpointStore(open_store(tmp_path / "run"))
     assert found.latest() is None and found.best() is None and found.restore() is None
 
 

@@ -205,7 +205,7 @@ def train_from_the_head(folder: Path) -> None:
     assert isinstance(mutual, MutualRecipe)
 
     def mine(backend: Backend) -> str:
-        return load_pairs(mutual, RunDirectory.create(mutual).path, backend, Reporter()).fingerprint
+        return load_pairs(mutual, open_store(RunDirectory.create(mutual).path), backend, Reporter()).fingerprint
 
     with recorded_loads() as loaded:
         result = run(recipe, Reporter())

@@ -116,7 +116,7 @@ def test_a_damaged_shard_is_embedded_again(tmp_path: Path, damage: Damage, name:
     vectors = np.random.default_rng(0).normal(size=(250, 16)).astype(np.float32)
 
     def open_table() -> EmbeddingTable:
-        return EmbeddingTable.locate(tmp_path, TableIdentity("m", "c", 250, None, None, "", "fp32", 100))
+        return EmbeddingTable.locate(open_store(tmp_path), TableIdentity("m", "c", 250, None, None, "", "fp32", 100))
 
     for shard in (0, 1, 2):
         open_table().write_shard(shard, vectors[100 * shard : 100 * shard + 100])
@@ -140,7 +140,7 @@ def make_state(value: float) -> ModelState:
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "exp_avg.safetensors", "trainer_state.json"])
 def test_the_previous_checkpoint_is_used_if_the_latest_is_damaged(tmp_path: Path, damage: Damage, name: str) -> None:
-    checkpoints = CheckpointStore(tmp_path)
+    checkpoints = CheckpointStore(open_store(tmp_path))
     for step in (1, 2, 3):
         checkpoints.save(make_state(step), TrainerState(step, [(s, float(s)) for s in range(1, step + 1)]))
     latest = checkpoints.latest()
@@ -150,22 +150,22 @@ def test_the_previous_checkpoint_is_used_if_the_latest_is_damaged(tmp_path: Path
         load_model_state(latest)
         load_trainer_state(latest)
     events: list[Event] = []
-    restored = CheckpointStore(tmp_path).restore(events.append)
+    restored = CheckpointStore(open_store(tmp_path)).restore(events.append)
     assert restored is not None and restored[0].step == 2 and restored[1].weights["w"][0] == 2.0
     (warning,) = events
     assert isinstance(warning, LogMessage) and warning.warning
     assert str(latest) in warning.text and "step-000002" in warning.text
     damage(tmp_path / "checkpoints" / "step-000002" / name)
     with fails_with(CheckpointError, str(tmp_path / "checkpoints")):
-        CheckpointStore(tmp_path).restore()
+        CheckpointStore(open_store(tmp_path)).restore()
 
 
 def test_a_damaged_pointer_is_replaced_by_the_latest_step(tmp_path: Path, damage: Damage) -> None:
-    checkpoints = CheckpointStore(tmp_path)
+    checkpoints = CheckpointStore(open_store(tmp_path))
     for step in (1, 2):
         checkpoints.save(make_state(step), TrainerState(step, [(step, 1.0)]))
     damage(tmp_path / "checkpoints" / "latest")
-    restored = CheckpointStore(tmp_path).restore()
+    restored = CheckpointStore(open_store(tmp_path)).restore()
     assert checkpoints.best() is not None
     assert restored is not None and restored[0].step in (1, 2)
     assert restored[0].step == 2 or damage is flip  # a flipped bit may name another existing step
@@ -179,7 +179,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_with_the_same_weights(recipe_with:
     train_job(reference, tables)
     spec, tables = make_spec(recipe)
     assert train_job(spec, tables, stop_after=8).interrupted
-    latest = CheckpointStore(spec.run.path).latest()
+    latest = CheckpointStore(spec.run).latest()
     assert latest is not None and load_trainer_state(latest).step > 3
     flip(latest / "exp_avg.safetensors")
     events: list[Event] = []
@@ -224,7 +224,7 @@ class Record:
 
 
 def write_phase_store(folder: Path) -> None:
-    store = PhaseStore(folder)
+    store = PhaseStore(open_store(folder))
     store.post("bert", Phase(0), _SCORES, None)
 
 
@@ -242,8 +242,8 @@ RECORDS = (
         )
         for name in PAIRS
     ),
-    Record("phases.json", write_phase_store, lambda folder: PhaseStore(folder).dropped),
-    Record(_SCORES_FILE, write_phase_store, lambda folder: PhaseStore(folder).scores("bert", Phase(0))),
+    Record("phases.json", write_phase_store, lambda folder: PhaseStore(open_store(folder)).dropped),
+    Record(_SCORES_FILE, write_phase_store, lambda folder: PhaseStore(open_store(folder)).scores("bert", Phase(0))),
     Record("trial.json", Trial("t", {"lr": 1.0}, metrics=[TrialMetric(1, 2.0, 3.0, 4.0)]).write, read_trial),
     Record(
         "run.json",

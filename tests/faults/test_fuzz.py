@@ -385,11 +385,11 @@ def test_what_a_run_left_behind(place: Path, content: bytes) -> None:
     for work in (
         lambda: RunDirectory.reopen(run, []),
         lambda: RunDirectory(run).record(1, {"corpus": "c"}),
-        lambda: PhaseStore(run),
+        lambda: PhaseStore(open_store(run)),
         lambda: read_trial(run),
         lambda: read_run(run),
-        lambda: CheckpointStore(run).restore(),
-        lambda: CheckpointStore(run).best(),
+        lambda: CheckpointStore(open_store(run)).restore(),
+        lambda: CheckpointStore(open_store(run)).best(),
         lambda: Contamination.read(run / "model"),
     ):
         ours(work)

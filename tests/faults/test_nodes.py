@@ -13,6 +13,7 @@ from distcse.devices.device import cpu_speed
 from distcse.events import Reporter
 from distcse.recipe import load_recipe, recipe_yaml
 from distcse.runs.mutual.phase_store import Phase, PhaseStore
+from distcse.storage import open_store
 from distcse.training.checkpoint_files import load_trainer_state
 from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run, run_mutual
@@ -66,7 +67,7 @@ def places_of_last_run(head: Machine) -> dict[str, set[tuple[str, str | None]]]:
 
 
 def scores_of(run: Path) -> list[tuple[int, float]]:
-    latest = CheckpointStore(run).latest()
+    latest = CheckpointStore(open_store(run)).latest()
     assert latest is not None
     return load_trainer_state(latest).scores
 
@@ -110,7 +111,7 @@ def test_groups_on_three_machines_make_the_labels_of_one_process(
     all_nodes = {(machine.address, role) for machine, role in zip(three, ROLES, strict=True)}
     assert places["TrainingActor"] == places["ScoringActor"] == all_nodes
     for number in range(3):
-        one, other = (PhaseStore(run).labels(Phase(number)) for run in (local, remote))
+        one, other = (PhaseStore(open_store(run)).labels(Phase(number)) for run in (local, remote))
         assert one is not None and other is not None
         np.testing.assert_allclose(one, other, atol=5e-3, err_msg=Phase(number).name)
 

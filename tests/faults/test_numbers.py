@@ -145,7 +145,7 @@ def test_a_gradient_that_overflows_leaves_no_checkpoint(recipe_with: MakeRecipe,
     with fails_with(DivergedError, "rows", "of the corpus") as raised:
         train(spec, tables)
     assert re.search("(after step 1|at step [01]) ", str(raised.value))
-    folder = CheckpointStore(spec.run.path).latest()
+    folder = CheckpointStore(spec.run).latest()
     assert folder is not None and folder.name == "step-000000"
     assert load_model_state(folder).first_not_finite() is None
 
@@ -246,7 +246,7 @@ def test_a_table_keeps_directions_at_any_norm(recipe_with: MakeRecipe) -> None:
     expected = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     for scale in (1e-38, 1e-30, 1.0, 1e30, 3e38):
         table.write_shard(0, (vectors * scale).astype(np.float32))
-        stored = EmbeddingTable(table.directory, table.identity).vectors(np.arange(rows))
+        stored = EmbeddingTable(table.store, table.identity).vectors(np.arange(rows))
         assert np.abs(stored - expected).max() < 2e-3, scale
 
 
@@ -271,5 +271,5 @@ def test_a_dev_score_that_is_not_finite_ends_the_run(recipe_with: MakeRecipe) ->
     )
     task.dev = DevMetric("broken", lambda encoder: float("nan"))
     with fails_with(DivergedError, "broken", "step 0"):
-        train_task(task, spec.recipe.training, CheckpointStore(spec.run.path), Reporter())
-    assert CheckpointStore(spec.run.path).latest() is None
+        train_task(task, spec.recipe.training, CheckpointStore(spec.run), Reporter())
+    assert CheckpointStore(spec.run).latest() is None

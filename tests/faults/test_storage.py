@@ -338,18 +338,18 @@ def make_position(step: int, best: int = 0) -> TrainerState:
 
 def save_checkpoint(location: ArtifactStore, version: int) -> None:
     for step in (20,) if version else (0, 10):
-        CheckpointStore(location.path).save(make_state(step), make_position(step, best=20 * version))
+        CheckpointStore(location).save(make_state(step), make_position(step, best=20 * version))
 
 
 def read_checkpoint(location: ArtifactStore) -> tuple[int, float, str]:
-    checkpoints = CheckpointStore(location.path)
+    checkpoints = CheckpointStore(location)
     restored, best = checkpoints.restore(), checkpoints.best()
     assert restored is not None and best is not None
     return restored[0].step, float(restored[1].weights["w"][0]), best.name
 
 
 def open_table(location: ArtifactStore) -> EmbeddingTable:
-    return EmbeddingTable.locate(location.path, TableIdentity("m", "c", 8, "mean", 16, "", "fp32", shard_rows=4))
+    return EmbeddingTable.locate(location, TableIdentity("m", "c", 8, "mean", 16, "", "fp32", shard_rows=4))
 
 
 def write_shard(location: ArtifactStore, version: int) -> None:
@@ -363,11 +363,11 @@ def read_shards(location: ArtifactStore) -> Any:
 
 
 def post_scores(location: ArtifactStore, version: int) -> None:
-    PhaseStore(location.path).post(f"group {version}", Phase(0), np.full(5000, version, dtype=np.float32), None)
+    PhaseStore(location).post(f"group {version}", Phase(0), np.full(5000, version, dtype=np.float32), None)
 
 
 def read_scores(location: ArtifactStore) -> dict[str, list[float]]:
-    store = PhaseStore(location.path)
+    store = PhaseStore(location)
     return {group: store.scores(group, Phase(0)).tolist() for group in store.posted(Phase(0))}
 
 
@@ -558,7 +558,7 @@ def test_a_checkpoint_is_complete_if_the_storage_refuses_to_delete_earlier_ones(
     bucket: str, gate: Gate, machine: Callable[[str], None]
 ) -> None:
     machine("writer")
-    checkpoints, events = CheckpointStore(resolve_path(f"{bucket}/run")), list[Event]()
+    checkpoints, events = CheckpointStore(open_store(f"{bucket}/run")), list[Event]()
     for step in (0, 10, 20, 30):
         checkpoints.save(make_state(step), make_position(step), events.append)
         if step == 10:
@@ -614,7 +614,9 @@ def test_messages_to_other_machines_contain_no_path_of_a_mirror(
     prepared = PreparedCorpus.prepare(recipe, LocalBackend(), Reporter())
     (table,) = prepared.tables(LocalBackend(), Reporter())
     run_path = RunDirectory.create(recipe).path
-    spec = prepared.spec(RunDirectory(run_path, Lease.acquire(run_path)), [table], LocalBackend(), Reporter())
+    spec = prepared.spec(
+        RunDirectory(run_path, Lease.acquire(open_store(run_path))), [table], LocalBackend(), Reporter()
+    )
     assert table is not None and spec.run.guard is not None
     assert spec.targets is not None and spec.targets.projection is not None
     teacher, corpus = recipe.teachers.encoders[0], prepared.corpus.store
@@ -673,7 +675,7 @@ def test_a_run_without_storage_ends_and_continues_from_its_local_checkpoint(
     gate.open()
     (name,) = open_store(recipe.storage.runs).list_names()
     address = f"{recipe.storage.runs}/{name}"
-    assert CheckpointStore(resolve_path(address)).latest() == resolve_path(address) / "checkpoints" / "step-000000"
+    assert CheckpointStore(open_store(address)).latest() == resolve_path(address) / "checkpoints" / "step-000000"
     assert (resolve_path(address) / "checkpoints" / "step-000003").is_dir()
     notes: list[str] = []
     directory, reopened = RunDirectory.reopen(resolve_path(address), [])
@@ -689,20 +691,20 @@ def test_the_local_checkpoint_of_a_run_that_was_taken_over_is_ignored(
 ) -> None:
     run_path = resolve_path(f"{bucket}/run")
     run_path.mkdir(parents=True)
-    lease = Lease.acquire(run_path)
-    CheckpointStore(run_path, lease).save(make_state(0), make_position(0))
-    assert has_local_changes(run_path)
+    lease = Lease.acquire(open_store(run_path))
+    CheckpointStore(open_store(run_path, lease)).save(make_state(0), make_position(0))
+    assert has_local_changes(open_store(run_path))
     machine("other")
     remote = resolve_path(f"{bucket}/run")
-    assert not has_local_changes(remote)
+    assert not has_local_changes(open_store(remote))
     remote.mkdir(parents=True)
-    later = Lease.acquire(remote)
-    CheckpointStore(remote, later).save(make_state(10), make_position(10))
+    later = Lease.acquire(open_store(remote))
+    CheckpointStore(open_store(remote, later)).save(make_state(10), make_position(10))
     machine("mirror")
-    assert not has_local_changes(run_path)
+    assert not has_local_changes(open_store(run_path))
     with fails_with(RunTakenOverError, f"{bucket}/run"):
-        CheckpointStore(run_path, lease).save(make_state(20), make_position(20))
-    found = CheckpointStore(run_path).restore()
+        CheckpointStore(open_store(run_path, lease)).save(make_state(20), make_position(20))
+    found = CheckpointStore(open_store(run_path)).restore()
     assert found is not None and found[0].step == 10
 
 

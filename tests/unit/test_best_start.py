@@ -24,7 +24,7 @@ from distcse.runs.mutual.experiment import CycleScores
 from distcse.runs.mutual.label_exchange import LabelExchange
 from distcse.runs.mutual.phase_store import Phase, PhaseResult, PhaseStore, best_phase, dev_scores
 from distcse.runs.mutual.result import MutualResult
-from distcse.storage import dump_checked_json, load_checked_json
+from distcse.storage import dump_checked_json, load_checked_json, open_store
 from tests.backends import run_mutual
 from tests.failures import fails_with
 from tests.pairs import make_mutual_recipe
@@ -60,7 +60,7 @@ def test_a_start_that_no_cycle_reaches_is_the_best_and_reports_say_so(make: Make
     pairs = f"pairs={{path: '{labelled}/sts/stsb/test.tsv.gz'}}"
     result = resumed_after_a_stop(make(WITH_START, pairs, *overrides))
     best = {f"{each.group} {each.kind}": each for each in result.best}
-    trained = PhaseStore(result.directory.path).posted(Phase(2))
+    trained = PhaseStore(open_store(result.directory.path)).posted(Phase(2))
     assert [name for name, each in best.items() if each.is_start] == ["good bi"]
     assert best["good bi"].dev == pytest.approx(100, abs=0.1)
     assert best["weak bi"].phase == Phase(2) and best["good cross"].phase == Phase(1)
@@ -112,7 +112,7 @@ def resumed_after_a_stop(recipe: MutualRecipe) -> MutualResult:
 
 def post_two_cycles(recipe: MutualRecipe, folder: Path) -> PhaseStore:
     """Store a run in which the bi-encoders of both groups get better in each cycle, and stay below their starts."""
-    store = PhaseStore(folder, Lease.acquire(folder))
+    store = PhaseStore(open_store(folder, Lease.acquire(open_store(folder))))
     store.record_starts({"good": 90.0, "weak": 70.0})
     exchange = LabelExchange(recipe, store, threading.Event())
     for phase in map(Phase, range(5)):

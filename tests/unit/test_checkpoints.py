@@ -28,7 +28,7 @@ from distcse.errors import (
 )
 from distcse.events import CheckpointSaved, DevScore, Event, LogMessage, Reporter, StepReport, ignore
 from distcse.recipe import Recipe, TrainingSection
-from distcse.storage import checksum, storage_errors
+from distcse.storage import checksum, open_store, storage_errors
 from distcse.storage.artifact_store import FolderStore
 from distcse.training import checkpoint_manager, step_log
 from distcse.training.checkpoint_files import (
@@ -144,7 +144,12 @@ def gpu() -> Iterator[Simulation]:
 
 def test_training_continues_while_a_checkpoint_is_written(gpu: Simulation, tmp_path: Path) -> None:
     """That of step 9 is written after step 11, and has the content of one that training waits for."""
-    store, at_once, events, task = SlowStore(tmp_path / "slow", step=9), CheckpointStore(tmp_path), [], LineTask()  # type: ignore[var-annotated]
+    store, at_once, events, task = (
+        SlowStore(open_store(tmp_path / "slow"), step=9),
+        CheckpointStore(open_store(tmp_path)),
+        [],
+        LineTask(),
+    )  # type: ignore[var-annotated]
     task.at_step = lambda step: store.go.set() if step == 11 else None
     fit(store, task, events.append)
     fit(at_once)
@@ -198,7 +203,7 @@ def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
 ) -> None:
     """The first checkpoint is written until an evaluation; after the last one, none is left out."""
     monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
-    store, events, task = SlowStore(tmp_path, step=0), list[Event](), RisingTask(scores)
+    store, events, task = SlowStore(open_store(tmp_path), step=0), list[Event](), RisingTask(scores)
 
     def finish_write(step: int) -> None:
         if step == written_at:
@@ -213,7 +218,7 @@ def test_checkpoints_that_are_due_during_a_write_are_left_out_but_the_best(
     best, latest = store.best(), store.latest()
     assert best is not None and latest is not None
     assert best.name == f"step-{max(scores, key=lambda step: scores[step]):06d}" and latest.name == "step-000012"
-    whole = CheckpointStore(tmp_path / "whole")
+    whole = CheckpointStore(open_store(tmp_path / "whole"))
     monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", TIMEOUT_S)
     fit(whole, RisingTask(scores))
     for found, expected in ((best, whole.best()), (latest, whole.latest())):
@@ -226,7 +231,11 @@ def test_a_run_that_is_killed_during_a_slow_write_resumes_to_the_same_scores_and
 ) -> None:
     monkeypatch.setattr(checkpoint_manager, "PATIENCE_S", 0.0)
     scores = {3: 2.0, 6: 3.0, 9: 2.0, 12: 2.5}
-    whole, store, task = CheckpointStore(tmp_path / "whole"), SlowStore(tmp_path / "killed", 3), RisingTask(scores)
+    whole, store, task = (
+        CheckpointStore(open_store(tmp_path / "whole")),
+        SlowStore(open_store(tmp_path / "killed"), 3),
+        RisingTask(scores),
+    )
     expected = fit(whole, RisingTask(scores))
     task.at_step = failing_at(10, store)
     with pytest.raises(ZeroDivisionError):
@@ -279,7 +288,7 @@ def test_tensors_may_be_created_while_they_are_copied(gpu: Simulation) -> None:
 def test_an_error_of_the_writer_ends_the_run(
     gpu: Simulation, tmp_path: Path, error: type[DistcseError], step: int
 ) -> None:
-    store, events = SlowStore(tmp_path, step, error("it cannot be written")), []  # type: ignore[var-annotated]
+    store, events = SlowStore(open_store(tmp_path), step, error("it cannot be written")), []  # type: ignore[var-annotated]
     store.go.set()
     with fails_with(error, "it cannot be written"):
         fit(store, emit=events.append)
@@ -289,7 +298,7 @@ def test_an_error_of_the_writer_ends_the_run(
 
 
 def test_weights_that_are_not_finite_are_not_stored(gpu: Simulation, tmp_path: Path) -> None:
-    task, store = LineTask(), CheckpointStore(tmp_path)
+    task, store = LineTask(), CheckpointStore(open_store(tmp_path))
     engine = TorchEngine(task.model, section(), None)
 
     def save(step: int) -> None:
@@ -309,7 +318,7 @@ def test_weights_that_are_not_finite_are_not_stored(gpu: Simulation, tmp_path: P
 @pytest.mark.parametrize("failure", [None, StorageWriteError("the disk is full")], ids=["written", "refused"])
 def test_another_error_waits_for_the_checkpoint(gpu: Simulation, tmp_path: Path, failure: DistcseError | None) -> None:
     """If writing fails too, both failures are reported."""
-    store, events, task = SlowStore(tmp_path, 3, failure), list[Event](), LineTask()
+    store, events, task = SlowStore(open_store(tmp_path), 3, failure), list[Event](), LineTask()
     task.at_step = failing_at(3 if failure else 4, store)
     with pytest.raises(ZeroDivisionError):
         fit(store, task, events.append)
@@ -323,7 +332,7 @@ def test_another_error_waits_for_the_checkpoint(gpu: Simulation, tmp_path: Path,
 def test_a_run_of_slow_steps_stops_between_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a step that takes longer than the interval and ends an update; its report covers the steps so far."""
     monkeypatch.setattr(step_log, "INTERVAL_S", 0.01)
-    whole, stopped = CheckpointStore(tmp_path / "whole"), CheckpointStore(tmp_path / "stopped")
+    whole, stopped = CheckpointStore(open_store(tmp_path / "whole")), CheckpointStore(open_store(tmp_path / "stopped"))
     training = section().model_copy(update={"log_every": 1000, "gradient_accumulation": 2})
     train(LineTask(), training, whole, Reporter())
     task, events = LineTask(), list[Event]()
@@ -350,7 +359,7 @@ def test_a_run_that_is_killed_at_any_change_resumes_to_the_same_weights(
 ) -> None:
     """Before each rename and deletion of the writer's thread; every checkpoint is complete or absent."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # no power failure here
-    undisturbed = CheckpointStore(tmp_path / "undisturbed")
+    undisturbed = CheckpointStore(open_store(tmp_path / "undisturbed"))
     with before_change(tmp_path / "undisturbed", 0, kill) as changes:
         expected = fit(undisturbed, ShortTask()).state
     weights = load_weights(undisturbed.latest() or tmp_path)
@@ -359,10 +368,10 @@ def test_a_run_that_is_killed_at_any_change_resumes_to_the_same_weights(
             continue
         run = tmp_path / str(number)
         with before_change(run, number, kill, from_then_on=True), suppress(Killed):
-            fit(CheckpointStore(run), ShortTask())
+            fit(CheckpointStore(open_store(run)), ShortTask())
         for folder in (run / "checkpoints").glob("step-*"):
             assert load_model_state(folder).first_not_finite() is None, change
-        resumed = CheckpointStore(run)
+        resumed = CheckpointStore(open_store(run))
         assert (finished_state(resumed) or fit(resumed, ShortTask()).state) == expected, change
         assert_equal_weights(weights, load_weights(resumed.latest() or tmp_path))
 
@@ -378,7 +387,7 @@ def save_in_a_group(folder: Path) -> dict[str, Any]:
         return CheckpointManager(task, engine, store, lambda _: None, None)
 
     def failed_write() -> None:
-        store = SlowStore(folder / "failed", 1, StorageWriteError("the disk is full"))
+        store = SlowStore(open_store(folder / "failed"), 1, StorageWriteError("the disk is full"))
         store.go.set()
         with saving(store, TorchEngine(task.model, section(), None)) as manager:
             manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
@@ -390,12 +399,12 @@ def save_in_a_group(folder: Path) -> dict[str, Any]:
         engine = TorchEngine(task.model, section(), None)
         if rank() == 0:
             engine.snapshot = out_of_memory  # type: ignore[method-assign]
-        with saving(CheckpointStore(folder / "absent"), engine) as manager:
+        with saving(CheckpointStore(open_store(folder / "absent")), engine) as manager:
             manager.evaluate_and_save(TrainerState(1), should_evaluate=False)
 
     def slow_write() -> list[tuple[int, float]]:
         checkpoint_manager.PATIENCE_S = 0.0
-        store, state = SlowStore(folder, 0), TrainerState(0)
+        store, state = SlowStore(open_store(folder), 0), TrainerState(0)
         with saving(store, TorchEngine(task.model, section(), None)) as manager:
             for step in (0, 3, 6, 9):
                 task.step = step
@@ -428,8 +437,8 @@ def test_all_workers_hear_of_a_failure_and_leave_out_the_same_checkpoints(tmp_pa
         "scores": [(0, 2.0), (3, 1.0), (6, 3.0), (9, 1.0)],
     }
     assert run_workers(save_in_a_group, 2, tmp_path) == [expected] * 2
-    assert CheckpointStore(tmp_path / "absent").latest() is None
-    store = CheckpointStore(tmp_path)
+    assert CheckpointStore(open_store(tmp_path / "absent")).latest() is None
+    store = CheckpointStore(open_store(tmp_path))
     folders = store.best(), store.latest()
     assert [folder.name for folder in folders if folder is not None] == ["step-000006", "step-000009"]
     assert not (tmp_path / "checkpoints" / "step-000003").exists()
@@ -444,7 +453,7 @@ def test_on_a_cpu_training_waits_and_nothing_is_copied(tmp_path: Path, monkeypat
     assert all(weights[name].data_ptr() == p.data_ptr() for name, p in task.model.named_parameters())
     events: list[Event] = []
     monkeypatch.setattr(checkpoint_manager.CheckpointWriter, "is_busy", lambda self: pytest.fail("a thread writes"))  # type: ignore[attr-defined]
-    fit(CheckpointStore(tmp_path), emit=events.append)
+    fit(CheckpointStore(open_store(tmp_path)), emit=events.append)
     kinds = [type(event) for event in events]
     assert all(kinds[number + 1] is CheckpointSaved for number, kind in enumerate(kinds) if kind is DevScore)
 
@@ -473,7 +482,7 @@ def test_the_file_of_tensors_is_read_by_safetensors(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_keeps_its_weights_only(tmp_path: Path) -> None:
     state = ModelState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}, 1)
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(open_store(tmp_path))
     kept = []
     for step in (1, 2, 3, 4):
         store.save(state, TrainerState(step, [(1, 9.0), *((later, 1.0) for later in range(2, step + 1))]))
@@ -500,7 +509,7 @@ def test_the_best_checkpoint_is_that_of_the_scores_since_the_resumed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended_by: str, scores: dict[int, float], repeated: dict[int, float]
 ) -> None:
     """The last of `scores`, the best, is lost: its file is damaged, or storage refuses the pointer to it."""
-    store, last, write = CheckpointStore(tmp_path), max(scores), FolderStore.write_text
+    store, last, write = CheckpointStore(open_store(tmp_path)), max(scores), FolderStore.write_text
 
     def save(state: TrainerState, step: int, score: float) -> TrainerState:
         scored = TrainerState(step, [*state.scores, (step, score)])
@@ -529,7 +538,7 @@ def test_the_best_checkpoint_is_that_of_the_scores_since_the_resumed_one(
 
 def test_an_ended_run_keeps_the_weights_of_its_last_and_its_best_checkpoint(tmp_path: Path) -> None:
     state = ModelState({"w": torch.ones(2)}, {"w": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}, 1)
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(open_store(tmp_path))
     for step in (1, 2, 3, 4):
         store.save(state, TrainerState(step, [(2, 9.0)], finished=step == 4))
     for _ in range(2):  # also after a start that found nothing to do

@@ -164,7 +164,7 @@ def test_tokens_depend_on_sentences_tokenizer_length_side_and_prompt_and_parts_o
 
 def test_projections_depend_on_the_tables_and_the_teachers_weights(tmp_path: Path) -> None:
     identity = TableIdentity("m", "c", 25, "mean", 8, "", "fp32", 10)
-    tables = [EmbeddingTable.at(tmp_path, replace(identity, model=name)) for name in ("m", "n")]
+    tables = [EmbeddingTable.at(open_store(tmp_path), replace(identity, model=name)) for name in ("m", "n")]
     targets = TargetSpec(tables, [1.0, 2.0])
     assert len({targets.key, replace(targets, tables=tables[::-1]).key, replace(targets, alphas=[1.0, 1.0]).key}) == 3
     assert replace(targets, alphas=[2.0, 4.0]).key == targets.key, "only the weights' shares matter"
@@ -201,10 +201,10 @@ def test_scores_of_a_phase_are_named_and_checked_by_their_content(tmp_path: Path
         np.testing.assert_array_equal(written.read(), each)
     with fails_with(RunRecordError, "changed"):
         replace(stored[0], name=stored[4].name).read()
-    store, other = PhaseStore(tmp_path / "run"), scores[::-1].copy()
+    store, other = PhaseStore(open_store(tmp_path / "run")), scores[::-1].copy()
     for number, (group, phase) in enumerate(product(("bert", "roberta"), (Phase(0), Phase(1)))):
         store.post(group, phase, np.float32(number) + other, None)
-    reopened = PhaseStore(tmp_path / "run")
+    reopened = PhaseStore(open_store(tmp_path / "run"))
     for number, (group, phase) in enumerate(product(("bert", "roberta"), (Phase(0), Phase(1)))):
         np.testing.assert_array_equal(reopened.scores(group, phase), np.float32(number) + other)
 

@@ -176,7 +176,7 @@ def test_a_table_waits_once_per_shard(
 ) -> None:
     teacher = TeacherSection(backbone=str(tiny("bert")), pooling="mean", precision="fp32")
     section = TeachersSection(encoders=[teacher], shard_rows=40)
-    table = table_of(teacher, corpus, tmp_path, section.shard_rows)
+    table = table_of(teacher, corpus, open_store(tmp_path), section.shard_rows)
     embedder = kind_of(teacher).open_embedder()
     rows, waits = waits_of(gpu, lambda: list(embed_shards(embedder, corpus, table, table.missing_shards(), None)))
     assert waits == 3 and rows == [40, 40, 20] and not table.missing_shards()

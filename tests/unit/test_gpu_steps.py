@@ -16,6 +16,7 @@ from distcse.models import CrossEncoder, Encoder
 from distcse.recipe import BiSection, CrossSection, LoopSection, Recipe
 from distcse.runs.distillation.distillation_task import BatchLoader, TrainSpec
 from distcse.runs.mutual.pair_task import PairTask
+from distcse.storage import open_store
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.table import EmbeddingTable
@@ -265,7 +266,7 @@ def test_recorded_steps_of_pairs_give_the_same_weights_as_eager_ones(
     for mode in ("off", "auto"):
         with simulated():
             task = pair_task(settings, "bert", 4)
-            train_task(task, settings, CheckpointStore(tmp_path / mode), Reporter(), cuda_graphs=mode)  # type: ignore[arg-type]
+            train_task(task, settings, CheckpointStore(open_store(tmp_path / mode)), Reporter(), cuda_graphs=mode)  # type: ignore[arg-type]
             weights.append({name: tensor.cpu() for name, tensor in task.model.state_dict().items()})
     assert recordings.replayed >= 3
     assert_equal_weights(*weights)

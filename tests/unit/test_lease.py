@@ -31,18 +31,19 @@ from distcse.errors import (
 from distcse.events import Event, LogMessage, Reporter
 from distcse.runs import lease as leases
 from distcse.runs.lease import Lease, find_owner
+from distcse.storage import open_store
 from tests.conftest import ROOT
 from tests.disks import disk
 from tests.failures import fails_with
 
 PROGRAM = """
 import sys, time
-from pathlib import Path
 from distcse.errors import RunInUseError
 from distcse.events import Reporter
 from distcse.runs.lease import Lease
+from distcse.storage import open_store
 try:
-    with Lease.held(Path(sys.argv[1]), Reporter()):
+    with Lease.held(open_store(sys.argv[1]), Reporter()):
         print("held", flush=True)
         time.sleep(float(sys.argv[2]))
 except RunInUseError as error:
@@ -84,15 +85,18 @@ def test_a_folder_in_use_is_refused_until_its_owner_is_killed(tmp_path: Path, st
     assert first_line(first) == "held"
     for state in (signal.SIGCONT, signal.SIGSTOP):  # running, and stopped: it can continue at any time
         first.send_signal(state)
-        with fails_with(RunInUseError, str(tmp_path), f"process {first.pid} on "), Lease.held(tmp_path, Reporter()):
+        with (
+            fails_with(RunInUseError, str(tmp_path), f"process {first.pid} on "),
+            Lease.held(open_store(tmp_path), Reporter()),
+        ):
             pass
     first.kill()
-    while find_owner(tmp_path, Reporter()) is not None:  # until the kernel has ended it
+    while find_owner(open_store(tmp_path), Reporter()) is not None:  # until the kernel has ended it
         time.sleep(0.01)
-    with Lease.held(tmp_path, Reporter()) as lease:  # its parent has not reaped it: a zombie is no owner
+    with Lease.held(open_store(tmp_path), Reporter()) as lease:  # its parent has not reaped it: a zombie is no owner
         lease.check()
-        assert find_owner(tmp_path, Reporter()) is not None
-    assert find_owner(tmp_path, Reporter()) is None
+        assert find_owner(open_store(tmp_path), Reporter()) is not None
+    assert find_owner(open_store(tmp_path), Reporter()) is None
 
 
 def test_one_of_several_concurrent_starts_gets_the_lease(tmp_path: Path, start: Start) -> None:
@@ -108,7 +112,7 @@ def test_a_waiting_start_continues_when_the_owner_ends(
     first = start(tmp_path, 0.5)
     assert first_line(first) == "held"
     events: list[Event] = []
-    with Lease.held(tmp_path, Reporter(events.append), waits_for="embeds"):
+    with Lease.held(open_store(tmp_path), Reporter(events.append), waits_for="embeds"):
         assert first.wait(10) == 0
     (note,) = events
     assert isinstance(note, LogMessage) and f"process {first.pid} on " in note.text and " embeds" in note.text
@@ -123,19 +127,19 @@ def test_an_owner_on_another_machine_is_lost_without_heartbeats(
     monkeypatch.setattr(leases, "LEASE_TIMEOUT_S", 0.8)
     monkeypatch.setattr(leases, "POLL_S", 0.1)
     events: list[Event] = []
-    with Lease.held(tmp_path, Reporter()):
+    with Lease.held(open_store(tmp_path), Reporter()):
         change_owner(tmp_path, kernel=kernel, host="far", pid=2**22 + 1)
         with (
             fails_with(RunInUseError, str(tmp_path), f"process {2**22 + 1} on far"),
-            Lease.held(tmp_path, Reporter(events.append)),
+            Lease.held(open_store(tmp_path), Reporter(events.append)),
         ):
             pass
     (note,) = events
     assert isinstance(note, LogMessage) and str(tmp_path) in note.text and f"process {2**22 + 1} on far" in note.text
-    assert find_owner(tmp_path, Reporter()) is None  # released
-    lost = Lease.acquire(tmp_path)
+    assert find_owner(open_store(tmp_path), Reporter()) is None  # released
+    lost = Lease.acquire(open_store(tmp_path))
     change_owner(tmp_path, kernel=kernel)
-    with Lease.held(tmp_path, Reporter()) as lease:
+    with Lease.held(open_store(tmp_path), Reporter()) as lease:
         lease.check()
         with fails_with(RunTakenOverError, str(tmp_path)):
             lost.check()
@@ -149,19 +153,19 @@ def test_a_far_owner_is_checked_on_storage_that_refuses_writes(
     monkeypatch.setattr(leases, "LEASE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(leases, "POLL_S", 0.1)
     with disk(tmp_path / "disk", kind) as storage:
-        Lease.acquire(storage.path)
+        Lease.acquire(open_store(storage.path))
         change_owner(storage.path, kernel="of another machine")
         with storage.refusing():
-            assert find_owner(storage.path, Reporter()) is None
-            with fails_with(StorageWriteError, str(storage.path)), Lease.held(storage.path, Reporter()):
+            assert find_owner(open_store(storage.path), Reporter()) is None
+            with fails_with(StorageWriteError, str(storage.path)), Lease.held(open_store(storage.path), Reporter()):
                 pass
 
 
 def test_a_lease_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "lease").mkdir()
     with fails_with(RunDirectoryError, f"{tmp_path}/lease"):
-        find_owner(tmp_path, Reporter())
-    with fails_with(RunDirectoryError, f"{tmp_path}/lease"), Lease.held(tmp_path, Reporter()):
+        find_owner(open_store(tmp_path), Reporter())
+    with fails_with(RunDirectoryError, f"{tmp_path}/lease"), Lease.held(open_store(tmp_path), Reporter()):
         pass
 
 
@@ -178,24 +182,27 @@ def test_a_wait_for_another_process_is_reported_once_and_hears_a_stop(
         if wait == "lock":
             fcntl.flock(handle, fcntl.LOCK_EX)
         else:
-            stack.enter_context(Lease.held(tmp_path, Reporter()))
+            stack.enter_context(Lease.held(open_store(tmp_path), Reporter()))
         if wait == "a start on another machine":
             change_owner(tmp_path, kernel="of another machine", host="far")
-        with fails_with(StoppedEarlyError, str(tmp_path)), Lease.held(tmp_path, reporter, waits_for="embeds"):
+        with (
+            fails_with(StoppedEarlyError, str(tmp_path)),
+            Lease.held(open_store(tmp_path), reporter, waits_for="embeds"),
+        ):
             pass
         os.close(handle)
     assert len([event for event in events if isinstance(event, LogMessage)]) == 1
-    with Lease.held(tmp_path, Reporter()):
+    with Lease.held(open_store(tmp_path), Reporter()):
         pass
 
 
 def test_a_run_ends_though_the_lock_of_its_folder_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "RELEASE_WAIT_S", 0.0)
     handle = os.open(tmp_path, os.O_RDONLY)
-    with Lease.held(tmp_path, Reporter()):
+    with Lease.held(open_store(tmp_path), Reporter()):
         fcntl.flock(handle, fcntl.LOCK_EX)
     os.close(handle)
-    with Lease.held(tmp_path, Reporter()):  # this process no longer has the lease that was not released
+    with Lease.held(open_store(tmp_path), Reporter()):  # this process no longer has the lease that was not released
         pass
 
 
@@ -241,9 +248,9 @@ class Starts(RuleBasedStateMachine):
         held, events = ExitStack(), list[Event]()
         if self.owner_is_alive:
             with fails_with(RunInUseError, str(self.folder), "process "):
-                held.enter_context(Lease.held(self.folder, Reporter()))
+                held.enter_context(Lease.held(open_store(self.folder), Reporter()))
             return
-        self.latest = held.enter_context(Lease.held(self.folder, Reporter(events.append)))
+        self.latest = held.enter_context(Lease.held(open_store(self.folder), Reporter(events.append)))
         assert len(events) == self.is_lately_lost, "only a start that waits reports the owner"
         self.begun.append((self.latest, held))
         self.owner_is_alive, self.is_far, self.is_lately_lost = True, bool(kernel), False
@@ -282,7 +289,7 @@ class Starts(RuleBasedStateMachine):
 
     @invariant()
     def only_the_latest_start_may_write(self) -> None:
-        assert (find_owner(self.folder, Reporter()) is not None) == self.owner_is_alive
+        assert (find_owner(open_store(self.folder), Reporter()) is not None) == self.owner_is_alive
         for lease, _ in self.begun:
             if lease is self.latest:
                 lease.check()
@@ -297,8 +304,8 @@ TestStarts.settings = settings(max_examples=30, stateful_step_count=12, deadline
 
 def test_an_earlier_start_does_not_touch_a_later_ones_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "HEARTBEAT_S", 0.02)
-    with Lease.held(tmp_path, Reporter()):
-        Lease.acquire(tmp_path)
+    with Lease.held(open_store(tmp_path), Reporter()):
+        Lease.acquire(open_store(tmp_path))
         os.utime(tmp_path / "lease", (0, 0))
         time.sleep(0.2)
         assert (tmp_path / "lease").stat().st_mtime == 0

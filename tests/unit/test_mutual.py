@@ -90,7 +90,7 @@ class Finished(NamedTuple):
 
     @property
     def store(self) -> PhaseStore:
-        return PhaseStore(self.path)
+        return PhaseStore(open_store(self.path))
 
 
 def finish(recipe: MutualRecipe) -> Finished:
@@ -286,7 +286,7 @@ def test_a_failed_group_is_dropped_unless_it_is_the_last(
     recipe, directory = reopened(result.directory.path)
     assert run_mutual(recipe, Reporter(), directory).best == result.best
     assert list(result.dropped) == ["roberta"] and {best.group for best in result.best} == {"bert"}
-    store = PhaseStore(result.directory.path)
+    store = PhaseStore(open_store(result.directory.path))
     np.testing.assert_array_equal(store.labels(Phase(1)), store.scores("bert", Phase(1)))
     np.testing.assert_allclose(  # phase 0 includes the dropped group
         store.labels(Phase(0)), (store.scores("bert", Phase(0)) + store.scores("roberta", Phase(0))) / 2, atol=1e-6

@@ -95,7 +95,7 @@ class DisturbedRun(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        self.store = PhaseStore(self.folder, Lease.acquire(self.folder))
+        self.store = PhaseStore(open_store(self.folder, Lease.acquire(open_store(self.folder))))
         self.ending = threading.Event()
         self.exchange = LabelExchange(self.disturbed, self.store, self.ending)
 
@@ -282,7 +282,7 @@ def test_labels_in_a_band_that_they_cannot_fill(labels: list[float], cosines: li
 
 
 def test_labels_are_one_mapped_file_for_all_groups(tmp_path: Path) -> None:
-    store = PhaseStore(tmp_path)
+    store = PhaseStore(open_store(tmp_path))
     assert store.stored_labels(Phase(0)) is None
     written = np.linspace(0, 1, 9, dtype=np.float32)
     store.store_labels(Phase(0), written)

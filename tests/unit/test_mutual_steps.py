@@ -153,8 +153,8 @@ def test_a_group_in_which_no_pair_fits_ends_with_advice_and_is_resumed_with_its_
 def context(recipe_with: MakeRecipe) -> GroupContext:
     recipe = recipe_with("groups.0.max_workers=4")
     directory = RunDirectory.create(recipe)
-    load_pairs(recipe, directory.path, LocalBackend(), Reporter())
-    return GroupContext(recipe, 0, open_store(directory.path, Lease.acquire(directory.path)), {})
+    load_pairs(recipe, open_store(directory.path), LocalBackend(), Reporter())
+    return GroupContext(recipe, 0, open_store(directory.path, Lease.acquire(open_store(directory.path))), {})
 
 
 def test_any_number_of_scorers_computes_the_same_scores(context: GroupContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_a_damaged_shard_is_scored_again_and_one_of_an_earlier_start_is_refused(
     assert shards.read(10, 14) is None
     shards.delete()
     assert not file.exists()
-    Lease.acquire(context.run.path)
+    Lease.acquire(context.run)
     with fails_with(RunTakenOverError, str(context.run)):
         shards.write(14, scores)
     assert shards.read(14, 18) is None

@@ -73,7 +73,7 @@ class FakeRun:
     def __init__(self, recipe: MutualRecipe, folder: Path, roberta: Callable[[], Any] | None = None) -> None:
         self._recipe = recipe
         self._groups: list[Any] = [FakeGroup("bert"), FakeGroup("roberta", roberta)]
-        self.store, self.ending = PhaseStore(folder, Lease.acquire(folder)), threading.Event()
+        self.store, self.ending = PhaseStore(open_store(folder, Lease.acquire(open_store(folder)))), threading.Event()
         self.waits, self.stop = threading.Event(), threading.Event()
         """Set when a group waits for labels, and to request a stop."""
         self.exchange = LabelExchange(recipe, self.store, self.ending, self.stop.is_set)
@@ -242,8 +242,8 @@ def test_scoring_stops_after_the_current_forward_pass(both: MakeRecipe, monkeypa
     """Scoring a slice of pairs takes minutes with a large model; a forward pass takes less than a second."""
     recipe = both()
     directory = RunDirectory.create(recipe)
-    load_pairs(recipe, directory.path, LocalBackend(), Reporter())
-    context = GroupContext(recipe, 0, open_store(directory.path, Lease.acquire(directory.path)), {})
+    load_pairs(recipe, open_store(directory.path), LocalBackend(), Reporter())
+    context = GroupContext(recipe, 0, open_store(directory.path, Lease.acquire(open_store(directory.path))), {})
     passes: list[tuple[int, int]] = []
     original = PairScorer.score
 
@@ -278,7 +278,7 @@ def test_a_run_that_stops_while_it_waits_for_nodes_decides_what_an_undisturbed_o
             directory, reopened = RunDirectory.reopen(folder, [])
             assert isinstance(reopened, MutualRecipe)
             recipe = reopened
-        return [group.max_workers for group in recipe.groups], dict(PhaseStore(folder).starts)
+        return [group.max_workers for group in recipe.groups], dict(PhaseStore(open_store(folder)).starts)
 
     undisturbed = decided("prepare_tokens")
     assert undisturbed[0] == [1, 1] and len(undisturbed[1]) == 2

@@ -216,7 +216,7 @@ def test_cosines_computed_in_blocks_are_bit_equal(monkeypatch: pytest.MonkeyPatc
 
 
 def test_agreement_in_the_report_is_the_spearman_correlation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, store = np.random.default_rng(0), PhaseStore(tmp_path)
+    draw, store = np.random.default_rng(0), PhaseStore(open_store(tmp_path))
     scores = {name: draw.integers(0, 40, 500).astype(np.float32) for name in ("a", "b", "c")}  # with ties
     scores["constant"] = np.ones(500, dtype=np.float32)
     for name, values in scores.items():

@@ -226,7 +226,7 @@ def test_invalid_recipes_and_damaged_projections_are_refused(recipe_with: MakeRe
 
 
 def make_table(folder: Path) -> EmbeddingTable:
-    table = EmbeddingTable.locate(folder, TableIdentity("m", "c", 25, "mean", 8, "", "fp32", shard_rows=10))
+    table = EmbeddingTable.locate(open_store(folder), TableIdentity("m", "c", 25, "mean", 8, "", "fp32", shard_rows=10))
     vectors = np.random.default_rng(0).normal(size=(25, 6)).astype(np.float32)
     for shard in range(table.identity.shards):
         numbers = table.shard_range(shard)

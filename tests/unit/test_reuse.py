@@ -250,7 +250,7 @@ def test_a_table_keeps_a_bounded_number_of_shards_open(
 ) -> None:
     table = Pass(with_values(recipe, {"teachers.shard_rows": 1}), sentences[:20]).tables[0]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (16 * table_module.OPEN_SHARE, -1))
-    table = EmbeddingTable(table.directory, table.identity)
+    table = EmbeddingTable(table.store, table.identity)
     np.testing.assert_array_equal(table.stored_vectors(np.arange(20)), stored_of(sentences[:20]))
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "shard-" in line}
     assert 0 < sum(str(table.directory) in path for path in mapped) <= 16

@@ -121,7 +121,7 @@ def test_folders_of_something_else_and_of_a_living_start_are_refused(recipe: Pat
         api.run(str(recipe), *settings)
     assert [file.name for file in (tmp_path / "nightly").iterdir()] == ["notes.txt"]
     (tmp_path / "nightly" / "notes.txt").unlink()
-    with Lease.held(tmp_path / "nightly", Reporter()), pytest.raises(RunInUseError):
+    with Lease.held(open_store(tmp_path / "nightly"), Reporter()), pytest.raises(RunInUseError):
         api.run(str(recipe), *settings)
 
 
@@ -136,7 +136,7 @@ def test_a_start_that_was_killed_in_its_first_writes_is_repeated(recipe: Path, t
     assert kept.exists()
     settings = read_recipe(str(recipe), (*SETTINGS, f"storage.runs={tmp_path}"))
     directory = RunDirectory.create(settings)
-    with Lease.held(directory.path, Reporter()), pytest.raises(RunInUseError), directory.leased(Reporter()):
+    with Lease.held(open_store(directory.path), Reporter()), pytest.raises(RunInUseError), directory.leased(Reporter()):
         pass
     with directory.leased(Reporter()):
         directory.request(settings)
@@ -158,7 +158,7 @@ def test_a_sweep_with_an_id_is_taken_up(recipe: Path, tmp_path: Path) -> None:
     with fails_with(FrozenKeyError, "the search space"):
         sweeps.begin(read_recipe(str(recipe), settings), read_sweep(str(space), ["search.trials=3"]))
     before = (begun / "recipe.yaml").read_bytes()
-    with Lease.held(begun, Reporter()), pytest.raises(RunInUseError):
+    with Lease.held(open_store(begun), Reporter()), pytest.raises(RunInUseError):
         sweeps.begin(read_recipe(str(recipe), settings), read_sweep(str(space)))
     assert (begun / "recipe.yaml").read_bytes() == before, "nothing is written while another start holds the lease"
 

@@ -105,7 +105,7 @@ def test_run_dry_run_plan_and_doctor_report_the_same_warnings(
         if json.loads((folder / "table.json").read_text())["pooling"] == "mean"
         and np.load(folder / "shard-00000.npy").shape[1] == 48
     )
-    table = EmbeddingTable(directory, TableIdentity(**json.loads((directory / "table.json").read_text())))
+    table = EmbeddingTable(open_store(directory), TableIdentity(**json.loads((directory / "table.json").read_text())))
     narrow(table)
     (directory / "statistics.json").unlink()
     dry = reported(lambda reporter: experiment.check(backend, reporter))
@@ -316,7 +316,7 @@ def test_storage_in_the_folder_of_a_ray_session_is_warned_of(
 
 def test_statistics_are_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
     identity = TableIdentity("model", "corpus", 4000, "mean", 16, "", "fp32", shard_rows=100)
-    table = EmbeddingTable.locate(tmp_path, identity)
+    table = EmbeddingTable.locate(open_store(tmp_path), identity)
     assert table_statistics(table) is None
     random = np.random.default_rng(0)
     offset = np.eye(64, dtype=np.float32)[0] * 8
@@ -331,10 +331,10 @@ def test_statistics_are_measured_on_a_sample_and_kept(tmp_path: Path) -> None:
     assert 50 < found.effective_rank < 64  # 63 directions of about equal variance, estimated from a sample
     for shard in range(identity.shards):
         table.write_shard(shard, -random.standard_normal((100, 64)).astype(np.float32))
-    assert table_statistics(EmbeddingTable.locate(tmp_path, identity)) == found  # not measured again
+    assert table_statistics(EmbeddingTable.locate(open_store(tmp_path), identity)) == found  # not measured again
     stored = table.directory / "statistics.json"
     stored.write_text(stored.read_text().replace("mean", "moan"))
-    again = table_statistics(EmbeddingTable.locate(tmp_path, identity))
+    again = table_statistics(EmbeddingTable.locate(open_store(tmp_path), identity))
     assert again is not None and again != found
 
 

@@ -30,6 +30,7 @@ from distcse.runs.directory import RunDirectory, recorded
 from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.final_evaluation import labelled_tasks, selected_suites
 from distcse.runs.distillation.preparation import PreparedCorpus
+from distcse.storage import open_store
 from distcse.teachers.table import EmbeddingTable
 from distcse.training.checkpoint_files import (
     load_model_state,
@@ -86,7 +87,7 @@ def test_student_learns_from_its_teachers(recipe_with: MakeRecipe) -> None:
     assert state.finished and state.step == steps == len(ranks)
     assert scores[-1] > scores[0] + 2 and sum(ranks[-20:]) < sum(ranks[:20])
     assert all(event.teacher_wait_s >= 0 for event in reports)
-    best = CheckpointStore(result.directory.path).best()
+    best = CheckpointStore(open_store(result.directory.path)).best()
     assert best is not None
     weights = load_weights(best)
     for name, tensor in Encoder.load(result.directory.model).state_dict().items():
@@ -184,7 +185,7 @@ def test_early_stop_keeps_the_best(recipe_with: MakeRecipe) -> None:
     best = result.state.best
     assert best is not None and result.state.finished and result.state.step < result.steps
     assert result.state.scores_since_best() == 2
-    folder = CheckpointStore(spec.run.path).best()
+    folder = CheckpointStore(spec.run).best()
     assert folder is not None and load_trainer_state(folder).step == best[0]
     again = train(spec, tables)
     assert again.state == result.state and again.seconds == 0
@@ -201,7 +202,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(recipe_
             train(spec, tables)
         messages.add(str(raised.value))
     assert len(messages) == 1 and re.search(r"rows (\d+, ){8}… ", messages.pop())
-    checkpoint = CheckpointStore(spec.run.path).latest()
+    checkpoint = CheckpointStore(spec.run).latest()
     assert checkpoint is not None and checkpoint.name == "step-000000"
     assert load_model_state(checkpoint).first_not_finite() is None
 

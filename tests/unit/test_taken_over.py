@@ -68,7 +68,7 @@ class Writer(NamedTuple):
 
 
 def save_checkpoints(job: Job, start: int) -> None:
-    store = CheckpointStore(job.run, Lease.acquire(job.run))
+    store = CheckpointStore(open_store(job.run, Lease.acquire(open_store(job.run))))
     restored = store.restore()
     state = TrainerState(0, []) if restored is None else restored[0]
     while not state.finished:
@@ -80,17 +80,17 @@ def save_checkpoints(job: Job, start: int) -> None:
 
 
 def check_checkpoints(job: Job) -> None:
-    store = CheckpointStore(job.run)
+    store = CheckpointStore(open_store(job.run))
     latest, best = store.latest(), store.best()
     assert latest is not None and load_trainer_state(latest).finished
     assert best is not None and torch.equal(load_weights(best)["w"], torch.full((2,), 2.0))
 
 
 def store_phases(job: Job, start: int) -> None:
-    lease = Lease.acquire(job.run)
+    lease = Lease.acquire(open_store(job.run))
     run = open_store(job.run, lease)
     scores = np.full(4, 0.5 + start * 1e-6, dtype=np.float32)  # other machines compute scores that differ by rounding
-    store = PhaseStore(job.run, lease)
+    store = PhaseStore(open_store(job.run, lease))
     store.record_starts({"bert": 0.5})
     for phase in (Phase(0), Phase(1)):
         if "bert" not in store.posted(phase):
@@ -103,7 +103,7 @@ def store_phases(job: Job, start: int) -> None:
 
 
 def check_phases(job: Job) -> None:
-    store = PhaseStore(job.run)
+    store = PhaseStore(open_store(job.run))
     for phase in (Phase(0), Phase(1)):
         labels = store.labels(phase)
         assert labels is not None and np.array_equal(labels, store.scores("bert", phase))
@@ -163,13 +163,13 @@ def check_sweep(job: Job) -> None:
 
 def write_trial(job: Job, start: int) -> None:
     directory = RunDirectory.begin(job.run, job.recipe)
-    donor = CheckpointStore(job.space.parent / "donor").latest()
+    donor = CheckpointStore(open_store(job.space.parent / "donor")).latest()
     assert donor is not None
-    CheckpointStore(job.run, directory.lease).adopt(donor)
+    CheckpointStore(open_store(job.run, directory.lease)).adopt(donor)
     trial = Trial("one", {"training.lr": 1.0}, metrics=[TrialMetric(1, 50.0, 3.0, 4.0)])
     trial.write(directory.store)
     directory.log(LogMessage(f"start {start}"))
-    assert CheckpointStore(job.run).restore() is not None or start == 1
+    assert CheckpointStore(open_store(job.run)).restore() is not None or start == 1
     replace(trial, status="finished").write(directory.store)
     clear(directory.store)
 
@@ -198,7 +198,7 @@ def make_job(recipe: Recipe, folder: Path, writer: Writer) -> Job:
     runs.mkdir(parents=True)
     if writer.name not in ("run", "sweep"):  # the others create it
         (runs / "one").mkdir()
-    donor = CheckpointStore(folder / "donor")
+    donor = CheckpointStore(open_store(folder / "donor"))
     (folder / "donor").mkdir()
     donor.save(ModelState({"w": torch.ones(2)}, {}, 1), TrainerState(1, [(1, 3.0)]))
     (folder / "space.yaml").write_text("parameters:\n  training.lr: {values: [1e-4, 1e-3]}\n")

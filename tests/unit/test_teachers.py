@@ -45,7 +45,7 @@ def identity(**changes: Any) -> TableIdentity:
 
 
 def filled_table(folder: Path) -> tuple[EmbeddingTable, np.ndarray]:
-    table = EmbeddingTable.locate(folder, identity())
+    table = EmbeddingTable.locate(open_store(folder), identity())
     vectors = np.random.default_rng(0).normal(size=(25, 6)).astype(np.float32)
     for shard in range(3):
         rows = table.shard_range(shard)
@@ -68,7 +68,7 @@ def test_rows_are_read_in_order_and_stored_in_half_precision(tmp_path: Path) -> 
     table, vectors = filled_table(tmp_path)
     assert not table.missing_shards()
     ids = [24, 0, 9, 10, 0, 19]
-    got = EmbeddingTable(table.directory, table.identity).vectors(ids)
+    got = EmbeddingTable(table.store, table.identity).vectors(ids)
     np.testing.assert_allclose(got, vectors[ids], atol=5e-4)
     np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-6)
     assert got.dtype == np.float32
@@ -90,7 +90,7 @@ lists = open_table_teacher(TeacherSection(backbone="m"), table).similarities(np.
 print(lists.tobytes().hex())
 sys.exit("torch" in sys.modules)
 """
-    pickled = pickle.dumps(EmbeddingTable(table.directory, table.identity)).hex()
+    pickled = pickle.dumps(EmbeddingTable(table.store, table.identity)).hex()
     served = subprocess.run([sys.executable, "-c", script, pickled], check=True, stdout=subprocess.PIPE, text=True)
     lists = np.frombuffer(bytes.fromhex(served.stdout), np.float32).reshape(1, 2, 6)
     np.testing.assert_allclose(lists[0], vectors[:2] @ vectors[:6].T, atol=1e-3)
@@ -103,7 +103,7 @@ def test_missing_damaged_and_half_written_shards_are_found(tmp_path: Path) -> No
     flipped[-3] ^= 1
     payload.write_bytes(flipped)
     (table.directory / "shard-00002.json").unlink()
-    assert EmbeddingTable.locate(tmp_path, identity()).missing_shards() == [1, 2]
+    assert EmbeddingTable.locate(open_store(tmp_path), identity()).missing_shards() == [1, 2]
     stored = np.load(table.directory / "shard-00000.npy")
     stored[3] = 0  # damaged after the checksums were verified
     np.save(table.directory / "shard-00000.npy", stored)
@@ -114,11 +114,11 @@ def test_missing_damaged_and_half_written_shards_are_found(tmp_path: Path) -> No
     assert table.missing_shards() == [0, 1, 2]
     (table.directory / "shard-00000.npy").unlink()
     with fails_with(EmbeddingTableError, str(table.directory), "shard 0"):
-        EmbeddingTable(table.directory, table.identity).vectors([3])
+        EmbeddingTable(table.store, table.identity).vectors([3])
 
 
 def test_vectors_that_are_zero_or_not_finite_are_refused_with_their_row(tmp_path: Path) -> None:
-    table = EmbeddingTable.locate(tmp_path, identity())
+    table = EmbeddingTable.locate(open_store(tmp_path), identity())
     vectors = np.ones((10, 4), dtype=np.float32)
     vectors[3] = 0
     with fails_with(TeacherOutputError, "zero vector", "row 13"):
@@ -137,7 +137,7 @@ def test_a_table_is_embedded_once_and_serves_the_encoders_similarities_as_a_live
     section, embedded = TeachersSection(encoders=[teacher], shard_rows=100), list[int]()
 
     def embed_missing() -> EmbeddingTable:
-        table = table_of(teacher, corpus, tmp_path, section.shard_rows)
+        table = table_of(teacher, corpus, open_store(tmp_path), section.shard_rows)
         missing = table.missing_shards()
         LocalBackend().embed(EmbeddingRequest(teacher, section, corpus, table, missing, embedded.append, Reporter()))
         assert not table.missing_shards()
@@ -174,7 +174,7 @@ def test_shards_grow_with_the_rows_so_that_all_can_be_open(rows: int, expected: 
 def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
     corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder, table = Encoder.from_section(teacher), table_of(teacher, corpus, tmp_path, 100)
+    encoder, table = Encoder.from_section(teacher), table_of(teacher, corpus, open_store(tmp_path), 100)
     is_tokenized, stored, token_ids = [threading.Event() for _ in range(4)], list[int](), encoder.token_ids
 
     def noted_ids(texts: Sequence[str]) -> list[list[int]]:
@@ -192,7 +192,7 @@ def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
     hook.remove()
     monkeypatch.undo()
     assert stored == [100, 100, 100, len(corpus) - 300] and not table.missing_shards()
-    alone = table_of(teacher, corpus, tmp_path / "alone", 100)
+    alone = table_of(teacher, corpus, open_store(tmp_path / "alone"), 100)
     assert [*chain.from_iterable(embed_shards(encoder, corpus, alone, [shard], None) for shard in range(4))] == stored
     ids = np.arange(len(corpus))
     np.testing.assert_array_equal(table.stored_vectors(ids), alone.stored_vectors(ids))
@@ -201,7 +201,10 @@ def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
 def test_a_large_shard_is_embedded_in_parts(
     corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, table = table_of(teacher, corpus, tmp_path / "whole", 200), table_of(teacher, corpus, tmp_path, 200)
+    whole, table = (
+        table_of(teacher, corpus, open_store(tmp_path / "whole"), 200),
+        table_of(teacher, corpus, open_store(tmp_path), 200),
+    )
     encoder, read, texts = Encoder.from_section(teacher), list[int](), corpus.texts
     assert sum(embed_shards(encoder, corpus, whole, [0, 1], None)) == len(corpus)
 
@@ -253,7 +256,7 @@ def test_ensemble_prefetches_one_block_and_mixes_by_weight() -> None:
 
 
 def test_ensemble_raises_a_teachers_error(corpus: Corpus, tmp_path: Path) -> None:
-    table = EmbeddingTable.locate(tmp_path, identity(rows=len(corpus)))
+    table = EmbeddingTable.locate(open_store(tmp_path), identity(rows=len(corpus)))
     ensemble = TeacherEnsemble([LocalTeacherClient(TableTeacher(table))], [1], batches, slice(0, 4), range(0, 2))
     with fails_with(EmbeddingTableError, str(table.directory), "shard 0"):
         ensemble.lists(0)

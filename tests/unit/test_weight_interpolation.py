@@ -16,6 +16,7 @@ from distcse.models.student import WeightInterpolation
 from distcse.recipe import Recipe
 from distcse.runs.distillation.dev_metric import DevMetric
 from distcse.runs.distillation.distillation_task import BatchLoader
+from distcse.storage import open_store
 from distcse.teachers.lists import LocalTeacherClient
 from distcse.teachers.teacher import open_table_teacher
 from distcse.training.checkpoint_files import load_weights
@@ -55,7 +56,7 @@ def test_the_saved_and_scored_student_is_interpolated_and_the_trained_weights_ar
     spec, tables = make_spec(recipe_with())
     train(spec, tables)
     assert_equal_weights(weights_of(spec.run.path), weights_of(mixed.directory.path))
-    best = CheckpointStore(mixed.directory.path).best()
+    best = CheckpointStore(open_store(mixed.directory.path)).best()
     assert best is not None
     trained, initial = load_weights(best), Encoder.from_section(mixed.recipe.student).state_dict()
     saved = Encoder.load(mixed.directory.model)

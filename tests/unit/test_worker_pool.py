@@ -43,6 +43,7 @@ from distcse.runs.mutual.worker_pool import (
     WorkerPool,
     allocate_workers,
 )
+from distcse.storage import open_store
 from tests.failures import fails_with
 from tests.models import make_encoder
 from tests.pairs import labels_of, make_mutual_recipe
@@ -287,7 +288,7 @@ def finish(
     in_use: Mapping[int, str],
 ) -> PhaseStore:
     """Run groups to their end; their workers collect their events."""
-    store, ending = PhaseStore(folder, Lease.acquire(folder)), threading.Event()
+    store, ending = PhaseStore(open_store(folder, Lease.acquire(open_store(folder)))), threading.Event()
     groups: list[Group] = []
     for each in workers:
         each.reporter = pool.observed(each.name, Reporter())
@@ -396,7 +397,7 @@ def test_only_errors_of_a_group_drop_it(
     recipe = three(f"mutual.on_failure={on_failure}")
     with nullcontext() if is_dropped else fails_with(type(error), str(error)):
         finish(recipe, tmp_path, pool, workers, in_use)
-    assert list(PhaseStore(tmp_path).dropped) == ["b"] * is_dropped
+    assert list(PhaseStore(open_store(tmp_path)).dropped) == ["b"] * is_dropped
     if is_dropped:
         np.testing.assert_allclose(labels_of(tmp_path)[2], ord("b") + 2)
 

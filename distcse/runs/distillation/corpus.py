@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from distcse.devices.cluster import Cluster
 from distcse.devices.device_plan import GIB
@@ -20,7 +19,7 @@ from distcse.runs.backend import Backend, DeviceCall, EmbeddingRequest
 from distcse.runs.directory import require_lasting
 from distcse.runs.distillation.processes import student_needs
 from distcse.runs.lease import Lease
-from distcse.storage import ArtifactStore, open_store, resolve_path, storage_errors
+from distcse.storage import ArtifactStore, open_store, storage_errors
 from distcse.teachers.embedding import new_rows, table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import plan_embedding
@@ -109,10 +108,10 @@ def prepare_tokens(recipe: Recipe, corpus: Corpus, backend: Backend, reporter: R
 
 def _lease(wanted: Tokenization, reporter: Reporter) -> AbstractContextManager[Lease]:
     """Return a context manager that holds the parts' lease, so that two runs do not make the same ones."""
-    folder = wanted.parts_store.path
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return Lease.held(folder, reporter, waits_for="tokenizes the same sentences")
+    store = wanted.parts_store
+    with storage_errors(store.path):
+        store.path.mkdir(parents=True, exist_ok=True)
+    return Lease.held(store, reporter, waits_for="tokenizes the same sentences")
 
 
 def _write_parts(recipe: Recipe, wanted: Tokenization, backend: Backend, reporter: Reporter) -> None:
@@ -174,14 +173,14 @@ def prepare_tables(
     Returns:
         One complete table per teacher; None for a live teacher.
     """
-    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
-    missing_shards = _missing_shards(recipe, corpus, cache, verifies, reporter)
+    section, cache = recipe.teachers, open_store(recipe.storage.cache)
+    missing_shards = _missing_shards(recipe, corpus, verifies, reporter)
     _require_gpus_for(missing_shards, recipe, backend.cluster)
     tables: list[EmbeddingTable | None] = [None] * len(section.encoders)
     for number, (table, missing) in missing_shards.items():
         stage, embedded = f"teacher {number}", 0
         if missing:
-            with Lease.held(table.directory, reporter, waits_for="embeds the same sentences with the same teacher"):
+            with Lease.held(table.store, reporter, waits_for="embeds the same sentences with the same teacher"):
                 missing = table.not_intact(
                     missing, _verifying(reporter, stage, len(missing))
                 )  # fewer if another run embedded some while we waited
@@ -237,7 +236,7 @@ def _count_new(table: EmbeddingTable, shards: Sequence[int], reuse: Reuse | None
 def require_embedding_gpus(recipe: Recipe, corpus: Corpus, cluster: Cluster | None, reporter: Reporter) -> None:
     """Check that actors which will embed missing rows get a GPU, if `resources.gpu` is `required`."""
     if cluster is not None and recipe.gpu_mode == "required":  # else the tables' checksums need not be computed
-        found = _missing_shards(recipe, corpus, resolve_path(recipe.storage.cache), verify=True, reporter=reporter)
+        found = _missing_shards(recipe, corpus, verify=True, reporter=reporter)
         _require_gpus_for(found, recipe, cluster)
 
 
@@ -250,13 +249,13 @@ def _require_gpus_for(
 
 
 def _missing_shards(
-    recipe: Recipe, corpus: Corpus, cache: Path, verify: bool, reporter: Reporter
+    recipe: Recipe, corpus: Corpus, verify: bool, reporter: Reporter
 ) -> dict[int, tuple[EmbeddingTable, list[int]]]:
     """Return the tables of the teachers that have one, and each one's missing or damaged shards, by the teachers' indices."""
     section, found = recipe.teachers, {}
     for number, teacher in enumerate(section.encoders):
         if kind_of(teacher).uses_table(section.mode):
-            table = table_of(teacher, corpus, cache, section.shard_rows)
+            table = table_of(teacher, corpus, open_store(recipe.storage.cache), section.shard_rows)
             shards = table.identity.shards
             found[number] = table, table.missing_shards(verify, _verifying(reporter, f"teacher {number}", shards))
     return found

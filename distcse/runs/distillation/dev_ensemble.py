@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from distcse.errors import ComparisonError
 from distcse.evaluation import LabelledDev, read_dev
 from distcse.events import Reporter, StageProgress
 from distcse.recipe import Recipe, TeacherSection
-from distcse.storage import resolve_path
+from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import embed_texts
 from distcse.teachers.table import SAMPLE, measure_statistics
@@ -76,7 +75,7 @@ def score_ensemble(recipe: Recipe, fits_weights: bool, reporter: Reporter) -> En
     if dev is None:
         return None
     teachers = [recipe.teachers.encoders[number] for number in numbers]
-    cache = resolve_path(recipe.storage.cache)
+    cache = open_store(recipe.storage.cache)
     ensemble = DevEnsemble.of(dev, dict(zip(numbers, teachers, strict=True)), cache, reporter)
     alphas = [teacher.alpha for teacher in teachers]
     balanced = [alpha / spread for alpha, spread in zip(alphas, ensemble.spreads, strict=True)]
@@ -111,7 +110,7 @@ class DevEnsemble:
         cls,
         dev: LabelledDev,
         teachers: Mapping[int, TeacherSection],
-        cache: Path,
+        cache: ArtifactStore,
         reporter: Reporter,
     ) -> DevEnsemble:
         """Embed the dev sets' sentences by every teacher, or take their vectors from the cache."""

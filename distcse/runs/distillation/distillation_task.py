@@ -152,7 +152,7 @@ def train_student(
     A run that has already finished returns at once.
     """
     loader = on_all_ranks(lambda: BatchLoader(spec, rank(), world_size()))
-    checkpoints = CheckpointStore(spec.run.path, spec.run.guard)
+    checkpoints = CheckpointStore(spec.run)
     state = on_all_ranks(lambda: finished_state(checkpoints))
     if state is not None:
         return TrainResult(state, loader.steps, 0.0, 0.0)

@@ -147,7 +147,7 @@ class Distillation(Experiment[Recipe]):
             waited_for_nodes(backend.cluster, self.recipe, least_requests(self.recipe), reporter),
         ):
             if lease.has_local_changes:
-                CheckpointStore(directory.path, lease).rescue(reporter.emit)
+                CheckpointStore(directory.store).rescue(reporter.emit)
             recipe = self.recipe if is_trial else with_precisions(self.recipe, backend.cluster, reporter)
             report_gpus(recipe, backend.cluster, reporter)
             prepared = PreparedCorpus.prepare(recipe, backend, reporter)
@@ -231,7 +231,7 @@ class OpenDistillation:
         self.tracked.end(final.stopped, final.evaluation)
         final.write(directory.store)
         if not train_result.interrupted:
-            CheckpointStore(directory.path, self.spec.run.guard).keep_weights(reporter.emit)
+            CheckpointStore(self.spec.run).keep_weights(reporter.emit)
         return StudentResult.of(recipe, directory, train_result, final.evaluation, len(self.corpus), final.stopped)
 
 
@@ -260,7 +260,7 @@ def load_trained(recipe: Recipe, run: ArtifactStore) -> Encoder:
 
     Projection and discriminator are left out.
     """
-    checkpoints = CheckpointStore(run.path)
+    checkpoints = CheckpointStore(run)
     folder = checkpoints.best() or checkpoints.latest()
     if folder is None:
         raise CheckpointError(f"{run} has no checkpoint; run again with --resume {run}")

@@ -24,7 +24,7 @@ from distcse.preflight.warnings import (
 from distcse.recipe import EncoderSection, Recipe, TeacherSection, TrainingSection
 from distcse.runs.distillation.corpus import find_corpus
 from distcse.runs.distillation.processes import with_teacher_precisions
-from distcse.storage import resolve_path
+from distcse.storage import open_store
 from distcse.teachers.embedding import identity_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.table import EmbeddingTable, table_statistics
@@ -161,7 +161,7 @@ def model_warnings(recipe: Recipe, only_local: bool = False) -> list[SettingsWar
 
 def band_warnings(recipe: Recipe, corpus: Corpus, keep: bool = False) -> list[SettingsWarning]:
     """Return the warnings of the teachers' cosines, from their tables in the cache."""
-    cache, statistics = resolve_path(recipe.storage.cache), {}
+    cache, statistics = open_store(recipe.storage.cache), {}
     for number, teacher in averaged_teachers(recipe).items():
         table = EmbeddingTable.at(cache, identity_of(teacher, corpus, recipe.teachers.shard_rows))
         if (found := table_statistics(table, keep)) is not None:

@@ -33,7 +33,7 @@ from distcse.runs.distillation.processes import (
     with_teacher_precisions,
 )
 from distcse.runs.experiment import TrialGpus, questions_of
-from distcse.storage import resolve_path
+from distcse.storage import open_store, resolve_path
 from distcse.teachers.comparison import comparable
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
@@ -127,7 +127,7 @@ def check_embedding(recipe: Recipe, backend: Backend, reporter: Reporter) -> Non
         for number, teacher in enumerate(recipe.teachers.encoders):
             note = _query_teacher(recipe, corpus, number)
             if kind_of(teacher).uses_table(recipe.teachers.mode):
-                cache = resolve_path(recipe.storage.cache)
+                cache = open_store(recipe.storage.cache)
                 table = table_of(teacher, corpus, cache, recipe.teachers.shard_rows)
                 note += f", {count_new_rows(table, corpus, cache):,} of {len(corpus):,} rows to embed"
             reporter.found(f"teacher {number}", note)

@@ -22,7 +22,7 @@ from distcse.runs.distillation.distillation_task import TrainSpec
 from distcse.runs.distillation.extent import fit_to_corpus
 from distcse.runs.distillation.final_evaluation import labelled_tasks
 from distcse.runs.distillation.processes import student_needs
-from distcse.storage import ArtifactStore, resolve_path
+from distcse.storage import ArtifactStore, open_store
 from distcse.teachers.embedding import table_of
 from distcse.teachers.kinds import kind_of
 from distcse.teachers.resources import starts_servers
@@ -178,7 +178,7 @@ def _fit_projection(
 
 def locate_targets(recipe: Recipe, corpus: Corpus) -> TargetSpec:
     """Return where the tables of a recipe's regression targets are, whether they exist or not; without the projection."""
-    section, cache = recipe.teachers, resolve_path(recipe.storage.cache)
+    section, cache = recipe.teachers, open_store(recipe.storage.cache)
     chosen = [section.encoders[number] for number in recipe.objective.vector_teachers(len(section.encoders))]
     tables = [table_of(teacher, corpus, cache, section.shard_rows) for teacher in chosen]
     return TargetSpec(tables, [teacher.alpha for teacher in chosen])

@@ -156,7 +156,7 @@ def train_side_by_side(
 def _end_finished(runs: Sequence[OpenDistillation]) -> None:
     """Export the students whose training has finished."""
     for run in runs:
-        state = finished_state(CheckpointStore(run.directory.path, run.spec.run.guard))
+        state = finished_state(CheckpointStore(run.spec.run))
         if state is not None:
             run.end(TrainResult(state, state.step, 0.0, 0.0))
 

@@ -105,7 +105,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
         require(self.questions(directory))
         check_storage(self.recipe.storage)
         tasks = checked_tasks(self.recipe)
-        dropped = PhaseStore(directory.path).dropped if directory else {}
+        dropped = PhaseStore(directory.store).dropped if directory else {}
         active = [number for number, group in enumerate(self.recipe.groups) if group.name not in dropped]
         with ExitStack() as scope:
             # Before joining, because a local cluster counts its GPUs as it starts.
@@ -119,9 +119,9 @@ class MutualDistillation(Experiment[MutualRecipe]):
             ending = threading.Event()
             reporter = replace(caller, stop_requested=lambda: ending.is_set() or caller.stop_requested())
             if lease.has_local_changes:
-                for phase in (directory.path / "groups").glob("*/*"):
-                    CheckpointStore(phase, lease).rescue(reporter.emit)
-            store, is_recorded = PhaseStore(directory.path, lease), directory.is_recorded()
+                for phase in directory.path.glob("groups/*/*"):
+                    CheckpointStore(directory.store / str(phase.relative_to(directory.path))).rescue(reporter.emit)
+            store, is_recorded = PhaseStore(directory.store), directory.is_recorded()
             recipe = self.recipe if is_recorded else with_max_workers(self.recipe, reporter)
             groups = [recipe.groups[number] for number in active]
             recipe = with_precisions(recipe, backend.cluster, reporter, groups=groups)
@@ -135,7 +135,7 @@ class MutualDistillation(Experiment[MutualRecipe]):
                 report_warnings(starts.warnings, reporter)
             if not is_recorded:
                 (directory.store / "pairs").delete_folder()
-            pairs = load_pairs(recipe, directory.path, backend, reporter)
+            pairs = load_pairs(recipe, directory.store, backend, reporter)
             if (fitted := fit_to_pairs(recipe, len(pairs), reporter)) != recipe:
                 recipe = fitted
                 groups = [recipe.groups[number] for number in active]
@@ -361,7 +361,7 @@ class CycleScores:
         """Yield the score of each cycle that has ended since the last call, if the event reports a group's activity."""
         if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
             return
-        store = PhaseStore(self._run)
+        store = PhaseStore(open_store(self._run))
         names = [name for name in self._groups if name not in store.dropped]
         cycles = self._recipe.mutual.cycles
         while self._scored < cycles and names:

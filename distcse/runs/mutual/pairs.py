@@ -76,9 +76,9 @@ def temporary_pairs(recipe: MutualRecipe, reporter: Reporter = _SILENT) -> Itera
         yield read_pairs(recipe, open_store(folder) / "pairs", reporter)
 
 
-def load_pairs(recipe: MutualRecipe, run: Path, backend: Backend, reporter: Reporter) -> Pairs:
+def load_pairs(recipe: MutualRecipe, run: ArtifactStore, backend: Backend, reporter: Reporter) -> Pairs:
     """Load the run's pairs. A new run reads or mines them first, and stores them."""
-    store = open_store(run) / "pairs"
+    store = run / "pairs"
     if not store.fetch_folder():
         if recipe.pairs.mine is None:
             read_pairs(recipe, store, reporter)

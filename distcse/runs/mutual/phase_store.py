@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,8 +20,7 @@ from numpy.typing import NDArray
 from distcse.errors import RunRecordError
 from distcse.evaluation.encoding import decode_result, encode_result
 from distcse.recipe import GroupSection, LoopSection, MutualRecipe
-from distcse.runs.lease import Lease
-from distcse.storage import ArtifactStore, open_store, sha256, storage_errors
+from distcse.storage import ArtifactStore, sha256, storage_errors
 from distcse.text import Pairs
 from distcse.training.dropout_rng import dropout_seed
 
@@ -194,15 +192,14 @@ class PhaseStore:
 
     Args:
         run: The run's directory.
-        lease: Lease on the directory, checked before each write. Default: no check.
 
     Raises:
         RunRecordError: `phases.json` is damaged; when loading, a file of scores is damaged.
         RunTakenOverError: When writing, a later start has taken over the directory.
     """
 
-    def __init__(self, run: Path, lease: Lease | None = None) -> None:
-        self._store = open_store(run, lease)
+    def __init__(self, run: ArtifactStore) -> None:
+        self._store = run
         self._labels = self._store / "labels"
         with storage_errors(self._labels.path):
             self._labels.path.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ class PhaseTrainer:
             context.group.init_weight_mix,
             reporter,
         )
-        checkpoints, section = CheckpointStore(folder.path, folder.guard), context.section(kind)
+        checkpoints, section = CheckpointStore(folder), context.section(kind)
         key = context.recipe.loop_path(context.group, kind)
         cuda_graphs = "off" if passes > 1 else self._graph_mode(phase, encoder, reporter)
         try:
