@@ -43,7 +43,7 @@ from distcse.runs.cluster_fit import NodeNeeds, gpu_policy
 from distcse.runs.directory import RunDirectory, check_storage, require_lasting
 from distcse.runs.lease import Lease
 from distcse.runs.model_card import ModelCard
-from distcse.storage import to_uri
+from distcse.storage import ArtifactStore, to_uri
 from distcse.teachers.table import EmbeddingTable
 from distcse.text import Corpus
 from distcse.tracking import require_packages
@@ -306,7 +306,7 @@ class Trials(ABC):
         """
 
     @abstractmethod
-    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+    def scores(self, run: ArtifactStore) -> Callable[[Event], Iterable[TrialScore]]:
         """Return a function that finds a trial's new dev scores when an event arrives."""
 
     @abstractmethod
@@ -314,7 +314,7 @@ class Trials(ABC):
         """Read the test sets of the final evaluation."""
 
     @abstractmethod
-    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+    def models(self, run: ArtifactStore) -> dict[str, tuple[ArtifactStore, TrainedSection]]:
         """Return the models of a final run: their folders, and the recipe's sections of their encoders.
 
         Returns:
@@ -322,7 +322,7 @@ class Trials(ABC):
         """
 
     @abstractmethod
-    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
+    def contamination(self, run: ArtifactStore, tasks: Tasks, reporter: Reporter) -> Contamination:
         """Find the test sentences on which the models of a final run were trained."""
 
 

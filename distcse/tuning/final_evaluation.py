@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from distcse.devices.device import default_device
 from distcse.devices.device_plan import DeviceOptions
@@ -27,7 +26,7 @@ from distcse.runs.backend import Backend, DeviceCall
 from distcse.runs.cluster_fit import model_memory
 from distcse.runs.experiment import Trials
 from distcse.runs.stoppable_evaluation import FinalScores, compare_measured, measure_models, stoppable
-from distcse.storage import ArtifactStore, open_store
+from distcse.storage import ArtifactStore
 from distcse.tuning.records import Trial
 
 RECIPE, BEST = "recipe", "best"
@@ -95,17 +94,15 @@ def measure(
     if not tasks.tasks:
         return FinalScores(None)
     precision = trials.evaluation_precision
-    found: list[tuple[str, Path, TrainedSection]] = []
+    found: list[tuple[str, ArtifactStore, TrainedSection]] = []
     for run in sorted(runs, key=lambda run: (variant_of(run) == BEST, run.values["seed"])):
-        title, run_folder = f"{variant_of(run)}, seed {run.values['seed']}", (folder / run.name).path
-        models = {
-            name: model for name, model in trials.models(run_folder).items() if open_store(model[0]).fetch_folder()
-        }
+        title, run_folder = f"{variant_of(run)}, seed {run.values['seed']}", folder / run.name
+        models = {name: model for name, model in trials.models(run_folder).items() if model[0].fetch_folder()}
         if not models:
             continue
         contamination = trials.contamination(run_folder, tasks, reporter)
         for name, (model, section) in models.items():
-            contamination.write(open_store(model, folder.guard))
+            contamination.write(model)
             found.append((f"{title}, {name}" if name else title, model, section))
     if not found:
         return FinalScores(None)
@@ -113,8 +110,8 @@ def measure(
     calls = [
         DeviceCall(
             f"evaluation of {name}",
-            partial(_measure, name, open_store(model), str(model), section, precision, shared),
-            model_memory(str(model)),
+            partial(_measure, name, model, section, precision, shared),
+            model_memory(str(model.path)),
         )
         for name, model, section in found
     ]
@@ -128,7 +125,6 @@ def measure(
 def _measure(
     name: str,
     model: ArtifactStore,
-    source: str,
     section: TrainedSection,
     precision: str,
     shared: Callable[[], Tasks],
@@ -141,5 +137,5 @@ def _measure(
         trust_remote_code=section.trust_remote_code,
     )
     candidate = open_candidate(name, str(model.path), options, reporting(reporter, name))
-    candidate = replace(candidate, info=replace(candidate.info, source=source))
+    candidate = replace(candidate, info=replace(candidate.info, source=str(model)))
     return measure_model(candidate, shared(), reporter)

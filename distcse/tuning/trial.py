@@ -176,7 +176,7 @@ class _TrialReporter:
         self._with_checkpoints = with_checkpoints
         self._seconds_before = seconds_before
         self._began = time.monotonic()
-        self._scores = experiment_of(recipe).trials.scores(folder.path)
+        self._scores = experiment_of(recipe).trials.scores(folder)
 
     def on_event(self, event: Event) -> None:
         for scored in self._scores(event):

@@ -20,6 +20,7 @@ from distcse.events import Event, LogMessage, Reporter, StepReport
 from distcse.losses import TeacherOutputs, Views
 from distcse.recipe import Recipe, with_values
 from distcse.runs.directory import RunDirectory
+from distcse.storage import open_store
 from distcse.training.checkpoints import CheckpointStore
 from tests.backends import run
 from tests.endpoints import open_endpoint, reply_with
@@ -123,4 +124,4 @@ def test_one_worker_without_memory_ends_the_run(
     assert not [event for event in events if isinstance(event, LogMessage) and "restarting" in event.text]
     (folder,) = (tmp_path / "runs").iterdir()
     directory, _ = RunDirectory.reopen(folder, [])
-    assert (latest := CheckpointStore(directory.path).latest()) is not None and latest.name.endswith("4")
+    assert (latest := CheckpointStore(open_store(directory.path)).latest()) is not None and latest.name.endswith("4")

@@ -201,10 +201,8 @@ def test_the_next_shard_is_read_and_tokenized_while_one_is_embedded(
 def test_a_large_shard_is_embedded_in_parts(
     corpus: Corpus, teacher: TeacherSection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, table = (
-        table_of(teacher, corpus, open_store(tmp_path / "whole"), 200),
-        table_of(teacher, corpus, open_store(tmp_path), 200),
-    )
+    whole = table_of(teacher, corpus, open_store(tmp_path / "whole"), 200)
+    table = table_of(teacher, corpus, open_store(tmp_path), 200)
     encoder, read, texts = Encoder.from_section(teacher), list[int](), corpus.texts
     assert sum(embed_shards(encoder, corpus, whole, [0, 1], None)) == len(corpus)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from distcse.checks import Question, require
 from distcse.devices.cluster import Cluster
@@ -349,16 +348,16 @@ class DistillationTrials(Trials):
         report_warnings([*of_text, *band_warnings(recipe, corpus, keep=True)], reporter)
         return SharedTables(prepared.corpus, tables)
 
-    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+    def scores(self, run: ArtifactStore) -> Callable[[Event], Iterable[TrialScore]]:
         return _dev_scores
 
     def labelled_tasks(self) -> Tasks:
         return labelled_tasks(self.searched)
 
-    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+    def models(self, run: ArtifactStore) -> dict[str, tuple[ArtifactStore, TrainedSection]]:
         return {"": (run / "model", self.searched.student)}
 
-    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
+    def contamination(self, run: ArtifactStore, tasks: Tasks, reporter: Reporter) -> Contamination:
         if self._contamination is None:  # all runs train on the same corpus
             corpus = read_corpus(self.searched, reporter)
             self._contamination = contamination_of(self.searched, corpus, tasks, reporter)

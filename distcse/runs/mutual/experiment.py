@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from distcse.checks import Question, require
 from distcse.devices.cluster import Cluster
@@ -69,7 +68,7 @@ from distcse.runs.mutual.processes import (
 )
 from distcse.runs.mutual.result import Best, MutualResult
 from distcse.runs.stoppable_evaluation import FinalScores
-from distcse.storage import open_store
+from distcse.storage import ArtifactStore
 from distcse.text import Pairs
 from distcse.tracking import track_run
 from distcse.training.checkpoints import CheckpointStore
@@ -331,27 +330,27 @@ class MutualTrials(Trials):
             fingerprints = read_fingerprints(self.searched, reporter)
         sweep.record(self.searched.seed, fingerprints)
 
-    def scores(self, run: Path) -> Callable[[Event], Iterable[TrialScore]]:
+    def scores(self, run: ArtifactStore) -> Callable[[Event], Iterable[TrialScore]]:
         return CycleScores(self.searched, run).of
 
     def labelled_tasks(self) -> Tasks:
         return wanted_tasks(self.searched)
 
-    def models(self, run: Path) -> dict[str, tuple[Path, TrainedSection]]:
+    def models(self, run: ArtifactStore) -> dict[str, tuple[ArtifactStore, TrainedSection]]:
         return {
-            f"{group.name} {kind}": (run / "models" / group.name / kind, group)
+            f"{group.name} {kind}": (run / f"models/{group.name}/{kind}", group)
             for group in self.searched.groups
             for kind in KINDS
         }
 
-    def contamination(self, run: Path, tasks: Tasks, reporter: Reporter) -> Contamination:
-        return contamination_of(self.searched, Pairs.open(open_store(run) / "pairs"), tasks, reporter)
+    def contamination(self, run: ArtifactStore, tasks: Tasks, reporter: Reporter) -> Contamination:
+        return contamination_of(self.searched, Pairs.open(run / "pairs"), tasks, reporter)
 
 
 class CycleScores:
     """Dev scores of a trial, one per cycle: the mean over groups of each group's best bi-encoder so far."""
 
-    def __init__(self, recipe: MutualRecipe, run: Path) -> None:
+    def __init__(self, recipe: MutualRecipe, run: ArtifactStore) -> None:
         self._recipe = recipe
         self._groups = [group.name for group in recipe.groups]
         self._run = run
@@ -361,7 +360,7 @@ class CycleScores:
         """Yield the score of each cycle that has ended since the last call, if the event reports a group's activity."""
         if not isinstance(event, GroupEvent) or not isinstance(event.event, GroupActivity):
             return
-        store = PhaseStore(open_store(self._run))
+        store = PhaseStore(self._run)
         names = [name for name in self._groups if name not in store.dropped]
         cycles = self._recipe.mutual.cycles
         while self._scored < cycles and names:
